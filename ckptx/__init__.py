@@ -1,0 +1,36 @@
+"""ckptx: convert and reshard checkpoints of large language models, and prove that the result works.
+
+The functions here are the commands of the command line: they take the same names as the options, raise a subclass of
+`ckptx.errors.CkptxError` for each exit code from 2 to 7, and return the report that `--json` prints.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ckptx.version import __version__
+
+if TYPE_CHECKING:
+    from ckptx.conversion import convert
+    from ckptx.difference import diff
+    from ckptx.formats.registry import open_checkpoint
+    from ckptx.inspection import inspect
+    from ckptx.verification.bits import verify
+
+__all__ = ["__version__", "convert", "diff", "inspect", "open_checkpoint", "verify"]
+
+_HOMES = {
+    "convert": "ckptx.conversion",
+    "diff": "ckptx.difference",
+    "inspect": "ckptx.inspection",
+    "open_checkpoint": "ckptx.formats.registry",
+    "verify": "ckptx.verification.bits",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a function when it is first asked for, so that `import ckptx` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

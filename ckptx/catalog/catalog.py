@@ -1,0 +1,51 @@
+"""A checkpoint as data: which logical tensors exist, and where each of their blocks lies on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptx.catalog.entry import BytesEntry, Sidecar, TensorEntry
+
+
+@dataclass(slots=True)
+class Catalog:
+    """What one checkpoint holds. Opening fills it from headers; no tensor byte has been read yet.
+
+    Attributes:
+        root: The directory every file name is relative to.
+        format: "huggingface", "bin" or "dcp".
+        tensors: Logical tensors by name, in the order they lie on disk. Names that share bytes (aliases in a DCP,
+            shared storages in a `.bin`) are entries of their own with equal chunks.
+        objects: Pickled objects of a DCP, never opened.
+        files: Size in bytes of every file that holds tensor data.
+        sidecars: Files that travel with the weights.
+        config: The parsed `config.json`, or None.
+        manifest: The parsed `ckptx.json` of a checkpoint that ckptx wrote, or None.
+        verbatim: Texts that only their own format understands and a way back may need: safetensors headers and
+            the index by file name.
+        planner_data: `planner_data` of a DCP, carried over as it is.
+        notes: What the reader wants the user to know ("consolidated.safetensors ignored: not in the index").
+    """
+
+    root: Path
+    format: str
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, BytesEntry] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    sidecars: tuple[Sidecar, ...] = ()
+    config: dict[str, Any] | None = None
+    manifest: dict[str, Any] | None = None
+    verbatim: dict[str, str] = field(default_factory=dict)
+    planner_data: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data on disk, names that share bytes counted once."""
+        return sum(chunks_bytes for chunks_bytes in self._bytes_by_chunks().values())
+
+    def _bytes_by_chunks(self) -> dict[object, int]:
+        return {entry.chunks or entry.name: entry.nbytes for entry in self.tensors.values()}

@@ -1,0 +1,81 @@
+"""The dtypes ckptx moves: their safetensors name, their torch name, and their width.
+
+One table serves every format. `storage` is the legacy typed storage class that `torch.save` names for a dtype;
+dtypes born after typed storages were frozen have none and are pickled with `torch.storage.UntypedStorage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DType:
+    """One element type.
+
+    Attributes:
+        name: The safetensors name (`BF16`); torch dtypes that safetensors lacks carry their torch name in capitals.
+        torch: The attribute of `torch` (`bfloat16`), or None when torch has no such dtype.
+        storage: The typed storage class of `torch.save` (`BFloat16Storage`), or None for an untyped storage.
+        bits: Bits per element as safetensors counts elements.
+        cast: True for the plain floats that `--dtype` may cast; quantised floats (fp8, fp4) never are.
+        in_safetensors: True when the safetensors format can hold it.
+        pack: Elements in one torch element; 2 for F4, which torch stores as pairs (`float4_e2m1fn_x2`).
+    """
+
+    name: str
+    torch: str | None
+    storage: str | None
+    bits: int
+    cast: bool = False
+    in_safetensors: bool = True
+    pack: int = 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per torch element (a pair of values for F4)."""
+        return self.bits * self.pack // 8
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes that `numel` elements take; sub-byte elements round up to a whole byte."""
+        return (numel * self.bits + 7) // 8
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_ALL = (
+    DType("F64", "float64", "DoubleStorage", 64, cast=True),
+    DType("F32", "float32", "FloatStorage", 32, cast=True),
+    DType("F16", "float16", "HalfStorage", 16, cast=True),
+    DType("BF16", "bfloat16", "BFloat16Storage", 16, cast=True),
+    DType("I64", "int64", "LongStorage", 64),
+    DType("I32", "int32", "IntStorage", 32),
+    DType("I16", "int16", "ShortStorage", 16),
+    DType("I8", "int8", "CharStorage", 8),
+    DType("U8", "uint8", "ByteStorage", 8),
+    DType("BOOL", "bool", "BoolStorage", 8),
+    DType("C64", "complex64", "ComplexFloatStorage", 64),
+    DType("U64", "uint64", None, 64),
+    DType("U32", "uint32", None, 32),
+    DType("U16", "uint16", None, 16),
+    DType("F8_E4M3", "float8_e4m3fn", None, 8),
+    DType("F8_E5M2", "float8_e5m2", None, 8),
+    DType("F8_E8M0", "float8_e8m0fnu", None, 8),
+    DType("F8_E4M3FNUZ", "float8_e4m3fnuz", None, 8),
+    DType("F8_E5M2FNUZ", "float8_e5m2fnuz", None, 8),
+    DType("F4", "float4_e2m1fn_x2", None, 4, pack=2),
+    # safetensors has these, torch does not.
+    DType("F6_E2M3", None, None, 6),
+    DType("F6_E3M2", None, None, 6),
+    # torch has these, safetensors does not.
+    DType("C128", "complex128", "ComplexDoubleStorage", 128, in_safetensors=False),
+    DType("C32", "complex32", None, 32, in_safetensors=False),
+)
+
+BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
+BY_TORCH: dict[str, DType] = {dtype.torch: dtype for dtype in _ALL if dtype.torch is not None}
+BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in _ALL if dtype.storage is not None}
+
+# What `--dtype` accepts.
+CAST_TARGETS: dict[str, DType] = {"bf16": BY_NAME["BF16"], "fp16": BY_NAME["F16"], "fp32": BY_NAME["F32"]}

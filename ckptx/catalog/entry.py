@@ -1,0 +1,98 @@
+"""The nouns of a catalog: where the blocks of a tensor lie on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import NamedTuple
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.region import Region, Shape
+
+
+class Record(NamedTuple):
+    """A checksummed stretch of a file: one stored member of a torch archive.
+
+    Attributes:
+        offset: First byte, absolute in its file.
+        nbytes: Length in bytes.
+        crc: CRC-32 of the bytes, or None when the writer recorded none (a field of 0 over bytes means that).
+    """
+
+    offset: int
+    nbytes: int
+    crc: int | None
+
+
+class Chunk(NamedTuple):
+    """One region of one tensor, and where its elements lie.
+
+    Attributes:
+        region: The part of the tensor it holds.
+        file: Path of the file, relative to the root of the catalog.
+        offset: First byte of the first element; for an archive, first byte of the archive.
+        nbytes: Bytes from `offset` on that hold it.
+        strides: Strides in elements, one per dim, or None when the elements are row-major.
+        record: The checksummed record the elements belong to, where the format has one.
+        archive: True while `offset` and `nbytes` still name a whole torch archive that nobody has looked into.
+    """
+
+    region: Region
+    file: str
+    offset: int
+    nbytes: int
+    strides: Shape | None = None
+    record: Record | None = None
+    archive: bool = False
+
+
+class TensorEntry(NamedTuple):
+    """A logical tensor. `chunks` tile `shape` exactly; opening a checkpoint proves it.
+
+    `shape` counts elements as safetensors does: an F4 tensor has twice the last dim that torch shows.
+    """
+
+    name: str
+    dtype: DType
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-d tensor."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, row-major and unpadded."""
+        return self.dtype.nbytes(prod(self.shape))
+
+
+class BytesEntry(NamedTuple):
+    """A pickled object inside a DCP (optimizer step, RNG state, ...). Never unpickled, only carried or counted."""
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+
+
+class Sidecar(NamedTuple):
+    """A file that travels with the weights byte for byte: config, tokenizer, chat template, remote code."""
+
+    name: str
+    nbytes: int
+
+
+class Frame(NamedTuple):
+    """The bytes a format puts around a block of elements: nothing in safetensors, a torch archive in a DCP.
+
+    Attributes:
+        head: Bytes before the elements.
+        tail: Gives the bytes after them from their CRC-32; always `tail_nbytes` long.
+        tail_nbytes: Length of the tail, known before any element is read.
+    """
+
+    head: bytes
+    tail: Callable[[int], bytes]
+    tail_nbytes: int

@@ -1,0 +1,66 @@
+"""`ckptx.json`: what ckptx wrote, with digests. Written last, never needed by a loader.
+
+    {"ckptx": 1, "tool": "0.1.0", "format": "dcp",
+     "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "rank_order": "pp,dp,tp", "stages": null},
+     "origin": {"format": "huggingface", "files": [{"name", "metadata"} or {"name", "header"}], "index": ...} or null,
+     "files": {NAME: {"bytes", "digest"}}, "sidecars": {NAME: {"bytes", "digest"}},
+     "tensors": {NAME: {"dtype", "shape", "digest", "file", "tied_to", "origin"}}}
+
+It holds no time, host or absolute path: the same input and options give the same bytes. `origin` remembers how the
+safetensors files were laid out, so that they can be given back byte for byte; `tensors` are in their order there, and
+the `origin` of a tensor is the index of its file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ckptx.errors import InputError, UnsupportedError
+
+SCHEMA = 1
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Parses a manifest.
+
+    Raises:
+        InputError: It is not one.
+        UnsupportedError: A newer ckptx wrote it.
+    """
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["ckptx"]
+        for key in ("files", "sidecars", "tensors"):
+            manifest[key].items()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"{path}: is not a manifest of ckptx ({type(error).__name__}: {error}); remove it if it is damaged, no "
+            "loader needs it"
+        ) from error
+    if version != SCHEMA:
+        raise UnsupportedError(f"{path}: manifest version {version}, this ckptx reads {SCHEMA}; use a newer ckptx")
+    return dict(manifest)
+
+
+def emit_manifest(manifest: dict[str, Any]) -> bytes:
+    """The bytes of a manifest: one line for each file and tensor, so that two can be compared line by line."""
+    lines = ["{"]
+    blocks = []
+    for key, value in manifest.items():
+        if key in ("files", "sidecars", "tensors") and value:
+            rows = ",\n".join(f"  {json.dumps(name)}: {_compact(row)}" for name, row in value.items())
+            blocks.append(f"{json.dumps(key)}: {{\n{rows}\n}}")
+        else:
+            blocks.append(f"{json.dumps(key)}: {_compact(value)}")
+    lines.append(",\n".join(blocks))
+    lines.append("}\n")
+    return "\n".join(lines).encode()
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True)
+
+
+def _compact(value: Any) -> str:
+    return _ENCODER.encode(value)

@@ -1,0 +1,55 @@
+"""Every way ckptx can refuse, one class per exit code.
+
+A message says subject, found, needed, next step, in one line, and names the file or tensor:
+`model-00002.safetensors: tensor "x" ends at byte 912, file has 900; the file is truncated, download it again`.
+"""
+
+from __future__ import annotations
+
+
+class CkptxError(Exception):
+    """Base of every refusal; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UsageError(CkptxError):
+    """The call itself is wrong: options that exclude each other, a value out of range."""
+
+    exit_code = 2
+
+
+class InputError(CkptxError):
+    """The input is unreadable, corrupt or incomplete."""
+
+    exit_code = 3
+
+
+class UnsupportedError(CkptxError):
+    """The input is understood, but ckptx does not support what it holds; the message names it."""
+
+    exit_code = 4
+
+
+class OutputError(CkptxError):
+    """The output exists, overlaps the input, or cannot be written."""
+
+    exit_code = 5
+
+
+class SpaceError(CkptxError):
+    """There is not enough space for the output."""
+
+    exit_code = 6
+
+
+class EnvironmentProblem(CkptxError):
+    """The environment lacks something: a package, a device."""
+
+    exit_code = 7
+
+
+class Defect(CkptxError):
+    """ckptx caught itself about to do something wrong. Nothing was published; the message asks for a report."""
+
+    exit_code = 70
