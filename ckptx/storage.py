@@ -1,0 +1,139 @@
+"""Files on a local disk: checked paths, positional reads and writes.
+
+Everything that touches the file system for data goes through here, so that there is one place that checks paths,
+translates `ENOSPC`, and can be made to fail by a test.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path, PurePosixPath
+
+from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
+
+
+def inside(root: Path, name: str) -> Path:
+    """The path of `name` below `root`.
+
+    Raises:
+        InputError: `name` is absolute or climbs out of `root`; a checkpoint must not reach other files.
+    """
+    pure = PurePosixPath(name)
+    if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
+        raise InputError(f'{root}: file name "{name}" leads out of the checkpoint directory; refused')
+    return root / pure
+
+
+class FilePool:
+    """Read-only file descriptors by name below one root, opened on first use and kept; safe to share by threads."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> FilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes every descriptor."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def fd(self, name: str) -> int:
+        """A descriptor for `name`.
+
+        Raises:
+            InputError: The file is missing, is a dangling link, or cannot be read.
+        """
+        descriptor = self._descriptors.get(name)
+        if descriptor is None:
+            path = inside(self.root, name)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            descriptor = self._keep(name, descriptor)
+        return descriptor
+
+    def _keep(self, name: str, descriptor: int) -> int:
+        kept = self._descriptors.setdefault(name, descriptor)
+        if kept != descriptor:
+            os.close(descriptor)
+        return kept
+
+    def size(self, name: str) -> int:
+        """Size of `name` in bytes."""
+        return os.fstat(self.fd(name)).st_size
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes of `name` from `offset` on.
+
+        Raises:
+            InputError: The file ends before.
+        """
+        data = os.pread(self.fd(name), nbytes, offset)
+        while len(data) < nbytes:
+            more = os.pread(self.fd(name), nbytes - len(data), offset + len(data))
+            if not more:
+                raise InputError(
+                    f"{self.root / name}: ends at byte {offset + len(data)}, needed up to {offset + nbytes}; "
+                    "the file is truncated, copy or download it again"
+                )
+            data += more
+        return data
+
+
+def unreadable(path: Path, error: OSError) -> InputError:
+    """The refusal for a file that could not be opened, by cause."""
+    if path.is_symlink() and not path.exists():
+        return InputError(f"{path}: symbolic link to {os.readlink(path)}, which does not exist; restore the target")
+    if isinstance(error, FileNotFoundError):
+        return InputError(f"{path}: no such file; the checkpoint is incomplete")
+    return InputError(f"{path}: cannot be read: {error.strerror}")
+
+
+def create(path: Path) -> int:
+    """Opens `path` for reading and writing, creating it and its directories; the mode follows the umask."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
+    """Writes all of `data` at `offset`; the one verb through which every output byte goes.
+
+    Raises:
+        SpaceError: The disk or the quota is full.
+        OutputError: Any other failure; `path` is only named.
+    """
+    view = memoryview(data)
+    try:
+        while len(view):
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Creates or replaces a small file."""
+    descriptor = create(path)
+    try:
+        os.ftruncate(descriptor, 0)
+        write_at(descriptor, data, 0, path)
+    finally:
+        os.close(descriptor)
+
+
+def unwritable(path: Path, error: OSError) -> CkptxError:
+    """The refusal for a failed write, by cause."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SpaceError(f"{path}: {error.strerror}; nothing was published, free some space and run again")
+    return OutputError(f"{path}: cannot be written: {error.strerror}")
