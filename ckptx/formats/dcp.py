@@ -1,0 +1,203 @@
+"""Opens a torch DCP directory: `.metadata` and the `.distcp` files it points into.
+
+Opening parses `.metadata` alone and proves that its chunks tile every tensor and lie inside their files. Which bytes of
+an archive are the elements is looked up in a second step, by those who want to read them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import BY_TORCH, DType
+from ckptx.catalog.entry import BytesEntry, Chunk, TensorEntry
+from ckptx.catalog.region import Region, Shape, coverage_fault, whole
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.dcp_metadata import Key, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.torch_zip import locate_payload
+from ckptx.formats.unpickle import without_garbage_collection
+from ckptx.storage import FilePool, inside, unreadable
+
+METADATA = ".metadata"
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def open_dcp(root: Path) -> Catalog:
+    """The catalog of the DCP in `root`. Its chunks are whole archives; `open_payloads` looks into them.
+
+    Raises:
+        InputError: `.metadata` or a file is missing, damaged or too short, or the chunks do not tile a tensor.
+        UnsupportedError: A dtype that ckptx does not know, or files that went through a transform.
+    """
+    with without_garbage_collection():
+        metadata = parse_metadata(_read_metadata(root), f"{root / METADATA}")
+        catalog = Catalog(root, "dcp", {})
+        unclaimed = dict(metadata.storage)
+        entries = [
+            _tensor(name, tensor, metadata.storage, unclaimed, root) for name, tensor in metadata.tensors.items()
+        ]
+        for name in metadata.objects:
+            place = unclaimed.pop((name, None), None)
+            if place is None:
+                raise InputError(f'{root / METADATA}: object "{name}" has no place in any file; save it again')
+            catalog.objects[name] = BytesEntry(name, place.path, place.offset, place.length)
+        if unclaimed:
+            name, offsets = next(iter(unclaimed))
+            raise InputError(
+                f'{root / METADATA}: bytes are stored for "{name}" at {offsets}, which no tensor has a chunk for; '
+                "the checkpoint is damaged"
+            )
+        entries.sort(key=lambda entry: entry.chunks[0][1:3] if entry.chunks else ("", 0))
+        catalog.tensors = {entry.name: entry for entry in entries}
+        catalog.files = _check_files(root, metadata.storage)
+    if isinstance(metadata.planner_data, dict):
+        catalog.planner_data = metadata.planner_data
+    elif metadata.planner_data is not None:
+        catalog.notes.append(f"planner_data of type {type(metadata.planner_data).__name__} ignored: needed a dict")
+    return catalog
+
+
+def _read_metadata(root: Path) -> bytes:
+    path = root / METADATA
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        if any(root.glob("__*" + METADATA)):
+            raise UnsupportedError(
+                f"{root}: saved without collectives, one .metadata per rank; save with use_collectives=True"
+            ) from error
+        if any(root.glob("*.distcp")):
+            raise InputError(
+                f"{path}: no such file beside .distcp files; the save was interrupted, use an earlier checkpoint"
+            ) from error
+        raise unreadable(path, error) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if data.startswith(_LFS_POINTER):
+        raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
+    return data
+
+
+def _tensor(
+    name: str,
+    tensor: TensorMetadata,
+    storage: Mapping[Key, StorageInfo],
+    unclaimed: dict[Key, StorageInfo],
+    root: Path,
+) -> TensorEntry:
+    dtype = BY_TORCH.get(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedError(f'{root / METADATA}: tensor "{name}" has dtype {tensor.dtype}, which is not supported')
+    chunks = []
+    for region in tensor.chunks:
+        key = (name, region.offsets)
+        place = storage.get(key)
+        if place is None:
+            raise InputError(
+                f'{root / METADATA}: chunk {region} of tensor "{name}" has no place in any file; '
+                "the checkpoint is incomplete, save it again"
+            )
+        unclaimed.pop(key, None)
+        if place.transforms:
+            raise UnsupportedError(
+                f'{root / place.path}: tensor "{name}" went through {", ".join(place.transforms)} when saved; '
+                "save it without stream transforms"
+            )
+        chunks.append(Chunk(_elements(dtype, region), place.path, place.offset, place.length, None, None, True))
+    shape = _widen(dtype, tensor.size)
+    if len(chunks) != 1 or chunks[0].region != whole(shape):
+        _check_coverage(name, shape, chunks, root)
+    if dtype.pack > 1 and not shape:
+        raise UnsupportedError(f'{root / METADATA}: tensor "{name}" is a 0-d {tensor.dtype}, which is not supported')
+    chunks.sort(key=lambda chunk: chunk[1:3])
+    return TensorEntry(name, dtype, shape, tuple(chunks))
+
+
+def _widen(dtype: DType, sizes: Shape) -> Shape:
+    """Torch elements to elements: the last dim of a packed dtype counts packs."""
+    return sizes if dtype.pack == 1 or not sizes else (*sizes[:-1], sizes[-1] * dtype.pack)
+
+
+def _elements(dtype: DType, region: Region) -> Region:
+    if dtype.pack == 1:
+        return region
+    return Region(_widen(dtype, region.offsets), _widen(dtype, region.sizes))
+
+
+def _check_coverage(name: str, shape: Shape, chunks: list[Chunk], root: Path) -> None:
+    fault = coverage_fault(shape, [chunk.region for chunk in chunks])
+    if fault is None:
+        return
+    found = {
+        "gap": "no chunk covers",
+        "overlap": "more than one chunk covers",
+        "outside": "a chunk lies outside at",
+    }[fault.kind]
+    raise InputError(
+        f'{root / METADATA}: tensor "{name}" of shape {list(shape)}: {found} {fault.region}; '
+        "the save is incomplete or damaged, save it again"
+    )
+
+
+def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, int]:
+    """Sizes of the files that `storage` names, each long enough for what is said to lie in it."""
+    needed: dict[str, int] = {}
+    for place in storage.values():
+        end = place.offset + place.length
+        if end > needed.get(place.path, -1):
+            needed[place.path] = end
+    sizes = {}
+    for name in sorted(needed):
+        path = inside(root, name)
+        try:
+            size = os.stat(path).st_size
+            if size < needed[name]:
+                with path.open("rb") as file:
+                    if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                        raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if size < needed[name]:
+            raise InputError(
+                f"{path}: has {size} bytes, .metadata points up to byte {needed[name]}; "
+                "the file is truncated, copy or download it again"
+            )
+        sizes[name] = size
+    return sizes
+
+
+def open_payloads(catalog: Catalog, files: FilePool) -> Catalog:
+    """The same catalog with every chunk located: offset and strides of its elements, and the record to check.
+
+    Raises:
+        InputError: An archive is damaged, or holds another dtype or shape than `.metadata` says.
+        UnsupportedError: A conjugate or negative view, compressed or safetensors payloads.
+    """
+    tensors = {}
+    with without_garbage_collection():
+        for name, entry in catalog.tensors.items():
+            chunks = tuple([_locate(entry, chunk, files) if chunk.archive else chunk for chunk in entry.chunks])
+            tensors[name] = TensorEntry(name, entry.dtype, entry.shape, chunks)
+    return replace(catalog, tensors=tensors)
+
+
+def _locate(entry: TensorEntry, chunk: Chunk, files: FilePool) -> Chunk:
+    region, file, offset, length = chunk[:4]
+    dtype, shape = entry.dtype, region.sizes
+    if dtype.pack > 1:
+        shape = (*shape[:-1], shape[-1] // dtype.pack)
+    where = f'{files.root}/{file}: tensor "{entry.name}"'
+    found = locate_payload(partial(files.read, file), offset, length, where, dtype, shape)
+    if found.dtype is not dtype or found.shape != shape:
+        raise InputError(
+            f"{where}: payload is {found.dtype.torch} {list(found.shape)}, .metadata says {dtype.torch} {list(shape)}; "
+            "the checkpoint is damaged"
+        )
+    if found.strides is not None and dtype.pack > 1:
+        raise UnsupportedError(f"{where}: {dtype.torch} that is not row-major; save it with .contiguous()")
+    return Chunk(region, file, found.data_offset, found.nbytes, found.strides, found.record)

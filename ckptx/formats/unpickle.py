@@ -1,0 +1,344 @@
+"""Reads the pickles inside torch checkpoints without running anything they name.
+
+A pickle is a program. Three walls keep this one harmless:
+
+1. Opcodes. A scan before loading lets through the opcodes torch's writers use, and checks every length and memo index
+   against the size of the data: CPython's unpickler would allocate 64 GiB for one damaged memo index.
+2. Names. A global is looked up in a table; what is not in the table is refused by name. The table never holds the real
+   class, only a stand-in that records its arguments.
+3. Stand-ins. They cannot be changed from inside the pickle (`BUILD` could otherwise set attributes on a class), so one
+   file cannot influence how the next one is read.
+
+Whatever goes wrong comes out as a `CkptxError`. One thing is not walled off: a pickle made on purpose, with a tuple
+nested 100,000 deep as the key of a dict, overflows the C stack of CPython when the key is hashed. It ends the process; it runs
+nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
+from ckptx.errors import CkptxError, InputError
+
+Globals = Mapping[tuple[str, str], object]
+
+_NO_ARGUMENT = re.escape(b"(N)]}taesubR0\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94Q")
+_WITH_ARGUMENT = rb"[Khq\x80].|M..|[Jj]....|[G\x95]........"
+# Everything between two strings in one match; bounded, because the engine keeps a record per repetition.
+_RUN = re.compile(rb"[%b]*(?:(?:%b)[%b]*){0,4096}" % (_NO_ARGUMENT, _WITH_ARGUMENT, _NO_ARGUMENT), re.DOTALL)
+_LENGTH_1 = frozenset(b"\x8cC\x8a")  # SHORT_BINUNICODE, SHORT_BINBYTES, LONG1
+_LENGTH_4 = frozenset(b"XB")  # BINUNICODE, BINBYTES
+_GLOBAL, _LONG_BINPUT, _STOP = b"cr."
+
+# A dtype this version of ckptx does not know is still a dtype: it is refused later, with the name of its tensor.
+_DTYPE_LIKE = re.compile(r"(?:bfloat|complex|float|bits|q?u?int|bool)\w*")
+
+
+class Sealed(type):
+    """Metaclass of stand-in classes: a pickle that holds the class cannot set attributes on it."""
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise pickle.UnpicklingError(f"attempt to change {cls.__name__}.{name}")
+
+
+class Symbol(str):
+    """An inert value known only by its dotted name: `torch.bfloat16`, `torch.strided`."""
+
+    __slots__ = ()
+
+
+class Call:
+    """Stands in for a function: calls ours with the pickled arguments, and cannot be changed."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., object]
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *arguments: object) -> object:
+        return self._function(*arguments)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise pickle.UnpicklingError("attempt to change a function")
+
+
+class Dict(dict[Any, Any], metaclass=Sealed):
+    """Stands in for `collections.OrderedDict`; attributes such as `_metadata` of a state dict are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def load(
+    data: bytes,
+    allowed: Globals,
+    where: str,
+    persistent: Callable[[object], object] | None = None,
+) -> Any:
+    """The object tree of a pickle, with stand-ins for what it names.
+
+    Args:
+        data: The whole pickle; bytes after its end are ignored, as torch does.
+        allowed: Stand-in of each (module, name) that may occur. Torch dtypes always may, as `Symbol`.
+        where: Subject of error messages.
+        persistent: Turns a persistent id (a storage of a torch archive) into a stand-in.
+
+    Raises:
+        InputError: The pickle is damaged, or names something that is not allowed. Nothing was executed.
+    """
+    _scan(data, where)
+    try:
+        with without_garbage_collection():
+            return _Unpickler(data, allowed, persistent).load()
+    except CkptxError as error:
+        raise type(error)(f"{where}: {error}") from None
+    except Exception as error:  # A damaged pickle can raise any class.
+        raise InputError(f"{where}: damaged pickle ({_brief(error)}); nothing in it was executed") from None
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collections set off by hundreds of thousands of new objects cost five times what creating them does."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, allowed: Globals, persistent: Callable[[object], object] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._allowed = allowed
+        self._persistent = persistent
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._allowed.get((module, name))
+        if found is not None:
+            return found
+        if module == "torch" and _DTYPE_LIKE.fullmatch(name):
+            return Symbol(f"torch.{name}")
+        raise InputError(
+            f"names {module[:80]}.{name[:80]}, which has no place in a checkpoint; nothing in it was executed"
+        )
+
+    def persistent_load(self, pid: object) -> Any:
+        if self._persistent is None:
+            raise InputError("refers to an object outside the pickle, which has no place here")
+        return self._persistent(pid)
+
+
+def _scan(data: bytes, where: str) -> None:
+    """Refuses opcodes that torch never writes, and lengths or memo indices beyond the data."""
+    size = len(data)
+    match = _RUN.match
+    position = 0
+    try:
+        while True:
+            run = match(data, position)
+            assert run is not None  # the pattern matches the empty string
+            after = run.end()
+            code = data[after]
+            if code in _LENGTH_1:
+                position = after + 2 + data[after + 1]
+            elif code in _LENGTH_4:
+                position = after + 5 + int.from_bytes(data[after + 1 : after + 5], "little")
+            elif code == _GLOBAL:
+                position = data.index(b"\n", data.index(b"\n", after) + 1) + 1
+            elif code == _LONG_BINPUT and int.from_bytes(data[after + 1 : after + 5], "little") < size:
+                position = after + 5
+            elif code == _STOP:
+                return
+            elif after == position:
+                raise InputError(
+                    f"{where}: damaged pickle (opcode 0x{code:02x} at byte {after}); nothing in it was executed"
+                )
+            else:
+                position = after
+    except (IndexError, ValueError):
+        raise InputError(
+            f"{where}: pickle ends before its end mark at byte {size}; it is truncated, copy it again"
+        ) from None
+
+
+def _brief(error: Exception) -> str:
+    text = str(error).replace("\n", " ")
+    return f"{type(error).__name__}: {text[:120]}" if text else type(error).__name__
+
+
+class StorageRef(NamedTuple):
+    """A storage of a torch archive: record `data/<key>`. `numel` counts elements, or bytes when `dtype` is None."""
+
+    key: str
+    dtype: DType | None
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the storage has by its own account."""
+        return self.numel * (self.dtype.itemsize if self.dtype else 1)
+
+
+class TensorRef(NamedTuple):
+    """A tensor of a torch archive: a strided view of a storage, in torch elements. `flags` as conj and neg."""
+
+    storage: StorageRef
+    dtype: DType
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: tuple[str, ...]
+
+
+class Refused(NamedTuple):
+    """Something that torch can hold and ckptx does not convert; `kind` says what it is."""
+
+    kind: str
+
+
+def load_torch(data: bytes, where: str) -> Any:
+    """The object tree of a `data.pkl` with `TensorRef`, `StorageRef` and `Refused` in the place of torch objects.
+
+    Raises:
+        InputError: See `load`; also tensors whose shape, strides or storage make no sense.
+    """
+    return load(data, _TORCH, where, _storage)
+
+
+def _storage(pid: object) -> StorageRef | Refused:
+    if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
+        raise InputError("refers to an object outside the pickle that is no storage")
+    _, kind, key, _, numel = pid
+    if not (isinstance(kind, Symbol) and isinstance(key, str) and _is_count(numel)):
+        raise InputError("describes a storage with values of the wrong type")
+    name = kind.rpartition(".")[2]
+    if name == "UntypedStorage":
+        return StorageRef(key, None, numel)
+    dtype = BY_STORAGE.get(name)
+    return StorageRef(key, dtype, numel) if dtype else Refused(f"tensor over {name[:40]}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_count, value))
+
+
+def _rebuild(
+    storage: object, offset: object, shape: object, strides: object, dtype: DType | None, flags: object
+) -> TensorRef | Refused:
+    if isinstance(storage, Refused):
+        return storage
+    if not isinstance(storage, StorageRef) or dtype is None:
+        raise InputError("describes a tensor without a storage or dtype")
+    if not (_is_count(offset) and _is_shape(shape) and _is_shape(strides)):
+        raise InputError("describes a tensor with values of the wrong type")
+    assert isinstance(offset, int) and isinstance(shape, tuple) and isinstance(strides, tuple)
+    if len(shape) != len(strides):
+        raise InputError(f"describes a tensor with {len(shape)} dims and {len(strides)} strides")
+    names = tuple(str(name)[:40] for name, is_set in flags.items() if is_set) if isinstance(flags, dict) else ()
+    return TensorRef(storage, dtype, offset, shape, strides, names)
+
+
+def _rebuild_v2(
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    grad: object,
+    hooks: object,
+    flags: object = None,
+) -> TensorRef | Refused:
+    dtype = storage.dtype if isinstance(storage, StorageRef) else None
+    return _rebuild(storage, offset, shape, strides, dtype, flags)
+
+
+def _rebuild_v3(
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    grad: object,
+    hooks: object,
+    dtype: object,
+    flags: object = None,
+) -> TensorRef | Refused:
+    if not isinstance(dtype, Symbol):
+        raise InputError("describes a tensor without a dtype")
+    known = BY_TORCH.get(dtype.removeprefix("torch."))
+    return _rebuild(storage, offset, shape, strides, known, flags) if known else Refused(f"tensor of dtype {dtype}")
+
+
+def _parameter(data: object, grad: object, hooks: object, state: object = None) -> object:
+    return data
+
+
+def _from_type(function: object, kind: object, arguments: object, state: object) -> object:
+    """A tensor with Python attributes, or of a subclass; the attributes of a plain one are dropped."""
+    if kind in _PLAIN_TENSORS and function in _REBUILD and isinstance(arguments, tuple):
+        assert isinstance(function, Call)
+        return function(*arguments)
+    return Refused(f"tensor of subclass {kind}" if isinstance(kind, Symbol) else "tensor of a subclass")
+
+
+def _refusal(kind: str) -> Call:
+    return Call(lambda *_: Refused(kind))
+
+
+_REBUILD = (Call(_rebuild_v2), Call(_rebuild_v3))
+_PLAIN_TENSORS = (
+    Symbol("torch.Tensor"),
+    Symbol("torch.nn.parameter.Parameter"),
+    Symbol("torch.nn.parameter.Buffer"),
+)
+
+_TORCH: Globals = {
+    ("torch._utils", "_rebuild_tensor_v2"): _REBUILD[0],
+    ("torch._utils", "_rebuild_tensor_v3"): _REBUILD[1],
+    ("torch._utils", "_rebuild_parameter"): Call(_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Call(_parameter),
+    ("torch._utils", "_rebuild_sparse_tensor"): _refusal("sparse tensor"),
+    ("torch._utils", "_rebuild_qtensor"): _refusal("quantized tensor"),
+    ("torch._utils", "_rebuild_nested_tensor"): _refusal("nested tensor"),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _refusal("meta tensor without bytes"),
+    ("torch._utils", "_rebuild_wrapper_subclass"): _refusal("tensor of a subclass"),
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _refusal("tensor pickled through numpy"),
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _refusal("tensor of another device"),
+    ("torch._tensor", "_rebuild_from_type_v2"): Call(_from_type),
+    ("torch.serialization", "_get_layout"): Call(lambda name: Symbol(name)),
+    ("torch", "Size"): tuple,
+    ("torch", "device"): Call(lambda *_: Symbol("torch.device")),
+    ("torch", "per_tensor_affine"): Symbol("torch.per_tensor_affine"),
+    ("torch", "per_channel_affine"): Symbol("torch.per_channel_affine"),
+    ("torch", "Tensor"): _PLAIN_TENSORS[0],
+    ("torch.nn.parameter", "Parameter"): _PLAIN_TENSORS[1],
+    ("torch.nn.parameter", "Buffer"): _PLAIN_TENSORS[2],
+    ("torch.distributed.tensor", "DTensor"): Symbol("torch.distributed.tensor.DTensor"),
+    ("torch.storage", "UntypedStorage"): Symbol("torch.UntypedStorage"),
+    **{
+        ("torch", name): Symbol(f"torch.{name}")
+        for name in (
+            *BY_STORAGE,
+            "QInt8Storage",
+            "QUInt8Storage",
+            "QInt32Storage",
+            "QUInt4x2Storage",
+            "UntypedStorage",
+        )
+    },
+    ("collections", "OrderedDict"): Dict,
+}

@@ -1,0 +1,141 @@
+"""The directory of a zip file whose members are stored: which members it has, and where their bytes lie.
+
+Follows the zip application note of PKWARE (4.3.6 overall format, 4.5.3 zip64). Positions are relative to the first byte
+of the zip, which may lie anywhere inside a file; `window` reads them and refuses what is outside.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ckptx.errors import InputError, UnsupportedError
+
+Read = Callable[[int, int], bytes]
+
+ZIP32 = 0xFFFFFFFF  # From this value on a size or offset needs a zip64 field.
+
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
+CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+END = struct.Struct("<4sHHHHIIH")
+END64 = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR = struct.Struct("<4sIQI")
+
+# The end record may be followed by a comment of 64 KiB. A directory larger than the limit is not one.
+_END_SEARCH = 22 + 0xFFFF
+_DIRECTORY_LIMIT = 1 << 28
+_CONTENT_LIMIT = 1 << 30
+
+
+class Member(NamedTuple):
+    """A directory entry: compression method, CRC-32 field, bytes of data, and where its local header begins."""
+
+    method: int
+    crc: int
+    nbytes: int
+    header: int
+
+
+def damaged(where: str, reason: str) -> InputError:
+    """The refusal of an archive that contradicts itself."""
+    return InputError(f"{where}: damaged torch archive: {reason}; copy or download it again")
+
+
+def read_directory(window: Read, length: int, where: str) -> dict[str, Member]:
+    """All members by name, in the order of the zip directory.
+
+    Raises:
+        InputError: There is no directory, or it is damaged.
+    """
+    at, end = -1, b""
+    for reach in (1 << 10, _END_SEARCH):
+        begin = max(length - reach, 0)
+        end = window(begin, length - begin)
+        at = end.rfind(b"PK\5\6")
+        if at >= 0:
+            break
+    if at < 0 or at + END.size > len(end):
+        raise damaged(where, "no end record, it is cut off")
+    count, size, begin_directory = END.unpack_from(end, at)[4:7]
+    at += begin
+    if at >= LOCATOR.size:
+        signature, _, at64, _ = LOCATOR.unpack(window(at - LOCATOR.size, LOCATOR.size))
+        if signature == b"PK\6\7":
+            fields = END64.unpack(window(at64, END64.size))
+            count, size, begin_directory = fields[7:10]
+            if fields[0] != b"PK\6\6":
+                raise damaged(where, "no zip64 end record")
+    if size > _DIRECTORY_LIMIT or count * CENTRAL.size > size:
+        raise damaged(where, f"directory of {size} bytes for {count} members")
+    return _members(window(begin_directory, size), count, where)
+
+
+def _members(directory: bytes, count: int, where: str) -> dict[str, Member]:
+    members: dict[str, Member] = {}
+    at = 0
+    for _ in range(count):
+        if at + CENTRAL.size > len(directory):
+            raise damaged(where, "directory is cut off")
+        fields = CENTRAL.unpack_from(directory, at)
+        signature, flags, method, crc, stored, nbytes = fields[0], fields[3], fields[4], *fields[7:10]
+        name_length, extra_length, header = fields[10], fields[11], fields[16]
+        at += CENTRAL.size
+        name = directory[at : at + name_length].decode("utf-8", "replace")
+        extra = directory[at + name_length : at + name_length + extra_length]
+        at += name_length + extra_length + fields[12]
+        if ZIP32 in (nbytes, stored, header):
+            nbytes, stored, header = _wide_fields(extra, (nbytes, stored, header), where)
+        if signature != b"PK\1\2" or name in members or flags & 1 or (not method and stored != nbytes):
+            raise damaged(where, f"directory entry {name[:60]!r} makes no sense")
+        members[name] = Member(method, crc, nbytes, header)
+    return members
+
+
+def _wide_fields(extra: bytes, fields: tuple[int, int, int], where: str) -> tuple[int, ...]:
+    """Fields that 32 bits could not hold, from the zip64 block of a directory entry."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = [value for (value,) in struct.iter_unpack("<Q", extra[at + 4 :][: size // 8 * 8])]
+            if len(wide) >= fields.count(ZIP32):
+                return tuple(wide.pop(0) if field == ZIP32 else field for field in fields)
+        at += 4 + size
+    raise damaged(where, "zip64 fields are missing")
+
+
+def data_begin(window: Read, name: str, member: Member, where: str) -> int:
+    """First byte of a member's data, relative to the archive.
+
+    Raises:
+        InputError: The member has no header, or its data leaves the archive.
+        UnsupportedError: It is compressed.
+    """
+    if member.method:
+        raise UnsupportedError(f"{where}: member {name[:60]!r} is compressed; only stored members are converted")
+    fields = LOCAL.unpack(window(member.header, LOCAL.size))
+    begin = member.header + LOCAL.size + int(fields[9]) + int(fields[10])
+    if fields[0] != b"PK\3\4":
+        raise damaged(where, f"no header for member {name[:60]!r}")
+    window(begin + member.nbytes, 0)
+    return begin
+
+
+def content(window: Read, members: dict[str, Member], name: str, where: str) -> bytes | None:
+    """The bytes of a small member, checked against its CRC-32, or None when there is no such member.
+
+    Raises:
+        InputError: They are damaged.
+    """
+    member = members.get(name)
+    if member is None:
+        return None
+    begin = data_begin(window, name, member, where)
+    if member.nbytes > _CONTENT_LIMIT:
+        raise damaged(where, f"member {name[:60]!r} of {member.nbytes} bytes")
+    data = window(begin, member.nbytes)
+    if member.crc and zlib.crc32(data) != member.crc:
+        raise damaged(where, f"checksum of member {name[:60]!r} differs")
+    return data
