@@ -1,0 +1,57 @@
+"""Hub ids: `org/name` becomes the directory of a snapshot, once; after that everything is local."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ckptx.errors import EnvironmentProblem, InputError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+_PATTERNS = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.py",
+    "*.tiktoken",
+    "*.md",
+    "*.bin",
+    "LICENSE*",
+]
+
+
+def resolve(
+    source: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
+) -> Path:
+    """The local path that `source` means: a path that exists, else a snapshot of the Hub id.
+
+    `HF_HUB_OFFLINE=1` opens no socket: only the cache is looked at.
+
+    Raises:
+        InputError: It is neither a path nor a Hub id that can be had.
+        EnvironmentProblem: huggingface_hub is missing.
+    """
+    path = Path(source)
+    if path.exists() or path.is_symlink():
+        return path
+    if "://" in source:
+        raise InputError(f"{source}: remote storage is not read; copy it to a local directory first")
+    if not _HUB_ID.fullmatch(source):
+        raise InputError(f"{source}: no such file or directory")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise EnvironmentProblem(f"{source}: a Hub id needs huggingface_hub; pip install huggingface-hub") from error
+    try:
+        kept = snapshot_download(source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=_PATTERNS)
+    except LocalEntryNotFoundError as error:
+        raise InputError(
+            f"{source}: no such path, and not in the Hub cache while offline; download it first (hf download {source})"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise InputError(f"{source}: no such path, and the Hub refused it: {str(error).splitlines()[0]}") from error
+    return Path(kept)

@@ -1,0 +1,134 @@
+"""Laying tensors out in safetensors shards: fresh ones by size, or the very files a manifest remembers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import whole
+from ckptx.errors import UnsupportedError
+from ckptx.formats.huggingface import INDEX, SINGLE, index_text, parse_index
+from ckptx.formats.safetensors import frame_header, header_text, padded
+
+_METADATA = {"format": "pt"}  # transformers refuses files without it
+
+
+class HuggingFaceLayout(NamedTuple):
+    """An allocated catalog, the header bytes of each file, and the text of the index (None for a single file)."""
+
+    catalog: Catalog
+    prologues: dict[str, bytes]
+    index_name: str
+    index_text: str | None
+
+
+def allocate(root: Path, tensors: Iterable[TensorEntry], max_shard_size: int) -> HuggingFaceLayout:
+    """Fills shards in natural order of names; inside a shard wide dtypes come first, so that each tensor is aligned.
+
+    Args:
+        root: The directory to be.
+        tensors: Names, dtypes and shapes.
+        max_shard_size: Bytes of tensors in a shard; a larger tensor gets a shard of its own.
+
+    Raises:
+        UnsupportedError: safetensors cannot hold a dtype.
+    """
+    shards: list[list[TensorEntry]] = [[]]
+    size = 0
+    for entry in sorted(tensors, key=lambda entry: natural_key(entry.name)):
+        if not entry.dtype.in_safetensors:
+            raise UnsupportedError(f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold')
+        if shards[-1] and size + entry.nbytes > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    total = len(shards)
+    names = [SINGLE] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    catalog, prologues = Catalog(root, "huggingface", {}), {}
+    for name, shard in zip(names, shards, strict=True):
+        shard.sort(key=lambda entry: (-entry.dtype.bits, entry.name))
+        prologues[name] = _place(catalog, name, shard, padded(_header(shard, _METADATA)))
+    if total == 1:
+        return HuggingFaceLayout(catalog, prologues, INDEX, None)
+    weight_map = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
+    nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
+    parameters = sum(entry.numel for entry in catalog.tensors.values())
+    metadata = {"total_parameters": parameters, "total_size": nbytes}
+    return HuggingFaceLayout(catalog, prologues, INDEX, index_text(weight_map, metadata))
+
+
+def remember(source: Catalog) -> dict[str, Any]:
+    """The `origin` of a manifest: what it takes to write the files of `source` again, byte for byte."""
+    files: list[dict[str, Any]] = []
+    for name in source.files:
+        text = source.verbatim[name]
+        metadata = json.loads(text).get("__metadata__", {}) if '"__metadata__"' in text else {}
+        tensors = [entry for entry in source.tensors.values() if entry.chunks[0].file == name]
+        usual = padded(_header(tensors, metadata)) == text
+        files.append({"name": name, "metadata": metadata} if usual else {"name": name, "header": text})
+    origin: dict[str, Any] = {"format": "huggingface", "files": files, "index": None}
+    for name, text in source.verbatim.items():
+        if name not in source.files:
+            metadata = json.loads(text).get("metadata", {})
+            weight_map = {entry.name: entry.chunks[0].file for entry in source.tensors.values()}
+            usual = index_text(weight_map, metadata) == text
+            origin["index"] = {"name": name, "metadata": metadata} if usual else {"name": name, "text": text}
+    return origin
+
+
+def restore(root: Path, origin: Mapping[str, Any], tensors: Mapping[str, tuple[TensorEntry, int]]) -> HuggingFaceLayout:
+    """The files that `remember` saw.
+
+    Args:
+        root: The directory to be.
+        origin: What `remember` gave.
+        tensors: By name, in the order of the files: entry, and the index of its file in `origin`.
+    """
+    catalog, prologues = Catalog(root, "huggingface", {}), {}
+    shards: list[list[TensorEntry]] = [[] for _ in origin["files"]]
+    for entry, file in tensors.values():
+        shards[file].append(entry)
+    for file, shard in zip(origin["files"], shards, strict=True):
+        text = file.get("header")
+        if text is None:
+            text = padded(_header(shard, file["metadata"]))
+        prologues[file["name"]] = _place(catalog, file["name"], shard, text)
+    index = origin["index"]
+    if index is None:
+        return HuggingFaceLayout(catalog, prologues, INDEX, None)
+    text = index.get("text")
+    if text is None:
+        weight_map = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
+        text = index_text(weight_map, index["metadata"])
+    parse_index(text, root / index["name"])
+    return HuggingFaceLayout(catalog, prologues, index["name"], text)
+
+
+def _header(shard: list[TensorEntry], metadata: dict[str, str]) -> str:
+    rows, at = [], 0
+    for entry in shard:
+        rows.append((entry.name, entry.dtype, entry.shape, at, at + entry.nbytes))
+        at += entry.nbytes
+    return header_text(rows, metadata)
+
+
+def _place(catalog: Catalog, file: str, shard: list[TensorEntry], text: str) -> bytes:
+    prologue = frame_header(text)
+    at = len(prologue)
+    for entry in shard:
+        chunk = Chunk(whole(entry.shape), file, at, entry.nbytes)
+        catalog.tensors[entry.name] = entry._replace(chunks=(chunk,))
+        at += entry.nbytes
+    catalog.files[file] = at
+    return prologue
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sorts `layers.10` after `layers.2`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,211 @@
+"""Which checkpoint a path means, and opening it.
+
+A path may be a directory, a weight file, an index, or a parent with one checkpoint below it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.manifest import read_manifest
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats import huggingface
+from ckptx.formats.dcp import open_dcp
+from ckptx.formats.sidecars import MANIFEST, look_around
+from ckptx.formats.torch_bin import open_bin
+from ckptx.staging import is_being_written
+from ckptx.storage import unreadable
+
+_BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
+
+# Directories that trainers write side by side and that are one checkpoint: model first, optimizer second.
+_PARTS = (
+    ("model", "optim"), ("model", "optimizer"), ("pytorch_model_fsdp_0", "optimizer_0"), ("weights", "optimizer"),
+)  # fmt: skip
+
+
+class Located(NamedTuple):
+    """A checkpoint found: its directory, its kind, and what names its weights there.
+
+    `weights` is a file name for "huggingface" and "bin", and the parts (directories) of a "dcp".
+    """
+
+    root: Path
+    kind: str
+    weights: tuple[str, ...]
+
+
+def open_checkpoint(path: Path) -> Catalog:
+    """Opens the checkpoint that `path` means; reads headers only.
+
+    Raises:
+        InputError: There is none, several, or it is corrupt or incomplete.
+        UnsupportedError: It is of a kind ckptx does not read.
+    """
+    located = locate(path)
+    if is_being_written(located.root):
+        raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
+    if located.kind == "dcp":
+        catalog = _open_parts(located)
+    elif located.kind == "bin":
+        catalog = open_bin(located.root, list(located.weights))
+        catalog.notes.extend(huggingface.stray_notes(located.root, {*catalog.files, *located.weights}, (".bin",)))
+    else:
+        catalog = huggingface.open_huggingface(located.root, located.weights[0])
+    if not catalog.tensors:
+        raise InputError(f"{located.root}: holds no tensors")
+    _add_surroundings(catalog, located)
+    return catalog
+
+
+def _add_surroundings(catalog: Catalog, located: Located) -> None:
+    root = located.root
+    if (root / "config.json").is_file():
+        catalog.config = huggingface.read_json(root / "config.json")
+    used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
+    if located.kind != "dcp" or catalog.config is not None:
+        around = look_around(root, used)
+        catalog.sidecars = around.carried
+        named = {note.split(" ", 1)[0] for note in catalog.notes}
+        catalog.notes.extend(
+            f"{name} not carried: weights of another format" for name in around.left if name not in named
+        )
+    if (root / MANIFEST).is_file():
+        catalog.manifest = read_manifest(root / MANIFEST)
+
+
+def _open_parts(located: Located) -> Catalog:
+    """Opens a DCP of one part or two; names and files of both end in one catalog."""
+    parts = [(part, open_dcp(located.root / part)) for part in located.weights]
+    if located.weights == (".",):
+        return parts[0][1]
+    merged = Catalog(located.root, "dcp", {})
+    for part, catalog in parts:
+        for name, entry in catalog.tensors.items():
+            if name in merged.tensors:
+                raise InputError(f'{located.root}: tensor "{name}" is in two parts ({", ".join(located.weights)})')
+            chunks = tuple(chunk._replace(file=f"{part}/{chunk.file}") for chunk in entry.chunks)
+            merged.tensors[name] = entry._replace(chunks=chunks)
+        merged.objects.update(
+            (name, entry._replace(file=f"{part}/{entry.file}")) for name, entry in catalog.objects.items()
+        )
+        merged.files.update((f"{part}/{name}", size) for name, size in catalog.files.items())
+        merged.notes.extend(f"{part}: {note}" for note in catalog.notes)
+    return merged
+
+
+def locate(path: Path) -> Located:
+    """Finds the checkpoint without opening it.
+
+    Raises:
+        InputError: Nothing, or more than one candidate; they are listed.
+        UnsupportedError: A kind that is recognised but not read.
+    """
+    if path.is_symlink() and not path.exists():
+        raise unreadable(path, FileNotFoundError())
+    if not path.exists():
+        raise InputError(f"{path}: no such file or directory")
+    if path.is_file():
+        return _locate_file(path)
+    here = _locate_directory(path)
+    if here is not None:
+        return here
+    below = list(_candidates(path, 2))
+    if len(below) == 1:
+        return below[0]
+    if below:
+        listed = ", ".join(str(located.root) for located in below[:8])
+        more = f" and {len(below) - 8} more" if len(below) > 8 else ""
+        raise InputError(f"{path}: holds {len(below)} checkpoints, needed one; pass one of: {listed}{more}")
+    found = "it is empty" if not any(path.iterdir()) else "no .metadata, *.safetensors or pytorch_model*.bin in it"
+    raise InputError(f"{path}: no checkpoint found, {found}")
+
+
+def _locate_file(path: Path) -> Located:
+    name = path.name
+    if name.endswith((".safetensors", ".safetensors.index.json")):
+        _refuse_adapter_file(path)
+        return Located(path.parent, "huggingface", (name,))
+    if name == ".metadata":
+        return Located(path.parent, "dcp", (".",))
+    if name.endswith((".bin", ".bin.index.json", ".pt", ".pth")):
+        return Located(path.parent, "bin", (name,))
+    if name.endswith(".gguf"):
+        raise UnsupportedError(f"{path}: GGUF is not read; start from the safetensors it was made of")
+    raise InputError(f"{path}: is no weight file or index; pass the directory of the checkpoint")
+
+
+def _locate_directory(path: Path) -> Located | None:
+    try:
+        names = {entry.name for entry in os.scandir(path)}
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if ".metadata" in names:
+        return Located(path, "dcp", (".",))
+    for parts in _PARTS:
+        if (path / parts[0] / ".metadata").is_file() and (path / parts[1] / ".metadata").is_file():
+            return Located(path, "dcp", parts)
+    if any(name.startswith("shard-") and "-model-" in name and name.endswith(".safetensors") for name in names):
+        raise UnsupportedError(
+            f"{path}: a DCP of sharded safetensors (shard-RRRRR-model-IIIII-of-NNNNN); not read by this version, "
+            "consolidate it first (torch.distributed.checkpoint consolidate_safetensors_files)"
+        )
+    weights = _weights_in(path, names)
+    if weights is not None:
+        return weights
+    if any(name.endswith(".distcp") for name in names):
+        raise InputError(
+            f"{path}: has .distcp files but no .metadata; the save was interrupted or still runs, use another one"
+        )
+    if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
+        raise UnsupportedError(f"{path}: an adapter (LoRA or similar); merge it into its base first")
+    return None
+
+
+def _weights_in(path: Path, names: set[str]) -> Located | None:
+    """HF weights in a directory, in the order in which transformers prefers them."""
+    single, index = huggingface.SINGLE in names, huggingface.INDEX in names
+    if single and index and huggingface.SINGLE not in (path / huggingface.INDEX).read_text(errors="replace"):
+        raise InputError(
+            f"{path}: has both {huggingface.SINGLE} and {huggingface.INDEX}, and loaders disagree on which counts; "
+            "pass the one you mean as SRC"
+        )
+    if index:
+        return Located(path, "huggingface", (huggingface.INDEX,))
+    if single:
+        return Located(path, "huggingface", (huggingface.SINGLE,))
+    if _BIN_INDEX in names:
+        return Located(path, "bin", (_BIN_INDEX,))
+    if _BIN in names:
+        return Located(path, "bin", (_BIN,))
+    indexes = sorted(name for name in names if name.endswith(".safetensors.index.json"))
+    if not indexes:
+        indexes = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_"))
+    if len(indexes) > 1:
+        raise InputError(f"{path}: no model.safetensors or index, but {', '.join(indexes[:8])}; pass one as SRC")
+    if indexes:
+        return Located(path, "huggingface", (indexes[0],))
+    return None
+
+
+def _refuse_adapter_file(path: Path) -> None:
+    if path.name.startswith("adapter_"):
+        raise UnsupportedError(f"{path}: an adapter (LoRA or similar); merge it into its base first")
+
+
+def _candidates(path: Path, depth: int) -> Iterator[Located]:
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if not entry.is_dir() or entry.name.startswith("."):
+            continue
+        try:
+            located = _locate_directory(Path(entry.path))
+        except (InputError, UnsupportedError):
+            continue  # a broken neighbour is no candidate; passed by name it says why
+        if located is not None:
+            yield located
+        elif depth > 1:
+            yield from _candidates(Path(entry.path), depth - 1)

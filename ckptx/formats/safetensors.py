@@ -1,0 +1,190 @@
+"""The safetensors format: an 8-byte little-endian length, a JSON header of that length, then raw bytes.
+
+    u64 n | {"__metadata__": {str: str}, NAME: {"dtype", "shape", "data_offsets": [begin, end)}, ...} | bytes
+
+`data_offsets` count from the end of the header; together they cover the bytes exactly, without hole or overlap.
+Source: the format section of the safetensors README. Headers are parsed here and not by the library because its
+errors name no tensor, and because a header must be given back byte for byte on the way home.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from ckptx.catalog.dtype import BY_NAME, DType
+from ckptx.catalog.region import Shape
+from ckptx.errors import InputError, UnsupportedError
+
+# The library refuses longer headers, so nobody could load a file that has one.
+MAX_HEADER = 100_000_000
+
+_LFS_POINTER = b"version https://git-lfs"
+_TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
+
+Read = Callable[[int, int], bytes]
+
+
+class HeaderTensor(NamedTuple):
+    """One tensor of a header; `begin` and `end` are absolute positions in the file."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """A parsed header: tensors in the order of their bytes, and the text they came from."""
+
+    tensors: list[HeaderTensor]
+    metadata: dict[str, str]
+    text: str
+
+
+def parse_header(read: Read, size: int, where: str) -> Header:
+    """Parses and checks the header of one file.
+
+    Args:
+        read: `read(offset, nbytes)` gives exactly that many bytes.
+        size: Size of the file in bytes.
+        where: How errors name the file.
+
+    Raises:
+        InputError: The file is truncated, a git-lfs pointer, or its header breaks a rule of the format.
+        UnsupportedError: A dtype is not one safetensors defines.
+    """
+    start = read(0, min(size, 64))
+    if start.startswith(_LFS_POINTER):
+        raise InputError(f"{where}: a git-lfs pointer, not the file itself; run `git lfs pull` or download it again")
+    if size < 10:
+        raise InputError(f"{where}: {size} bytes, needed at least 10; not a safetensors file, or truncated")
+    length = int.from_bytes(start[:8], "little")
+    if length > MAX_HEADER:
+        raise InputError(
+            f"{where}: header length {length}, allowed at most {MAX_HEADER}; not a safetensors file, or corrupt"
+        )
+    if 8 + length > size:
+        raise InputError(
+            f"{where}: header ends at byte {8 + length}, file has {size}; the file is truncated, download it again"
+        )
+    raw = read(8, length)
+    try:
+        text = raw.decode("utf-8")
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: header is not JSON ({error}); the file is corrupt") from error
+    if not text.startswith("{") or not isinstance(parsed, dict):
+        raise InputError(f"{where}: header is not a JSON object; the file is corrupt")
+    metadata = parsed.pop("__metadata__", None)
+    _refuse_duplicate_keys(text, len(parsed), where)
+    tensors = [_parse_tensor(name, value, 8 + length, size, where) for name, value in parsed.items()]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    _check_cover(tensors, 8 + length, size, where)
+    return Header(tensors, _check_metadata(metadata, where), text)
+
+
+def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
+    """JSON keeps the last of two equal keys in silence, and another parser may keep the first."""
+    if all(text.count(f'"{key}"') == count for key in _TENSOR_KEYS):
+        return  # as many dtypes, shapes and offsets as tensors: nothing was swallowed
+
+    def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = dict(pairs)
+        if len(keys) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise InputError(f'{where}: key "{twice}" appears twice in the header; the file is corrupt')
+        return keys
+
+    json.loads(text, object_pairs_hook=refuse)
+
+
+def _parse_tensor(name: str, value: Any, data_start: int, size: int, where: str) -> HeaderTensor:
+    try:
+        dtype_name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise InputError(
+            f'{where}: tensor "{name}" lacks one of dtype, shape, data_offsets; the file is corrupt'
+        ) from error
+    dtype = BY_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None or not dtype.in_safetensors:
+        raise UnsupportedError(
+            f'{where}: tensor "{name}" has dtype {dtype_name!r}, which is no dtype of safetensors 0.8; '
+            "a newer ckptx may know it"
+        )
+    numel = 1
+    if not isinstance(shape, list):
+        raise InputError(f'{where}: tensor "{name}" has shape {shape!r}, needed a list; the file is corrupt')
+    for dim in shape:
+        if type(dim) is not int or dim < 0:
+            raise InputError(f'{where}: tensor "{name}" has shape {shape!r}; the file is corrupt')
+        numel *= dim
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+        raise InputError(f'{where}: tensor "{name}" has data_offsets {[begin, end]!r}; the file is corrupt')
+    if numel * dtype.bits % 8:
+        raise InputError(f'{where}: tensor "{name}" ({dtype} {shape}) does not fill whole bytes; the file is corrupt')
+    if end - begin != dtype.nbytes(numel):
+        raise InputError(
+            f'{where}: tensor "{name}" spans {end - begin} bytes, its shape {shape} and dtype {dtype} need '
+            f"{dtype.nbytes(numel)}; the file is corrupt"
+        )
+    if data_start + end > size:
+        raise InputError(
+            f'{where}: tensor "{name}" ends at byte {data_start + end}, file has {size}; '
+            "the file is truncated, download it again"
+        )
+    return HeaderTensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _check_cover(tensors: list[HeaderTensor], data_start: int, size: int, where: str) -> None:
+    position = data_start
+    for tensor in tensors:
+        if tensor.begin != position:
+            fault = "overlaps the tensor before it" if tensor.begin < position else "leaves a hole before it"
+            raise InputError(
+                f'{where}: tensor "{tensor.name}" begins at byte {tensor.begin}, needed {position}; it {fault}, '
+                "the file is corrupt"
+            )
+        position = tensor.end
+    if position != size:
+        raise InputError(f"{where}: tensors end at byte {position}, file has {size}; the file is corrupt")
+
+
+def _check_metadata(metadata: Any, where: str) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InputError(f"{where}: __metadata__ is not a map of strings; the file is corrupt")
+    return metadata
+
+
+def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata: dict[str, str]) -> str:
+    """The JSON text of a header as the library writes it, without padding.
+
+    Args:
+        tensors: (name, dtype, shape, begin, end) in the order of their bytes, offsets from the end of the header.
+        metadata: `__metadata__`; left out when empty.
+    """
+    parts = []
+    if metadata:
+        parts.append('"__metadata__":' + json.dumps(metadata, ensure_ascii=False, separators=(",", ":")))
+    parts.extend(
+        f'{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{dtype.name}","shape":[{",".join(map(str, shape))}],'
+        f'"data_offsets":[{begin},{end}]}}'
+        for name, dtype, shape, begin, end in tensors
+    )
+    return "{" + ",".join(parts) + "}"
+
+
+def padded(text: str) -> str:
+    """`text` padded with spaces so that the tensor bytes after it begin at a multiple of 8."""
+    return text + " " * (-len(text.encode("utf-8")) % 8)
+
+
+def frame_header(text: str) -> bytes:
+    """The first bytes of a file: length and header."""
+    raw = text.encode("utf-8")
+    return len(raw).to_bytes(8, "little") + raw
