@@ -1,0 +1,1 @@
+"""Moving bytes from one catalog to another: plan, prove, execute."""

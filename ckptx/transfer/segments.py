@@ -1,0 +1,185 @@
+"""How a region of a tensor is read in row-major order from the chunks that hold it.
+
+    chunks cut along rows             chunks cut along columns
+    +---------+                       +----+----+
+    |    A    |   A, then B:          | A  | B  |   row by row, A and B in turn: the tile
+    +---------+   two spans           |    |    |   reads whole rows of A and of B, then
+    |    B    |                       |    |    |   weaves them
+    +---------+                       +----+----+
+
+The order is that of the target, so that one pass can copy, checksum and digest; each chunk is nevertheless read front
+to back, so that its recorded CRC can be checked in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
+
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Region, Shape
+
+# A row segment shorter than this is read together with its neighbours and woven in memory: one system call for a row
+# of a narrow shard would cost more than the bytes.
+_MIN_SPAN = 64 << 10
+TILE = 1 << 20
+
+
+class Span(NamedTuple):
+    """Bytes that follow each other in the source and in the target alike.
+
+    `chunk` is the index of the chunk in its entry, `offset` a position in the file of that chunk.
+    """
+
+    chunk: int
+    offset: int
+    nbytes: int
+
+
+class Strip(NamedTuple):
+    """Part of a tile: `rows` rows of `width` bytes, which begin at `offset` and every `pitch` bytes after it."""
+
+    chunk: int
+    offset: int
+    pitch: int
+    rows: int
+    column: int
+    width: int
+
+
+class Tile(NamedTuple):
+    """Rows of `width` bytes, woven from strips that cover them exactly."""
+
+    rows: int
+    width: int
+    strips: tuple[Strip, ...]
+
+
+class Strided(NamedTuple):
+    """A part of a chunk whose elements are not row-major: `region` of the tensor, read through strides."""
+
+    chunk: int
+    region: Region
+
+
+Segment = Span | Tile | Strided
+
+
+def segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
+    """The reads that give `region` of `entry` in row-major order.
+
+    Sub-byte dtypes (F4) must be cut at whole bytes.
+    """
+    if not region.numel:
+        return
+    chunks = entry.chunks
+    if len(chunks) == 1 and chunks[0].region == region and chunks[0].strides is None:
+        yield Span(0, chunks[0].offset, entry.dtype.nbytes(region.numel))
+        return
+    shares = [(i, share) for i, chunk in enumerate(chunks) if (share := chunk.region.intersect(region))]
+    yield from _Cutter(entry, region, shares).segments()
+
+
+class _Cutter:
+    """Splits the dims of a region into: outer (looped), rows (flattened), the cut dim, and an uncut unit of bytes."""
+
+    def __init__(self, entry: TensorEntry, region: Region, shares: list[tuple[int, Region]]) -> None:
+        self.entry, self.region, self.shares = entry, region, shares
+        cut = [
+            dim
+            for dim in range(len(region.sizes))
+            if any(
+                not share.sizes[dim] == region.sizes[dim] == entry.chunks[i].region.sizes[dim] for i, share in shares
+            )
+        ]
+        self.cut_dim = cut[-1] if cut else 0
+        self.row_dim = cut[-2] if len(cut) > 1 else 0
+        self.unit = entry.dtype.nbytes(prod(region.sizes[self.cut_dim + 1 :]))
+
+    def segments(self) -> Iterator[Segment]:
+        begin, sizes = self.region
+        strided = any(self.entry.chunks[i].strides is not None for i, _ in self.shares)
+        outer_dims = self.cut_dim if strided else self.row_dim
+        for outer in product(*(range(b, b + n) for b, n in zip(begin, sizes[:outer_dims], strict=False))):
+            inside = [
+                (i, share)
+                for i, share in self.shares
+                if all(o <= at < o + n for o, n, at in zip(*share, outer, strict=False))
+            ]
+            if strided or self.cut_dim == self.row_dim:
+                yield from self._bands(outer, inside, strided)
+            else:
+                yield from self._rows(outer, inside)
+
+    def _bands(self, outer: Shape, inside: list[tuple[int, Region]], strided: bool) -> Iterator[Segment]:
+        """Shares one after the other along the cut dim."""
+        dim = self.cut_dim
+        for i, share in sorted(inside, key=lambda item: item[1].offsets[dim : dim + 1]):
+            if strided and self.entry.chunks[i].strides is not None:
+                yield Strided(i, Region((*outer, *share.offsets[dim:]), (1,) * dim + share.sizes[dim:]))
+            else:
+                yield Span(i, self._position(i, outer, share, dim), prod(share.sizes[dim : dim + 1]) * self.unit)
+
+    def _rows(self, outer: Shape, inside: list[tuple[int, Region]]) -> Iterator[Segment]:
+        """Shares side by side along the cut dim, in rows."""
+        first, dim = self.row_dim, self.cut_dim
+        inner_rows = prod(self.region.sizes[first + 1 : dim])  # uncut dims between: their rows follow each other
+        width = self.region.sizes[dim] * self.unit
+        for low, high, members in _row_bands(inside, first):
+            members = sorted(members, key=lambda item: item[1].offsets[dim])
+            rows = (high - low) * inner_rows
+            narrow = min(share.sizes[dim] for _, share in members) * self.unit
+            starts = [(i, share, self._position(i, (*outer, low), share, dim), self._pitch(i)) for i, share in members]
+            if narrow >= _MIN_SPAN or width > TILE:
+                for row in range(rows):
+                    for i, share, start, pitch in starts:
+                        yield Span(i, start + row * pitch, share.sizes[dim] * self.unit)
+                continue
+            step = max(1, TILE // width)
+            for row in range(0, rows, step):
+                count = min(step, rows - row)
+                yield Tile(
+                    count,
+                    width,
+                    tuple(
+                        Strip(
+                            chunk=i,
+                            offset=start + row * pitch,
+                            pitch=pitch,
+                            rows=count,
+                            column=(share.offsets[dim] - self.region.offsets[dim]) * self.unit,
+                            width=share.sizes[dim] * self.unit,
+                        )
+                        for i, share, start, pitch in starts
+                    ),
+                )
+
+    def _pitch(self, index: int) -> int:
+        """Bytes from one row to the next in a chunk."""
+        return self.entry.chunks[index].region.sizes[self.cut_dim] * self.unit
+
+    def _position(self, index: int, outer: Shape, share: Region, dim: int) -> int:
+        """Where in its file the share begins, given the coordinates of the outer dims."""
+        chunk: Chunk = self.entry.chunks[index]
+        begin, sizes = chunk.region
+        at = (*outer, *share.offsets[len(outer) :])
+        flat = 0
+        for position, start, size in zip(at[: dim + 1], begin, sizes, strict=False):
+            flat = flat * size + position - start
+        return chunk.offset + flat * self.unit
+
+
+def _row_bands(inside: list[tuple[int, Region]], dim: int) -> Iterator[tuple[int, int, list[tuple[int, Region]]]]:
+    """Ranges along `dim` within which the same shares lie side by side."""
+    points = sorted(
+        {point for _, share in inside for point in (share.offsets[dim], share.offsets[dim] + share.sizes[dim])}
+    )
+    for low, high in pairwise(points):
+        members = [
+            (i, share)
+            for i, share in inside
+            if share.offsets[dim] <= low and high <= share.offsets[dim] + share.sizes[dim]
+        ]
+        yield low, high, members

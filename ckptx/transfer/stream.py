@@ -1,0 +1,215 @@
+"""Reads a region of a tensor, in row-major order, into whatever wants it.
+
+A sink hands out the memory, so that a plain copy reads from the file straight into the buffer that is written next. On
+the way the CRC-32 that the source recorded is checked; stock torch never looks at it.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from math import prod
+from typing import Protocol
+
+from ckptx.catalog.entry import Chunk, Record, TensorEntry
+from ckptx.catalog.region import Region
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.storage import FilePool
+from ckptx.transfer.digest import crc32
+from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments
+
+
+class Sink(Protocol):
+    """Takes a stream of bytes."""
+
+    def space(self, nbytes: int) -> memoryview:
+        """Memory for the next bytes: at least one, at most `nbytes`."""
+
+    def commit(self, view: memoryview) -> None:
+        """The memory handed out last has been filled."""
+
+
+def push(sink: Sink, data: memoryview) -> None:
+    """Copies `data` into `sink`."""
+    while len(data):
+        view = sink.space(len(data))
+        view[:] = data[: len(view)]
+        sink.commit(view)
+        data = data[len(view) :]
+
+
+class TensorReader:
+    """Streams tensors of one checkpoint; one reader per thread.
+
+    Attributes:
+        bytes_read: Bytes read from the files so far.
+        unrecorded: Records met whose writer left no CRC.
+    """
+
+    def __init__(self, files: FilePool, max_memory: int = 64 << 20) -> None:
+        self.files = files
+        self.bytes_read = 0
+        self.unrecorded = 0
+        self._max_memory = max_memory
+        self._checked: set[tuple[str, Record]] = set()
+        self._tile: memoryview | None = None
+        self._strip: memoryview | None = None
+
+    def stream(self, entry: TensorEntry, region: Region, sink: Sink) -> None:
+        """Sends `region` of `entry` to `sink`.
+
+        Raises:
+            InputError: A file ends early, or bytes do not have the CRC-32 their archive records.
+            UnsupportedError: A strided payload needs more memory than allowed.
+        """
+        running = self._begin_checks(entry, region)
+        for segment in segments(entry, region):
+            if type(segment) is Span:
+                self._read_span(entry, segment, running, sink)
+            elif type(segment) is Tile:
+                self._weave(entry, segment, running, sink)
+            elif type(segment) is Strided:
+                self._read_strided(entry, segment, sink)
+        for index, crc in running.items():
+            chunk = entry.chunks[index]
+            if chunk.record is not None and crc != chunk.record.crc:
+                raise self._crc_error(entry.name, chunk, crc)
+
+    def _begin_checks(self, entry: TensorEntry, region: Region) -> dict[int, int]:
+        """Chunks whose CRC can be checked while streaming, at CRC 0; others are checked now, in a pass of their own."""
+        running: dict[int, int] = {}
+        for index, chunk in enumerate(entry.chunks):
+            record = chunk.record
+            if record is None:
+                continue
+            is_inside = chunk.region == region or chunk.region.intersect(region) == chunk.region
+            if not is_inside and chunk.region.intersect(region) is None:
+                continue
+            if record.crc is None:
+                self._count_unrecorded(chunk.file, record)
+                continue
+            is_all = record.offset == chunk.offset and record.nbytes == chunk.nbytes and chunk.strides is None
+            if is_all and is_inside:
+                running[index] = 0
+            else:
+                self._check_record(entry.name, chunk, record)
+        return running
+
+    def _count_unrecorded(self, file: str, record: Record) -> None:
+        if (file, record) not in self._checked:
+            self._checked.add((file, record))
+            self.unrecorded += 1
+
+    def _check_record(self, name: str, chunk: Chunk, record: Record) -> None:
+        if (chunk.file, record) in self._checked:
+            return
+        self._checked.add((chunk.file, record))
+        crc = 0
+        buffer = self._tile_buffer(TILE)
+        for at in range(0, record.nbytes, TILE):
+            view = buffer[: min(TILE, record.nbytes - at)]
+            self._read_into(chunk.file, record.offset + at, view, name)
+            crc = crc32(view, crc)
+        if crc != record.crc:
+            raise self._crc_error(name, chunk, crc)
+
+    def _crc_error(self, name: str, chunk: Chunk, found: int) -> InputError:
+        assert chunk.record is not None and chunk.record.crc is not None
+        return InputError(
+            f'{self.files.root / chunk.file}: tensor "{name}": CRC-32 of its bytes is {found:08x}, the archive records '
+            f"{chunk.record.crc:08x}; the file is corrupt, restore it from a copy"
+        )
+
+    def _read_into(self, file: str, offset: int, view: memoryview, name: str) -> None:
+        got = os.preadv(self.files.fd(file), [view], offset)
+        while got < len(view):
+            more = os.preadv(self.files.fd(file), [view[got:]], offset + got)
+            if not more:
+                raise InputError(
+                    f'{self.files.root / file}: ends at byte {offset + got} inside tensor "{name}", needed up to '
+                    f"{offset + len(view)}; the file was cut short"
+                )
+            got += more
+        self.bytes_read += len(view)
+
+    def _read_span(self, entry: TensorEntry, span: Span, running: dict[int, int], sink: Sink) -> None:
+        index, offset, left = span
+        file = entry.chunks[index].file
+        checked = index in running
+        while left:
+            view = sink.space(left)
+            self._read_into(file, offset, view, entry.name)
+            if checked:
+                running[index] = crc32(view, running[index])
+            offset += len(view)
+            left -= len(view)
+            sink.commit(view)
+
+    def _weave(self, entry: TensorEntry, tile: Tile, running: dict[int, int], sink: Sink) -> None:
+        """Reads the rows of each strip in one go and lays them side by side."""
+        from ckptx.transfer import reorder  # numpy, which most conversions do without
+
+        nbytes = tile.rows * tile.width
+        out = self._tile_buffer(nbytes)[:nbytes]
+        for strip in tile.strips:
+            length = (strip.rows - 1) * strip.pitch + strip.width
+            view = self._strip_buffer(length)[:length]
+            self._read_into(entry.chunks[strip.chunk].file, strip.offset, view, entry.name)
+            if strip.chunk in running:
+                running[strip.chunk] = crc32(view, running[strip.chunk])
+            reorder.weave(out, tile.width, strip.column, view, strip.pitch, strip.width)
+        push(sink, out)
+
+    def _read_strided(self, entry: TensorEntry, part: Strided, sink: Sink) -> None:
+        """Sends a region of a chunk that is not row-major, some rows at a time, so that memory stays bounded.
+
+        Dims with a longer stride than the row dim are looped, one read each; what lies inside them is read as one
+        span, gaps included, and reordered in memory.
+        """
+        chunk = entry.chunks[part.chunk]
+        itemsize = entry.dtype.itemsize
+        strides = chunk.strides or ()
+        starts = [a - b for a, b in zip(part.region.offsets, chunk.region.offsets, strict=True)]
+        sizes = list(part.region.sizes)
+        if entry.dtype.pack > 1:  # strides count pairs
+            starts[-1] //= entry.dtype.pack
+            sizes[-1] //= entry.dtype.pack
+        row_dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
+        row_bytes = max(1, prod(sizes[row_dim + 1 :])) * itemsize
+        step = max(1, min(sizes[row_dim], self._max_memory // (2 * row_bytes)))
+        for first in range(0, sizes[row_dim], step):
+            rows = [*sizes[:row_dim], min(step, sizes[row_dim] - first), *sizes[row_dim + 1 :]]
+            begins = [s + (first if dim == row_dim else 0) for dim, s in enumerate(starts)]
+            origin = sum(begin * stride for begin, stride in zip(begins, strides, strict=True))
+            push(sink, self._gather(entry, chunk, origin, rows, row_dim))
+
+    def _gather(self, entry: TensorEntry, chunk: Chunk, origin: int, sizes: list[int], row_dim: int) -> memoryview:
+        from ckptx.transfer import reorder
+
+        strides, itemsize = chunk.strides, entry.dtype.itemsize
+        assert strides is not None
+        looped = [dim for dim in range(len(sizes)) if strides[dim] > strides[row_dim] and sizes[dim] > 1]
+        inner = [dim for dim in range(len(sizes)) if dim not in looped]
+        span = (sum((sizes[dim] - 1) * strides[dim] for dim in inner) + 1) * itemsize
+        if span > self._max_memory:
+            raise UnsupportedError(
+                f'{self.files.root / chunk.file}: tensor "{entry.name}" is stored with strides {strides}; one row '
+                f"spans {span} bytes, allowed {self._max_memory}; raise --max-memory"
+            )
+        out = self._tile_buffer(prod(sizes) * itemsize)[: prod(sizes) * itemsize]
+        buffer = self._strip_buffer(span)[:span]
+        for at in product(*(range(sizes[dim]) for dim in looped)):
+            start = origin + sum(i * strides[dim] for i, dim in zip(at, looped, strict=True))
+            self._read_into(chunk.file, chunk.offset + start * itemsize, buffer, entry.name)
+            reorder.unstride(out, sizes, dict(zip(looped, at, strict=True)), buffer, strides, itemsize)
+        return out
+
+    def _tile_buffer(self, nbytes: int) -> memoryview:
+        if self._tile is None or len(self._tile) < nbytes:
+            self._tile = memoryview(bytearray(max(nbytes, TILE)))
+        return self._tile
+
+    def _strip_buffer(self, nbytes: int) -> memoryview:
+        if self._strip is None or len(self._strip) < nbytes:
+            self._strip = memoryview(bytearray(max(nbytes, TILE)))
+        return self._strip
