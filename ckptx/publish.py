@@ -1,0 +1,173 @@
+"""Making an output directory: stage, copy, check, mark as complete, publish."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.manifest import emit_manifest, read_manifest
+from ckptx.errors import CkptxError, InputError
+from ckptx.formats.sidecars import MANIFEST
+from ckptx.staging import Staging
+from ckptx.storage import FilePool, create, unreadable, write_at
+from ckptx.transfer.digest import LEAF, leaf_digest, tree_digest
+from ckptx.transfer.executor import Outcome, execute
+from ckptx.transfer.plan import CopyPlan
+
+
+@dataclass(slots=True)
+class Job:
+    """What one output directory is made of.
+
+    Attributes:
+        plan: The tensor files.
+        source: The checkpoint they are read from.
+        sidecars: Name in the output -> file to copy, or bytes to write.
+        options: What else decides the bytes; a resumed run must have the same.
+        check: Looks at the finished tensor files in the staged tree before anything marks it as complete.
+        markers: Commit markers (index, `.metadata`) in the order to write them, name and bytes.
+        manifest: The manifest without `files` and `sidecars`, from what the copy found out.
+    """
+
+    plan: CopyPlan
+    source: Catalog
+    sidecars: dict[str, Path | bytes]
+    options: dict[str, Any]
+    manifest: Callable[[Outcome], dict[str, Any]]
+    check: Callable[[Path, Outcome], None] = lambda tree, outcome: None
+    markers: list[tuple[str, bytes]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the output takes, the manifest excepted."""
+        sidecars = (len(data) if isinstance(data, bytes) else data.stat().st_size for data in self.sidecars.values())
+        return self.plan.bytes_written + sum(len(data) for _, data in self.markers) + sum(sidecars)
+
+
+def publish(
+    job: Job,
+    target: Path,
+    files: FilePool,
+    *,
+    workers: int,
+    max_memory: int,
+    overwrite: bool,
+    resume: bool,
+    on_progress: Callable[[int], None],
+) -> Outcome | None:
+    """Writes and publishes.
+
+    Returns:
+        What the copy found out, or None when `resume` found the output complete already.
+
+    Raises:
+        OutputError, SpaceError: It cannot be written.
+        InputError: The source is corrupt, or changed while it was read.
+    """
+    with Staging(target, overwrite=overwrite, resume=resume) as staging:
+        if resume and is_complete(target, job):
+            staging.discard()
+            return None
+        before = fingerprint(job.source)
+        staging.refuse_target_unless(overwrite)
+        staging.begin(repr((before, _layout(job.plan), sorted(job.options.items()))).encode(), resume)
+        staging.require_space(job.nbytes - _allocated(staging.tree))
+        outcome = execute(
+            job.plan,
+            files,
+            staging.tree,
+            staging.journal,
+            workers=workers,
+            max_memory=max_memory,
+            on_progress=on_progress,
+        )
+        if fingerprint(job.source) != before:
+            raise InputError(f"{job.source.root}: changed while it was being read; wait for its writer, then run again")
+        job.check(staging.tree, outcome)
+        sidecars = {name: _write_sidecar(staging.tree / name, data) for name, data in sorted(job.sidecars.items())}
+        listed = [*((file.name, file.nbytes, outcome.file_digests[file.name]) for file in job.plan.files)]
+        for name, data in job.markers:
+            nbytes, digest = _write_sidecar(staging.tree / name, data)
+            listed.append((name, nbytes, digest))
+        manifest = job.manifest(outcome)
+        tensors = manifest.pop("tensors")
+        manifest["files"] = {name: {"bytes": nbytes, "digest": digest} for name, nbytes, digest in listed}
+        manifest["sidecars"] = {
+            name: {"bytes": nbytes, "digest": digest} for name, (nbytes, digest) in sidecars.items()
+        }
+        manifest["tensors"] = tensors
+        _write_sidecar(staging.tree / MANIFEST, emit_manifest(manifest))
+        staging.publish()
+    return outcome
+
+
+def fingerprint(source: Catalog) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the tensor files of a checkpoint."""
+    rows = []
+    for name in source.files:
+        try:
+            stat = os.stat(source.root / name)
+        except OSError as error:
+            raise unreadable(source.root / name, error) from error
+        rows.append((name, stat.st_size, stat.st_mtime_ns))
+    return rows
+
+
+def is_complete(target: Path, job: Job) -> bool:
+    """True when `target` already holds what the job would write, as far as names and sizes tell."""
+    try:
+        files = read_manifest(target / MANIFEST)["files"]
+        wanted = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
+        return {name: row["bytes"] for name, row in files.items()} == wanted and all(
+            (target / name).stat().st_size == nbytes for name, nbytes in wanted.items()
+        )
+    except (CkptxError, OSError):
+        return False
+
+
+def _layout(plan: CopyPlan) -> str:
+    """A digest of everything the plan writes where."""
+    return tree_digest(
+        leaf_digest(repr([(item.name, item.offset, item.nbytes, item.dtype) for item in file.items]).encode())
+        + file.name.encode()
+        + leaf_digest(file.prologue)
+        for file in plan.files
+    )
+
+
+def _allocated(tree: Path) -> int:
+    """Bytes of disk that the tree of an interrupted run already takes."""
+    return sum(path.stat().st_blocks * 512 for path in tree.rglob("*") if path.is_file())
+
+
+def _write_sidecar(path: Path, data: Path | bytes) -> tuple[int, str]:
+    """Copies a file or writes bytes; gives size and digest."""
+    descriptor = create(path)
+    leaves: list[bytes] = []
+    at = 0
+    try:
+        os.ftruncate(descriptor, 0)
+        for block in _leaves(data):
+            write_at(descriptor, block, at, path)
+            leaves.append(leaf_digest(block))
+            at += len(block)
+    finally:
+        os.close(descriptor)
+    return at, tree_digest(leaves)
+
+
+def _leaves(data: Path | bytes) -> Iterator[bytes]:
+    if isinstance(data, bytes):
+        for at in range(0, len(data), LEAF):
+            yield data[at : at + LEAF]
+        return
+    try:
+        with data.open("rb") as file:
+            while block := file.read(LEAF):
+                yield block
+    except OSError as error:
+        raise unreadable(data, error) from error

@@ -1,0 +1,1 @@
+"""What a command has to say, as data; then as text or JSON."""

@@ -1,0 +1,164 @@
+"""Reports as text: what a person reads after a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeVar
+
+from ckptx.report.report import Report, human_bytes
+
+T = TypeVar("T")
+
+_MOST_ROWS = 20
+
+
+def conversion_text(report: Report) -> str:
+    """The summary of `convert`."""
+    details = report.details
+    if details.get("dry_run"):
+        verb = "would write"
+    else:
+        verb = "wrote"
+    lines = [f"{verb} {_count(report.tensors, 'tensor')}, {human_bytes(report.bytes_written)}"]
+    if details.get("dry_run"):
+        lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(details['memory'])}"
+        lines += [f"  {row['name']}  {human_bytes(row['bytes'])}" + _of(row["tensors"]) for row in details["files"]]
+    architecture = details.get("architecture")
+    if architecture:
+        lines.append(f"architecture: {architecture['class']} ({architecture['known_from']})")
+    if details.get("prefix"):
+        lines.append(f'prefix: "{details["prefix"]}" removed from names')
+    lines.append(f"dtypes: {_dtypes(report)}")
+    lines += [
+        f"tie: {row['target']} <- {row['source']}: {row['case']}, {row['action']} ({row['evidence']})"
+        for row in _first(report.ties)
+    ]
+    lines += [f"alias: {name} -> {stored}" for name, stored in _first(list(report.aliases.items()))]
+    for reason, count in Counter(row["reason"] for row in report.dropped).items():
+        lines.append(f"dropped: {_count(count, 'tensor')} ({reason})")
+    lines += [f"config.json: {row['key']}: {row['before']!r} -> {row['after']!r}" for row in report.edits]
+    kept = details.get("kept_dtype")
+    if kept:
+        lines.append(f"dtype kept: {_count(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
+    ledger = details.get("ledger")
+    if ledger:
+        lines.append(
+            f"ledger: {ledger['source']} in the source = {ledger['written']} written + {ledger['alias']} aliases + "
+            f"{ledger['dropped']} dropped"
+        )
+    lines.append(_cost(report))
+    return "\n".join(lines)
+
+
+def inspect_text(report: Report) -> str:
+    """What `inspect` says."""
+    details = report.details
+    lines = [
+        f"{details['path']}",
+        f"  format        {details['format']}, {_count(len(details['files']), 'file')}",
+        f"  architecture  {details['architecture'] or 'unknown'}",
+        f"  tensors       {report.tensors} in {_count(details['chunks'], 'chunk')}, {human_bytes(details['bytes'])}",
+        f"  parameters    {details['parameters']:,}",
+        f"  dtypes        {_counts(report.dtypes['before'])}",
+    ]
+    if details["prefix"]:
+        lines.append(f'  prefix        "{details["prefix"]}"')
+    if details["optimizer"]["tensors"]:
+        optimizer = details["optimizer"]
+        lines.append(f"  optimizer     {_count(optimizer['tensors'], 'tensor')}, {human_bytes(optimizer['bytes'])}")
+    if details["other"]:
+        lines.append(f"  other         {_count(len(details['other']), 'tensor')}: {_some(details['other'])}")
+    if details["objects"]:
+        lines.append(f"  objects       {details['objects']} pickled, never opened")
+    lines += [f"  shared        {' = '.join(names)}" for names in _first(details["shared"])]
+    if details["unknown"]:
+        lines.append(f"  unknown       {_count(len(details['unknown']), 'tensor')}: {_some(details['unknown'])}")
+    if details["sidecars"]:
+        lines.append(f"  sidecars      {_some(details['sidecars'], 12)}")
+    if "listed" in details:
+        lines += _table(
+            [
+                [row["name"], row["dtype"], str(row["shape"]), human_bytes(row["bytes"]), ", ".join(row["files"])]
+                for row in details["listed"]
+            ]
+        )
+    else:
+        rows = [[row["pattern"], str(row["tensors"]), human_bytes(row["bytes"])] for row in details["groups"]]
+        lines += _table(_first(rows))
+    return "\n".join(lines)
+
+
+def diff_text(report: Report) -> str:
+    """What `diff` says."""
+    lines = [
+        f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.details["tied"]
+    ]
+    lines += _differing(report.details["differing"])
+    verdict = "differ" if report.exit else "have equal names, shapes and dtypes"
+    lines.append(f"{_count(report.details['compared'], 'common name')}: the checkpoints {verdict}")
+    return "\n".join(lines)
+
+
+def verify_text(report: Report) -> str:
+    """What `verify` says."""
+    rows = report.details["differing"]
+    lines = _differing(rows)
+    compared = _count(report.details["compared"], "tensor")
+    if report.exit == 0:
+        lines.append(f"equal: {compared} compared bit for bit, {human_bytes(report.bytes_read)} read")
+    else:
+        lines.append(f"DIFFERENT: {_count(len(rows), 'tensor')} of {compared} compared")
+    lines.append(_cost(report))
+    return "\n".join(lines)
+
+
+def _differing(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows[:_MOST_ROWS]:
+        if row["what"] == "content":
+            lines.append(
+                f"{row['name']}: content, first at {row['index']}: 0x{row['a']} and 0x{row['b']}; "
+                f"{row['differing_elements']}"
+            )
+        else:
+            lines.append(f"{row['name']}: {row['what']}: {row['a'] or 'absent'} and {row['b'] or 'absent'}")
+    if len(rows) > _MOST_ROWS:
+        lines.append(f"and {len(rows) - _MOST_ROWS} more, --json lists all")
+    return lines
+
+
+def _cost(report: Report) -> str:
+    speed = f", {report.gb_per_s:.2f} GB/s" if report.bytes_written and not report.details.get("dry_run") else ""
+    return f"{report.seconds:.2f} s{speed}, peak memory {human_bytes(report.peak_rss)}"
+
+
+def _dtypes(report: Report) -> str:
+    before, after = _counts(report.dtypes["before"]), _counts(report.dtypes["after"])
+    return before if before == after else f"{before} -> {after}"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _of(tensors: int) -> str:
+    return f"  {_count(tensors, 'tensor')}" if tensors else ""
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def _first(rows: list[T]) -> list[T]:
+    return rows[:_MOST_ROWS]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    return [
+        "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -1,0 +1,164 @@
+"""A checkpoint seen as the model in it: names without wrappers, optimizer state set apart, ties decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptx.architecture.find import find_architecture
+from ckptx.architecture.spec import Architecture
+from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.region import whole
+from ckptx.formats.huggingface import refuse_adapters
+from ckptx.mapping.names import Roles, assign_roles, strip_wrappers
+from ckptx.storage import FilePool
+from ckptx.transfer.digest import TreeDigest
+from ckptx.transfer.stream import TensorReader
+
+
+@dataclass(slots=True)
+class ModelView:
+    """The model of one checkpoint.
+
+    Attributes:
+        catalog: Where it comes from.
+        config: The config used: its own, or that of a base.
+        tensors: Tensors of the model by name, in catalog order; an entry keeps the name it has on disk.
+        optimizer: Names on disk of optimizer tensors.
+        other: Names on disk of tensors that belong to neither.
+        prefix: What was stripped from names.
+        wrappers: How often each wrapper was removed from names.
+        architecture: None when there is no config, or nothing is known about its class.
+        unknown: Model tensors the architecture does not have; they pass through.
+    """
+
+    catalog: Catalog
+    config: dict[str, Any] | None
+    tensors: dict[str, TensorEntry]
+    optimizer: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    prefix: str = ""
+    wrappers: dict[str, int] = field(default_factory=dict)
+    architecture: Architecture | None = None
+    unknown: list[str] = field(default_factory=list)
+
+    def nbytes(self, names: list[str]) -> int:
+        """Bytes of the tensors with these names on disk."""
+        return sum(self.catalog.tensors[name].nbytes for name in names)
+
+
+def view_model(
+    catalog: Catalog,
+    *,
+    config: dict[str, Any] | None = None,
+    prefix: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelView:
+    """Finds the model in a checkpoint.
+
+    Args:
+        catalog: The checkpoint.
+        config: Overrides the `config.json` beside it.
+        prefix: Prefix of the model's names; None finds it.
+        trust_remote_code: Allows code from the checkpoint to run, for classes transformers lacks.
+
+    Raises:
+        InputError: Names collide without wrappers, or no tensor has the prefix.
+        UnsupportedError: The tensors are an adapter.
+    """
+    config = config if config is not None else catalog.config
+    architecture = None
+    if config is not None:
+        architecture = find_architecture(config, config_dir=catalog.root, trust_remote_code=trust_remote_code)
+    patterns = architecture.name_patterns if architecture is not None else frozenset()
+    unwrapped = strip_wrappers(catalog.tensors, patterns)
+    on_disk = {short: name for name, short in unwrapped.names.items()}
+    if catalog.format == "dcp":
+        roles = assign_roles(on_disk, patterns or None, prefix)
+    else:
+        roles = Roles("", {name: name for name in on_disk}, [], [])
+    tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
+    refuse_adapters(tensors, catalog.root)
+    view = ModelView(
+        catalog,
+        config,
+        tensors,
+        [on_disk[name] for name in roles.optimizer],
+        [on_disk[name] for name in roles.other],
+        roles.prefix,
+        unwrapped.counts,
+        architecture,
+    )
+    if architecture is not None and patterns:
+        view.unknown = [name for name in tensors if not architecture.knows(name)]
+    return view
+
+
+def decide_ties(view: ModelView, files: FilePool, *, tie_missing: bool = False) -> list[TieDecision]:
+    """Resolves every tied pair of the architecture against what is on disk; bytes are read only for pairs on disk.
+
+    Raises:
+        InputError: A tensor the model needs is missing and nothing says that it is tied.
+    """
+    if view.architecture is None or view.config is None:
+        return []
+    stored = {name: Stored(entry.shape, entry.dtype.name) for name, entry in view.tensors.items()}
+    reader = TensorReader(files)
+
+    def equal(a: str, b: str) -> bool:
+        first, second = view.tensors[a], view.tensors[b]
+        return first.chunks == second.chunks or digest_of(reader, first) == digest_of(reader, second)
+
+    return resolve_ties(view.architecture, view.config, stored, equal, tie_missing=tie_missing)
+
+
+class DigestSink:
+    """Digests a tensor and keeps nothing."""
+
+    def __init__(self, nbytes: int, buffer: memoryview) -> None:
+        self.digest = TreeDigest()
+        self._left = nbytes
+        self._buffer = buffer
+
+    def space(self, nbytes: int) -> memoryview:
+        return self._buffer[: min(nbytes, self.digest.room)]
+
+    def commit(self, view: memoryview) -> None:
+        self._left -= len(view)
+        self.digest.update(view, last=not self._left)
+
+
+def digest_of(reader: TensorReader, entry: TensorEntry) -> str:
+    """The layout-independent digest of a tensor, from its bytes."""
+    sink = DigestSink(entry.nbytes, memoryview(bytearray(min(1 << 20, max(1, entry.nbytes)))))
+    reader.stream(entry, whole(entry.shape), sink)
+    return sink.digest.hexdigest()
+
+
+def tie_rows(decisions: list[TieDecision]) -> list[dict[str, Any]]:
+    """Decisions as the report shows them."""
+    return [
+        {
+            "target": decision.target,
+            "source": decision.source,
+            "case": decision.case,
+            "action": decision.action,
+            "declared": decision.declared,
+            "evidence": decision.evidence,
+        }
+        for decision in decisions
+    ]
+
+
+def aliases_of(decisions: list[TieDecision]) -> Mapping[str, str]:
+    """Name -> the stored name whose bytes it shares, for every decision that shares."""
+    return {
+        name: decision.stored
+        for decision in decisions
+        if decision.action == "alias" and decision.stored is not None
+        for name in (decision.target, decision.source)
+        if name != decision.stored
+    }
