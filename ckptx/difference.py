@@ -1,0 +1,98 @@
+"""`diff`: names, shapes, dtypes and ties of two checkpoints, from headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptx.catalog.entry import TensorEntry
+from ckptx.formats.registry import open_checkpoint
+from ckptx.report.report import Report, count_dtypes
+from ckptx.view import ModelView, view_model
+
+
+def diff(a: Path, b: Path) -> Report:
+    """Compares two checkpoints of any format; `exit` of the report is 1 when they differ.
+
+    A name that only one has is no difference when it is a tied name whose partner both have: that is how one format
+    says what the other leaves out.
+
+    Raises:
+        InputError, UnsupportedError: One cannot be opened.
+    """
+    report = Report("diff")
+    views = [view_model(open_checkpoint(path)) for path in (a, b)]
+    first, second = views
+    report.tensors = len(first.tensors)
+    report.dtypes = {
+        "before": count_dtypes(first.tensors.values()),
+        "after": count_dtypes(second.tensors.values()),
+    }
+    for view in views:
+        report.warnings.extend(f"{view.catalog.root}: {note}" for note in view.catalog.notes)
+    rows = differing_headers(first, second)
+    report.details["differing"] = rows
+    report.details["compared"] = len(first.tensors.keys() & second.tensors.keys())
+    report.details["tied"] = _tied_apart(first, second)
+    if rows:
+        report.exit = 1
+    return report.finish()
+
+
+def differing_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
+    """One row for each name that differs: name, what, in A, in B."""
+    tied = {row["name"] for row in _tied_apart(a, b)}
+    rows: list[dict[str, Any]] = []
+    for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
+        first, second = a.tensors.get(name), b.tensors.get(name)
+        if first is None or second is None:
+            if name not in tied:
+                rows.append({"name": name, "what": "missing", "a": _said(first), "b": _said(second)})
+        elif first.shape != second.shape:
+            rows.append({"name": name, "what": "shape", "a": _said(first), "b": _said(second)})
+        elif first.dtype is not second.dtype:
+            rows.append({"name": name, "what": "dtype", "a": _said(first), "b": _said(second)})
+    return rows
+
+
+def _said(entry: TensorEntry | None) -> str | None:
+    return None if entry is None else f"{entry.dtype.name} {list(entry.shape)}"
+
+
+def _tied_apart(a: ModelView, b: ModelView) -> list[dict[str, str]]:
+    """Names that one side has and the other leaves to a tie: name, and the name both have."""
+    rows = []
+    groups = tied_groups(a, b)
+    for view, other in ((a, b), (b, a)):
+        for name in view.tensors:
+            partner = None if name in other.tensors else stand_in(name, groups, other)
+            if partner is not None:
+                rows.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.root)})
+    return rows
+
+
+def stand_in(name: str, groups: dict[str, set[str]], view: ModelView) -> str | None:
+    """A name tied to `name` that `view` has."""
+    return min((other for other in groups.get(name, ()) if other in view.tensors), default=None)
+
+
+def tied_groups(*views: ModelView) -> dict[str, set[str]]:
+    """Name -> all names tied to it, in every spelling: by the config, or by pointing at the same bytes in a DCP."""
+    groups: dict[str, set[str]] = {}
+    for view in views:
+        owners: dict[object, str] = {}
+        for name, entry in view.tensors.items():
+            kept = owners.setdefault(entry.chunks, name) if entry.numel else name
+            if kept != name:
+                _join(groups, name, kept)
+        if view.architecture is not None and view.config is not None:
+            for pair in view.architecture.ties:
+                if pair.flag.effective(view.config):
+                    for target, source in pair.spellings:
+                        _join(groups, target, source)
+    return groups
+
+
+def _join(groups: dict[str, set[str]], a: str, b: str) -> None:
+    joined = groups.get(a, {a}) | groups.get(b, {b})
+    groups.update(dict.fromkeys(joined, joined))

@@ -1,0 +1,262 @@
+"""`verify`: two checkpoints of any format compared bit for bit; nothing is trusted but what has just been read."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import CAST_TARGETS, DType
+from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.region import whole
+from ckptx.difference import differing_headers, stand_in, tied_groups
+from ckptx.errors import UsageError
+from ckptx.formats.dcp import open_payloads
+from ckptx.formats.registry import open_checkpoint
+from ckptx.mapping.dtypes import cast_targets
+from ckptx.options import default_workers
+from ckptx.report.report import Report, count_dtypes
+from ckptx.storage import FilePool
+from ckptx.transfer.digest import LEAF
+from ckptx.transfer.stream import Sink, TensorReader
+from ckptx.view import DigestSink, ModelView, view_model
+
+_BUFFER = 1 << 20
+
+
+def verify(
+    reference: Path,
+    checkpoint: Path,
+    *,
+    dtype: str = "auto",
+    workers: int | None = None,
+    max_memory: int = 256_000_000,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    report: Report | None = None,
+) -> Report:
+    """Compares the contents of two checkpoints; `exit` of the report is 1 when they differ.
+
+    Args:
+        reference: What the other should be equal to.
+        checkpoint: What to check.
+        dtype: "auto" compares as stored; otherwise the reference is cast first, as `convert --dtype` casts.
+        workers: Threads.
+        max_memory: Bytes of buffers.
+        on_progress: Called now and then with bytes compared and bytes in all.
+        report: Filled while working.
+
+    Raises:
+        InputError, UnsupportedError: One of them cannot be read.
+    """
+    if dtype != "auto" and dtype not in CAST_TARGETS:
+        raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
+    report = report or Report("verify")
+    first, second = _open(reference), _open(checkpoint)
+    with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
+        for view, files in ((first, files_a), (second, files_b)):
+            report.warnings.extend(f"{view.catalog.root}: {note}" for note in view.catalog.notes)
+            _locate(view, files)
+        targets = _targets(first, dtype)
+        pairs, rows = _pair_up(first, second, targets)
+        comparison = _Comparison(pairs, (files_a, files_b), max_memory)
+        rows += comparison.run(workers or default_workers(), on_progress)
+    report.tensors = len(first.tensors)
+    report.bytes_read = comparison.bytes_read
+    report.dtypes = {
+        "before": count_dtypes(first.tensors.values()),
+        "after": count_dtypes(second.tensors.values()),
+    }
+    if comparison.unrecorded:
+        report.warnings.append(f"{comparison.unrecorded} archives record no CRC-32; their bytes could not be checked")
+    for view in (first, second):
+        if view.optimizer or view.other:
+            report.warnings.append(
+                f"{view.catalog.root}: {len(view.optimizer)} optimizer and {len(view.other)} other tensors not compared"
+            )
+    report.details = {"compared": len(pairs), "differing": rows}
+    if rows or not pairs:
+        report.exit = 1
+    return report.finish()
+
+
+def _open(path: Path) -> ModelView:
+    return view_model(open_checkpoint(path))
+
+
+def _locate(view: ModelView, files: FilePool) -> None:
+    """Looks into the archives of the model's tensors, and of no other."""
+    if view.catalog.format != "dcp":
+        return
+    names = {entry.name: name for name, entry in view.tensors.items()}
+    part: Catalog = replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names})
+    located = open_payloads(part, files).tensors
+    view.tensors = {short: located[name] for name, short in names.items()}
+
+
+def _targets(reference: ModelView, dtype: str) -> dict[str, DType]:
+    architecture, wanted = reference.architecture, CAST_TARGETS.get(dtype)
+    wanted_name: Any = dtype
+    return cast_targets(
+        reference.tensors,
+        wanted,
+        lambda name: architecture is not None and dtype != "fp32" and architecture.keeps_fp32(name, wanted_name),
+    )
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Two tensors to compare; the first is cast to `dtype`."""
+
+    name: str
+    a: TensorEntry
+    b: TensorEntry
+    dtype: DType
+
+
+def _pair_up(a: ModelView, b: ModelView, targets: dict[str, DType]) -> tuple[list[_Pair], list[dict[str, Any]]]:
+    """Pairs of names, and what the headers already tell apart.
+
+    A tied name that one side lacks is compared with its partner there, so that no alias passes unseen.
+    """
+    rows = differing_headers(replace_dtypes(a, targets), b)
+    bad = {row["name"] for row in rows}
+    groups = tied_groups(a, b)
+    pairs = []
+    for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
+        in_a = name if name in a.tensors else stand_in(name, groups, a)
+        in_b = name if name in b.tensors else stand_in(name, groups, b)
+        if name in bad or in_a is None or in_b is None:
+            continue
+        first, second, dtype = a.tensors[in_a], b.tensors[in_b], targets[in_a]
+        if (first.shape, dtype) != (second.shape, second.dtype):
+            said = [f"{kind.name} {list(entry.shape)}" for kind, entry in ((dtype, first), (second.dtype, second))]
+            rows.append({"name": name, "what": "tied", "a": said[0], "b": said[1]})
+            continue
+        pairs.append(_Pair(name, first, second, dtype))
+    return pairs, rows
+
+
+def replace_dtypes(view: ModelView, targets: dict[str, DType]) -> ModelView:
+    """The view as it is after the cast, for headers alone."""
+    tensors = {name: entry._replace(dtype=targets[name]) for name, entry in view.tensors.items()}
+    return replace(view, tensors=tensors)
+
+
+class _KeepSink:
+    """Keeps one block of a tensor and lets the rest pass."""
+
+    def __init__(self, block: int) -> None:
+        self.kept = bytearray()
+        self._at, self._block = 0, block
+        self._buffer = memoryview(bytearray(_BUFFER))
+
+    def space(self, nbytes: int) -> memoryview:
+        return self._buffer[: min(nbytes, LEAF - self._at % LEAF)]
+
+    def commit(self, view: memoryview) -> None:
+        if self._at // LEAF == self._block:
+            self.kept += view
+        self._at += len(view)
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """Compares pairs in threads; rows come out in the order of the pairs."""
+
+    pairs: list[_Pair]
+    files: tuple[FilePool, FilePool]
+    max_memory: int
+    bytes_read: int = 0
+    unrecorded: int = 0
+    _rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _errors: list[BaseException] = field(default_factory=list)
+
+    def run(self, workers: int, on_progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
+        queue = deque(sorted(range(len(self.pairs)), key=lambda i: -self.pairs[i].a.nbytes))
+        total = sum(pair.a.nbytes for pair in self.pairs)
+        done = [0] * workers
+        lock = threading.Lock()
+
+        def work(worker: int) -> None:
+            readers = [TensorReader(files, self.max_memory // (2 * workers)) for files in self.files]
+            try:
+                while queue and not self._errors:
+                    try:
+                        index = queue.popleft()
+                    except IndexError:
+                        break
+                    row = _compare(self.pairs[index], readers[0], readers[1])
+                    if row is not None:
+                        self._rows[index] = row
+                    done[worker] += self.pairs[index].a.nbytes
+            except BaseException as error:  # handed to the calling thread, which raises it
+                self._errors.append(error)
+            with lock:
+                self.bytes_read += sum(reader.bytes_read for reader in readers)
+                self.unrecorded += sum(reader.unrecorded for reader in readers)
+
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)
+                on_progress(sum(done), total)
+        if self._errors:
+            raise self._errors[0]
+        return [self._rows[index] for index in sorted(self._rows)]
+
+
+def _compare(pair: _Pair, a: TensorReader, b: TensorReader) -> dict[str, Any] | None:
+    """None when the bytes are equal, else a row that says where the first difference is."""
+    buffer = memoryview(bytearray(_BUFFER))
+    nbytes = pair.b.nbytes
+    sides = []
+    for reader, entry in ((a, pair.a), (b, pair.b)):
+        sink = DigestSink(nbytes, buffer)
+        _stream(reader, entry, pair.dtype, sink)
+        sides.append(sink.digest.leaves)
+    if sides[0] == sides[1]:
+        return None
+    block = next(i for i, (x, y) in enumerate(zip(*sides, strict=True)) if x != y)
+    kept = []
+    for reader, entry in ((a, pair.a), (b, pair.b)):
+        keep = _KeepSink(block)
+        _stream(reader, entry, pair.dtype, keep)
+        kept.append(keep.kept)
+    return {"name": pair.name, "what": "content"} | _locate_difference(pair, block, *kept)
+
+
+def _stream(reader: TensorReader, entry: TensorEntry, dtype: DType, sink: Sink) -> None:
+    if entry.dtype is not dtype:
+        from ckptx.transfer.cast import CastSink
+
+        sink = CastSink(sink, entry.dtype, dtype, memoryview(bytearray(_BUFFER)))
+    reader.stream(entry, whole(entry.shape), sink)
+
+
+def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> dict[str, Any]:
+    """Index and bytes of the first element that differs, and how many do in its block."""
+    import numpy as np
+
+    width = max(1, pair.dtype.bits // 8)
+    first = np.frombuffer(a, np.uint8).reshape(-1, width)
+    second = np.frombuffer(b, np.uint8).reshape(-1, width)
+    different = np.flatnonzero((first != second).any(axis=1))
+    element = block * LEAF // width + int(different[0])
+    index: list[int] = []
+    rest = element * (8 // pair.dtype.bits if pair.dtype.bits < 8 else 1)
+    for size in reversed(pair.a.shape):
+        index.append(rest % size)
+        rest //= size
+    at = int(different[0])
+    return {
+        "index": index[::-1],
+        "a": first[at].tobytes()[::-1].hex(),
+        "b": second[at].tobytes()[::-1].hex(),
+        "differing_elements": f"{len(different)} in the first 16 MiB block that differs",
+    }
