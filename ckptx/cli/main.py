@@ -1,0 +1,80 @@
+"""The `ckptx` group. Commands are imported when called, so that each costs what it needs and no more."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from types import FrameType
+
+import click
+
+from ckptx.cli.options import GLOBAL_OPTIONS, SETTINGS, Section, SectionedGroup
+from ckptx.cli.output import Terminated, say_error
+from ckptx.version import __version__
+
+_COMMANDS = {
+    "inspect": "what a checkpoint holds, from its headers",
+    "convert": "HF safetensors to DCP and back",
+    "diff": "names, shapes, dtypes and ties of two checkpoints",
+    "verify": "two checkpoints compared bit for bit",
+    "env": "versions and machine, for bug reports",
+}
+
+
+class _LazyGroup(SectionedGroup):
+    """Imports `ckptx.cli.NAME` when its command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command = importlib.import_module(f"ckptx.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(
+    cls=_LazyGroup,
+    context_settings=SETTINGS,
+    params=GLOBAL_OPTIONS(),
+    sections=[
+        Section("Global options", ["quiet", "verbose", "no_color", "version", "help"]),
+    ],
+    examples=["ckptx inspect PATH", "ckptx convert hf2dcp MODEL MODEL-dcp", "ckptx verify MODEL MODEL-dcp"],
+)
+@click.version_option(__version__, message="ckptx %(version)s")
+def cli(**_: object) -> None:
+    """Convert checkpoints of large language models, and prove that the result is right."""
+
+
+def main() -> None:
+    """Runs the command line and exits with the code that `cli.md` promises."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.exceptions.Exit as leave:
+        code = leave.exit_code
+    except click.UsageError as error:
+        hint = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
+        say_error(error.format_message().rstrip(".") + hint)
+        code = error.exit_code
+    except click.Abort:
+        code = 130
+    except Terminated:
+        code = 143
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read us has gone; nothing more to say
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated

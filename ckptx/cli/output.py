@@ -1,0 +1,125 @@
+"""Where everything a command says goes: results to stdout, the rest to stderr; errors are formatted here alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptx.errors import CkptxError, Defect
+from ckptx.report.report import Report, human_bytes
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Like KeyboardInterrupt it is no Exception: nothing may swallow it."""
+
+
+class Output:
+    """How one run talks, from the global options and the environment."""
+
+    def __init__(self, *, as_json: bool = False, report_file: str | None = None) -> None:
+        context = click.get_current_context(silent=True)
+        settings: dict[str, Any] = context.find_root().ensure_object(dict) if context is not None else {}
+        self.quiet = bool(settings.get("quiet"))
+        self.as_json, self.report_file = as_json, report_file
+        hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
+        self._progress = not (self.quiet or as_json or hidden) and os.environ.get("RANK", "0") == "0"
+        self._bar: Any = None
+        self._last_line = time.monotonic()
+
+    def run(self, command: str, work: Callable[[Report], Report], text: Callable[[Report], str]) -> int:
+        """Runs a command and delivers its report, whatever happens.
+
+        Args:
+            command: Name for the report.
+            work: Fills and returns the report.
+            text: The report for a person.
+
+        Returns:
+            The exit code.
+        """
+        report = Report(command)
+        interrupted: BaseException | None = None
+        try:
+            report = work(report)
+        except CkptxError as error:
+            report.exit, report.error = error.exit_code, str(error)
+            self._trace()
+        except (KeyboardInterrupt, Terminated) as error:
+            interrupted = error
+            report.exit = 143 if isinstance(error, Terminated) else 130
+            report.error = "interrupted; nothing was published, run again with --resume to continue"
+        except Exception as error:  # a defect: said as one, with its cause, and never as a difference found
+            report.exit, report.error = (
+                Defect.exit_code,
+                f"internal error: {type(error).__name__}: {error}; please report it",
+            )
+            self._trace()
+        self._close_bar()
+        report.finish()
+        self._deliver(report, text)
+        if interrupted is not None and os.environ.get("CKPTX_DEBUG") == "1":
+            traceback.print_exception(interrupted)
+        return report.exit
+
+    def _deliver(self, report: Report, text: Callable[[Report], str]) -> None:
+        if self.report_file is not None:
+            try:
+                report.write(Path(self.report_file))
+            except OSError as error:
+                say_error(f"{self.report_file}: the report cannot be written: {error.strerror}")
+                report.exit = report.exit or 5
+        if self.as_json:
+            sys.stdout.write(report.to_json())
+        if report.error is not None:
+            say_error(report.error)
+        if not self.as_json:
+            if not self.quiet:
+                for warning in report.warnings:
+                    click.echo(f"note: {warning}", err=True)
+            if report.error is None and (not self.quiet or report.exit):
+                click.echo(text(report))
+        sys.stdout.flush()
+
+    def _trace(self) -> None:
+        context = click.get_current_context(silent=True)
+        settings = context.find_root().ensure_object(dict) if context is not None else {}
+        if settings.get("verbose") or os.environ.get("CKPTX_DEBUG") == "1":
+            traceback.print_exc()
+
+    def progress(self, done: int, total: int) -> None:
+        """Shows bytes done: a bar on a terminal, elsewhere a line now and then."""
+        if not self._progress:
+            return
+        if not sys.stderr.isatty():
+            if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
+                self._last_line = time.monotonic()
+                click.echo(f"{human_bytes(done)} of {human_bytes(total)}", err=True)
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr)
+        self._bar.update(done - self._bar.n)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def say_error(message: str) -> None:
+    """One line on stderr."""
+    context = click.get_current_context(silent=True)
+    settings = context.find_root().ensure_object(dict) if context is not None else {}
+    plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
+    label = "error:" if plain or not sys.stderr.isatty() else click.style("error:", fg="red", bold=True)
+    click.echo(f"{label} {message}", err=True, color=False if plain else None)
