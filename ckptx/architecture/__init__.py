@@ -1,0 +1,1 @@
+"""What ckptx knows about model classes: names, ties, precision rules."""

@@ -1,0 +1,59 @@
+"""What model classes declare about their ties, brought into one form: a dict of plain names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def existing(declared: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, str]:
+    """Only pairs of tensors that exist; a few classes leave a regex anchor at the end of a plain name."""
+    pairs = {target.removesuffix("$"): source.removesuffix("$") for target, source in declared.items()}
+    return {target: source for target, source in pairs.items() if target in names and source in names}
+
+
+def mapping_of_list(targets: Iterable[str], source: str | None, shapes: Mapping[str, Any]) -> dict[str, str]:
+    """The dict form of the list that classes for transformers 4 declare.
+
+    Every listed name was a target; its source was the input embedding, or for the bias of a prediction head
+    the bias of the module around it.
+
+    Args:
+        targets: Names or regular expressions.
+        source: Name of the input embedding's weight, None when the model has none.
+        shapes: Every parameter of the model.
+
+    Example:
+        >>> mapping_of_list(["lm_head.weight"], "wte.weight", {"wte.weight": (8, 4), "lm_head.weight": (8,
+        4)}) {'lm_head.weight': 'wte.weight'}
+    """
+    patterns = sorted(targets)
+    mapping = {}
+    for target in (name for name in shapes if any(re.search(pattern, name) for pattern in patterns)):
+        module, _, leaf = target.rpartition(".")
+        outer = module.rpartition(".")[0]
+        twin = f"{outer}.{leaf}" if outer else leaf
+        if target != source and source is not None and shapes[target] == shapes.get(source):
+            mapping[target] = source
+        elif leaf == "bias" and shapes.get(twin) == shapes[target]:
+            mapping[target] = twin
+    return mapping
+
+
+def flatten(pairs: Mapping[str, str]) -> dict[str, str]:
+    """Follow chains, so that no source is itself a target; self-references and cycles are cut.
+
+    Example:
+        >>> flatten({"c": "b", "b": "a"})
+        {'c': 'a', 'b': 'a'}
+    """
+    flat: dict[str, str] = {}
+    for target, first in pairs.items():
+        source, seen = first, {target}
+        while source in pairs and source not in seen:
+            seen.add(source)
+            source = pairs[source]
+        if source not in seen:
+            flat[target] = source
+    return flat

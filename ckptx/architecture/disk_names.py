@@ -1,0 +1,106 @@
+"""Finds, for each tied pair, the spelling that a checkpoint uses, also for names it does not hold."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+
+from ckptx.architecture.spec import Architecture, TiePair
+
+
+class NamesOnDisk:
+    """The names of one checkpoint, with the questions that tie decisions ask about them."""
+
+    def __init__(self, architecture: Architecture, names: Collection[str]) -> None:
+        """Keep both; nothing is computed until asked."""
+        self._architecture = architecture
+        self._names = names
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor of exactly this name is on disk."""
+        return name in self._names
+
+    @functools.cached_property
+    def match(self) -> float:
+        """The fraction of names that belong to the architecture."""
+        return self._architecture.match(self._names)
+
+    @functools.cached_property
+    def _modules(self) -> frozenset[str]:
+        """Every dotted prefix: ``a.b.c`` gives ``a`` and ``a.b``."""
+        found = set()
+        for name in self._names:
+            module = name.rpartition(".")[0]
+            while module and module not in found:
+                found.add(module)
+                module = module.rpartition(".")[0]
+        return frozenset(found)
+
+    def foreignness(self, name: str) -> int:
+        """How many modules around ``name`` the checkpoint does not have; the own dialect has the fewest."""
+        module = name.rpartition(".")[0]
+        count = 0
+        while module and module not in self._modules:
+            count += 1
+            module = module.rpartition(".")[0]
+        return count
+
+    def has_other_form(self, name: str) -> bool:
+        """Whether the module of an absent tensor holds tensors unknown to the class, like a quantized one."""
+        module = name.rpartition(".")[0]
+        if module not in self._modules:
+            return False
+        lead = module + "."
+        return any(each.startswith(lead) and not self._architecture.knows(each) for each in self._names)
+
+    def is_without_base_prefix(self, pair: TiePair, source: str) -> bool:
+        """Whether ``source`` is spelled as in a checkpoint of the base model alone."""
+        prefix = self._architecture.base_prefix
+        return bool(prefix) and any(source_name == f"{prefix}.{source}" for _, source_name in pair.spellings)
+
+    def prefixes_of(self, name: str) -> list[str]:
+        """What stands in front of ``name`` in the names that end with it."""
+        ending = "." + name
+        return [each.removesuffix(name) for each in self._names if each.endswith(ending)]
+
+
+def spell_pairs(ties: Sequence[TiePair], names: NamesOnDisk) -> list[tuple[str, str]]:
+    """``(target, source)`` of each pair as the checkpoint spells it; pairs of one source agree on it."""
+    sources = {pair.spellings[0][1]: _source_spelling(pair.spellings[0][1], ties, names) for pair in ties}
+    return [_spelled(pair, sources[pair.spellings[0][1]], names) for pair in ties]
+
+
+def _source_spelling(model_name: str, ties: Sequence[TiePair], names: NamesOnDisk) -> str:
+    candidates: dict[str, int] = {}  # spelling -> names on disk that speak for it, in order of first mention
+    for pair in ties:
+        if pair.spellings[0][1] == model_name:
+            for target, source in pair.spellings:
+                candidates[source] = candidates.get(source, 0) + (target in names)
+    return min(candidates, key=lambda source: (-candidates[source] - (source in names), names.foreignness(source)))
+
+
+def _spelled(pair: TiePair, source: str, names: NamesOnDisk) -> tuple[str, str]:
+    targets = [target for target, paired in pair.spellings if paired == source]
+    targets = targets or [target for target, _ in pair.spellings]
+    target = min(targets, key=lambda name: (name not in names, names.foreignness(name)))
+    if target in names or source in names or not pair.is_primary:
+        return target, source
+    return _behind_a_prefix(pair, names) or (target, source)
+
+
+def _behind_a_prefix(pair: TiePair, names: NamesOnDisk) -> tuple[str, str] | None:
+    """The pair in a dialect that nobody wrote down: one unknown prefix in front of known names."""
+    votes: dict[tuple[int, str], int] = {}  # (spelling, prefix) -> names on disk that fit
+    for at, spelling in enumerate(pair.spellings):
+        for name in spelling:
+            for prefix in names.prefixes_of(name):
+                votes[at, prefix] = votes.get((at, prefix), 0) + 1
+    if not votes:
+        return None
+    most = max(votes.values())
+    first = min(at for (at, _), count in votes.items() if count == most)
+    prefixes = [prefix for (at, prefix), count in votes.items() if count == most and at == first]
+    if len(prefixes) > 1:
+        return None  # two candidates, and nothing to choose by
+    target, source = pair.spellings[first]
+    return prefixes[0] + target, prefixes[0] + source

@@ -1,0 +1,78 @@
+"""From the contents of ``config.json`` to an architecture: the table first, then the meta model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptx.architecture.overrides import suffix_architecture
+from ckptx.architecture.spec import Architecture, TieFlag
+from ckptx.architecture.table import find_row
+from ckptx.errors import EnvironmentProblem
+
+
+def find_architecture(
+    config: Mapping[str, Any],
+    *,
+    config_dir: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Architecture | None:
+    """What is known about the class that a checkpoint names.
+
+    Args:
+        config: The contents of ``config.json``.
+        config_dir: The directory it lies in, for remote code.
+        trust_remote_code: Whether Python files in ``config_dir`` may be executed.
+
+    Returns:
+        None when the config names no class. ``origin`` says where the answer comes from; ``suffix table``
+        means that the class is unknown and only the most common tied names are considered.
+
+    Raises:
+        EnvironmentProblem: The class must be built and torch, transformers or a package of the model is
+            missing.
+        UnsupportedError: The class exists and cannot be built from this config.
+    """
+    names = config.get("architectures")
+    if not names or not isinstance(names, (list, tuple)) or not isinstance(names[0], str):
+        return None
+    class_name, model_type = names[0], str(config.get("model_type") or "")
+    brings_code = bool(config.get("auto_map"))
+    # A class name is not unique among remote code; with code of its own the model type must agree as well.
+    row = find_row(class_name, model_type if brings_code else None)
+    if row is not None and row.architecture is not None and row.covers(config):
+        return _placed(row.architecture, config)
+    if row is None and brings_code and not trust_remote_code:
+        return suffix_architecture(class_name, model_type)
+    built = _introspected(config, class_name, config_dir, trust_remote_code and row is None)
+    return _placed(built, config) if built else suffix_architecture(class_name, model_type)
+
+
+def _placed(architecture: Architecture, config: Mapping[str, Any]) -> Architecture:
+    """Read the flag below ``text_config`` when a text-only class is used with the config of its composite."""
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping) or config.get("model_type") == architecture.model_type:
+        return architecture
+    if nested.get("model_type") != architecture.model_type:
+        return architecture
+    ties = []
+    for pair in architecture.ties:
+        paths = tuple(("text_config", *path) for path in pair.flag.paths)
+        ties.append(dataclasses.replace(pair, flag=TieFlag(paths, pair.flag.truth)))
+    return dataclasses.replace(architecture, ties=tuple(ties))
+
+
+def _introspected(
+    config: Mapping[str, Any], class_name: str, config_dir: Path | None, trust_remote_code: bool
+) -> Architecture | None:
+    try:
+        # costs seconds: only for a class that the table cannot answer
+        from ckptx.architecture import meta_model
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"{class_name}: its names depend on its config.json, so the class must be built, and the package "
+            f"{error.name or error} is missing; install torch and transformers"
+        ) from error
+    return meta_model.introspect(config, config_dir=config_dir, trust_remote_code=trust_remote_code)

@@ -1,0 +1,143 @@
+"""Asks a config class, once per combination of keys, what ``tie_word_embeddings`` becomes.
+
+Nothing here imports torch or transformers: the config class comes in as a function from a
+``config.json``-like dict to an object, and the sub-model's own config as a path of attributes inside that
+object.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptx.architecture.spec import TieFlag
+
+FLAG = "tie_word_embeddings"
+# other keys that some config classes turn into the flag: Lfm2 the first, CSM the second
+_ALIASES = ("tie_embedding", "tie_codebooks_embeddings")
+_ABSENT = object()
+_VALUES = (_ABSENT, False, True)
+
+
+class UnmeasurableFlagError(Exception):
+    """The config class refused every combination, or too many keys matter."""
+
+
+def measure_flag(
+    build: Callable[[dict[str, Any]], Any],
+    base: Mapping[str, Any],
+    owner: Sequence[str],
+    nested: Sequence[tuple[str, ...]],
+) -> TieFlag:
+    """The truth table of the flag of the config at attribute path ``owner``.
+
+    Args:
+        build: Turns a dict into a config object; may raise for a combination that the class refuses.
+        base: The dict to vary. Its own tie keys are overwritten.
+        owner: Attribute names from the root config to the config that the tying sub-model reads.
+        nested: Paths of the sub-configs inside the root, whose keys may matter too.
+
+    Raises:
+        UnmeasurableFlagError: More than three keys matter, or nothing could be built.
+    """
+    roots: list[tuple[str, ...]] = [()]
+    places = roots + [tuple(path) for path in nested]
+    keys = [(*place, key) for place in places for key in (FLAG, *_ALIASES)]
+
+    @functools.cache
+    def answer(values: frozenset[tuple[tuple[str, ...], bool]]) -> bool | None:
+        given = dict(values)
+        variant = copy.deepcopy(dict(base))
+        for path in keys:
+            _write(variant, path, given.get(path, _ABSENT))
+        try:
+            config = build(variant)
+        except Exception:  # whatever a config class raises means "this combination is refused"
+            return None
+        for name in owner:
+            config = getattr(config, name)
+        return bool(getattr(config, FLAG, False))
+
+    def ask(values: Mapping[tuple[str, ...], Any]) -> bool | None:
+        return answer(frozenset((path, value) for path, value in values.items() if value is not _ABSENT))
+
+    relevant = [path for path in keys if _matters(path, keys, owner, ask)]
+    if len(relevant) > 3:
+        raise UnmeasurableFlagError(f"{len(relevant)} config keys decide the tie flag")
+    answers = [
+        ask(dict(zip(relevant, combination, strict=True)))
+        for combination in itertools.product(_VALUES, repeat=len(relevant))
+    ]
+    if answers[0] is None:
+        raise UnmeasurableFlagError("the config class cannot be built from its defaults")
+    # a refused combination never reaches a model; it reads as not tied
+    return TieFlag(tuple(relevant), "".join("1" if answer else "0" for answer in answers))
+
+
+def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The config and every config inside it, each with its attribute path, the root first."""
+    yield path, config
+    if len(path) > 4:
+        return
+    for name in sorted(getattr(config, "sub_configs", None) or ()):
+        below = getattr(config, name, None)
+        if below is not None and hasattr(below, "to_dict"):
+            yield from config_tree(below, (*path, name))
+
+
+def path_of(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[str, ...]:
+    """Where a sub-model's config lies in the tree; a copy made by ``__init__`` counts as the original."""
+    for path, candidate in tree:
+        if candidate is config:
+            return path
+    for path, candidate in tree:
+        if type(candidate) is type(config):
+            return path
+    return ()
+
+
+def flag_places(config: Any, owner: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Paths of the nested configs whose own flag may matter; vision and audio configs have none."""
+    return [
+        path
+        for path, nested in config_tree(config)
+        if path and (hasattr(nested, FLAG) or path == owner or path[-1] == "text_config")
+    ]
+
+
+def _matters(
+    path: tuple[str, ...],
+    keys: Sequence[tuple[str, ...]],
+    owner: Sequence[str],
+    ask: Callable[[Mapping[tuple[str, ...], Any]], bool | None],
+) -> bool:
+    """Whether some value of ``path`` changes the answer, alone or beside another key that may hide it."""
+    beside: list[dict[tuple[str, ...], Any]] = [{}]
+    hiding = () if path[-1] != FLAG else ((FLAG,), ("text_config", FLAG), (*owner, FLAG))
+    for other in hiding:
+        if other in keys and other != path:
+            beside += [{other: False}, {other: True}]
+    for values in beside:
+        answers = {ask(values | ({} if value is _ABSENT else {path: value})) for value in _VALUES}
+        if len(answers - {None}) > 1:
+            return True
+    return False
+
+
+def _write(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Set or remove one key, without creating a nested dict only to leave it empty."""
+    node = config
+    for key in path[:-1]:
+        below = node.get(key)
+        if not isinstance(below, dict):
+            if value is _ABSENT:
+                return
+            below = node[key] = {}
+        node = below
+    if value is _ABSENT:
+        node.pop(path[-1], None)
+    else:
+        node[path[-1]] = value

@@ -1,0 +1,401 @@
+"""Builds any model class on the meta device from its config and reads off its architecture.
+
+No weights, no network. The only file of this room that imports torch and transformers, and nobody imports
+it at module top: the two cost about two seconds. ``tools/build_tables.py`` runs it over every class of
+transformers to write the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel, initialization
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from ckptx.architecture.configs import remote_reference, structural, without_flag
+from ckptx.architecture.declared import existing, flatten, mapping_of_list
+from ckptx.architecture.flags import FLAG, UnmeasurableFlagError, config_tree, flag_places, measure_flag, path_of
+from ckptx.architecture.patterns import patterns_of
+from ckptx.architecture.spec import NEVER, Architecture, TieFlag, TiePair
+from ckptx.architecture.spellings import Rename, aligned_spellings, subsets
+from ckptx.errors import EnvironmentProblem, UnsupportedError
+
+VERSION: str = transformers.__version__
+
+ConfigBuilder = Callable[[dict[str, Any]], Any]
+
+
+def known_class(class_name: str) -> type[PreTrainedModel] | None:
+    """The class of this name in the installed transformers, or None."""
+    found = getattr(transformers, class_name, None)
+    return found if inspect.isclass(found) and issubclass(found, PreTrainedModel) else None
+
+
+def introspect(
+    config: Mapping[str, Any],
+    *,
+    config_dir: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Architecture | None:
+    """Build the class that ``config["architectures"]`` names and derive its architecture.
+
+    Args:
+        config: The contents of ``config.json``.
+        config_dir: Where it lies; remote code is loaded from there.
+        trust_remote_code: Whether Python files next to the config may be executed.
+
+    Returns:
+        None when neither transformers nor trusted remote code has the class.
+
+    Raises:
+        EnvironmentProblem: The class needs a package that is not installed.
+        UnsupportedError: The class exists and cannot be built from this config.
+    """
+    class_name = config["architectures"][0]
+    cls = known_class(class_name)
+    if trust_remote_code and config_dir is not None and remote_reference(config, class_name):
+        cls = _remote_class(config, class_name, config_dir)
+    if cls is None:
+        return None
+    base = structural(config)
+    nested = base.get("text_config")
+    if isinstance(nested, dict) and getattr(cls.config_class, "model_type", None) == nested.get("model_type"):
+        base = nested  # a text-only class over the config of its composite
+    try:
+        return derive(cls, _config_builder(cls, config, config_dir, trust_remote_code), base)
+    except ImportError as error:
+        package = error.name or str(error)
+        raise EnvironmentProblem(f"{class_name}: building it needs the package {package}; install it") from error
+    except UnmeasurableFlagError as error:
+        raise UnsupportedError(f"{class_name}: {error}") from error
+    except Exception as error:  # a config or model class may raise anything
+        raise UnsupportedError(
+            f"{class_name}: transformers {VERSION} cannot build it from this config.json: "
+            f"{type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def derive(
+    cls: type[PreTrainedModel],
+    build_config: ConfigBuilder,
+    base: Mapping[str, Any],
+    origin: str = "meta model",
+) -> Architecture:
+    """The architecture of one class under one config (as a dict; empty for the class's defaults)."""
+    config = build_config(copy.deepcopy(dict(base)))
+    _force_flags(config)
+    model = build(cls, config)
+    names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
+    ties = _ties(model, names, build_config, base)
+    return Architecture(
+        class_name=cls.__name__,
+        model_type=str(config.model_type),
+        ties=ties,
+        name_patterns=_name_patterns(model),
+        base_prefix=str(model.base_model_prefix),
+        keep_in_fp32=tuple(sorted(model._keep_in_fp32_modules or ())),
+        keep_in_fp32_strict=tuple(sorted(model._keep_in_fp32_modules_strict or ())),
+        ties_flag_editable=_is_editable(model, ties, build_config, base),
+        has_output_embeddings=_output_embeddings(model) is not None,
+        origin=origin,
+        transformers_version=VERSION,
+    )
+
+
+def build(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """An instance on the meta device: names and shapes, nothing tied, nothing initialised."""
+    with (
+        torch.device("meta"),
+        initialization.meta_device_safe_creation_ops(),
+        initialization.no_tie_weights(),
+        _list_form_ties(),
+        _opaque_towers(),
+    ):
+        return cls(config)
+
+
+class OpaqueTower(nn.Module):  # type: ignore[misc]
+    """Stands for a sub-model whose package is not installed: it has names, and nobody here knows them."""
+
+
+@contextlib.contextmanager
+def _opaque_towers() -> Iterator[None]:
+    """Build a composite although one tower's package (timm, Pillow) is missing: the ties lie elsewhere."""
+    auto_model: Any = transformers.AutoModel
+    original = auto_model.from_config
+
+    def from_config(_: Any, /, config: Any, **kwargs: Any) -> Any:
+        try:
+            return original(config, **kwargs)
+        except ImportError:
+            return OpaqueTower()
+
+    auto_model.from_config = classmethod(from_config)
+    try:
+        yield
+    finally:
+        del auto_model.from_config  # the inherited one shows again
+
+
+# ------------------------------------------------------------------------------------------- ties
+
+
+def _ties(
+    model: PreTrainedModel, names: Mapping[str, Any], build_config: ConfigBuilder, base: Mapping[str, Any]
+) -> tuple[TiePair, ...]:
+    declared = {
+        target: source
+        for target, source in existing(model.all_tied_weights_keys, names).items()
+        if names[target] == names[source]
+    }
+    pairs = flatten(declared)
+    owners = _owners(model, names)
+    dialects, load = _dialects(model), _loader(model)
+    spell = functools.partial(aligned_spellings, dialects=dialects, load=load, prefix=str(model.base_model_prefix))
+    flags: dict[tuple[str, ...], TieFlag] = {}
+    plain = build_config(copy.deepcopy(dict(base)))  # the model's own config has its flags forced
+    ends = {_weight_name(model, _output_embeddings(model)), _weight_name(model, _input_embeddings(model))}
+    result = []
+    for target, source in pairs.items():
+        owner = owners.get(target, ())
+        if owner not in flags:
+            places = flag_places(plain, owner)
+            flags[owner] = measure_flag(build_config, base, owner, places)
+        primary = bool({target, source} & ends) or _is_embedding(model, source) or _is_embedding(model, target)
+        result.append(TiePair(spell(target, source), flags[owner], primary))
+    result += _undeclared(model, names, pairs, spell)
+    return tuple(result)
+
+
+def _undeclared(
+    model: PreTrainedModel, names: Mapping[str, Any], pairs: Mapping[str, str], spell: Callable[..., Any]
+) -> list[TiePair]:
+    """The output embedding against the input embedding, when the class itself never ties them."""
+    target = _weight_name(model, _output_embeddings(model))
+    source = _weight_name(model, _input_embeddings(model))
+    if target is None or source is None or target == source or names.get(target) != names.get(source):
+        return []
+    if target in pairs or source in pairs:
+        return []
+    return [TiePair(spell(target, source), NEVER, True)]
+
+
+def _owners(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """For each tied target, the attribute path of the config that its sub-model reads the flag from."""
+    tree = list(config_tree(model.config))
+    owners: dict[str, tuple[str, ...]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, PreTrainedModel):
+            continue
+        lead = f"{prefix}." if prefix else ""
+        expanded = module.get_expanded_tied_weights_keys()
+        targets = existing({lead + t: lead + s for t, s in expanded.items()}, names)
+        for target in targets:
+            # parents come first: the outermost sub-model that declares the pair decides it
+            owners.setdefault(target, path_of(module.config, tree))
+    return owners
+
+
+@contextlib.contextmanager
+def _list_form_ties() -> Iterator[None]:
+    """Let classes written for transformers 4 (``_tied_weights_keys = ["lm_head.weight"]``) be built.
+
+    The old meaning: every listed name is a target, its source is the input embedding. transformers 5 needs a
+    dict and fails in ``__init__`` of a tied model otherwise.
+    """
+    base: Any = PreTrainedModel
+    original = base.get_expanded_tied_weights_keys
+
+    def expanded(self: Any, all_submodels: bool = False) -> Any:
+        if isinstance(self._tied_weights_keys, (list, tuple, set, frozenset)):
+            shapes = {name: value.shape for name, value in self.named_parameters(remove_duplicate=False)}
+            source = _weight_name(self, _input_embeddings(self))
+            self._tied_weights_keys = mapping_of_list(self._tied_weights_keys, source, shapes)
+        return original(self, all_submodels=all_submodels)
+
+    base.get_expanded_tied_weights_keys = expanded
+    try:
+        yield
+    finally:
+        base.get_expanded_tied_weights_keys = original
+
+
+# ------------------------------------------------------------------------------------------ names
+
+
+def _dialects(model: PreTrainedModel) -> list[Rename]:
+    """Functions from a model name to a disk name, the one that ``save_pretrained`` writes first."""
+
+    def in_dialect(optional: tuple[Any, ...], name: str) -> str:
+        written = _reverted(model, {name: torch.empty(0, device="meta")}, optional)
+        return next(iter(written)) if len(written) == 1 else name
+
+    return [functools.partial(in_dialect, chosen) for chosen in _optional_renamings(model)] + [str]
+
+
+def _optional_renamings(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    """Positions of the prefix changes in the conversion list, as the subsets worth trying."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return subsets([at for at, entry in enumerate(conversions) if isinstance(entry, PrefixChange)])
+
+
+def _reverted(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) -> dict[str, Any]:
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    kept = [c for at, c in enumerate(conversions) if at in optional or not isinstance(c, PrefixChange)]
+    if not kept:
+        return tensors
+    previous = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = kept
+    try:
+        reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
+    except Exception:  # an op that cannot run on a lone or empty tensor has no such spelling
+        return tensors
+    finally:
+        model._weight_conversions = previous
+    return reverted
+
+
+def _loader(model: PreTrainedModel) -> Rename:
+    """The function from a disk name to a model name that ``from_pretrained`` applies."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    meta = model.state_dict(keep_vars=True)
+    prefix = model.base_model_prefix
+
+    def load(name: str) -> str:
+        renamed: str = rename_source_key(name, renamings, converters, prefix, meta)[0]
+        if renamed not in meta and name in meta:
+            renamed = rename_source_key(name, [], [], prefix, meta)[0]
+        return renamed
+
+    return load
+
+
+def _name_patterns(model: PreTrainedModel) -> frozenset[str]:
+    state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
+    found = patterns_of(state)
+    for optional in _optional_renamings(model):
+        found |= patterns_of(_reverted(model, dict(state), optional))
+    opaque = {f"{name}.**" for name, module in model.named_modules() if isinstance(module, OpaqueTower)}
+    return found | opaque
+
+
+# ------------------------------------------------------------------------------- flag, embeddings
+
+
+def _force_flags(config: Any) -> None:
+    """Ask for every tie, so that the candidates show whatever the config says."""
+    for _, each in config_tree(config):
+        with contextlib.suppress(AttributeError):
+            setattr(each, FLAG, True)
+
+
+def _is_editable(
+    model: PreTrainedModel, ties: tuple[TiePair, ...], build_config: ConfigBuilder, base: Mapping[str, Any]
+) -> bool:
+    """Whether writing the flag as false unties, and changes nothing else."""
+    declared = [pair.flag for pair in ties if pair.flag != NEVER]
+    if not declared or all(flag.is_constant for flag in declared):
+        return False
+    modules: set[Any] = {type(module) for module in model.modules()}
+    if any(_forward_reads_flag(module) for module in modules):
+        return False
+    try:
+        on, off = (build_config({**copy.deepcopy(dict(base)), FLAG: value}) for value in (True, False))
+    except Exception:  # a config class that refuses one of the values
+        return False
+    return bool(without_flag(on.to_dict()) == without_flag(off.to_dict()))
+
+
+@functools.cache
+def _forward_reads_flag(module: Any) -> bool:
+    try:
+        source = str(inspect.getsource(module.forward))
+    except (OSError, TypeError):
+        return False
+    return FLAG in source
+
+
+def _input_embeddings(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except Exception:  # vision and audio models raise different things here
+        return None
+
+
+def _output_embeddings(model: Any) -> Any:
+    try:
+        return model.get_output_embeddings()
+    except Exception:  # as above
+        return None
+
+
+def _weight_name(model: nn.Module, module: nn.Module | None) -> str | None:
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return None
+    named = model.named_parameters(remove_duplicate=False)
+    return next((name for name, value in named if value is weight), None)
+
+
+def _is_embedding(model: PreTrainedModel, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+
+
+# ---------------------------------------------------------------------------------------- configs
+
+
+def default_builder(cls: Any) -> ConfigBuilder:
+    """The config class of ``cls`` as a function of a dict."""
+    return lambda values: cls.config_class(**values)
+
+
+def _config_builder(
+    cls: Any, config: Mapping[str, Any], config_dir: Path | None, trust_remote_code: bool
+) -> ConfigBuilder:
+    reference = remote_reference(config, "AutoConfig")
+    if trust_remote_code and config_dir is not None and reference:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        config_class: Any = get_class_from_dynamic_module(reference, str(config_dir))
+    else:
+        config_class = cls.config_class
+    from_dict: ConfigBuilder = config_class.from_dict
+    return from_dict
+
+
+def _remote_class(config: Mapping[str, Any], class_name: str, config_dir: Path) -> type[PreTrainedModel]:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = remote_reference(config, class_name)
+    assert reference is not None
+    try:
+        found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, str(config_dir))
+    except ImportError as error:
+        raise EnvironmentProblem(f"{class_name}: its remote code needs: {_first_line(error)}") from error
+    except OSError as error:
+        raise UnsupportedError(
+            f"{class_name}: {reference} of auto_map is not in {config_dir.name}; put the Python file beside config.json"
+        ) from error
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,58 @@
+"""What transformers cannot say: tied names of classes that nobody here can build.
+
+Used only for a class that neither the table nor the installed transformers has, or that is remote code
+without permission to run it. Each row gives a target, its source, and the models it is known from; a name
+counts with anything in front of it (``language_model.lm_head.weight``), if only one tensor ends like that.
+"""
+
+from __future__ import annotations
+
+from ckptx.architecture.spec import Architecture, TieFlag, TiePair
+
+# (target, source, why the row is here)
+SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (
+    (
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "the Llama layout, which most published remote code follows",
+    ),
+    ("lm_head.weight", "transformer.wte.weight", "the GPT-2 layout: Qwen 1, MPT, Falcon forks"),
+    ("output.weight", "model.tok_embeddings.weight", "InternLM 2"),
+    ("output.weight", "tok_embeddings.weight", "the original Llama release and its direct descendants"),
+    (
+        "transformer.output_layer.weight",
+        "transformer.embedding.word_embeddings.weight",
+        "ChatGLM 2 to 4",
+    ),
+    ("lm_head.weight", "transformer.word_embeddings.weight", "the Bloom layout"),
+    ("lm_head.weight", "backbone.embeddings.weight", "Mamba forks"),
+    ("lm_head.weight", "backbone.embedding.weight", "the original Mamba release"),
+    ("embed_out.weight", "gpt_neox.embed_in.weight", "the GPT-NeoX layout"),
+    ("lm_head.weight", "model.decoder.embed_tokens.weight", "the OPT layout"),
+)
+
+# Root first, then text_config; untied when neither says anything, as transformers 5 reads an absent key.
+SUFFIX_FLAG = TieFlag((("tie_word_embeddings",), ("text_config", "tie_word_embeddings")), "001000111")
+
+SUFFIX_ORIGIN = "suffix table"
+
+
+def suffix_architecture(class_name: str, model_type: str) -> Architecture:
+    """The last resort for an unknown class: one candidate pair, its names unknown otherwise.
+
+    ``match`` is 0.0 for it, and ``resolve_ties`` never refuses on its behalf: a missing name proves nothing.
+    """
+    pair = TiePair(tuple((target, source) for target, source, _ in SUFFIX_TIES), SUFFIX_FLAG)
+    return Architecture(
+        class_name=class_name,
+        model_type=model_type,
+        ties=(pair,),
+        name_patterns=frozenset(),
+        base_prefix="",
+        keep_in_fp32=(),
+        keep_in_fp32_strict=(),
+        ties_flag_editable=True,
+        has_output_embeddings=False,
+        origin=SUFFIX_ORIGIN,
+        transformers_version="",
+    )

@@ -1,0 +1,129 @@
+"""The lines of the architecture table: an ``Architecture`` as JSON, and back.
+
+Three kinds of line, one JSON object each, every line starting with its key so that a byte search finds it:
+
+    {"schema":1,...}                         the header, first
+    {"class":"LlamaForCausalLM",...}         one per model class, sorted
+    {"body":"LlamaModel",...}                names below a base model's prefix, shared by the classes around
+    it
+
+A class row with ``introspect`` holds no names: the reason there says why only the real config can give them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptx.architecture.patterns import pack, unpack
+from ckptx.architecture.spec import Architecture, TieFlag, TiePair
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One class of the table.
+
+    Attributes:
+        class_name: As in ``architectures``.
+        model_type: Of the class's config.
+        introspect: Why the class must be built with its real config; empty when ``architecture`` is valid
+            for all.
+        sub_models: Per config key of an exchangeable sub-model, the model types that the row was measured
+            with.
+        architecture: None when ``introspect`` says why.
+    """
+
+    class_name: str
+    model_type: str
+    introspect: str
+    architecture: Architecture | None
+    sub_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def covers(self, config: Mapping[str, Any]) -> bool:
+        """Whether the row is right for this ``config.json``: its exchangeable sub-models were measured."""
+        if self.architecture is None:
+            return False
+        for key, measured in self.sub_models.items():
+            nested = config.get(key)
+            found = nested.get("model_type") if isinstance(nested, Mapping) else None
+            if found is not None and found not in measured:
+                return False
+        return True
+
+
+def encode_table(rows: Iterable[Row], transformers_version: str) -> str:
+    """The whole table as text; the same rows give the same bytes."""
+    ordered = sorted(rows, key=lambda row: row.class_name)
+    bodies: dict[str, str] = {}  # names -> the first class that has them
+    lines = [_json({"schema": SCHEMA, "transformers": transformers_version})]
+    lines += [_json(_encoded(row, bodies)) for row in ordered]
+    lines += sorted(_json({"body": owner, "names": names}) for names, owner in bodies.items())
+    return "\n".join(lines) + "\n"
+
+
+def decode_row(values: Mapping[str, Any], body: str, transformers_version: str) -> Row:
+    """The row of one class line and, when the line names a body, the names of that body."""
+    class_name, model_type = values["class"], values["type"]
+    reason = values.get("introspect", "")
+    if reason:
+        return Row(class_name, model_type, reason, None)
+    below = values.get("at", "")
+    lead = f"{below}." if below else ""
+    names = unpack(values["names"]) | {lead + name for name in unpack(body)}
+    architecture = Architecture(
+        class_name=class_name,
+        model_type=model_type,
+        ties=tuple(_decoded_tie(tie) for tie in values.get("ties", ())),
+        name_patterns=frozenset(names),
+        base_prefix=values["prefix"],
+        keep_in_fp32=tuple(values.get("fp32", ())),
+        keep_in_fp32_strict=tuple(values.get("fp32_strict", ())),
+        ties_flag_editable=values["editable"],
+        has_output_embeddings=values["output"],
+        origin="table",
+        transformers_version=transformers_version,
+    )
+    sub_models = {key: tuple(types) for key, types in values.get("sub", {}).items()}
+    return Row(class_name, model_type, "", architecture, sub_models)
+
+
+def _encoded(row: Row, bodies: dict[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {"class": row.class_name, "type": row.model_type}
+    known = row.architecture
+    if known is None:
+        return {**values, "introspect": row.introspect}
+    lead = f"{known.base_prefix}." if known.base_prefix else ""
+    below = {name for name in known.name_patterns if lead and name.startswith(lead)}
+    head = known.name_patterns - below if below else frozenset[str]()
+    body = pack(name.removeprefix(lead) if below else name for name in below or known.name_patterns)
+    values |= {
+        "prefix": known.base_prefix,
+        "editable": known.ties_flag_editable,
+        "output": known.has_output_embeddings,
+    }
+    values |= {"at": known.base_prefix} if below else {}
+    values |= {"body": bodies.setdefault(body, row.class_name), "names": pack(head)}
+    values |= {"ties": [_encoded_tie(pair) for pair in known.ties]} if known.ties else {}
+    values |= {"fp32": known.keep_in_fp32} if known.keep_in_fp32 else {}
+    values |= {"fp32_strict": known.keep_in_fp32_strict} if known.keep_in_fp32_strict else {}
+    values |= {"sub": row.sub_models} if row.sub_models else {}
+    return values
+
+
+def _encoded_tie(pair: TiePair) -> dict[str, Any]:
+    flag = {"keys": [".".join(path) for path in pair.flag.paths], "truth": pair.flag.truth}
+    return {"names": pair.spellings, **flag, **({} if pair.is_primary else {"secondary": True})}
+
+
+def _decoded_tie(values: Mapping[str, Any]) -> TiePair:
+    flag = TieFlag(tuple(tuple(key.split(".")) for key in values["keys"]), values["truth"])
+    spellings = tuple((target, source) for target, source in values["names"])
+    return TiePair(spellings, flag, not values.get("secondary", False))
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":"), ensure_ascii=True)

@@ -1,0 +1,291 @@
+"""The generated table: what it says, that it agrees with transformers, and that reading it stays cheap."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ckptx.architecture import table
+from ckptx.architecture.patterns import pack, pattern_of, unpack
+from ckptx.architecture.rows import Row, decode_row, encode_table
+from ckptx.architecture.spec import Architecture, TieFlag
+from ckptx.architecture.table import lookup
+
+ROOT = Path(__file__).parent.parent.parent
+
+SAMPLE = (
+    "BartForConditionalGeneration",
+    "BertForMaskedLM",
+    "DeepseekV3ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "LlamaForCausalLM",
+    "LlamaModel",
+    "MixtralForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "T5ForConditionalGeneration",
+    "ZambaForCausalLM",
+)
+
+
+def known(class_name: str) -> Architecture:
+    found = lookup(class_name)
+    assert found is not None, class_name
+    return found
+
+
+@pytest.fixture(scope="module")
+def build_tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_tables", ROOT / "tools" / "build_tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["build_tables"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# -------------------------------------------------------------------- agreement with transformers
+
+
+def test_table_was_made_from_the_installed_transformers() -> None:
+    from importlib.metadata import version
+
+    assert table.header()["transformers"] == version("transformers"), "run `make tables`"
+
+
+@pytest.mark.parametrize("class_name", SAMPLE)
+def test_a_row_equals_the_meta_model(class_name: str, build_tables: ModuleType) -> None:
+    assert build_tables.measured_row(class_name) == table.find_row(class_name)
+
+
+def test_a_wrong_row_differs_from_the_meta_model(build_tables: ModuleType) -> None:
+    row = table.find_row("LlamaForCausalLM")
+    assert row is not None and row.architecture is not None
+    wrong = dataclasses.replace(row, architecture=dataclasses.replace(row.architecture, base_prefix="other"))
+    assert build_tables.measured_row("LlamaForCausalLM") != wrong
+
+
+@pytest.mark.slow
+def test_the_whole_table_equals_the_meta_models(build_tables: ModuleType) -> None:
+    pytest.importorskip("transformers")
+    if importlib.util.find_spec("timm"):
+        pytest.skip("the table is made without timm, whose towers are opaque in it")
+    names = build_tables.class_names()
+    assert names == table.class_names()
+    rows = [build_tables.row_of(name)[0] for name in names]
+    wrong = [row.class_name for row in rows if row != table.find_row(row.class_name)]
+    assert not wrong
+    assert encode_table(rows, table.header()["transformers"]) == table.PATH.read_text(encoding="utf-8")
+
+
+def test_the_table_holds_the_classes_that_matter() -> None:
+    names = set(table.class_names())
+    assert len(names) > 1600
+    assert names >= set(SAMPLE)
+    without = {name for name in names if not lookup(name)}
+    assert without < set(names) and len(without) < 120
+    assert {"ZambaForCausalLM", "Zamba2ForCausalLM"} <= without
+
+
+# --------------------------------------------------------------------------------------- the rows
+
+
+def test_disk_names_that_differ_from_model_names() -> None:
+    def spelled(class_name: str) -> tuple[tuple[str, str], ...]:
+        return known(class_name).ties[0].spellings
+
+    gemma = ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight")
+    assert gemma in spelled("Gemma3ForConditionalGeneration")
+    assert gemma in spelled("LlavaForConditionalGeneration")
+    assert ("embed_out.weight", "gpt_neox.embed_in.weight") in spelled("GPTNeoXForCausalLM")
+    assert ("lm_head.weight", "model.embed_tokens.weight") in spelled("Qwen2_5_VLForConditionalGeneration")
+    assert spelled("Qwen2_5_VLForConditionalGeneration")[0][1] == "model.language_model.embed_tokens.weight"
+
+
+def test_every_tied_name_is_there_not_only_the_head() -> None:
+    t5 = {pair.spellings[0] for pair in known("T5ForConditionalGeneration").ties}
+    assert t5 == {
+        ("encoder.embed_tokens.weight", "shared.weight"),
+        ("decoder.embed_tokens.weight", "shared.weight"),
+        ("lm_head.weight", "shared.weight"),
+    }
+    bert = known("BertForMaskedLM").ties
+    assert [pair.is_primary for pair in bert] == [True, False]
+    assert bert[1].spellings[0] == ("cls.predictions.decoder.bias", "cls.predictions.bias")
+
+
+def test_nested_children_bring_their_ties_and_their_flag() -> None:
+    (pair,) = known("Blip2ForConditionalGeneration").ties
+    assert pair.spellings[0][0] == "language_model.lm_head.weight"
+    assert pair.flag.paths == (("text_config", "tie_word_embeddings"),)
+
+
+def test_a_class_that_declares_no_tie_is_never_tied() -> None:
+    (pair,) = known("NemotronHForCausalLM").ties
+    assert pair.flag == TieFlag((), "0")
+
+
+def test_no_source_is_a_target() -> None:
+    for class_name in table.class_names():
+        found = lookup(class_name)
+        if found is not None:
+            targets = {pair.spellings[0][0] for pair in found.ties}
+            assert not targets & {pair.spellings[0][1] for pair in found.ties}, class_name
+            assert all(found.knows(name) for pair in found.ties for each in pair.spellings for name in each)
+
+
+FLAGS: list[tuple[str, bool | None, bool | None, bool]] = [
+    # class, tie_word_embeddings at the root, in text_config, what the model reads
+    ("LlamaForCausalLM", None, None, False),
+    ("LlamaForCausalLM", True, None, True),
+    ("GPT2LMHeadModel", None, None, True),
+    ("GPT2LMHeadModel", False, None, False),
+    # text_config is forwarded
+    ("LlavaForConditionalGeneration", None, None, False),
+    ("LlavaForConditionalGeneration", None, True, True),
+    ("LlavaForConditionalGeneration", False, True, True),
+    ("Qwen2_5_VLForConditionalGeneration", False, True, True),
+    # text_config is ignored
+    ("Qwen3VLForConditionalGeneration", False, True, False),
+    ("Qwen3VLForConditionalGeneration", True, False, True),
+    ("Idefics3ForConditionalGeneration", None, True, False),
+    # the root's default is true, and text_config is ignored
+    ("Mistral3ForConditionalGeneration", None, False, True),
+    ("PaliGemmaForConditionalGeneration", None, False, True),
+    ("InternVLForConditionalGeneration", False, True, False),
+    # forced
+    ("T5ForConditionalGeneration", False, None, True),
+    ("MT5ForConditionalGeneration", False, None, True),
+    # the sub-model's own flag
+    ("Llama4ForConditionalGeneration", True, False, False),
+    ("Llama4ForConditionalGeneration", False, True, True),
+]
+
+
+@pytest.mark.parametrize(("class_name", "root", "nested", "expected"), FLAGS)
+def test_the_effective_flag(class_name: str, root: bool | None, nested: bool | None, expected: bool) -> None:
+    config: dict[str, Any] = {"text_config": {}}
+    if root is not None:
+        config["tie_word_embeddings"] = root
+    if nested is not None:
+        config["text_config"]["tie_word_embeddings"] = nested
+    assert known(class_name).ties[0].flag.effective(config) is expected
+
+
+def test_renamed_key_of_the_flag() -> None:
+    (pair,) = known("Lfm2ForCausalLM").ties
+    assert not pair.flag.effective({"tie_embedding": False})
+    assert pair.flag.effective({"tie_word_embeddings": False, "tie_embedding": True})
+
+
+def test_the_flag_is_not_editable_where_forward_reads_it() -> None:
+    for class_name in (
+        "T5ForConditionalGeneration",
+        "LongT5ForConditionalGeneration",
+        "UMT5ForConditionalGeneration",
+    ):
+        assert not known(class_name).ties_flag_editable
+    for class_name in (
+        "LlamaForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
+    ):
+        assert known(class_name).ties_flag_editable
+
+
+def test_precision_rules_depend_on_the_target() -> None:
+    t5 = known("T5ForConditionalGeneration")
+    name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
+    assert t5.keeps_fp32(name, "fp16") and not t5.keeps_fp32(name, "bf16")
+    deepseek = known("DeepseekV3ForCausalLM")
+    name = "model.layers.3.mlp.gate.e_score_correction_bias"
+    assert deepseek.keeps_fp32(name, "fp16") and deepseek.keeps_fp32(name, "bf16")
+    assert not deepseek.keeps_fp32("lm_head.weight", "fp16")
+
+
+def test_names_match_in_model_and_disk_spelling_with_and_without_prefix() -> None:
+    mixtral = known("MixtralForCausalLM")
+    assert mixtral.match(["model.layers.0.mlp.experts.gate_up_proj"]) == 1.0
+    assert mixtral.match(["model.layers.0.block_sparse_moe.experts.7.w1.weight"]) == 1.0
+    assert mixtral.match(["layers.0.block_sparse_moe.experts.7.w1.weight", "mtp.weight"]) == 0.5
+    assert known("BertModel").match(["bert.embeddings.LayerNorm.gamma", "embeddings.LayerNorm.beta"]) == 1.0
+    assert mixtral.match([]) == 0.0
+
+
+def test_a_tower_of_a_missing_package_matches_any_name_below_it() -> None:
+    gemma = known("Gemma3nForConditionalGeneration")
+    assert gemma.knows("model.vision_tower.timm_model.blocks.0.1.conv.weight")
+    assert not gemma.knows("model.other_tower.timm_model.blocks.0.1.conv.weight")
+
+
+# ------------------------------------------------------------------------------------- the reader
+
+
+def test_lookup_needs_the_model_type_to_agree_when_given() -> None:
+    assert lookup("LlamaForCausalLM", "llama") is not None
+    assert lookup("LlamaForCausalLM", "other") is None
+    assert lookup("NoSuchClass") is None
+    assert lookup("LlamaForCausal") is None, "a prefix of a class name is another class"
+
+
+def test_lookup_is_fast() -> None:
+    table.find_row.cache_clear()
+    table._text.cache_clear()
+    started = time.perf_counter()
+    known("Qwen2_5OmniForConditionalGeneration")
+    assert time.perf_counter() - started < 0.05, "10 ms, with room for a busy machine"
+
+
+def test_lookup_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from ckptx.architecture.find import find_architecture\n"
+        "from ckptx.architecture.tied import resolve_ties, Stored\n"
+        "found = find_architecture({'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'})\n"
+        "names = dict.fromkeys(['lm_head.weight', 'model.embed_tokens.weight'], Stored((2, 2), 'f32'))\n"
+        "resolve_ties(found, {}, names, lambda a, b: True)\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------------------------- text and back
+
+
+def test_patterns_pack_and_unpack() -> None:
+    names = {"a", "a.b", "a.*.c", "a.*.d.e", "x.y.z", "experts.gate_up_proj", "experts.gate_up_proj_bias"}
+    assert unpack(pack(names)) == names
+    assert pack({"lm_head.weight", "m.*.up.weight", "m.*.up.bias"}) == "lm_head.weight,m.*.up.{bias,weight}"
+    assert unpack(pack(set())) == frozenset()
+    with pytest.raises(ValueError, match="holds one of"):
+        pack({"a{b"})
+
+
+def test_only_whole_components_of_digits_are_indices() -> None:
+    assert pattern_of("h.12.ln_1.weight.0") == "h.*.ln_1.weight.*"
+
+
+def test_rows_survive_the_table() -> None:
+    row = table.find_row("LlavaForConditionalGeneration")
+    assert row is not None
+    empty = Row("Nameless", "none", "a reason", None)
+    lines = encode_table([row, empty], "0").splitlines()
+    assert lines[2] == '{"class":"Nameless","type":"none","introspect":"a reason"}'
+    import json
+
+    values, body = json.loads(lines[1]), json.loads(lines[3])
+    again = decode_row(values, body["names"], table.header()["transformers"])
+    assert again == row
+    assert decode_row(json.loads(lines[2]), "", "0") == empty
