@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptx.version import __version__
 
 if TYPE_CHECKING:
-    from ckptx.conversion import convert
+    from ckptx.conversion.convert import convert
     from ckptx.difference import diff
     from ckptx.formats.registry import open_checkpoint
     from ckptx.inspection import inspect
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "convert", "diff", "inspect", "open_checkpoint", "verify"]
 
 _HOMES = {
-    "convert": "ckptx.conversion",
+    "convert": "ckptx.conversion.convert",
     "diff": "ckptx.difference",
     "inspect": "ckptx.inspection",
     "open_checkpoint": "ckptx.formats.registry",

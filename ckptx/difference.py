@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,37 +63,57 @@ def _said(entry: TensorEntry | None) -> str | None:
 def _tied_apart(a: ModelView, b: ModelView) -> list[dict[str, str]]:
     """Names that one side has and the other leaves to a tie: name, and the name both have."""
     rows = []
-    groups = tied_groups(a, b)
+    ties = TiedNames.of(a, b)
     for view, other in ((a, b), (b, a)):
         for name in view.tensors:
-            partner = None if name in other.tensors else stand_in(name, groups, other)
+            partner = None if name in other.tensors else ties.stand_in(name, view, other)
             if partner is not None:
                 rows.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.root)})
     return rows
 
 
-def stand_in(name: str, groups: dict[str, set[str]], view: ModelView) -> str | None:
-    """A name tied to `name` that `view` has."""
-    return min((other for other in groups.get(name, ()) if other in view.tensors), default=None)
+@dataclass(frozen=True, slots=True)
+class TiedNames:
+    """Which names are one tensor: by the config, or by pointing at the same bytes in a DCP.
 
+    Attributes:
+        groups: Name -> all names tied to it, directly or not, in every spelling.
+        sources: Target -> the names its own pairs tie it to.
+    """
 
-def tied_groups(*views: ModelView) -> dict[str, set[str]]:
-    """Name -> all names tied to it, in every spelling: by the config, or by pointing at the same bytes in a DCP."""
-    groups: dict[str, set[str]] = {}
-    for view in views:
-        owners: dict[object, str] = {}
-        for name, entry in view.tensors.items():
-            kept = owners.setdefault(entry.chunks, name) if entry.numel else name
-            if kept != name:
-                _join(groups, name, kept)
-        if view.architecture is not None and view.config is not None:
-            for pair in view.architecture.ties:
-                if pair.flag.effective(view.config):
-                    for target, source in pair.spellings:
-                        _join(groups, target, source)
-    return groups
+    groups: dict[str, set[str]] = field(default_factory=dict)
+    sources: dict[str, set[str]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, *views: ModelView) -> TiedNames:
+        """What any of the views says."""
+        ties = cls()
+        for view in views:
+            owners: dict[object, str] = {}
+            for name, entry in view.tensors.items():
+                kept = owners.setdefault(entry.chunks, name) if entry.numel else name
+                if kept != name:
+                    ties._join(name, kept)
+            if view.architecture is not None and view.config is not None:
+                for pair in view.architecture.ties:
+                    if pair.flag.effective(view.config):
+                        for target, source in pair.spellings:
+                            ties._join(target, source)
+                            ties.sources.setdefault(target, set()).add(source)
+        return ties
 
-def _join(groups: dict[str, set[str]], a: str, b: str) -> None:
-    joined = groups.get(a, {a}) | groups.get(b, {b})
-    groups.update(dict.fromkeys(joined, joined))
+    def _join(self, a: str, b: str) -> None:
+        joined = self.groups.get(a, {a}) | self.groups.get(b, {b})
+        self.groups.update(dict.fromkeys(joined, joined))
+
+    def stand_in(self, name: str, holder: ModelView, view: ModelView) -> str | None:
+        """The name in `view` to compare with `name`, which only `holder` has.
+
+        Declared ties may hold different tensors (T5 v1.1 declares its own head tied). So a name that shares the bytes
+        of `name` comes first, then the source of its own pair, then any other.
+        """
+        candidates = sorted(other for other in self.groups.get(name, ()) if other in view.tensors)
+        chunks = holder.tensors[name].chunks
+        shared = [other for other in candidates if other in holder.tensors and holder.tensors[other].chunks == chunks]
+        direct = [other for other in candidates if other in self.sources.get(name, ())]
+        return next(iter(shared + direct + candidates), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.formats.registry import open_checkpoint
-from ckptx.mapping.names import pattern
+from ckptx.mapping.names import pattern_of
 from ckptx.report.report import Report, count_dtypes
 from ckptx.view import view_model
 
@@ -34,7 +34,7 @@ def inspect(path: Path, *, tensors: bool = False, match: str | None = None) -> R
     groups: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for name, entry in view.tensors.items():
-        group = ".".join(pattern(name).split(".")[:3])
+        group = ".".join(pattern_of(name).split(".")[:3])
         groups[group] += 1
         sizes[group] += entry.nbytes
     report.details = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptx.architecture.find import find_architecture
@@ -12,8 +11,9 @@ from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
+from ckptx.formats.dcp import open_payloads
 from ckptx.formats.huggingface import refuse_adapters
-from ckptx.mapping.names import Roles, assign_roles, strip_wrappers
+from ckptx.mapping.names import Roles, assign_roles, pattern_of, strip_wrappers
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import TreeDigest
 from ckptx.transfer.stream import TensorReader
@@ -81,7 +81,10 @@ def view_model(
     else:
         roles = Roles("", {name: name for name in on_disk}, [], [])
     tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
-    refuse_adapters(tensors, catalog.root)
+    names_by_pattern: dict[str, list[str]] = {}
+    for name in tensors:
+        names_by_pattern.setdefault(pattern_of(name), []).append(name)
+    refuse_adapters(names_by_pattern, catalog.root)
     view = ModelView(
         catalog,
         config,
@@ -93,8 +96,19 @@ def view_model(
         architecture,
     )
     if architecture is not None and patterns:
-        view.unknown = [name for name in tensors if not architecture.knows(name)]
+        unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}
+        view.unknown = [name for name in tensors if name in unknown] if unknown else []
     return view
+
+
+def locate_payloads(view: ModelView, files: FilePool) -> None:
+    """Looks into the archives of the model's tensors, and of no other; formats without archives have nothing to do."""
+    if view.catalog.format != "dcp":
+        return
+    names = {entry.name: name for name, entry in view.tensors.items()}
+    located = open_payloads(replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names}), files)
+    view.tensors = {short: located.tensors[name] for name, short in names.items()}
+    view.catalog = replace(view.catalog, tensors=view.catalog.tensors | located.tensors)
 
 
 def decide_ties(view: ModelView, files: FilePool, *, tie_missing: bool = False) -> list[TieDecision]:
@@ -151,14 +165,3 @@ def tie_rows(decisions: list[TieDecision]) -> list[dict[str, Any]]:
         }
         for decision in decisions
     ]
-
-
-def aliases_of(decisions: list[TieDecision]) -> Mapping[str, str]:
-    """Name -> the stored name whose bytes it shares, for every decision that shares."""
-    return {
-        name: decision.stored
-        for decision in decisions
-        if decision.action == "alias" and decision.stored is not None
-        for name in (decision.target, decision.source)
-        if name != decision.stored
-    }

@@ -12,17 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ckptx.mapping.names import pattern_of
+
 _SEPARATORS = frozenset("{},")
-
-
-def pattern_of(name: str) -> str:
-    """The pattern of a tensor name.
-
-    Example:
-        >>> pattern_of("model.layers.31.mlp.experts.7.up_proj.weight")
-        'model.layers.*.mlp.experts.*.up_proj.weight'
-    """
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def patterns_of(names: Iterable[str]) -> frozenset[str]:

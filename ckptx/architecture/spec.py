@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptx.architecture.patterns import pattern_of
+from ckptx.mapping.names import pattern_of
 
 # transformers renames these two while loading, for every model
 _LEGACY_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}

@@ -23,7 +23,6 @@ class Catalog:
         files: Size in bytes of every file that holds tensor data.
         sidecars: Files that travel with the weights.
         config: The parsed `config.json`, or None.
-        manifest: The parsed `ckptx.json` of a checkpoint that ckptx wrote, or None.
         verbatim: Texts that only their own format understands and a way back may need: safetensors headers and
             the index by file name.
         planner_data: `planner_data` of a DCP, carried over as it is.
@@ -37,7 +36,6 @@ class Catalog:
     files: dict[str, int] = field(default_factory=dict)
     sidecars: tuple[Sidecar, ...] = ()
     config: dict[str, Any] | None = None
-    manifest: dict[str, Any] | None = None
     verbatim: dict[str, str] = field(default_factory=dict)
     planner_data: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)

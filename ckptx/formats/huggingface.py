@@ -152,6 +152,10 @@ def stray_notes(root: Path, used: set[str], suffixes: tuple[str, ...]) -> list[s
 def refuse_adapters(names: Iterable[str], root: Path) -> None:
     """LoRA and other adapters change what the base weights mean; converting them alone would drop them.
 
+    Args:
+        names: Names of tensors, or their patterns.
+        root: How errors name the checkpoint.
+
     Raises:
         UnsupportedError: A tensor name belongs to an adapter.
     """

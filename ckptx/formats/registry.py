@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.manifest import read_manifest
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats import huggingface
 from ckptx.formats.dcp import open_dcp
-from ckptx.formats.sidecars import MANIFEST, look_around
+from ckptx.formats.sidecars import look_around
 from ckptx.formats.torch_bin import open_bin
 from ckptx.staging import is_being_written
 from ckptx.storage import unreadable
@@ -74,8 +73,6 @@ def _add_surroundings(catalog: Catalog, located: Located) -> None:
         catalog.notes.extend(
             f"{name} not carried: weights of another format" for name in around.left if name not in named
         )
-    if (root / MANIFEST).is_file():
-        catalog.manifest = read_manifest(root / MANIFEST)
 
 
 def _open_parts(located: Located) -> Catalog:

@@ -10,8 +10,8 @@ A pickle is a program. Three walls keep this one harmless:
    file cannot influence how the next one is read.
 
 Whatever goes wrong comes out as a `CkptxError`. One thing is not walled off: a pickle made on purpose, with a tuple
-nested 100,000 deep as the key of a dict, overflows the C stack of CPython when the key is hashed. It ends the process; it runs
-nothing.
+nested 100,000 deep as the key of a dict, overflows the C stack of CPython when the key is hashed. It ends the process;
+it runs nothing.
 """
 
 from __future__ import annotations

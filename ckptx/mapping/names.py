@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -21,6 +22,10 @@ _TRAINER_ROOTS = frozenset(
 )  # fmt: skip
 # Roots that hold both: `state.model.*`, `state.optimizers.*`; `app.model.*`, `app.optim.*`.
 _CONTAINER_ROOTS = frozenset({"state", "app", "checkpoint", "training"})
+
+
+# A component of digits alone: nothing but a dot, or an end, on either side.
+_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 class Unwrapped(NamedTuple):
@@ -45,7 +50,7 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
     for name in names:
         parts = name.split(".")
         kept = parts
-        if not WRAPPERS.isdisjoint(parts) and pattern(name) not in patterns:
+        if not WRAPPERS.isdisjoint(parts) and pattern_of(name) not in patterns:
             kept = [part for part in parts if part not in WRAPPERS]
             for part in parts:
                 if part in WRAPPERS:
@@ -97,7 +102,7 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
 
     Args:
         names: Names of tensors, without wrappers.
-        patterns: The names the architecture has, as `pattern` gives them; None when it is unknown.
+        patterns: The names the architecture has, as `pattern_of` gives them; None when it is unknown.
         prefix: What to strip; None finds the prefix that leaves the most known names. Nothing is stripped when the
             architecture is unknown, or knows no more names without a prefix than with it.
 
@@ -120,7 +125,7 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
 
 
 def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
-    counts = Counter(pattern(name) for name in names)
+    counts = Counter(pattern_of(name) for name in names)
     candidates = {""}
     for name in counts:
         parts = name.split(".")
@@ -137,10 +142,10 @@ def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
     return min(candidates, key=lambda prefix: (-scores[prefix], len(prefix), prefix))
 
 
-def pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """`name` with every all-digit component replaced by `*`.
 
     Example:
         model.layers.31.mlp.up_proj.weight -> model.layers.*.mlp.up_proj.weight
     """
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return _INDEX.sub("*", name)

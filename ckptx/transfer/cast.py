@@ -1,8 +1,8 @@
 """`--dtype`: float casts, rounded as torch rounds them.
 
-To bf16, torch rounds float32 to nearest even; wider or narrower floats go through float32 first. A NaN stays a NaN; its
-payload bits are not kept (torch itself gives 0x7FC0 or 0xFFFF, by the vector instructions of the machine; here it is
-0x7FC0 everywhere, so that the same input gives the same bytes).
+Torch rounds to nearest even, and to bf16 and fp16 from float32: a float64 goes through float32 first. A NaN stays a
+NaN; where processors or torch's vector instructions disagree on its bits (torch gives 0x7FC0 or 0xFFFF for bf16), it
+becomes the plain quiet NaN, so that the same input gives the same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ def cast(view: memoryview, source: DType, target: DType) -> memoryview:
     else:
         values = np.frombuffer(view, _NUMPY[source.name])
     with np.errstate(over="ignore", invalid="ignore"):
+        if source.name == "F64":
+            values = values.astype(np.float32)
         if target.name == "BF16":
             result = _to_bf16(values.astype(np.float32))
         else:
             result = values.astype(_NUMPY[target.name])
+            if "F16" in (source.name, target.name):
+                result[np.isnan(result)] = np.nan
     return memoryview(result).cast("B")
 
 

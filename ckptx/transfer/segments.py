@@ -83,7 +83,7 @@ def segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
 
 
 class _Cutter:
-    """Splits the dims of a region into: outer (looped), rows (flattened), the cut dim, and an uncut unit of bytes."""
+    """Splits the dims of a region into: outer (looped), rows (flattened), the cut dim, and an uncut unit."""
 
     def __init__(self, entry: TensorEntry, region: Region, shares: list[tuple[int, Region]]) -> None:
         self.entry, self.region, self.shares = entry, region, shares
@@ -96,7 +96,8 @@ class _Cutter:
         ]
         self.cut_dim = cut[-1] if cut else 0
         self.row_dim = cut[-2] if len(cut) > 1 else 0
-        self.unit = entry.dtype.nbytes(prod(region.sizes[self.cut_dim + 1 :]))
+        # In bits: one F4 element, where the last dim is cut, is no whole byte.
+        self.unit_bits = prod(region.sizes[self.cut_dim + 1 :]) * entry.dtype.bits
 
     def segments(self) -> Iterator[Segment]:
         begin, sizes = self.region
@@ -120,22 +121,22 @@ class _Cutter:
             if strided and self.entry.chunks[i].strides is not None:
                 yield Strided(i, Region((*outer, *share.offsets[dim:]), (1,) * dim + share.sizes[dim:]))
             else:
-                yield Span(i, self._position(i, outer, share, dim), prod(share.sizes[dim : dim + 1]) * self.unit)
+                yield Span(i, self._position(i, outer, share, dim), self._nbytes(prod(share.sizes[dim : dim + 1])))
 
     def _rows(self, outer: Shape, inside: list[tuple[int, Region]]) -> Iterator[Segment]:
         """Shares side by side along the cut dim, in rows."""
         first, dim = self.row_dim, self.cut_dim
         inner_rows = prod(self.region.sizes[first + 1 : dim])  # uncut dims between: their rows follow each other
-        width = self.region.sizes[dim] * self.unit
+        width = self._nbytes(self.region.sizes[dim])
         for low, high, members in _row_bands(inside, first):
             members = sorted(members, key=lambda item: item[1].offsets[dim])
             rows = (high - low) * inner_rows
-            narrow = min(share.sizes[dim] for _, share in members) * self.unit
+            narrow = self._nbytes(min(share.sizes[dim] for _, share in members))
             starts = [(i, share, self._position(i, (*outer, low), share, dim), self._pitch(i)) for i, share in members]
             if narrow >= _MIN_SPAN or width > TILE:
                 for row in range(rows):
                     for i, share, start, pitch in starts:
-                        yield Span(i, start + row * pitch, share.sizes[dim] * self.unit)
+                        yield Span(i, start + row * pitch, self._nbytes(share.sizes[dim]))
                 continue
             step = max(1, TILE // width)
             for row in range(0, rows, step):
@@ -149,8 +150,8 @@ class _Cutter:
                             offset=start + row * pitch,
                             pitch=pitch,
                             rows=count,
-                            column=(share.offsets[dim] - self.region.offsets[dim]) * self.unit,
-                            width=share.sizes[dim] * self.unit,
+                            column=self._nbytes(share.offsets[dim] - self.region.offsets[dim]),
+                            width=self._nbytes(share.sizes[dim]),
                         )
                         for i, share, start, pitch in starts
                     ),
@@ -158,7 +159,10 @@ class _Cutter:
 
     def _pitch(self, index: int) -> int:
         """Bytes from one row to the next in a chunk."""
-        return self.entry.chunks[index].region.sizes[self.cut_dim] * self.unit
+        return self._nbytes(self.entry.chunks[index].region.sizes[self.cut_dim])
+
+    def _nbytes(self, units: int) -> int:
+        return units * self.unit_bits // 8
 
     def _position(self, index: int, outer: Shape, share: Region, dim: int) -> int:
         """Where in its file the share begins, given the coordinates of the outer dims."""
@@ -168,7 +172,7 @@ class _Cutter:
         flat = 0
         for position, start, size in zip(at[: dim + 1], begin, sizes, strict=False):
             flat = flat * size + position - start
-        return chunk.offset + flat * self.unit
+        return chunk.offset + self._nbytes(flat)
 
 
 def _row_bands(inside: list[tuple[int, Region]], dim: int) -> Iterator[tuple[int, int, list[tuple[int, Region]]]]:

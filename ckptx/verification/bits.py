@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.difference import differing_headers, stand_in, tied_groups
+from ckptx.difference import TiedNames, differing_headers
 from ckptx.errors import UsageError
-from ckptx.formats.dcp import open_payloads
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.options import default_workers
@@ -23,7 +21,7 @@ from ckptx.report.report import Report, count_dtypes
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.stream import Sink, TensorReader
-from ckptx.view import DigestSink, ModelView, view_model
+from ckptx.view import DigestSink, ModelView, locate_payloads, view_model
 
 _BUFFER = 1 << 20
 
@@ -59,7 +57,7 @@ def verify(
     with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
         for view, files in ((first, files_a), (second, files_b)):
             report.warnings.extend(f"{view.catalog.root}: {note}" for note in view.catalog.notes)
-            _locate(view, files)
+            locate_payloads(view, files)
         targets = _targets(first, dtype)
         pairs, rows = _pair_up(first, second, targets)
         comparison = _Comparison(pairs, (files_a, files_b), max_memory)
@@ -85,16 +83,6 @@ def verify(
 
 def _open(path: Path) -> ModelView:
     return view_model(open_checkpoint(path))
-
-
-def _locate(view: ModelView, files: FilePool) -> None:
-    """Looks into the archives of the model's tensors, and of no other."""
-    if view.catalog.format != "dcp":
-        return
-    names = {entry.name: name for name, entry in view.tensors.items()}
-    part: Catalog = replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names})
-    located = open_payloads(part, files).tensors
-    view.tensors = {short: located[name] for name, short in names.items()}
 
 
 def _targets(reference: ModelView, dtype: str) -> dict[str, DType]:
@@ -124,11 +112,11 @@ def _pair_up(a: ModelView, b: ModelView, targets: dict[str, DType]) -> tuple[lis
     """
     rows = differing_headers(replace_dtypes(a, targets), b)
     bad = {row["name"] for row in rows}
-    groups = tied_groups(a, b)
+    ties = TiedNames.of(a, b)
     pairs = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
-        in_a = name if name in a.tensors else stand_in(name, groups, a)
-        in_b = name if name in b.tensors else stand_in(name, groups, b)
+        in_a = name if name in a.tensors else ties.stand_in(name, b, a)
+        in_b = name if name in b.tensors else ties.stand_in(name, a, b)
         if name in bad or in_a is None or in_b is None:
             continue
         first, second, dtype = a.tensors[in_a], b.tensors[in_b], targets[in_a]

@@ -1,0 +1,134 @@
+"""One conversion under way: what both directions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptx.architecture.tied import TieDecision
+from ckptx.catalog.catalog import Catalog
+from ckptx.errors import Defect
+from ckptx.formats.huggingface import read_json
+from ckptx.mapping.config import edited_config
+from ckptx.options import ConvertOptions
+from ckptx.publish import Job, publish
+from ckptx.report.report import Report, human_bytes
+from ckptx.staging import free_space
+from ckptx.storage import FilePool
+from ckptx.view import ModelView, decide_ties, locate_payloads, tie_rows, view_model
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Source, target, options and report of one conversion.
+
+    Attributes:
+        shared: Names on disk whose bytes a tied name stands for; they need not be written.
+    """
+
+    source: Catalog
+    files: FilePool
+    dst: Path
+    options: ConvertOptions
+    report: Report
+    on_progress: Progress
+    shared: set[str] = field(default_factory=set)
+
+    def view(self, config: dict[str, Any] | None, prefix: str | None) -> tuple[ModelView, list[TieDecision]]:
+        """Views the source as a model, decides its ties, and reports both."""
+        options, report = self.options, self.report
+        view = view_model(self.source, config=config, prefix=prefix, trust_remote_code=options.trust_remote_code)
+        locate_payloads(view, self.files)
+        self.source = view.catalog
+        decisions = decide_ties(view, self.files, tie_missing=options.tie_missing)
+        report.ties = tie_rows(decisions)
+        architecture = view.architecture
+        report.details["architecture"] = None
+        if architecture is not None:
+            report.details["architecture"] = {"class": architecture.class_name, "known_from": architecture.origin}
+        for wrapper, count in view.wrappers.items():
+            report.warnings.append(f'wrapper "{wrapper}." removed from {count} names')
+        if view.prefix:
+            report.details["prefix"] = view.prefix
+        if view.unknown and architecture is not None:
+            report.details["unknown"] = view.unknown
+            report.warnings.append(
+                f"{len(view.unknown)} tensors are unknown to {architecture.class_name} and pass through: "
+                f'"{view.unknown[0]}"{" and more" if len(view.unknown) > 1 else ""}'
+            )
+        return view, decisions
+
+    def share_ledger(self, names: Iterable[str], view: ModelView) -> None:
+        """Enters tied names into the ledger."""
+        self.shared = {view.tensors[name].name for name in names if name in view.tensors}
+
+    def carry(self, root: Path, names: Iterable[str], edits: list[dict[str, Any]]) -> dict[str, Path | bytes]:
+        """The sidecars of the output; config.json is written anew only when something in it changes."""
+        sidecars: dict[str, Path | bytes] = {name: root / name for name in names}
+        if edits and "config.json" in sidecars:
+            sidecars["config.json"] = edited_config(read_json(root / "config.json"), edits)
+            self.report.edits = edits
+        return sidecars
+
+    def execute(self, job: Job, written: Iterable[str]) -> None:
+        """Publishes the job, or says what it would do.
+
+        Args:
+            job: What to make.
+            written: Names on disk of the source tensors that the job writes.
+        """
+        report, options = self.report, self.options
+        report.tensors = sum(len(file.items) for file in job.plan.files)
+        report.bytes_read, report.bytes_written = job.plan.bytes_read, job.nbytes
+        self._settle_ledger(set(written))
+        if options.dry_run:
+            self._describe(job)
+            return
+        total = job.plan.bytes_written
+        outcome = publish(
+            job,
+            self.dst,
+            self.files,
+            workers=options.workers,
+            max_memory=options.max_memory,
+            overwrite=options.overwrite,
+            resume=options.resume,
+            on_progress=lambda done: self.on_progress(done, total),
+        )
+        if outcome is None:
+            report.warnings.append(f"{self.dst} is complete already; nothing to resume")
+            report.bytes_read = report.bytes_written = 0
+            return
+        report.bytes_read = outcome.bytes_read
+        report.bytes_written = outcome.bytes_written + job.nbytes - total
+        if outcome.unrecorded:
+            report.warnings.append(f"{outcome.unrecorded} archives record no CRC-32; their bytes could not be checked")
+
+    def _settle_ledger(self, written: set[str]) -> None:
+        """Every source tensor is written, an alias, or dropped by a named rule."""
+        dropped = {row["name"] for row in self.report.dropped}
+        accounted = written | dropped | self.shared
+        lost = [name for name in self.source.tensors if name not in accounted]
+        if lost:
+            raise Defect(f'tensor "{lost[0]}" and {len(lost) - 1} more would be lost; please report it')
+        self.report.details["ledger"] = {
+            "source": len(self.source.tensors),
+            "written": len(written),
+            "alias": len(self.shared - written),
+            "dropped": len(dropped),
+        }
+
+    def _describe(self, job: Job) -> None:
+        """Fills the report of a dry run."""
+        files = [{"name": file.name, "bytes": file.nbytes, "tensors": len(file.items)} for file in job.plan.files]
+        files += [{"name": name, "bytes": len(data), "tensors": 0} for name, data in job.markers]
+        free = free_space(self.dst)
+        self.report.details |= {"dry_run": True, "files": files, "memory": self.options.max_memory, "free_space": free}
+        if free < job.nbytes:
+            self.report.warnings.append(
+                f"not enough space: needs {human_bytes(job.nbytes)}, {human_bytes(free)} free at {self.dst}"
+            )

@@ -1,0 +1,123 @@
+"""What the target of a conversion holds: which tensors, under which names, shared how, in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptx.architecture.tied import TieDecision
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import CAST_TARGETS
+from ckptx.catalog.entry import TensorEntry
+from ckptx.conversion.run import Conversion
+from ckptx.errors import InputError
+from ckptx.mapping.dtypes import cast_targets
+from ckptx.report.report import count_dtypes
+from ckptx.view import ModelView
+
+
+@dataclass(slots=True)
+class Target:
+    """The tensors of a target.
+
+    Attributes:
+        tensors: By name; shapes and dtypes are those of the target, chunks are not set yet.
+        origin: Name in the target -> name on disk in the source.
+        aliases: Names that share the bytes of a name in `tensors`; only a DCP can have some.
+    """
+
+    tensors: dict[str, TensorEntry]
+    origin: dict[str, str]
+    aliases: dict[str, str]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorEntry]) -> Target:
+        """Every tensor under its own name. The entries are those of the source and name where they are on disk."""
+        renamed = {name: entry._replace(name=name) for name, entry in tensors.items()}
+        return cls(renamed, {name: entry.name for name, entry in tensors.items()}, {})
+
+    def store_as(self, name: str, stored: str) -> None:
+        """Stores the bytes of `stored` under `name` too."""
+        self.tensors[name], self.origin[name] = self.tensors[stored]._replace(name=name), self.origin[stored]
+
+    def leave_out(self, name: str) -> None:
+        """Drops a name if it is there."""
+        self.tensors.pop(name, None)
+        self.origin.pop(name, None)
+
+    def prefixed(self, prefix: str) -> Target:
+        """The same under names that begin with `prefix`."""
+        return Target(
+            {prefix + name: entry._replace(name=prefix + name) for name, entry in self.tensors.items()},
+            {prefix + name: on_disk for name, on_disk in self.origin.items()},
+            {prefix + name: prefix + stored for name, stored in self.aliases.items()},
+        )
+
+
+def share(run: Conversion, view: ModelView, decisions: list[TieDecision], *, aliases_possible: bool) -> Target:
+    """Carries out `--tied`: the table of the design for auto, else one way for all tied names.
+
+    Raises:
+        InputError: `--tied drop` would lose a tensor that differs from the one it is said to be.
+    """
+    target = Target.of(view.tensors)
+    tied = run.options.tied
+    for decision in decisions:
+        if tied == "drop" and decision.case in ("different", "mismatched"):
+            raise InputError(
+                f'tensors "{decision.target}" and "{decision.source}" differ, so --tied drop would lose one; '
+                "use --tied auto, which keeps both"
+            )
+    shared = [decision for decision in decisions if decision.action == "alias" and decision.stored is not None]
+    for decision in shared:
+        assert decision.stored is not None
+        names = {decision.target, decision.source} - {decision.stored}
+        if tied == "copy" or (tied == "auto" and not aliases_possible and not decision.declared):
+            # No loader ties what the config does not declare (--tie-missing), so a file must hold every name.
+            for name in names:
+                target.store_as(name, decision.stored)
+        elif tied == "drop" or not aliases_possible:
+            target.store_as(decision.source, decision.stored)
+            target.leave_out(decision.target)
+        else:
+            for name in names:
+                target.leave_out(name)
+                target.aliases[name] = decision.stored
+    run.share_ledger({name for decision in shared for name in (decision.target, decision.source)}, view)
+    if tied == "drop" or (tied == "auto" and not aliases_possible):
+        # A third name that stood in for an absent source has been stored under the name of the source.
+        for decision in shared:
+            if decision.stored not in (decision.source, decision.target) and decision.declared:
+                target.leave_out(str(decision.stored))
+    return target
+
+
+def cast(run: Conversion, view: ModelView, target: Target, base: Catalog | None) -> bool:
+    """Gives each target tensor its dtype; True when any is cast."""
+    wanted: Any = run.options.dtype
+    architecture = view.architecture
+    dtypes = cast_targets(
+        target.tensors,
+        CAST_TARGETS.get(wanted),
+        lambda name: architecture is not None and wanted != "fp32" and architecture.keeps_fp32(name, wanted),
+        _kept_by(base),
+    )
+    before = count_dtypes(target.tensors.values())
+    changed = [name for name, dtype in dtypes.items() if target.tensors[name].dtype is not dtype]
+    for name in changed:
+        target.tensors[name] = target.tensors[name]._replace(dtype=dtypes[name])
+    run.report.dtypes = {"before": before, "after": count_dtypes(target.tensors.values())}
+    if wanted != "auto":
+        kept = [name for name, entry in target.tensors.items() if entry.dtype.cast and name not in changed]
+        asked = CAST_TARGETS[wanted]
+        run.report.details["kept_dtype"] = [name for name in kept if target.tensors[name].dtype is not asked]
+    return bool(changed)
+
+
+def _kept_by(base: Catalog | None) -> frozenset[str]:
+    """Names a base keeps in float32; a base wholly in float32 says nothing about what must stay so."""
+    if base is None:
+        return frozenset()
+    kept = frozenset(name for name, entry in base.tensors.items() if entry.dtype.name == "F32")
+    return frozenset() if len(kept) == len(base.tensors) else kept
