@@ -14,7 +14,7 @@ from ckptx.errors import CkptxError, InputError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.staging import Staging
 from ckptx.storage import FilePool, create, unreadable, write_at
-from ckptx.transfer.digest import LEAF, leaf_digest, tree_digest
+from ckptx.transfer.digest import LEAF, digest_bytes, leaf_digest, tree_digest
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
 
@@ -118,25 +118,30 @@ def fingerprint(source: Catalog) -> list[tuple[str, int, int]]:
 
 
 def is_complete(target: Path, job: Job) -> bool:
-    """True when `target` already holds what the job would write, as far as names and sizes tell."""
+    """True when `target` already holds what the job would write, as far as names, dtypes, sizes and markers tell."""
+    wanted = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
     try:
-        files = read_manifest(target / MANIFEST)["files"]
-        wanted = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
-        return {name: row["bytes"] for name, row in files.items()} == wanted and all(
-            (target / name).stat().st_size == nbytes for name, nbytes in wanted.items()
+        manifest = read_manifest(target / MANIFEST)
+        files, tensors = manifest["files"], manifest["tensors"]
+        return (
+            {name: row["bytes"] for name, row in files.items()} == wanted
+            and all((target / name).stat().st_size == nbytes for name, nbytes in wanted.items())
+            and all(files[name]["digest"] == digest_bytes(data) for name, data in job.markers)
+            and all(tensors[item.name]["dtype"] == item.dtype.name for file in job.plan.files for item in file.items)
         )
-    except (CkptxError, OSError):
+    except (CkptxError, OSError, KeyError, TypeError):
         return False
 
 
 def _layout(plan: CopyPlan) -> str:
     """A digest of everything the plan writes where."""
-    return tree_digest(
+    rows = (
         leaf_digest(repr([(item.name, item.offset, item.nbytes, item.dtype) for item in file.items]).encode())
         + file.name.encode()
         + leaf_digest(file.prologue)
         for file in plan.files
     )
+    return tree_digest(rows).hex()
 
 
 def _allocated(tree: Path) -> int:
@@ -157,7 +162,7 @@ def _write_sidecar(path: Path, data: Path | bytes) -> tuple[int, str]:
             at += len(block)
     finally:
         os.close(descriptor)
-    return at, tree_digest(leaves)
+    return at, tree_digest(leaves).hex()
 
 
 def _leaves(data: Path | bytes) -> Iterator[bytes]:

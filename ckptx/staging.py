@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from ckptx.errors import OutputError, SpaceError
@@ -51,14 +52,17 @@ class Staging:
             self._repair_cut_swap()
             refuse_existing(self.target, overwrite or resume)
         except BaseException:
-            os.close(self._lock)
             self._remove_if_bare()
+            os.close(self._lock)
             raise
 
     def _acquire(self) -> int:
         while True:
             self.root.mkdir(exist_ok=True)
-            lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                continue  # its owner removed the directory just now
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -83,23 +87,19 @@ class Staging:
 
     def _remove_if_bare(self) -> None:
         if sorted(entry.name for entry in self.root.iterdir()) == ["lock"]:
-            shutil.rmtree(self.root)
+            self.discard()
 
     def __enter__(self) -> Staging:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            shutil.rmtree(self.root, ignore_errors=True)
+            self.discard()
         os.close(self._lock)
 
     def refuse_target_unless(self, overwrite: bool) -> None:
         """Refuses a target that exists, for a resumed run whose target turned out not to be what it makes."""
-        try:
-            refuse_existing(self.target, overwrite)
-        except OutputError:
-            self._remove_if_bare()
-            raise
+        refuse_existing(self.target, overwrite)
 
     def begin(self, plan: bytes, resume: bool) -> bool:
         """Prepares `tree` and `journal` for a run that makes `plan`.
@@ -159,14 +159,24 @@ class Staging:
         self.discard()
 
     def discard(self) -> None:
-        """Removes the staging directory."""
-        shutil.rmtree(self.root)
+        """Removes the staging directory, the lock last: until then nobody else may begin in it."""
+        for directory in (self.tree, self.journal):
+            shutil.rmtree(directory, ignore_errors=True)
+        # The next run may claim the directory as soon as the lock is gone, and a failed run has its own error to say.
+        with suppress(OSError):
+            for name in ("plan", "lock"):
+                (self.root / name).unlink(missing_ok=True)
+            self.root.rmdir()
 
     def _exchange(self) -> None:
         if _rename_exchange(self.tree, self.target):
             return
         os.rename(self.target, self._set_aside)
-        os.rename(self.tree, self.target)
+        try:
+            os.rename(self.tree, self.target)
+        except OSError:
+            os.rename(self._set_aside, self.target)
+            raise
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path, PurePosixPath
 
-from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
+from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, SpaceError
 
 
 def inside(root: Path, name: str) -> Path:
@@ -29,6 +30,7 @@ class FilePool:
     """Read-only file descriptors by name below one root, opened on first use and kept; safe to share by threads."""
 
     def __init__(self, root: Path) -> None:
+        allow_many_files()
         self.root = root
         self._descriptors: dict[str, int] = {}
 
@@ -49,6 +51,7 @@ class FilePool:
 
         Raises:
             InputError: The file is missing, is a dangling link, or cannot be read.
+            EnvironmentProblem: Too many files are open.
         """
         descriptor = self._descriptors.get(name)
         if descriptor is None:
@@ -88,8 +91,17 @@ class FilePool:
         return data
 
 
-def unreadable(path: Path, error: OSError) -> InputError:
+def allow_many_files() -> None:
+    """Raises the soft limit of open files to the hard one: a run of 2,000 ranks leaves as many files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def unreadable(path: Path, error: OSError) -> CkptxError:
     """The refusal for a file that could not be opened, by cause."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return EnvironmentProblem(f"{path}: cannot be opened: {error.strerror}; raise the limit (ulimit -n)")
     if path.is_symlink() and not path.exists():
         return InputError(f"{path}: symbolic link to {os.readlink(path)}, which does not exist; restore the target")
     if isinstance(error, FileNotFoundError):

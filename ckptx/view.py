@@ -10,12 +10,14 @@ from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.manifest import read_manifest
 from ckptx.catalog.region import whole
-from ckptx.formats.dcp import open_payloads
+from ckptx.formats.dcp import METADATA, open_payloads
 from ckptx.formats.huggingface import refuse_adapters
+from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import Roles, assign_roles, pattern_of, strip_wrappers
 from ckptx.storage import FilePool
-from ckptx.transfer.digest import TreeDigest
+from ckptx.transfer.digest import TreeDigest, digest_bytes
 from ckptx.transfer.stream import TensorReader
 
 
@@ -78,6 +80,8 @@ def view_model(
     on_disk = {short: name for name, short in unwrapped.names.items()}
     if catalog.format == "dcp":
         roles = assign_roles(on_disk, patterns or None, prefix)
+        if roles.optimizer or roles.other:
+            roles = _as_remembered(catalog, on_disk, roles)
     else:
         roles = Roles("", {name: name for name in on_disk}, [], [])
     tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
@@ -99,6 +103,32 @@ def view_model(
         unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}
         view.unknown = [name for name in tensors if name in unknown] if unknown else []
     return view
+
+
+def _as_remembered(catalog: Catalog, on_disk: dict[str, str], roles: Roles) -> Roles:
+    """What came from an HF checkpoint is the model, however it is called."""
+    manifest = manifest_beside(catalog, [])
+    if manifest is None or not manifest["tensors"].keys() >= on_disk.keys():
+        return roles
+    return Roles("", {name: name for name in on_disk}, [], [])
+
+
+def manifest_beside(source: Catalog, notes: list[str]) -> dict[str, Any] | None:
+    """The manifest of a DCP that ckptx wrote from an HF checkpoint and nobody saved over since, or None.
+
+    Raises:
+        InputError: There is one, but it is damaged.
+    """
+    if not (source.root / MANIFEST).is_file() or not (source.root / METADATA).is_file():
+        return None
+    manifest = read_manifest(source.root / MANIFEST)
+    if manifest.get("format") != "dcp" or manifest.get("origin") is None:
+        return None
+    data = (source.root / METADATA).read_bytes()
+    if manifest["files"].get(METADATA) != {"bytes": len(data), "digest": digest_bytes(data)}:
+        notes.append(f"{MANIFEST} describes another {METADATA}; ignored")
+        return None
+    return manifest
 
 
 def locate_payloads(view: ModelView, files: FilePool) -> None:
@@ -149,7 +179,7 @@ def digest_of(reader: TensorReader, entry: TensorEntry) -> str:
     """The layout-independent digest of a tensor, from its bytes."""
     sink = DigestSink(entry.nbytes, memoryview(bytearray(min(1 << 20, max(1, entry.nbytes)))))
     reader.stream(entry, whole(entry.shape), sink)
-    return sink.digest.hexdigest()
+    return sink.digest.digest().hex()
 
 
 def tie_rows(decisions: list[TieDecision]) -> list[dict[str, Any]]:

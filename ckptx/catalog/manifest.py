@@ -14,6 +14,7 @@ the `origin` of a tensor is the index of its file.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def emit_manifest(manifest: dict[str, Any]) -> bytes:
     blocks = []
     for key, value in manifest.items():
         if key in ("files", "sidecars", "tensors") and value:
-            rows = ",\n".join(f"  {json.dumps(name)}: {_compact(row)}" for name, row in value.items())
-            blocks.append(f"{json.dumps(key)}: {{\n{rows}\n}}")
+            rows = _ROW_END.sub('},\n  "', _compact(value)[1:-1])
+            blocks.append(f"{json.dumps(key)}: {{\n  {rows}\n}}")
         else:
             blocks.append(f"{json.dumps(key)}: {_compact(value)}")
     lines.append(",\n".join(blocks))
@@ -59,6 +60,9 @@ def emit_manifest(manifest: dict[str, Any]) -> bytes:
     return "\n".join(lines).encode()
 
 
+# Rows hold no object, and a quote inside a string is escaped: `},"` is where a row ends, or a string that ends in `},`,
+# after which a colon, a comma or a bracket comes. A name that begins with one of these shares the line before it.
+_ROW_END = re.compile(r'},"(?![:,}\]])')
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True)
 
 

@@ -34,7 +34,9 @@ class _Sectioned(click.Command):
         self.sections, self.examples = sections, examples
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        left = {param.name: param for param in self.get_params(ctx)}
+        # By its flag: how click names its help option depends on its version, as does whether arguments have a record.
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        left = {"help" if "--help" in param.opts else param.name: param for param in options}
         for title, names in [*self.sections, ("Options", list(left))]:
             records = [left.pop(name).get_help_record(ctx) for name in names if name in left]
             rows = [record for record in records if record is not None]

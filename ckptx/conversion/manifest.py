@@ -1,4 +1,4 @@
-"""What `ckptx.json` says after a conversion, and what a later conversion learns from it."""
+"""What `ckptx.json` says after a conversion."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.manifest import SCHEMA, read_manifest
-from ckptx.formats.dcp import METADATA
-from ckptx.formats.sidecars import MANIFEST
-from ckptx.transfer.digest import digest_bytes
+from ckptx.catalog.manifest import SCHEMA
 from ckptx.version import __version__
 
 
@@ -55,21 +52,3 @@ def manifest_of(
         "origin": origin,
         "tensors": rows,
     }
-
-
-def manifest_beside(source: Catalog, notes: list[str]) -> dict[str, Any] | None:
-    """The manifest of a DCP that ckptx wrote from an HF checkpoint and nobody saved over since, or None.
-
-    Raises:
-        InputError: There is one, but it is damaged.
-    """
-    if not (source.root / MANIFEST).is_file() or not (source.root / METADATA).is_file():
-        return None
-    manifest = read_manifest(source.root / MANIFEST)
-    if manifest.get("format") != "dcp" or manifest.get("origin") is None:
-        return None
-    data = (source.root / METADATA).read_bytes()
-    if manifest["files"].get(METADATA) != {"bytes": len(data), "digest": digest_bytes(data)}:
-        notes.append(f"{MANIFEST} describes another {METADATA}; ignored")
-        return None
-    return manifest

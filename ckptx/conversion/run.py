@@ -14,7 +14,7 @@ from ckptx.formats.huggingface import read_json
 from ckptx.mapping.config import edited_config
 from ckptx.options import ConvertOptions
 from ckptx.publish import Job, publish
-from ckptx.report.report import Report, human_bytes
+from ckptx.report.report import Report, counted, human_bytes
 from ckptx.staging import free_space
 from ckptx.storage import FilePool
 from ckptx.view import ModelView, decide_ties, locate_payloads, tie_rows, view_model
@@ -46,6 +46,11 @@ class Conversion:
         self.source = view.catalog
         decisions = decide_ties(view, self.files, tie_missing=options.tie_missing)
         report.ties = tie_rows(decisions)
+        report.warnings.extend(
+            f"declared tied, but not: {decision.evidence}; both are kept"
+            for decision in decisions
+            if decision.declared and decision.action == "keep-both"
+        )
         architecture = view.architecture
         report.details["architecture"] = None
         if architecture is not None:
@@ -57,7 +62,7 @@ class Conversion:
         if view.unknown and architecture is not None:
             report.details["unknown"] = view.unknown
             report.warnings.append(
-                f"{len(view.unknown)} tensors are unknown to {architecture.class_name} and pass through: "
+                f"{counted(len(view.unknown), 'tensor')} unknown to {architecture.class_name}, passed through: "
                 f'"{view.unknown[0]}"{" and more" if len(view.unknown) > 1 else ""}'
             )
         return view, decisions

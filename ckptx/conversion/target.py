@@ -70,6 +70,7 @@ def share(run: Conversion, view: ModelView, decisions: list[TieDecision], *, ali
                 "use --tied auto, which keeps both"
             )
     shared = [decision for decision in decisions if decision.action == "alias" and decision.stored is not None]
+    merged = []
     for decision in shared:
         assert decision.stored is not None
         names = {decision.target, decision.source} - {decision.stored}
@@ -79,17 +80,16 @@ def share(run: Conversion, view: ModelView, decisions: list[TieDecision], *, ali
                 target.store_as(name, decision.stored)
         elif tied == "drop" or not aliases_possible:
             target.store_as(decision.source, decision.stored)
-            target.leave_out(decision.target)
+            merged.append(decision)
         else:
             for name in names:
                 target.leave_out(name)
                 target.aliases[name] = decision.stored
+    # Only now: a name that stood in for an absent source may have done so for several pairs.
+    for decision in merged:
+        for name in {decision.target, str(decision.stored)} - {decision.source}:
+            target.leave_out(name)
     run.share_ledger({name for decision in shared for name in (decision.target, decision.source)}, view)
-    if tied == "drop" or (tied == "auto" and not aliases_possible):
-        # A third name that stood in for an absent source has been stored under the name of the source.
-        for decision in shared:
-            if decision.stored not in (decision.source, decision.target) and decision.declared:
-                target.leave_out(str(decision.stored))
     return target
 
 

@@ -37,7 +37,9 @@ def to_dcp(run: Conversion) -> None:
     plan = plan_copy(source, layout, target.origin, frame_of=dcp_layout.archive_frame)
     edits = dtype_edits(source.config, options.dtype) if was_cast else []
     # The original files can be given back only from what they hold, as they hold it.
-    restorable = source.format == "huggingface" and not (was_cast or options.prefix or view.wrappers)
+    kept = target.tensors.keys() | target.aliases.keys()
+    changed = was_cast or options.prefix or view.wrappers or not all(name in kept for name in source.tensors)
+    restorable = source.format == "huggingface" and not changed
     files = {name: index for index, name in enumerate(source.files)}
     shards = {name: files[entry.chunks[0].file] for name, entry in source.tensors.items()} if restorable else {}
     job = Job(

@@ -9,7 +9,7 @@ from typing import Any
 from ckptx.architecture.tied import TieDecision, config_edits
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
-from ckptx.conversion.manifest import manifest_beside, manifest_of
+from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target, cast, share
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
@@ -21,11 +21,11 @@ from ckptx.formats.sidecars import look_around
 from ckptx.mapping.config import dtype_edits
 from ckptx.options import ConvertOptions
 from ckptx.publish import Job
-from ckptx.report.report import human_bytes
+from ckptx.report.report import counted, human_bytes
 from ckptx.storage import FilePool
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
-from ckptx.view import ModelView
+from ckptx.view import ModelView, manifest_beside
 
 
 def to_huggingface(run: Conversion) -> None:
@@ -136,8 +136,9 @@ def _drop_training_state(run: Conversion, view: ModelView) -> None:
     }
     if view.optimizer or view.other or source.objects:
         report.warnings.append(
-            f"not converted: {len(view.optimizer)} optimizer tensors ({human_bytes(view.nbytes(view.optimizer))}), "
-            f"{len(view.other)} other tensors, {len(source.objects)} pickled objects"
+            f"not converted: {counted(len(view.optimizer), 'optimizer tensor')} "
+            f"({human_bytes(view.nbytes(view.optimizer))}), {counted(len(view.other), 'other tensor')}, "
+            f"{counted(len(source.objects), 'pickled object')}"
         )
     if not view.tensors:
         raise InputError(f"{source.root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")

@@ -34,6 +34,8 @@ def resolve(
         InputError: It is neither a path nor a Hub id that can be had.
         EnvironmentProblem: huggingface_hub is missing.
     """
+    if not source:  # an unset variable of a shell, not the current directory
+        raise InputError('"": no such file or directory')
     path = Path(source)
     if path.exists() or path.is_symlink():
         return path

@@ -35,7 +35,7 @@ def open_huggingface(root: Path, weights: str) -> Catalog:
     if weights.endswith(".json"):
         text = read_text(root / weights)
         weight_map = parse_index(text, root / weights)
-        names = list(dict.fromkeys(weight_map.values()))
+        names = sorted(set(weight_map.values()))
         catalog = _open_files(root, names)
         check_index(weight_map, catalog, root / weights)
         catalog.verbatim[weights] = text

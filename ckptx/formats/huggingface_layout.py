@@ -131,4 +131,4 @@ def _place(catalog: Catalog, file: str, shard: list[TensorEntry], text: str) -> 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
     """Sorts `layers.10` after `layers.2`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -16,6 +16,7 @@ from ckptx.formats import huggingface
 from ckptx.formats.dcp import open_dcp
 from ckptx.formats.sidecars import look_around
 from ckptx.formats.torch_bin import open_bin
+from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.staging import is_being_written
 from ckptx.storage import unreadable
 
@@ -82,17 +83,24 @@ def _open_parts(located: Located) -> Catalog:
         return parts[0][1]
     merged = Catalog(located.root, "dcp", {})
     for part, catalog in parts:
-        for name, entry in catalog.tensors.items():
+        is_second = part == located.weights[1]
+        for on_disk, entry in catalog.tensors.items():
+            name = _optimizer_name(on_disk) if is_second else on_disk
             if name in merged.tensors:
                 raise InputError(f'{located.root}: tensor "{name}" is in two parts ({", ".join(located.weights)})')
             chunks = tuple(chunk._replace(file=f"{part}/{chunk.file}") for chunk in entry.chunks)
-            merged.tensors[name] = entry._replace(chunks=chunks)
-        merged.objects.update(
-            (name, entry._replace(file=f"{part}/{entry.file}")) for name, entry in catalog.objects.items()
-        )
+            merged.tensors[name] = entry._replace(name=name, chunks=chunks)
+        for on_disk, pickled in catalog.objects.items():
+            name = _optimizer_name(on_disk) if is_second else on_disk
+            merged.objects[name] = pickled._replace(name=name, file=f"{part}/{pickled.file}")
         merged.files.update((f"{part}/{name}", size) for name, size in catalog.files.items())
         merged.notes.extend(f"{part}: {note}" for note in catalog.notes)
     return merged
+
+
+def _optimizer_name(name: str) -> str:
+    """The name of a tensor of the second part: the directory may be all that says `optimizer`."""
+    return name if is_optimizer(name) or is_trainer_state(name) else f"optimizer.{name}"
 
 
 def locate(path: Path) -> Located:

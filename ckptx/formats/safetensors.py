@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
 from ckptx.catalog.dtype import BY_NAME, DType
@@ -59,6 +60,8 @@ def parse_header(read: Read, size: int, where: str) -> Header:
     start = read(0, min(size, 64))
     if start.startswith(_LFS_POINTER):
         raise InputError(f"{where}: a git-lfs pointer, not the file itself; run `git lfs pull` or download it again")
+    if start.startswith(b"PK\3\4"):
+        raise InputError(f"{where}: a zip archive, as torch.save writes, not a safetensors file; rename it to .bin")
     if size < 10:
         raise InputError(f"{where}: {size} bytes, needed at least 10; not a safetensors file, or truncated")
     length = int.from_bytes(start[:8], "little")
@@ -88,7 +91,7 @@ def parse_header(read: Read, size: int, where: str) -> Header:
 
 def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
     """JSON keeps the last of two equal keys in silence, and another parser may keep the first."""
-    if all(text.count(f'"{key}"') == count for key in _TENSOR_KEYS):
+    if text.count('"__metadata__"') < 2 and all(text.count(f'"{key}"') == count for key in _TENSOR_KEYS):
         return  # as many dtypes, shapes and offsets as tensors: nothing was swallowed
 
     def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata:
     if metadata:
         parts.append('"__metadata__":' + json.dumps(metadata, ensure_ascii=False, separators=(",", ":")))
     parts.extend(
-        f'{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{dtype.name}","shape":[{",".join(map(str, shape))}],'
+        f'{encode_basestring(name)}:{{"dtype":"{dtype.name}","shape":[{",".join(map(str, shape))}],'
         f'"data_offsets":[{begin},{end}]}}'
         for name, dtype, shape, begin, end in tensors
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
+from ckptx.storage import unreadable
 
 MANIFEST = "ckptx.json"
 
@@ -37,6 +38,9 @@ def look_around(root: Path, used: frozenset[str]) -> Surroundings:
     Args:
         root: The directory of the checkpoint.
         used: Names of the weight files that are part of the checkpoint.
+
+    Raises:
+        InputError: A link leads nowhere: a cache or a copy that is incomplete would lose its tokenizer in silence.
     """
     modules = _modules(root)
     carried: list[Sidecar] = []
@@ -60,6 +64,9 @@ def look_around(root: Path, used: frozenset[str]) -> Surroundings:
 
 def _walk(directory: Path, depth: int) -> Iterator[tuple[str, list[str]]]:
     entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_symlink() and not os.path.exists(entry.path):
+            raise unreadable(Path(entry.path), FileNotFoundError())
     yield str(directory), [entry.name for entry in entries if entry.is_file()]
     if depth < _MAX_DEPTH:
         for entry in entries:

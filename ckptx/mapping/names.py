@@ -112,13 +112,19 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
     optimizer: list[str] = []
     other: list[str] = []
     rest: list[str] = []
+    model: dict[str, str] = {}
     for name in names:
         bucket = optimizer if is_optimizer(name) else other if is_trainer_state(name) else rest
+        if bucket is not rest and patterns is not None and pattern_of(name) in patterns:
+            bucket = rest  # the architecture has a module of that name
         bucket.append(name)
     if prefix is None:
         prefix = _best_prefix(rest, patterns) if patterns is not None else ""
-    model = {name[len(prefix) :]: name for name in rest if name.startswith(prefix) and name != prefix}
-    other.extend(name for name in rest if not name.startswith(prefix))
+    for name in rest:
+        if name.startswith(prefix) and (name != prefix or not prefix):
+            model[name[len(prefix) :]] = name
+        else:
+            other.append(name)
     if prefix and not model:
         raise InputError(f'no tensor name begins with "{prefix}"; look at them with `ckptx inspect --tensors`')
     return Roles(prefix, model, optimizer, other)

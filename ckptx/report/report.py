@@ -110,6 +110,11 @@ def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 tensor`, `20,000 tensors`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def human_bytes(nbytes: float) -> str:
     """`nbytes` in binary units: 1.92 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

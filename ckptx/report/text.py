@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
-from ckptx.report.report import Report, human_bytes
+from ckptx.report.report import Report, counted, human_bytes
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ def conversion_text(report: Report) -> str:
         verb = "would write"
     else:
         verb = "wrote"
-    lines = [f"{verb} {_count(report.tensors, 'tensor')}, {human_bytes(report.bytes_written)}"]
+    lines = [f"{verb} {counted(report.tensors, 'tensor')}, {human_bytes(report.bytes_written)}"]
     if details.get("dry_run"):
         lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(details['memory'])}"
         lines += [f"  {row['name']}  {human_bytes(row['bytes'])}" + _of(row["tensors"]) for row in details["files"]]
@@ -35,11 +35,11 @@ def conversion_text(report: Report) -> str:
     ]
     lines += [f"alias: {name} -> {stored}" for name, stored in _first(list(report.aliases.items()))]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
-        lines.append(f"dropped: {_count(count, 'tensor')} ({reason})")
+        lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
     lines += [f"config.json: {row['key']}: {row['before']!r} -> {row['after']!r}" for row in report.edits]
     kept = details.get("kept_dtype")
     if kept:
-        lines.append(f"dtype kept: {_count(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
+        lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
     ledger = details.get("ledger")
     if ledger:
         lines.append(
@@ -55,9 +55,9 @@ def inspect_text(report: Report) -> str:
     details = report.details
     lines = [
         f"{details['path']}",
-        f"  format        {details['format']}, {_count(len(details['files']), 'file')}",
+        f"  format        {details['format']}, {counted(len(details['files']), 'file')}",
         f"  architecture  {details['architecture'] or 'unknown'}",
-        f"  tensors       {report.tensors} in {_count(details['chunks'], 'chunk')}, {human_bytes(details['bytes'])}",
+        f"  tensors       {report.tensors} in {counted(details['chunks'], 'chunk')}, {human_bytes(details['bytes'])}",
         f"  parameters    {details['parameters']:,}",
         f"  dtypes        {_counts(report.dtypes['before'])}",
     ]
@@ -65,14 +65,14 @@ def inspect_text(report: Report) -> str:
         lines.append(f'  prefix        "{details["prefix"]}"')
     if details["optimizer"]["tensors"]:
         optimizer = details["optimizer"]
-        lines.append(f"  optimizer     {_count(optimizer['tensors'], 'tensor')}, {human_bytes(optimizer['bytes'])}")
+        lines.append(f"  optimizer     {counted(optimizer['tensors'], 'tensor')}, {human_bytes(optimizer['bytes'])}")
     if details["other"]:
-        lines.append(f"  other         {_count(len(details['other']), 'tensor')}: {_some(details['other'])}")
+        lines.append(f"  other         {counted(len(details['other']), 'tensor')}: {_some(details['other'])}")
     if details["objects"]:
         lines.append(f"  objects       {details['objects']} pickled, never opened")
     lines += [f"  shared        {' = '.join(names)}" for names in _first(details["shared"])]
     if details["unknown"]:
-        lines.append(f"  unknown       {_count(len(details['unknown']), 'tensor')}: {_some(details['unknown'])}")
+        lines.append(f"  unknown       {counted(len(details['unknown']), 'tensor')}: {_some(details['unknown'])}")
     if details["sidecars"]:
         lines.append(f"  sidecars      {_some(details['sidecars'], 12)}")
     if "listed" in details:
@@ -95,7 +95,7 @@ def diff_text(report: Report) -> str:
     ]
     lines += _differing(report.details["differing"])
     verdict = "differ" if report.exit else "have equal names, shapes and dtypes"
-    lines.append(f"{_count(report.details['compared'], 'common name')}: the checkpoints {verdict}")
+    lines.append(f"{counted(report.details['compared'], 'common name')}: the checkpoints {verdict}")
     return "\n".join(lines)
 
 
@@ -103,11 +103,11 @@ def verify_text(report: Report) -> str:
     """What `verify` says."""
     rows = report.details["differing"]
     lines = _differing(rows)
-    compared = _count(report.details["compared"], "tensor")
+    compared = counted(report.details["compared"], "tensor")
     if report.exit == 0:
         lines.append(f"equal: {compared} compared bit for bit, {human_bytes(report.bytes_read)} read")
     else:
-        lines.append(f"DIFFERENT: {_count(len(rows), 'tensor')} of {compared} compared")
+        lines.append(f"DIFFERENT: {counted(len(rows), 'tensor')} of {compared} compared")
     lines.append(_cost(report))
     return "\n".join(lines)
 
@@ -141,12 +141,8 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _of(tensors: int) -> str:
-    return f"  {_count(tensors, 'tensor')}" if tensors else ""
+    return f"  {counted(tensors, 'tensor')}" if tensors else ""
 
 
 def _some(names: list[str], most: int = 3) -> str:

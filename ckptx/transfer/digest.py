@@ -23,14 +23,14 @@ LEAF = 16 << 20
 leaf_digest = xxhash.xxh3_128_digest
 
 
-def tree_digest(leaves: Iterable[bytes]) -> str:
-    """The digest in hex from the digests of the blocks, in order."""
-    return xxhash.xxh3_128_hexdigest(b"".join(leaves))
+def tree_digest(leaves: Iterable[bytes]) -> bytes:
+    """The digest from the digests of the blocks, in order."""
+    return leaf_digest(b"".join(leaves))
 
 
 def digest_bytes(data: bytes) -> str:
-    """The digest of bytes in memory."""
-    return tree_digest(leaf_digest(data[at : at + LEAF]) for at in range(0, len(data), LEAF))
+    """The digest of bytes in memory, in hex."""
+    return tree_digest(leaf_digest(data[at : at + LEAF]) for at in range(0, len(data), LEAF)).hex()
 
 
 class TreeDigest:
@@ -59,6 +59,6 @@ class TreeDigest:
             room = LEAF
         self.room = room
 
-    def hexdigest(self) -> str:
+    def digest(self) -> bytes:
         """The digest of all blocks finished so far."""
         return tree_digest(self.leaves)

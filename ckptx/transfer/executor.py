@@ -105,6 +105,7 @@ class _Copy:
                     while thread.is_alive():
                         thread.join(0.1)
                         on_progress(sum(self.written))
+                on_progress(sum(self.written))
             except BaseException:
                 self.stop.set()
                 for thread in threads:
@@ -149,7 +150,7 @@ class _Copy:
                     view = memoryview(buffer)[: min(LEAF, file.nbytes - index * LEAF)]
                     os.preadv(descriptor, [view], index * LEAF)
                     leaves[index] = leaf_digest(view)
-            self.outcome.file_digests[file.name] = tree_digest(leaves[index] for index in range(count))
+            self.outcome.file_digests[file.name] = tree_digest(leaves[index] for index in range(count)).hex()
 
 
 class _Pass:
@@ -194,6 +195,8 @@ class _Pass:
         frame = item.frame
         if frame is not None:
             self._raw(frame.head)
+        if 0 < item.nbytes <= BLOCK - (self.position + self.fill) % BLOCK and self._copy_at_once(item):
+            return
         self.item_digest = TreeDigest()
         self.item_left, self.item_crc, self.want_crc = item.nbytes, 0, frame is not None
         sink: Sink = self
@@ -205,9 +208,28 @@ class _Pass:
         assert self.item_left == 0, f"{item.name}: {self.item_left} bytes were not produced"
         if frame is not None:
             self._raw(frame.tail(self.item_crc))
-        digest = self.item_digest.hexdigest()
-        self.copy.outcome.digests[item.name] = digest
-        self.finished.append((self.position + self.fill, bytes.fromhex(digest)))
+        self._finish_item(item, self.item_digest.digest())
+
+    def _copy_at_once(self, item: Item) -> bool:
+        """Copies a block that is one piece in the source and fits into the buffer; False when it is not one piece.
+
+        What `_copy_item` does in general, in a third of the time: in a checkpoint of many small tensors the calls
+        cost more than the bytes.
+        """
+        view = self.block[self.fill : self.fill + item.nbytes]
+        if item.dtype is not item.source.dtype or not self.reader.read_at_once(item.source, item.region, view):
+            return False
+        digest = tree_digest([leaf_digest(view)])
+        crc = crc32(view) if item.frame is not None else 0
+        self._advance(item.nbytes)
+        if item.frame is not None:
+            self._raw(item.frame.tail(crc))
+        self._finish_item(item, digest)
+        return True
+
+    def _finish_item(self, item: Item, digest: bytes) -> None:
+        self.copy.outcome.digests[item.name] = digest.hex()
+        self.finished.append((self.position + self.fill, digest))
 
     def space(self, nbytes: int) -> memoryview:
         """Part of the buffer: at most `nbytes`, and not across a block of the tensor's digest."""
@@ -273,12 +295,12 @@ class _Pass:
             return 0
         for index, item in enumerate(self.items[: len(recorded) // _DIGEST_BYTES]):
             digest = self._digest_on_disk(item)
-            if digest is None or digest != recorded[index * _DIGEST_BYTES : (index + 1) * _DIGEST_BYTES].hex():
+            if digest is None or digest != recorded[index * _DIGEST_BYTES : (index + 1) * _DIGEST_BYTES]:
                 return index
-            self.copy.outcome.digests[item.name] = digest
+            self.copy.outcome.digests[item.name] = digest.hex()
         return min(len(recorded) // _DIGEST_BYTES, len(self.items))
 
-    def _digest_on_disk(self, item: Item) -> str | None:
+    def _digest_on_disk(self, item: Item) -> bytes | None:
         """The digest of a finished block as it lies in the target, or None when its frame is not whole."""
         head = item.frame.head if item.frame else b""
         start = item.offset + len(head)
@@ -295,4 +317,4 @@ class _Pass:
             whole = os.pread(self.descriptor, len(head), item.offset) == head
             if not whole or os.pread(self.descriptor, len(tail), start + item.nbytes) != tail:
                 return None
-        return digest.hexdigest()
+        return digest.digest()

@@ -138,7 +138,7 @@ class _Cutter:
                     for i, share, start, pitch in starts:
                         yield Span(i, start + row * pitch, self._nbytes(share.sizes[dim]))
                 continue
-            step = max(1, TILE // width)
+            step = max(1, TILE // max(width, *(pitch for *_, pitch in starts)))  # gaps between rows are read too
             for row in range(0, rows, step):
                 count = min(step, rows - row)
                 yield Tile(

@@ -75,6 +75,31 @@ class TensorReader:
             if chunk.record is not None and crc != chunk.record.crc:
                 raise self._crc_error(entry.name, chunk, crc)
 
+    def read_at_once(self, entry: TensorEntry, region: Region, view: memoryview) -> bool:
+        """Fills `view` with `region` of `entry` by one read, when one chunk is exactly that region, row-major.
+
+        Returns:
+            False when it is not; nothing has been read then.
+
+        Raises:
+            InputError: As `stream`.
+        """
+        if len(entry.chunks) != 1:
+            return False
+        chunk = entry.chunks[0]
+        record = chunk.record
+        if chunk.strides is not None or chunk.region != region:
+            return False
+        if record is not None and (record.offset != chunk.offset or record.nbytes != chunk.nbytes):
+            return False
+        self._read_into(chunk.file, chunk.offset, view, entry.name)
+        if record is not None:
+            if record.crc is None:
+                self._count_unrecorded(chunk.file, record)
+            elif (crc := crc32(view)) != record.crc:
+                raise self._crc_error(entry.name, chunk, crc)
+        return True
+
     def _begin_checks(self, entry: TensorEntry, region: Region) -> dict[int, int]:
         """Chunks whose CRC can be checked while streaming, at CRC 0; others are checked now, in a pass of their own."""
         running: dict[int, int] = {}

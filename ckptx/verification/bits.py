@@ -17,7 +17,7 @@ from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.options import default_workers
-from ckptx.report.report import Report, count_dtypes
+from ckptx.report.report import Report, count_dtypes, counted
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.stream import Sink, TensorReader
@@ -73,7 +73,8 @@ def verify(
     for view in (first, second):
         if view.optimizer or view.other:
             report.warnings.append(
-                f"{view.catalog.root}: {len(view.optimizer)} optimizer and {len(view.other)} other tensors not compared"
+                f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
+                f"{counted(len(view.other), 'other tensor')}"
             )
     report.details = {"compared": len(pairs), "differing": rows}
     if rows or not pairs:
