@@ -1,0 +1,83 @@
+"""The harness must notice what it is there to notice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.models import RECIPES, assert_same_outputs, build, load, outputs, read_file, write
+from support.pool import GlooPool, WorkerError
+from support.stock import assert_same_tensors
+
+
+def test_comparison_of_tensors_notices_bits_shapes_dtypes_and_names() -> None:
+    tensors = {"a": torch.zeros(4), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    assert_same_tensors(dict(tensors), tensors)
+    for change in (
+        {"a": -tensors["a"]},  # equal numbers, other bytes
+        {"a": torch.zeros(2, 2)},
+        {"a": torch.zeros(4, dtype=torch.int32)},
+        {"c": torch.zeros(1)},
+    ):
+        with pytest.raises(AssertionError):
+            assert_same_tensors(tensors | change, tensors)
+    with pytest.raises(AssertionError):
+        assert_same_tensors({"a": tensors["a"]}, tensors)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_tensor_of_a_model_is_random(recipe: str) -> None:
+    for name, tensor in build(RECIPES[recipe]).state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() > 1:
+            assert tensor.float().std() > 0, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_outputs_depend_on_every_file(recipe: str, tmp_path: Path) -> None:
+    """A model whose logits do not move when its files do proves nothing."""
+    write(RECIPES[recipe], tmp_path)
+    expected = outputs(load(tmp_path), RECIPES[recipe].inputs())
+    for file in tmp_path.glob("*.safetensors"):
+        changed = {
+            name: tensor.roll(1, 0) * 1.5 if tensor.is_floating_point() and tensor.dim() else tensor
+            for name, tensor in read_file(file).items()
+        }
+        original = file.read_bytes()
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(AssertionError):
+            assert_same_outputs(outputs(load(tmp_path), RECIPES[recipe].inputs()), expected)
+        file.write_bytes(original)
+    assert_same_outputs(outputs(load(tmp_path), RECIPES[recipe].inputs()), expected)
+
+
+def _fail_on_last(rank: int, world_size: int) -> int:
+    if rank == world_size - 1:
+        raise ValueError("planted")
+    return rank
+
+
+def _die(rank: int, world_size: int) -> None:
+    os._exit(3)
+
+
+def _sum(rank: int, world_size: int) -> float:
+    total = torch.tensor(float(rank + 1))
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.slow
+def test_pool_runs_raises_and_recovers() -> None:
+    pool = GlooPool()
+    assert pool.run(_sum, 2) == [3.0, 3.0]
+    with pytest.raises(WorkerError, match="planted"):
+        pool.run(_fail_on_last, 2)
+    with pytest.raises(WorkerError, match="ended"):
+        pool.run(_die, 1)
+    assert pool.run(_sum, 2) == [3.0, 3.0]
+    with pytest.raises(ValueError, match="world size"):
+        pool.run(_sum, 5)
+    pool.close()

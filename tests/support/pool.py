@@ -1,0 +1,112 @@
+"""Worker processes that live for a whole test session and run functions under gloo.
+
+A process that imports torch costs three seconds, so they are started once, when the first test asks for them, and are
+sent functions (by import path) with arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MAX_WORLD_SIZE = 4
+_TIMEOUT = 120.0  # seconds that one function may take
+
+
+class WorkerError(AssertionError):
+    """A function failed in a worker; carries the traceback from there."""
+
+
+class GlooPool:
+    """At most `MAX_WORLD_SIZE` processes; started as far as a test needs them."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._stores = tempfile.TemporaryDirectory(prefix="gloo-stores-")
+        self._runs = itertools.count()
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """Calls `function(rank, world_size, *args)` on every rank, inside a fresh gloo process group.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            WorkerError: A rank failed or took too long; the pool starts afresh.
+        """
+        if not 1 <= world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"world size {world_size}, needed 1 to {MAX_WORLD_SIZE}")
+        while len(self._workers) < world_size:
+            self._workers.append(_start())
+        store = str(Path(self._stores.name, f"store-{next(self._runs)}"))
+        members = self._workers[:world_size]
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send((function, rank, world_size, store, args))
+        answers = [_answer(pipe) for _, pipe in members]
+        failures = [f"rank {rank}:\n{said}" for rank, (ok, said) in enumerate(answers) if not ok]
+        if failures:
+            self.stop()
+            raise WorkerError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        """Ends the workers."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def close(self) -> None:
+        """Ends the workers for good."""
+        self.stop()
+        self._stores.cleanup()
+
+
+def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_work, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    if not pipe.poll(_TIMEOUT):
+        return False, f"no answer within {_TIMEOUT:.0f} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "the process ended"
+
+
+def _work(pipe: Connection) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, world_size, store, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            try:
+                torch.manual_seed(0)
+                answer = (True, function(rank, world_size, *args))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)

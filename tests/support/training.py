@@ -1,0 +1,176 @@
+"""What trainers do with a model on several ranks: shard it, step it, save it, load it. Stock torch alone; the functions
+run in the workers of a `GlooPool`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from support import models
+from support.stock import raw
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def shard(model: Any, dp: int, tp: int) -> Any:
+    """FSDP2 over `dp` ranks outside of TP over `tp` ranks, as torchtitan does; a size of 1 leaves that axis out."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    if tp > 1:
+        plan: dict[str, Any] = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            plan[f"model.layers.*.{name}"] = ColwiseParallel()
+        for name in ("mlp.gate_proj", "mlp.up_proj"):
+            # A local output would forget that its shards are uneven.
+            plan[f"model.layers.*.{name}"] = ColwiseParallel(use_local_output=False)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[f"model.layers.*.{name}"] = RowwiseParallel()
+        parallelize_module(model, mesh["tp"], plan)
+    if dp > 1:
+        options = {"mesh": mesh["dp"], "mp_policy": MixedPrecisionPolicy()}
+        for layer in model.model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def shard_replicated(model: Any, world_size: int) -> Any:
+    """HSDP: two groups of ranks that hold the same shards."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_columns(model: Any, world_size: int) -> Any:
+    """FSDP2 that cuts tensors along their last dim where torch allows it: it must divide."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+
+    def last_dim(parameter: torch.Tensor) -> Shard:
+        return Shard(0 if parameter.shape[-1] % world_size else parameter.dim() - 1)
+
+    return fully_shard(model, mesh=mesh, shard_placement_fn=last_dim)
+
+
+def save_otherwise_sharded(rank: int, world_size: int, hf: Path, out: Path, how: str) -> None:
+    """Saves the model of `hf`, a step further, sharded by `shard_replicated` or `shard_columns`."""
+    cut = {"replicated": shard_replicated, "columns": shard_columns}[how]
+    model = cut(models.load(hf), world_size)
+    step(model)
+    state = get_model_state_dict(model)
+    save({"model": state}, out / "dcp")
+    full = {name: _full(tensor) for name, tensor in state.items()}
+    if rank == 0:
+        save_file({name: tensor.clone() for name, tensor in full.items()}, out / "expected.safetensors")
+
+
+def step(model: Any) -> torch.optim.Optimizer:
+    """One step of AdamW, so that every parameter has state and no parameter is what it was."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    tokens = models.tokens()["input_ids"]
+    model(input_ids=tokens, use_cache=False).logits.float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+class App(Stateful):
+    """Model and optimizer behind one key, as the PyTorch tutorial for DCP does."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self._parts = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(*self._parts)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("only saved")
+
+
+def train_and_save(
+    rank: int, world_size: int, hf: Path, out: Path, dp: int, tp: int, layout: str, threads: int
+) -> dict[str, int]:
+    """Trains the model of `hf` one step and saves it into `out/dcp` in a trainer's layout; rank 0 writes what the full
+    model is to `out/expected.safetensors`.
+
+    Returns:
+        Tensors and bytes of optimizer state, as torch counts them.
+    """
+    assert dp * tp == world_size
+    model = shard(models.load(hf), dp, tp)
+    optimizer = step(model)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    if layout == "bare":
+        save(model_state, out / "dcp", threads)
+    elif layout == "model-optim":
+        save({"model": model_state, "optim": optimizer_state}, out / "dcp", threads)
+    elif layout == "state":
+        save({"state": {"model": model_state, "optimizers": optimizer_state}, "step": 1}, out / "dcp", threads)
+    elif layout == "app":
+        save({"app": App(model, optimizer)}, out / "dcp", threads)
+    elif layout == "accelerate":
+        save({"model": model_state}, out / "dcp" / "pytorch_model_fsdp_0", threads)
+        save({"optimizer": optimizer_state}, out / "dcp" / "optimizer_0", threads)
+    elif layout == "two-directories":
+        save(model_state, out / "dcp" / "model", threads)
+        save(optimizer_state, out / "dcp" / "optim", threads)
+    elif layout == "flattened":
+        flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))[1]
+        save({"model": model_state, "optimizer": flat}, out / "dcp", threads)
+    else:
+        raise ValueError(layout)
+    full = {name: _full(tensor) for name, tensor in model_state.items()}
+    if rank == 0:
+        save_file({name: tensor.clone() for name, tensor in full.items()}, out / "expected.safetensors")
+    return {"sharded": sum(isinstance(tensor, DTensor) for tensor in model_state.values())}
+
+
+def save(state: dict[str, Any], path: Path, threads: int = 1) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=threads))
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+
+
+def load_and_compare(
+    rank: int, world_size: int, hf: Path, checkpoint: Path, dp: int, tp: int, untie: bool = False
+) -> list[str]:
+    """Loads a DCP by stock `dcp.load` into a sharded model that starts with other weights.
+
+    Args:
+        hf: HF checkpoint that says what the weights are.
+        checkpoint: The DCP.
+        dp: Ranks of FSDP2.
+        tp: Ranks of TP.
+        untie: Whether the model has a head of its own, which asks for `lm_head.weight` beside the embedding.
+
+    Returns:
+        Names that are not, bit for bit, what `hf` holds; "sharded" is appended when nothing was.
+    """
+    config = models.transformers.AutoConfig.from_pretrained(hf)
+    if untie:
+        config.tie_word_embeddings = False
+    dtype = config.dtype
+    model = models.transformers.LlamaForCausalLM(config).to(dtype)
+    models.randomise(model, seed=99)
+    model = shard(model, dp, tp)
+    state = get_model_state_dict(model)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
+    expected = models.read_hf(hf)
+    if untie:
+        assert "lm_head.weight" in state
+        expected.setdefault("lm_head.weight", expected["model.embed_tokens.weight"])
+    assert state.keys() >= expected.keys()
+    wrong = [name for name, tensor in expected.items() if raw(state[name]) != raw(tensor)]
+    sharded = [t for t in state.values() if isinstance(t, DTensor) and any(isinstance(p, Shard) for p in t.placements)]
+    return wrong if sharded else [*wrong, "nothing was sharded"]
