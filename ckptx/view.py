@@ -15,7 +15,7 @@ from ckptx.catalog.region import whole
 from ckptx.formats.dcp import METADATA, open_payloads
 from ckptx.formats.huggingface import refuse_adapters
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.mapping.names import Roles, assign_roles, pattern_of, strip_wrappers
+from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import TreeDigest, digest_bytes
 from ckptx.transfer.stream import TensorReader
@@ -68,7 +68,7 @@ def view_model(
         trust_remote_code: Allows code from the checkpoint to run, for classes transformers lacks.
 
     Raises:
-        InputError: Names collide without wrappers, or no tensor has the prefix.
+        InputError: No tensor has the prefix.
         UnsupportedError: The tensors are an adapter.
     """
     config = config if config is not None else catalog.config
@@ -76,14 +76,8 @@ def view_model(
     if config is not None:
         architecture = find_architecture(config, config_dir=catalog.root, trust_remote_code=trust_remote_code)
     patterns = architecture.name_patterns if architecture is not None else frozenset()
-    unwrapped = strip_wrappers(catalog.tensors, patterns)
+    unwrapped, roles = _names_of_model(catalog, patterns, prefix)
     on_disk = {short: name for name, short in unwrapped.names.items()}
-    if catalog.format == "dcp":
-        roles = assign_roles(on_disk, patterns or None, prefix)
-        if roles.optimizer or roles.other:
-            roles = _as_remembered(catalog, on_disk, roles)
-    else:
-        roles = Roles("", {name: name for name in on_disk}, [], [])
     tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
     names_by_pattern: dict[str, list[str]] = {}
     for name in tensors:
@@ -105,12 +99,22 @@ def view_model(
     return view
 
 
-def _as_remembered(catalog: Catalog, on_disk: dict[str, str], roles: Roles) -> Roles:
-    """What came from an HF checkpoint is the model, however it is called."""
-    manifest = manifest_beside(catalog, [])
-    if manifest is None or not manifest["tensors"].keys() >= on_disk.keys():
-        return roles
-    return Roles("", {name: name for name in on_disk}, [], [])
+def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | None) -> tuple[Unwrapped, Roles]:
+    """Names without wrappers, and what is the model among them. In an HF checkpoint every name is, and as it is."""
+    plain = Unwrapped({name: name for name in catalog.tensors}, {})
+    as_they_are = plain, Roles("", plain.names, [], [])
+    if catalog.format != "dcp":
+        return as_they_are
+    unwrapped = strip_wrappers(catalog.tensors, patterns)
+    roles = assign_roles(unwrapped.names.values(), patterns or None, prefix)
+    if unwrapped.counts or roles.optimizer or roles.other:
+        manifest = manifest_beside(catalog, [])
+        if manifest is not None and manifest["tensors"].keys() >= catalog.tensors.keys():
+            return as_they_are  # it was made from an HF checkpoint: all of it is the model, however it is called
+    if unwrapped.collision is not None:
+        first, second = unwrapped.collision
+        catalog.notes.append(f'wrappers kept in names: "{first}" and "{second}" would become one')
+    return unwrapped, roles
 
 
 def manifest_beside(source: Catalog, notes: list[str]) -> dict[str, Any] | None:

@@ -56,7 +56,6 @@ def convert(
     if not settings.resume and not settings.dry_run:
         refuse_existing(Path(dst), settings.overwrite)
     source = open_checkpoint(path)
-    report.warnings.extend(source.notes)
     with FilePool(source.root) as files:
         run = to_dcp if direction == "hf2dcp" else to_huggingface
         run(Conversion(source, files, Path(dst), settings, report, on_progress))

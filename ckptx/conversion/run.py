@@ -42,6 +42,7 @@ class Conversion:
         """Views the source as a model, decides its ties, and reports both."""
         options, report = self.options, self.report
         view = view_model(self.source, config=config, prefix=prefix, trust_remote_code=options.trust_remote_code)
+        report.warnings.extend(self.source.notes)
         locate_payloads(view, self.files)
         self.source = view.catalog
         decisions = decide_ties(view, self.files, tie_missing=options.tie_missing)

@@ -29,17 +29,23 @@ _INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 class Unwrapped(NamedTuple):
-    """Names without wrappers: `names` maps old to new, `counts` says how often each wrapper was removed."""
+    """Names without wrappers.
+
+    Attributes:
+        names: Old name to new.
+        counts: How often each wrapper was removed.
+        collision: Two names that would have become one, so that nothing was removed; else None.
+    """
 
     names: dict[str, str]
     counts: dict[str, int]
+    collision: tuple[str, str] | None = None
 
 
 def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset()) -> Unwrapped:
     """Removes wrapper components at any depth, except from names the architecture has itself (`patterns`).
 
-    Raises:
-        InputError: Two names would become one.
+    A wrapper wraps something: the last component of a name is never one.
 
     Example:
         model._orig_mod.layers.0._checkpoint_wrapped_module.weight -> model.layers.0.weight
@@ -47,20 +53,17 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
     renamed: dict[str, str] = {}
     counts: dict[str, int] = {}
     owner: dict[str, str] = {}
+    names = list(names)
     for name in names:
-        parts = name.split(".")
-        kept = parts
-        if not WRAPPERS.isdisjoint(parts) and pattern_of(name) not in patterns:
-            kept = [part for part in parts if part not in WRAPPERS]
-            for part in parts:
+        *parents, last = name.split(".")
+        short = name
+        if not WRAPPERS.isdisjoint(parents) and pattern_of(name) not in patterns:
+            short = ".".join([*(part for part in parents if part not in WRAPPERS), last])
+            for part in parents:
                 if part in WRAPPERS:
                     counts[part] = counts.get(part, 0) + 1
-        short = ".".join(kept)
         if short in owner:
-            raise InputError(
-                f'tensors "{owner[short]}" and "{name}" are both "{short}" without wrappers; '
-                "the checkpoint holds two copies, remove one"
-            )
+            return Unwrapped({name: name for name in names}, {}, (owner[short], name))
         owner[short] = name
         renamed[name] = short
     return Unwrapped(renamed, counts)

@@ -1,0 +1,125 @@
+"""Names without wrappers and prefixes; what is the model and what is not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptx.errors import InputError
+from ckptx.mapping.names import assign_roles, is_optimizer, is_trainer_state, pattern_of, strip_wrappers
+
+PATTERNS = frozenset({"model.embed.weight", "model.layers.*.w", "model.norm.weight", "lm_head.weight"})
+MODEL = ["model.embed.weight", "model.layers.0.w", "model.layers.1.w", "model.norm.weight", "lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("model.layers.0.w", "model.layers.0.w"),
+        ("_orig_mod.model.layers.0.w", "model.layers.0.w"),
+        ("model._orig_mod.layers.0._checkpoint_wrapped_module.w", "model.layers.0.w"),
+        ("module.module.a", "a"),
+        ("_fsdp_wrapped_module._orig_mod.a", "a"),
+        ("modules.a", "modules.a"),
+        ("a._orig_mod_b", "a._orig_mod_b"),
+    ],
+)
+def test_wrappers_at_any_depth(name: str, short: str) -> None:
+    assert strip_wrappers([name]).names == {name: short}
+
+
+def test_wrappers_are_counted() -> None:
+    assert strip_wrappers(["module.a", "module._orig_mod.b", "c"]).counts == {"module": 2, "_orig_mod": 1}
+
+
+def test_a_component_that_the_architecture_has_is_no_wrapper() -> None:
+    assert strip_wrappers(["vision.module.0.w"], frozenset({"vision.module.*.w"})).counts == {}
+
+
+@pytest.mark.parametrize("names", [["a", "module.a"], ["_orig_mod.a", "module.a"]])
+def test_nothing_is_removed_where_two_names_would_become_one(names: list[str]) -> None:
+    unwrapped = strip_wrappers([*names, "module.b"])
+    assert unwrapped.names == {name: name for name in [*names, "module.b"]}
+    assert unwrapped.counts == {}
+    assert unwrapped.collision == tuple(names)
+
+
+def test_the_last_component_is_no_wrapper() -> None:
+    assert strip_wrappers(["module", "a.module"]).names == {"module": "module", "a.module": "a.module"}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "trainer"),
+    [
+        ("optimizer.state.model.w.exp_avg", True, False),
+        ("optim.w", True, False),
+        ("state.optimizers.0.w", True, False),
+        ("app.optim.w", True, False),
+        ("train_state.step", False, True),
+        ("state.lr_scheduler.last", False, True),
+        ("rng_state", False, True),
+        ("state.model.w", False, False),
+        ("model.optimizer.w", False, False),
+        ("optimizers_head.w", False, False),
+        ("stepper.w", False, False),
+    ],
+)
+def test_what_is_not_the_model(name: str, optimizer: bool, trainer: bool) -> None:
+    assert (is_optimizer(name), is_trainer_state(name)) == (optimizer, trainer)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "state.model.", "app.", "a.b.c."])
+def test_the_prefix_that_leaves_known_names_is_found(prefix: str) -> None:
+    others = ["optimizer.state.x", "train_state.step"]
+    roles = assign_roles([prefix + name for name in MODEL] + others, PATTERNS)
+    assert roles.prefix == prefix
+    assert roles.model == {name: prefix + name for name in MODEL}
+    assert (roles.optimizer, roles.other) == (["optimizer.state.x"], ["train_state.step"])
+
+
+def test_names_beside_the_prefix_are_no_model() -> None:
+    roles = assign_roles([*(f"app.{name}" for name in MODEL), "ema.w"], PATTERNS)
+    assert (roles.prefix, roles.other) == ("app.", ["ema.w"])
+
+
+def test_without_an_architecture_nothing_is_stripped() -> None:
+    names = [f"model.{name}" for name in MODEL]
+    roles = assign_roles(names, None)
+    assert (roles.prefix, roles.model) == ("", {name: name for name in names})
+
+
+def test_a_module_that_is_called_like_training_state_is_model() -> None:
+    patterns = PATTERNS | {"scaler.weight", "optim.*.w"}
+    roles = assign_roles(["scaler.weight", "scaler.bias", "optim.0.w"], patterns)
+    assert (list(roles.model), roles.optimizer, roles.other) == (["scaler.weight", "optim.0.w"], [], ["scaler.bias"])
+
+
+def test_names_nobody_knows_keep_their_prefix() -> None:
+    assert assign_roles(["x.y.z"], PATTERNS).prefix == ""
+
+
+def test_a_given_prefix_counts_without_an_architecture() -> None:
+    roles = assign_roles(["m.a", "m.b", "c"], None, "m.")
+    assert (roles.model, roles.other) == ({"a": "m.a", "b": "m.b"}, ["c"])
+
+
+def test_a_prefix_that_no_name_has() -> None:
+    with pytest.raises(InputError, match=r'no tensor name begins with "x\."'):
+        assign_roles(["a"], None, "x.")
+
+
+@given(st.lists(st.text("ab0.mo_", min_size=1, max_size=12), unique=True), st.sampled_from([None, "", "m", "a."]))
+@settings(deadline=None)
+def test_no_name_is_lost(names: list[str], prefix: str | None) -> None:
+    try:
+        roles = assign_roles(names, PATTERNS, prefix)
+    except InputError:
+        return
+    assert sorted([*roles.model.values(), *roles.optimizer, *roles.other]) == sorted(names)
+
+
+def test_numbers_in_names_are_one_pattern() -> None:
+    assert pattern_of("model.layers.31.mlp.4.w0") == "model.layers.*.mlp.*.w0"
+    assert pattern_of("0.a.1") == "*.a.*"
+    assert pattern_of("w1.1x") == "w1.1x"
