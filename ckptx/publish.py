@@ -17,6 +17,8 @@ from ckptx.storage import FilePool, create, unreadable, write_at
 from ckptx.transfer.digest import LEAF, digest_bytes, leaf_digest, tree_digest
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
+from ckptx.transfer.sinks import digest_of
+from ckptx.transfer.stream import TensorReader
 
 
 @dataclass(slots=True)
@@ -69,10 +71,10 @@ def publish(
         InputError: The source is corrupt, or changed while it was read.
     """
     with Staging(target, overwrite=overwrite, resume=resume) as staging:
-        if resume and is_complete(target, job):
+        before = fingerprint(job.source)
+        if resume and is_complete(target, job) and has_contents(target, job, files, max_memory):
             staging.discard()
             return None
-        before = fingerprint(job.source)
         staging.refuse_target_unless(overwrite)
         staging.begin(repr((before, _layout(job.plan), sorted(job.options.items()))).encode(), resume)
         staging.require_space(job.nbytes - _allocated(staging.tree))
@@ -106,13 +108,21 @@ def publish(
 
 
 def fingerprint(source: Catalog) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the tensor files of a checkpoint."""
+    """Names, sizes and times of the tensor files of a checkpoint.
+
+    Raises:
+        InputError: A file is gone, or has another size than when the checkpoint was opened.
+    """
     rows = []
     for name in source.files:
         try:
             stat = os.stat(source.root / name)
         except OSError as error:
             raise unreadable(source.root / name, error) from error
+        if stat.st_size != source.files[name]:
+            raise InputError(
+                f"{source.root / name}: changed while it was being read; wait for its writer, then run again"
+            )
         rows.append((name, stat.st_size, stat.st_mtime_ns))
     return rows
 
@@ -131,6 +141,16 @@ def is_complete(target: Path, job: Job) -> bool:
         )
     except (CkptxError, OSError, KeyError, TypeError):
         return False
+
+
+def has_contents(target: Path, job: Job, files: FilePool, max_memory: int) -> bool:
+    """True when the digests in the manifest of `target` are those of the source; reads all of the source."""
+    tensors = read_manifest(target / MANIFEST)["tensors"]
+    reader = TensorReader(files, max_memory)
+    items = (item for file in job.plan.files for item in file.items)
+    return all(
+        tensors[item.name]["digest"] == digest_of(reader, item.source, item.dtype).digest().hex() for item in items
+    )
 
 
 def _layout(plan: CopyPlan) -> str:

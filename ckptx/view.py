@@ -11,13 +11,13 @@ from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.manifest import read_manifest
-from ckptx.catalog.region import whole
 from ckptx.formats.dcp import METADATA, open_payloads
 from ckptx.formats.huggingface import refuse_adapters
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.storage import FilePool
-from ckptx.transfer.digest import TreeDigest, digest_bytes
+from ckptx.transfer.digest import digest_bytes
+from ckptx.transfer.sinks import digest_of
 from ckptx.transfer.stream import TensorReader
 
 
@@ -156,34 +156,14 @@ def decide_ties(view: ModelView, files: FilePool, *, tie_missing: bool = False) 
     stored = {name: Stored(entry.shape, entry.dtype.name) for name, entry in view.tensors.items()}
     reader = TensorReader(files)
 
+    def leaves_of(entry: TensorEntry) -> list[bytes]:
+        return digest_of(reader, entry, entry.dtype).leaves
+
     def equal(a: str, b: str) -> bool:
         first, second = view.tensors[a], view.tensors[b]
-        return first.chunks == second.chunks or digest_of(reader, first) == digest_of(reader, second)
+        return first.chunks == second.chunks or leaves_of(first) == leaves_of(second)
 
     return resolve_ties(view.architecture, view.config, stored, equal, tie_missing=tie_missing)
-
-
-class DigestSink:
-    """Digests a tensor and keeps nothing."""
-
-    def __init__(self, nbytes: int, buffer: memoryview) -> None:
-        self.digest = TreeDigest()
-        self._left = nbytes
-        self._buffer = buffer
-
-    def space(self, nbytes: int) -> memoryview:
-        return self._buffer[: min(nbytes, self.digest.room)]
-
-    def commit(self, view: memoryview) -> None:
-        self._left -= len(view)
-        self.digest.update(view, last=not self._left)
-
-
-def digest_of(reader: TensorReader, entry: TensorEntry) -> str:
-    """The layout-independent digest of a tensor, from its bytes."""
-    sink = DigestSink(entry.nbytes, memoryview(bytearray(min(1 << 20, max(1, entry.nbytes)))))
-    reader.stream(entry, whole(entry.shape), sink)
-    return sink.digest.digest().hex()
 
 
 def tie_rows(decisions: list[TieDecision]) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def main() -> None:
         code = leave.exit_code
     except click.UsageError as error:
         hint = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
-        say_error(error.format_message().rstrip(".") + hint)
+        say_error(error.format_message().rstrip(".") + hint, as_json="--json" in sys.argv)
         code = error.exit_code
     except click.Abort:
         code = 130

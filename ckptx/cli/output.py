@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ckptx.errors import CkptxError, Defect
+from ckptx.errors import CkptxError, Defect, UsageError
 from ckptx.report.report import Report, human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -82,7 +82,7 @@ class Output:
         if report.error is not None:
             say_error(report.error)
         if not self.as_json:
-            if not self.quiet:
+            if not self.quiet and report.error is None:
                 for warning in report.warnings:
                     click.echo(f"note: {warning}", err=True)
             if report.error is None and (not self.quiet or report.exit):
@@ -116,8 +116,11 @@ class Output:
             self._bar = None
 
 
-def say_error(message: str) -> None:
-    """One line on stderr."""
+def say_error(message: str, *, as_json: bool = False) -> None:
+    """One line on stderr; for an error in the call itself, `as_json` adds the document the caller waits for."""
+    if as_json:
+        report = Report("usage", exit=UsageError.exit_code, error=message)
+        sys.stdout.write(report.finish().to_json())
     context = click.get_current_context(silent=True)
     settings = context.find_root().ensure_object(dict) if context is not None else {}
     plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))

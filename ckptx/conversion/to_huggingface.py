@@ -22,6 +22,7 @@ from ckptx.mapping.config import dtype_edits
 from ckptx.options import ConvertOptions
 from ckptx.publish import Job
 from ckptx.report.report import counted, human_bytes
+from ckptx.staging import refuse_overlap
 from ckptx.storage import FilePool
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
@@ -40,6 +41,8 @@ def to_huggingface(run: Conversion) -> None:
     if run.source.format == "huggingface":
         raise UsageError(f"{run.source.root}: is a safetensors checkpoint already; convert hf2dcp turns it into a DCP")
     base = _open_base(options)
+    if base is not None:
+        refuse_overlap(base.root, run.dst)
     config = _config(run, base)
     view, decisions = run.view(config, options.prefix)
     _drop_training_state(run, view)

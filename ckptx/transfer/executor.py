@@ -18,7 +18,8 @@ from pathlib import Path
 from ckptx.storage import FilePool, create, write_at
 from ckptx.transfer.digest import LEAF, TreeDigest, crc32, leaf_digest, tree_digest
 from ckptx.transfer.plan import CopyPlan, Item, Run, TargetFile
-from ckptx.transfer.stream import Sink, TensorReader
+from ckptx.transfer.sinks import stream_as
+from ckptx.transfer.stream import TensorReader
 
 BLOCK = 1 << 20
 _DIGEST_BYTES = 16
@@ -199,12 +200,7 @@ class _Pass:
             return
         self.item_digest = TreeDigest()
         self.item_left, self.item_crc, self.want_crc = item.nbytes, 0, frame is not None
-        sink: Sink = self
-        if item.dtype is not item.source.dtype:
-            from ckptx.transfer.cast import CastSink  # numpy, which most conversions do without
-
-            sink = CastSink(self, item.source.dtype, item.dtype, memoryview(bytearray(BLOCK)))
-        self.reader.stream(item.source, item.region, sink)
+        stream_as(self.reader, item.source, item.region, item.dtype, self)
         assert self.item_left == 0, f"{item.name}: {self.item_left} bytes were not produced"
         if frame is not None:
             self._raw(frame.tail(self.item_crc))

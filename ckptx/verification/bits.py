@@ -20,8 +20,9 @@ from ckptx.options import default_workers
 from ckptx.report.report import Report, count_dtypes, counted
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import LEAF
-from ckptx.transfer.stream import Sink, TensorReader
-from ckptx.view import DigestSink, ModelView, locate_payloads, view_model
+from ckptx.transfer.sinks import digest_of, stream_as
+from ckptx.transfer.stream import TensorReader
+from ckptx.view import ModelView, locate_payloads, view_model
 
 _BUFFER = 1 << 20
 
@@ -202,30 +203,16 @@ class _Comparison:
 
 def _compare(pair: _Pair, a: TensorReader, b: TensorReader) -> dict[str, Any] | None:
     """None when the bytes are equal, else a row that says where the first difference is."""
-    buffer = memoryview(bytearray(_BUFFER))
-    nbytes = pair.b.nbytes
-    sides = []
-    for reader, entry in ((a, pair.a), (b, pair.b)):
-        sink = DigestSink(nbytes, buffer)
-        _stream(reader, entry, pair.dtype, sink)
-        sides.append(sink.digest.leaves)
+    sides = [digest_of(reader, entry, pair.dtype).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
     if sides[0] == sides[1]:
         return None
     block = next(i for i, (x, y) in enumerate(zip(*sides, strict=True)) if x != y)
     kept = []
     for reader, entry in ((a, pair.a), (b, pair.b)):
         keep = _KeepSink(block)
-        _stream(reader, entry, pair.dtype, keep)
+        stream_as(reader, entry, whole(entry.shape), pair.dtype, keep)
         kept.append(keep.kept)
     return {"name": pair.name, "what": "content"} | _locate_difference(pair, block, *kept)
-
-
-def _stream(reader: TensorReader, entry: TensorEntry, dtype: DType, sink: Sink) -> None:
-    if entry.dtype is not dtype:
-        from ckptx.transfer.cast import CastSink
-
-        sink = CastSink(sink, entry.dtype, dtype, memoryview(bytearray(_BUFFER)))
-    reader.stream(entry, whole(entry.shape), sink)
 
 
 def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,5 @@ def test_damage_never_escapes_as_another_error(data: st.DataObject) -> None:
     sample = bytearray(original if data.draw(st.booleans()) else emit_metadata(parse_metadata(original, "x")))
     for _ in range(data.draw(st.integers(1, 4))):
         sample[data.draw(st.integers(0, len(sample) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with suppress(CkptxError):
         emit_metadata(parse_metadata(bytes(sample), "x"))
-    except CkptxError:
-        pass

@@ -1,0 +1,44 @@
+"""Where a stream of a tensor can go besides a file: through a cast, into a digest."""
+
+from __future__ import annotations
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.region import Region, whole
+from ckptx.transfer.digest import TreeDigest
+from ckptx.transfer.stream import Sink, TensorReader
+
+_BUFFER = 1 << 20
+
+
+class DigestSink:
+    """Digests a tensor and keeps nothing."""
+
+    def __init__(self, nbytes: int, buffer: memoryview) -> None:
+        self.digest = TreeDigest()
+        self._left = nbytes
+        self._buffer = buffer
+
+    def space(self, nbytes: int) -> memoryview:
+        return self._buffer[: min(nbytes, self.digest.room)]
+
+    def commit(self, view: memoryview) -> None:
+        self._left -= len(view)
+        self.digest.update(view, last=not self._left)
+
+
+def stream_as(reader: TensorReader, entry: TensorEntry, region: Region, dtype: DType, sink: Sink) -> None:
+    """Sends `region` of `entry` to `sink`, cast to `dtype` where it has another."""
+    if entry.dtype is not dtype:
+        from ckptx.transfer.cast import CastSink  # numpy, which most conversions do without
+
+        sink = CastSink(sink, entry.dtype, dtype, memoryview(bytearray(_BUFFER)))
+    reader.stream(entry, region, sink)
+
+
+def digest_of(reader: TensorReader, entry: TensorEntry, dtype: DType) -> TreeDigest:
+    """The layout-independent digest of a tensor cast to `dtype`, from its bytes."""
+    nbytes = dtype.nbytes(entry.numel)
+    sink = DigestSink(nbytes, memoryview(bytearray(min(_BUFFER, max(1, nbytes)))))
+    stream_as(reader, entry, whole(entry.shape), dtype, sink)
+    return sink.digest

@@ -1,0 +1,77 @@
+"""Files beside the weights: what travels, what stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckptx.errors import InputError
+from ckptx.formats.sidecars import look_around
+
+
+def lay_out(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(name.encode())
+
+
+def around(root: Path, *used: str) -> tuple[list[str], list[str]]:
+    found = look_around(root, frozenset(used))
+    assert all(sidecar.nbytes == (root / sidecar.name).stat().st_size for sidecar in found.carried)
+    return [sidecar.name for sidecar in found.carried], list(found.left)
+
+
+def test_config_tokenizer_template_code_and_licence_travel(tmp_path: Path) -> None:
+    names = sorted(["LICENSE", "chat_template.jinja", "config.json", "modeling_x.py", "tokenizer.model"])
+    lay_out(tmp_path, *names, "model.safetensors")
+    assert around(tmp_path, "model.safetensors") == (names, [])
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "tf_model.h5", "model.gguf", "model.safetensors.index.json"])
+def test_weights_that_are_not_used_stay_and_are_named(tmp_path: Path, name: str) -> None:
+    lay_out(tmp_path, "config.json", "model.safetensors", name)
+    assert around(tmp_path, "model.safetensors") == (["config.json"], [name])
+
+
+def test_our_own_marks_do_not_travel(tmp_path: Path) -> None:
+    lay_out(tmp_path, "ckptx.json", ".metadata", "config.json", "__0_0.distcp")
+    assert around(tmp_path, "__0_0.distcp") == (["config.json"], [])
+
+
+def test_a_directory_of_other_weights_stays_whole(tmp_path: Path) -> None:
+    lay_out(tmp_path, "config.json", "onnx/model.onnx", "onnx/config.json", "additional/vocab.txt")
+    assert around(tmp_path) == (["additional/vocab.txt", "config.json"], ["onnx/config.json", "onnx/model.onnx"])
+
+
+def test_modules_of_sentence_transformers_travel_with_their_weights(tmp_path: Path) -> None:
+    lay_out(tmp_path, "model.safetensors", "2_Dense/model.safetensors", "2_Dense/config.json", "x/model.safetensors")
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "2_Dense"}]))
+    carried, left = around(tmp_path, "model.safetensors")
+    assert carried == ["2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"]
+    assert left == ["x/model.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "{", '[{"path": 1}]'])
+def test_somebody_elses_modules_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    assert around(tmp_path) == (["modules.json"], [])
+
+
+def test_hidden_directories_and_depths_are_left_alone(tmp_path: Path) -> None:
+    lay_out(tmp_path, ".git/config", ".cache/x", "a/b/c/kept", "a/b/c/d/deep")
+    assert around(tmp_path)[0] == ["a/b/c/kept"]
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    lay_out(tmp_path, "config.json")
+    (tmp_path / "tokenizer.json").symlink_to("../blobs/abc")
+    with pytest.raises(InputError, match=r"tokenizer\.json: symbolic link to \.\./blobs/abc, which does not exist"):
+        around(tmp_path)
+
+
+def test_a_directory_that_contains_itself_ends(tmp_path: Path) -> None:
+    lay_out(tmp_path, "config.json")
+    (tmp_path / "loop").symlink_to(".")
+    assert "config.json" in around(tmp_path)[0]

@@ -1,0 +1,136 @@
+"""Rooms and floors: a module imports from lower floors alone, and torch is confined to a few rooms."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import ckptx
+
+ROOT = Path(ckptx.__file__).parent
+
+FLOORS = (
+    ("errors", "version"),
+    ("catalog", "storage", "staging"),
+    ("layout", "mapping"),
+    ("formats", "architecture", "transfer"),
+    ("runtime", "report", "view", "publish", "options"),
+    ("conversion", "inspection", "difference", "verification"),
+    ("robustness",),
+    ("cli", "__main__"),
+    ("__init__",),  # the Python API names what it offers
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
+
+# Neighbours that meet: staging writes through storage; verification compares headers as diff does.
+MEETINGS = {("staging", "storage"), ("verification", "difference"), ("__main__", "cli")}
+
+HEAVY = {"torch", "transformers", "accelerate", "peft"}
+MAY_BE_HEAVY = (
+    "architecture/meta_model.py", "runtime/", "verification/load.py", "verification/forward.py", "robustness/",
+)  # fmt: skip
+
+
+class Import(NamedTuple):
+    """One import statement: where it is, and the full name of what it imports."""
+
+    file: str
+    line: int
+    name: str
+
+
+def imports_of(source: str, file: str) -> Iterator[Import]:
+    """Every import in a module, also inside functions and under TYPE_CHECKING."""
+    package = ["ckptx", *Path(file).parent.parts]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(file, node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "ckptx":
+                yield from (Import(file, node.lineno, f"ckptx.{alias.name}") for alias in node.names)
+            else:
+                yield Import(file, node.lineno, module)
+
+
+def room_of(file: str) -> str:
+    """catalog/region.py -> catalog, storage.py -> storage."""
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def faults_of(source: str, file: str) -> list[str]:
+    """What a module imports and must not."""
+    here = room_of(file)
+    faults = []
+    if here not in FLOOR:
+        return [f"{file}: is on no floor"]
+    for found in imports_of(source, file):
+        top, _, rest = found.name.partition(".")
+        if top in HEAVY and not file.startswith(MAY_BE_HEAVY):
+            faults.append(f"{file}:{found.line}: imports {top}")
+        if top != "ckptx":
+            continue
+        there = rest.partition(".")[0] or "__init__"
+        if there == "__version__":
+            there = "__init__"
+        if there not in FLOOR:
+            faults.append(f"{file}:{found.line}: imports ckptx.{there}, which is on no floor")
+        elif there != here and FLOOR[there] >= FLOOR[here] and (here, there) not in MEETINGS:
+            faults.append(f"{file}:{found.line}: {here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})")
+    return faults
+
+
+FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_module_imports_from_lower_floors_alone(file: str) -> None:
+    assert faults_of((ROOT / file).read_text(encoding="utf-8"), file) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "fault"),
+    [
+        ("storage.py", "from ckptx.cli.main import main", "storage (floor 2) imports cli (floor 8)"),
+        ("formats/x.py", "import ckptx.transfer.plan", "formats (floor 4) imports transfer (floor 4)"),
+        ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
+        ("storage.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),
+        ("storage.py", "from ckptx.staging import Staging", "imports staging"),
+        ("catalog/x.py", "from ckptx import staging", "imports staging"),
+        ("catalog/x.py", "from ..formats import dcp", "imports formats"),
+        ("catalog/x.py", "from ckptx import inspect", "ckptx.inspect, which is on no floor"),
+        ("difference.py", "from ckptx.verification.bits import verify", "imports verification"),
+        ("transfer/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ckptx.view", "imports view"),
+        ("formats/x.py", "import torch", "imports torch"),
+        ("cli/x.py", "def f():\n    from transformers.models import llama", "imports transformers"),
+        ("architecture/table.py", "import torch.nn as nn", "imports torch"),
+        ("verification/bits.py", "import torch", "imports torch"),
+        ("helpers.py", "", "is on no floor"),
+    ],
+)
+def test_a_planted_import_is_found(file: str, source: str, fault: str) -> None:
+    (found,) = faults_of(source, file)
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("formats/x.py", "from ckptx.formats.dcp import open_dcp\nfrom . import dcp\nfrom .dcp import open_dcp"),
+        ("staging.py", "from ckptx.storage import create"),
+        ("verification/bits.py", "from ckptx.difference import diff"),
+        ("architecture/meta_model.py", "import torch\nfrom transformers import AutoConfig"),
+        ("cli/x.py", "from ckptx.conversion.convert import convert\nimport os, numpy"),
+    ],
+)
+def test_a_permitted_import_is_not(file: str, source: str) -> None:
+    assert faults_of(source, file) == []
+
+
+def test_every_room_is_looked_at() -> None:
+    assert {"catalog", "formats", "transfer", "cli", "storage", "__init__"} <= {room_of(file) for file in FILES}

@@ -1,0 +1,126 @@
+"""Files on disk: paths that stay inside, descriptors that are shared, failures that are named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckptx import storage
+from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
+from ckptx.storage import FilePool, create, inside, unreadable, unwritable, write_at, write_file
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.safetensors", "./a", "a..b", "..a", "a/...", " "])
+def test_names_inside(tmp_path: Path, name: str) -> None:
+    assert tmp_path in inside(tmp_path, name).parents
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "..", "../a", "a/../../b", "a/..", "a\\b", "a\0b"])
+def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="leads out of the checkpoint directory"):
+        inside(tmp_path, name)
+
+
+def test_a_pool_opens_each_file_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    with FilePool(tmp_path) as files:
+        found: list[int] = []
+        threads = [threading.Thread(target=lambda: found.append(files.fd("a"))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(found)) == 1
+        assert files.size("a") == 10
+        assert files.read("a", 2, 3) == b"234"
+        assert files.read("a", 10, 0) == b""
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(found[0])
+
+
+def test_a_read_past_the_end_says_how_far(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    said = r"a: ends at byte 10, needed up to 12;.*truncated"
+    with FilePool(tmp_path) as files, pytest.raises(InputError, match=said):
+        files.read("a", 8, 4)
+
+
+def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    real = os.pread
+    monkeypatch.setattr(storage.os, "pread", lambda fd, n, at: real(fd, min(n, 3), at))
+    with FilePool(tmp_path) as files:
+        assert files.read("a", 1, 8) == b"12345678"
+
+
+def test_missing_dangling_and_forbidden_files_read_differently(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("gone")
+    (tmp_path / "directory").mkdir()
+    with FilePool(tmp_path) as files:
+        with pytest.raises(InputError, match="missing: no such file"):
+            files.fd("missing")
+        with pytest.raises(InputError, match="link: symbolic link to gone, which does not exist"):
+            files.fd("link")
+        with pytest.raises(InputError, match="out of the checkpoint"):
+            files.fd("../x")
+    error = PermissionError(errno.EACCES, "Permission denied")
+    assert "cannot be read: Permission denied" in str(unreadable(tmp_path / "directory", error))
+
+
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(storage.os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
+    descriptor = create(tmp_path / "deep" / "a")
+    write_at(descriptor, b"0123456789", 2, tmp_path / "deep" / "a")
+    os.close(descriptor)
+    assert (tmp_path / "deep" / "a").read_bytes() == b"\0\x000123456789"
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    write_file(tmp_path / "a", b"0123456789")
+    write_file(tmp_path / "a", b"ab")
+    assert (tmp_path / "a").read_bytes() == b"ab"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, SpaceError),
+        (errno.EDQUOT, SpaceError),
+        (errno.EIO, OutputError),
+        (errno.EROFS, OutputError),
+        (errno.EFBIG, OutputError),
+    ],
+)
+def test_failed_writes_by_cause(number: int, kind: type[CkptxError]) -> None:
+    refusal = unwritable(Path("x"), OSError(number, os.strerror(number)))
+    assert type(refusal) is kind
+    assert os.strerror(number) in str(refusal)
+
+
+def test_a_full_device_is_said_to_be_full() -> None:
+    descriptor = os.open("/dev/full", os.O_RDWR)
+    try:
+        with pytest.raises(SpaceError, match="No space left"):
+            write_at(descriptor, b"x", 0, Path("/dev/full"))
+    finally:
+        os.close(descriptor)
+
+
+def test_a_file_below_a_file_cannot_be_created(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    with pytest.raises(OutputError, match="cannot be written"):
+        create(tmp_path / "a" / "b")
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_file(tmp_path / "a", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640

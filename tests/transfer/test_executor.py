@@ -1,0 +1,301 @@
+"""Copies: the same bytes and digests whatever the workers and the size of a run; resumed where they stopped."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import TensorEntry
+from ckptx.errors import Defect, InputError
+from ckptx.formats import dcp_layout, huggingface_layout
+from ckptx.formats.huggingface import open_huggingface
+from ckptx.storage import FilePool
+from ckptx.transfer import digest as digest_module
+from ckptx.transfer import executor as executor_module
+from ckptx.transfer import plan as plan_module
+from ckptx.transfer.executor import Outcome, execute
+from ckptx.transfer.plan import CopyPlan
+from ckptx.transfer.planner import plan_copy
+from tests.transfer.test_digest import defined
+from tests.writers import Value, archive, tree_bytes, value, write_hf
+
+TENSORS: dict[str, Value] = {
+    "a": value("F32", 1000, 700, seed=1),
+    "b": value("BF16", 3, seed=2),
+    "empty": value("F32", 0, 4),
+    "c": value("I64", 12345, seed=3),
+    "scalar": value("F32", seed=4),
+    "d": value("U8", 3_000_000, seed=5),
+    "e": value("BF16", 999, 1001, seed=6),
+}
+
+
+def planned(root: Path, files: int = 2) -> tuple[CopyPlan, Catalog]:
+    """HF -> DCP of `TENSORS`."""
+    source = open_huggingface(root, "model.safetensors")
+    target = dcp_layout.allocate(root, source.tensors.values(), files)
+    origin = {name: name for name in target.tensors}
+    return plan_copy(source, target, origin, frame_of=dcp_layout.archive_frame), target
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    return write_hf(tmp_path / "hf", TENSORS)
+
+
+def copy(plan: CopyPlan, root: Path, out: Path, workers: int = 2, **settings: object) -> Outcome:
+    (out / "journal").mkdir(parents=True, exist_ok=True)
+    (out / "tree").mkdir(exist_ok=True)
+    with FilePool(root) as files:
+        return execute(plan, files, out / "tree", out / "journal", workers=workers, max_memory=16 << 20, **settings)  # type: ignore[arg-type]
+
+
+def expected(target: Catalog) -> dict[str, bytes]:
+    """The target files, put together by hand."""
+    bodies: dict[str, bytes] = {}
+    for name, entry in target.tensors.items():
+        file = entry.chunks[0].file
+        assert len(bodies.get(file, b"")) == entry.chunks[0].offset
+        bodies[file] = bodies.get(file, b"") + archive(TENSORS[name])
+    return bodies
+
+
+def small_runs(patch: pytest.MonkeyPatch) -> None:
+    """Every tensor is a run of its own, and a file block is as large as a digest block is small."""
+    patch.setattr(plan_module, "RUN", 1)
+
+
+@pytest.mark.parametrize("run", [1, 1_000_000, 512 << 20])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_bytes_and_digests_do_not_depend_on_workers_or_runs(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, run: int
+) -> None:
+    monkeypatch.setattr(plan_module, "RUN", run)
+    plan, target = planned(hf, files=3)
+    assert len(plan.runs()) >= (len(TENSORS) if run == 1 else 3)
+    outcome = copy(plan, hf, tmp_path, workers)
+    written = tree_bytes(tmp_path / "tree")
+    assert written == expected(target)
+    assert outcome.digests == {name: defined(data) for name, (_, _, data) in TENSORS.items()}
+    assert outcome.file_digests == {name: defined(data) for name, data in written.items()}
+    assert outcome.bytes_read == sum(len(data) for _, _, data in TENSORS.values()) == plan.bytes_read
+    assert outcome.bytes_written == sum(map(len, written.values())) == plan.bytes_written
+
+
+@pytest.mark.parametrize("run", [1, 3_000_000, 512 << 20])
+def test_file_digests_join_blocks_of_several_runs(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: int
+) -> None:
+    """With digest blocks of 1 MiB, blocks end inside runs, at their edges, and across them."""
+    for module in (digest_module, executor_module):
+        monkeypatch.setattr(module, "LEAF", 1 << 20)
+    monkeypatch.setattr(plan_module, "RUN", run)
+    plan, _ = planned(hf, files=1)
+    outcome = copy(plan, hf, tmp_path)
+    assert outcome.digests == {name: defined(data, 1 << 20) for name, (_, _, data) in TENSORS.items()}
+    assert outcome.file_digests == {
+        name: defined(data, 1 << 20) for name, data in tree_bytes(tmp_path / "tree").items()
+    }
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_empty_tensor_where_a_block_of_the_file_begins(tmp_path: Path, last: bool) -> None:
+    tensors = {"a": value("U8", 0), "b": value("U8", 0, 3)} | ({} if last else {"c": value("U8", 9)})
+    source = open_huggingface(write_hf(tmp_path / "hf", tensors), "model.safetensors")
+    prologue = bytes(digest_module.LEAF)
+    catalog = Catalog(tmp_path, "huggingface", {}, files={"out": len(prologue) + (0 if last else 9)})
+    for name, entry in source.tensors.items():
+        chunk = entry.chunks[0]._replace(file="out", offset=len(prologue))
+        catalog.tensors[name] = entry._replace(chunks=(chunk,))
+    plan = plan_copy(source, catalog, {name: name for name in tensors}, prologues={"out": prologue})
+    outcome = copy(plan, source.root, tmp_path)
+    written = prologue + b"".join(data for _, _, data in tensors.values())
+    assert (tmp_path / "tree" / "out").read_bytes() == written
+    assert outcome.file_digests == {"out": defined(written)}
+
+
+def test_a_tensor_larger_than_a_digest_block(tmp_path: Path) -> None:
+    tensors = {"big": value("U8", (16 << 20) + 12345, seed=7), "next": value("F32", 8)}
+    hf = write_hf(tmp_path / "hf", tensors)
+    plan, _ = planned(hf, files=1)
+    outcome = copy(plan, hf, tmp_path)
+    assert outcome.digests == {name: defined(data) for name, (_, _, data) in tensors.items()}
+    assert outcome.file_digests == {name: defined(data) for name, data in tree_bytes(tmp_path / "tree").items()}
+
+
+def test_safetensors_have_a_prologue_and_no_frames(hf: Path, tmp_path: Path) -> None:
+    source = open_huggingface(hf, "model.safetensors")
+    layout = huggingface_layout.allocate(tmp_path, source.tensors.values(), 3_000_000)
+    origin = {name: name for name in source.tensors}
+    plan = plan_copy(source, layout.catalog, origin, prologues=layout.prologues)
+    copy(plan, hf, tmp_path)
+    (tmp_path / "tree" / "model.safetensors.index.json").write_text(layout.index_text or "")
+    back = open_huggingface(tmp_path / "tree", "model.safetensors.index.json")
+    with FilePool(back.root) as files:
+        for name, (dtype, shape, data) in TENSORS.items():
+            entry = back.tensors[name]
+            assert (entry.dtype.name, entry.shape) == (dtype, shape)
+            assert files.read(entry.chunks[0].file, entry.chunks[0].offset, entry.chunks[0].nbytes) == data
+
+
+def test_a_cast_on_the_way(hf: Path, tmp_path: Path) -> None:
+    source = open_huggingface(hf, "model.safetensors")
+    narrow = source.tensors["a"]._replace(dtype=BY_NAME["BF16"])
+    target = dcp_layout.allocate(tmp_path, [narrow], 1)
+    outcome = copy(plan_copy(source, target, {"a": "a"}, frame_of=dcp_layout.archive_frame), hf, tmp_path)
+    from ckptx.transfer.cast import cast
+
+    data = bytes(cast(memoryview(TENSORS["a"][2]), BY_NAME["F32"], BY_NAME["BF16"]))
+    assert (tmp_path / "tree" / "__0_0.distcp").read_bytes() == archive(("BF16", (1000, 700), data))
+    assert outcome.digests == {"a": defined(data)}
+
+
+def test_progress_ends_at_the_last_byte(hf: Path, tmp_path: Path) -> None:
+    plan, _ = planned(hf)
+    seen: list[int] = []
+    copy(plan, hf, tmp_path, on_progress=seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == plan.bytes_written
+
+
+class Counted(FilePool):
+    """Counts the bytes of tensors that are read."""
+
+
+def interrupted(plan: CopyPlan, hf: Path, out: Path, after: int) -> int:
+    """Runs until `after` blocks are written, then fails like an interrupt; gives the number of finished tensors."""
+    count = 0
+    real = executor_module.write_at
+
+    def failing(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
+        nonlocal count
+        if path.parent.name == "tree":
+            count += 1
+            if count > after:
+                raise KeyboardInterrupt
+        real(descriptor, data, offset, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor_module, "write_at", failing)
+        with pytest.raises(KeyboardInterrupt):
+            copy(plan, hf, out, workers=1)
+    return sum(path.stat().st_size // 16 for path in (out / "journal").iterdir())
+
+
+@pytest.mark.parametrize("run", [1, 512 << 20])
+@pytest.mark.parametrize("after", (0, 1, 3, 5, 7))
+def test_a_resumed_copy_reads_no_finished_tensor_again(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, run: int
+) -> None:
+    monkeypatch.setattr(plan_module, "RUN", run)
+    plan, target = planned(hf, files=1)
+    finished = interrupted(plan, hf, tmp_path, after)
+    order = [item.name for item in plan.files[0].items]
+    outcome = copy(plan, hf, tmp_path)
+    assert tree_bytes(tmp_path / "tree") == expected(target)
+    assert outcome.bytes_read == sum(len(TENSORS[name][2]) for name in order[finished:])
+    assert outcome.digests == {name: defined(data) for name, (_, _, data) in TENSORS.items()}
+    assert outcome.file_digests == {name: defined(data) for name, data in tree_bytes(tmp_path / "tree").items()}
+    assert after < 5 or finished
+
+
+def test_a_finished_copy_is_only_checked(hf: Path, tmp_path: Path) -> None:
+    plan, _ = planned(hf)
+    first = copy(plan, hf, tmp_path)
+    again = copy(plan, hf, tmp_path)
+    assert (again.bytes_read, again.bytes_written) == (0, 0)
+    assert (again.digests, again.file_digests) == (first.digests, first.file_digests)
+
+
+@pytest.mark.parametrize("where", ["head", "elements", "tail"])
+@pytest.mark.parametrize("name", ["a", "c", "e"])
+def test_a_finished_tensor_that_rotted_is_copied_again(hf: Path, tmp_path: Path, name: str, where: str) -> None:
+    plan, target = planned(hf, files=1)
+    copy(plan, hf, tmp_path)
+    item = next(item for item in plan.files[0].items if item.name == name)
+    assert item.frame is not None
+    at = {
+        "head": item.offset + 70,
+        "elements": item.offset + len(item.frame.head) + item.nbytes // 2,
+        "tail": item.end - 30,
+    }[where]
+    with (tmp_path / "tree" / "__0_0.distcp").open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    outcome = copy(plan, hf, tmp_path)
+    assert tree_bytes(tmp_path / "tree") == expected(target)
+    assert outcome.bytes_read >= item.nbytes
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "longer", "empty"])
+def test_a_journal_that_does_not_fit_is_not_believed(hf: Path, tmp_path: Path, damage: str) -> None:
+    plan, target = planned(hf, files=1)
+    copy(plan, hf, tmp_path)
+    (journal,) = (tmp_path / "journal").iterdir()
+    recorded = journal.read_bytes()
+    journal.write_bytes(
+        {"cut": recorded[:37], "garbage": os.urandom(len(recorded)), "longer": recorded * 2, "empty": b""}[damage]
+    )
+    outcome = copy(plan, hf, tmp_path)
+    assert tree_bytes(tmp_path / "tree") == expected(target)
+    assert outcome.digests == {name: defined(data) for name, (_, _, data) in TENSORS.items()}
+
+
+def test_bytes_beyond_the_end_of_a_file_are_cut_off(hf: Path, tmp_path: Path) -> None:
+    plan, target = planned(hf, files=1)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "__0_0.distcp").write_bytes(b"x" * (plan.files[0].nbytes + 100))
+    copy(plan, hf, tmp_path)
+    assert tree_bytes(tmp_path / "tree") == expected(target)
+
+
+def test_the_error_of_a_worker_reaches_the_caller(hf: Path, tmp_path: Path) -> None:
+    plan, _ = planned(hf, files=3)
+    with (hf / "model.safetensors").open("r+b") as file:
+        file.truncate(plan.files[1].items[-1].source.chunks[0].offset)
+    with pytest.raises(InputError, match="cut short"):
+        copy(plan, hf, tmp_path, workers=3)
+
+
+def broken(target: Catalog, how: str) -> Mapping[str, TensorEntry]:
+    entry = target.tensors["a"]
+    chunk = entry.chunks[0]
+    changed = {
+        "hole": entry._replace(chunks=(chunk._replace(offset=chunk.offset + 64),)),
+        "gap": entry._replace(chunks=(chunk._replace(region=chunk.region._replace(sizes=(999, 700))),)),
+        "twice": entry._replace(chunks=(chunk, chunk)),
+        "shape": entry._replace(shape=(700, 1000)),
+    }[how]
+    return target.tensors | {"a": changed}
+
+
+@pytest.mark.parametrize("how", ["hole", "gap", "twice", "shape"])
+def test_a_wrong_plan_is_caught_before_a_byte_moves(hf: Path, how: str) -> None:
+    source = open_huggingface(hf, "model.safetensors")
+    _, target = planned(hf)
+    target.tensors = dict(broken(target, how))
+    with pytest.raises(Defect):
+        plan_copy(source, target, {name: name for name in target.tensors}, frame_of=dcp_layout.archive_frame)
+
+
+def test_a_file_longer_than_its_blocks_is_a_wrong_plan(hf: Path) -> None:
+    source = open_huggingface(hf, "model.safetensors")
+    _, target = planned(hf)
+    target.files["__0_0.distcp"] += 1
+    with pytest.raises(Defect, match="planned"):
+        plan_copy(source, target, {name: name for name in target.tensors}, frame_of=dcp_layout.archive_frame)
+
+
+def test_archives_carry_the_crc_of_what_was_copied(hf: Path, tmp_path: Path) -> None:
+    plan, _ = planned(hf, files=1)
+    copy(plan, hf, tmp_path)
+    data = (tmp_path / "tree" / "__0_0.distcp").read_bytes()
+    assert zlib.crc32(TENSORS["d"][2]).to_bytes(4, "little") in data

@@ -1,0 +1,222 @@
+"""Tiny checkpoints without torch, written from the format descriptions and not with the code under test.
+
+A tensor is a `Value`: safetensors dtype name, shape, row-major little-endian bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.region import Region, whole
+from ckptx.formats.dcp_metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, emit_metadata
+from ckptx.formats.torch_zip import archive_head, archive_tail
+
+Value = tuple[str, tuple[int, ...], bytes]
+
+BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
+    "C64": 64, "U64": 64, "U32": 32, "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def value(dtype: str, *shape: int, seed: int = 0) -> Value:
+    """Random bytes as a tensor; floats are kept finite by clearing the top bit of their exponent."""
+    nbytes = prod(shape) * BITS[dtype] // 8
+    data = np.random.default_rng([seed, len(shape), nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
+    if dtype in ("F64", "F32", "F16", "BF16"):
+        data[BITS[dtype] // 8 - 1 :: BITS[dtype] // 8] &= 0xBF
+    if dtype == "BOOL":
+        data &= 1
+    return dtype, shape, data.tobytes()
+
+
+def array(data: np.ndarray[Any, Any]) -> Value:
+    """A numpy array as a tensor."""
+    names = {"f8": "F64", "f4": "F32", "f2": "F16", "i8": "I64", "i4": "I32", "u1": "U8"}
+    return names[data.dtype.str[1:]], data.shape, np.ascontiguousarray(data).tobytes()
+
+
+def header(tensors: Mapping[str, Value], metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The header of a safetensors file as a dict, to be written as it is or spoiled first."""
+    rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
+    at = 0
+    for name, (dtype, shape, data) in tensors.items():
+        rows[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    return rows
+
+
+def framed(text: str | bytes | dict[str, Any], body: bytes = b"") -> bytes:
+    """A safetensors file from the text of its header and what follows it."""
+    if isinstance(text, dict):
+        text = json.dumps(text, separators=(",", ":"))
+    raw = text.encode() if isinstance(text, str) else text
+    return len(raw).to_bytes(8, "little") + raw + body
+
+
+def safetensors_bytes(tensors: Mapping[str, Value], metadata: Mapping[str, str] | None = None) -> bytes:
+    """A safetensors file; its header is padded to a multiple of 8 as the library does it."""
+    text = json.dumps(header(tensors, metadata), separators=(",", ":"))
+    return framed(text + " " * (-len(text.encode()) % 8), b"".join(data for _, _, data in tensors.values()))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Value], metadata: Mapping[str, str] | None = None) -> Path:
+    """One safetensors file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(safetensors_bytes(tensors, {"format": "pt"} if metadata is None else metadata))
+    return path
+
+
+def write_hf(
+    root: Path, tensors: Mapping[str, Value], shards: int = 1, config: Mapping[str, Any] | None = LLAMA
+) -> Path:
+    """An HF directory: one file, or an index and shards."""
+    root.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        (root / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if shards == 1:
+        write_safetensors(root / SINGLE, tensors)
+        return root
+    names = list(tensors)
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[i * len(names) // shards : (i + 1) * len(names) // shards]
+        write_safetensors(root / file, {name: tensors[name] for name in part})
+        weight_map.update(dict.fromkeys(part, file))
+    write_index(root, weight_map, sum(len(data) for _, _, data in tensors.values()))
+    return root
+
+
+def write_index(root: Path, weight_map: Mapping[str, str], total: int = 0) -> None:
+    """`model.safetensors.index.json` as transformers writes it."""
+    index = {"metadata": {"total_size": total}, "weight_map": dict(weight_map)}
+    (root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def llama(
+    layers: int = 2, hidden: int = 8, vocab: int = 16, inner: int = 24, dtype: str = "BF16", head: bool = True
+) -> dict[str, Value]:
+    """The tensors of a tiny Llama, each with bytes of its own."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes["model.norm.weight"] = (hidden,)
+    if head:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return {name: value(dtype, *shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def archive(tensor: Value) -> bytes:
+    """A tensor as a torch archive."""
+    name, shape, data = tensor
+    dtype = BY_NAME[name]
+    return archive_head(dtype, shape) + data + archive_tail(dtype, shape, zlib.crc32(data))
+
+
+def part(tensor: Value, region: Region) -> Value:
+    """A rectangle of a tensor of whole-byte elements."""
+    name, shape, data = tensor
+    spans = tuple(slice(begin, begin + size) for begin, size in zip(*region, strict=True))
+    block = np.frombuffer(data, f"V{BITS[name] // 8}").reshape(shape)[spans]
+    return name, region.sizes, np.ascontiguousarray(block).tobytes()
+
+
+def write_dcp(
+    root: Path,
+    tensors: Mapping[str, Value],
+    cuts: Mapping[str, Sequence[Region]] | None = None,
+    payloads: Mapping[str, bytes] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    files: int = 1,
+    objects: Iterable[str] = (),
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """A DCP directory.
+
+    Args:
+        root: The directory.
+        tensors: By FQN.
+        cuts: Regions the tensor of a name is cut into; whole otherwise.
+        payloads: Bytes stored for a name instead of its archive.
+        aliases: FQN -> FQN whose bytes it shares.
+        files: Chunks are dealt out to this many files in turn.
+        objects: FQNs of pickled objects, of three bytes each.
+        config: A `config.json` beside it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    described: dict[str, TensorMetadata] = {}
+    storage: dict[Key, StorageInfo] = {}
+    bodies = [bytearray() for _ in range(files)]
+    turn = 0
+
+    def store(key: Key, block: bytes) -> None:
+        nonlocal turn
+        body = bodies[turn % files]
+        storage[key] = StorageInfo(f"__{turn % files}_0.distcp", len(body), len(block))
+        body += block
+        turn += 1
+
+    for name, tensor in tensors.items():
+        regions = tuple((cuts or {}).get(name, [whole(tensor[1])]))
+        for region in regions:
+            store((name, region.offsets), (payloads or {}).get(name) or archive(part(tensor, region)))
+        described[name] = TensorMetadata(str(BY_NAME[tensor[0]].torch), tensor[1], regions)
+    for name in objects:
+        store((name, None), b"\x80\x02N.")
+    for alias, name in (aliases or {}).items():
+        described[alias] = described[name]
+        storage.update({(alias, key[1]): place for key, place in list(storage.items()) if key[0] == name})
+    for i, body in enumerate(bodies):
+        (root / f"__{i}_0.distcp").write_bytes(body)
+    (root / ".metadata").write_bytes(emit_metadata(DcpMetadata(described, tuple(objects), storage)))
+    if config is not None:
+        (root / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return root
+
+
+def tree_bytes(root: Path) -> dict[str, bytes]:
+    """Every file below `root`."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def tree_digest(root: Path) -> str:
+    """One digest of names and bytes of every file below `root`."""
+    digest = hashlib.sha256()
+    for name, data in tree_bytes(root).items():
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
+
+
+def flip(path: Path, at: int, mask: int = 0x01) -> None:
+    """Flips bits of one byte; a negative position counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)
+
+
+def names_in(directory: Path) -> list[str]:
+    """What lies in a directory, hidden or not."""
+    return sorted(os.listdir(directory))
