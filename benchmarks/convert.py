@@ -1,7 +1,8 @@
 """Times HF <-> DCP conversions as whole processes, against `cp -r` and the stock torch way.
 
-Every round runs every command once, in turn, so that a drift of the machine meets all of them. The first is not counted. Before each run a file as large as its output is written and removed: on virtual machines freed memory goes back
-to the host, and whoever writes first pays for getting it again; so each command gets pages in the same state.
+Every round runs every command once, in turn, so a drift of the machine meets all of them; the first does not count.
+Before each run a file as large as its output is written and removed: on virtual machines freed memory goes back to the
+host, and whoever writes first pays for getting it again; so each command gets pages in the same state.
 
     python benchmarks/convert.py [--rounds 5] [--parts llama,experts,flat,disk,inspect] [--ram /dev/shm] [--disk DIR]
 """
