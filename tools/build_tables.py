@@ -4,7 +4,7 @@
 
 The output depends only on the transformers version. Classes that need their real config.json (ties between
 layers, defaults that cannot be built) get a row that says so; `ckptx.architecture.find` builds those when
-they are met.
+they are met. The names of a row are those of the default config and of its variants (`config_variants`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
+sys.path.insert(0, str(Path(__file__).parent))
 
 from ckptx.architecture.rows import Row, encode_table
 from ckptx.architecture.spec import Architecture
+
+if TYPE_CHECKING:
+    from ckptx.architecture.meta_model import Names
 
 TABLE = Path(__file__).parent.parent / "ckptx" / "architecture" / "table.jsonl"
 
@@ -94,13 +98,15 @@ def row_of(class_name: str) -> tuple[Row, float]:
 
 def measured_row(class_name: str) -> Row:
     """Ask the meta model of a class; a class that its defaults do not determine says so."""
+    from config_variants import names_of_variants
+
     from ckptx.architecture import meta_model
 
     cls = meta_model.known_class(class_name)
     assert cls is not None, class_name
     builder = meta_model.default_builder(cls)
     model_type = str(getattr(cls.config_class, "model_type", ""))
-    known = None
+    known, seed = None, {}
     for seed in ({}, *(seed for start, seed in SEEDS if class_name.startswith(start))):
         try:
             known = meta_model.derive(cls, builder, seed, origin="table")
@@ -112,17 +118,19 @@ def measured_row(class_name: str) -> Row:
     if any(part.isdigit() for pair in known.ties for name in pair.spellings[0] for part in name.split(".")):
         return Row(class_name, known.model_type, "ties between numbered layers", None)
     sub_models, names = _exchangeable(cls, builder, known)
-    return Row(class_name, known.model_type, "", dataclasses.replace(known, name_patterns=names), sub_models)
+    every = names_of_variants(cls, builder, seed, names)
+    known = dataclasses.replace(known, name_patterns=every.patterns, ignored=tuple(sorted(every.ignored)))
+    return Row(class_name, known.model_type, "", known, sub_models)
 
 
 def _exchangeable(
     cls: type, builder: Callable[[dict[str, Any]], Any], known: Architecture
-) -> tuple[dict[str, tuple[str, ...]], frozenset[str]]:
+) -> tuple[dict[str, tuple[str, ...]], Names]:
     """The text models for which a composite class keeps the same record, and the names with all of them."""
     from ckptx.architecture import meta_model
 
     measured: dict[str, tuple[str, ...]] = {}
-    names = known.name_patterns
+    names = meta_model.Names(known.name_patterns, frozenset(known.ignored))
     config = builder({})
     for key in sorted(getattr(config, "sub_configs", {})):
         nested = getattr(config, key, None)
@@ -134,9 +142,9 @@ def _exchangeable(
                 other = meta_model.derive(cls, builder, {key: {"model_type": model_type}}, origin="table")
             except Exception:  # a text model that does not fit is not listed
                 continue
-            if dataclasses.replace(other, name_patterns=known.name_patterns) == known:
+            if dataclasses.replace(other, name_patterns=known.name_patterns, ignored=known.ignored) == known:
                 types.append(model_type)
-                names |= other.name_patterns
+                names = meta_model.Names(names.patterns | other.name_patterns, names.ignored | set(other.ignored))
         measured[key] = tuple(sorted(set(types)))
     return measured, names
 

@@ -11,9 +11,10 @@ import contextlib
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -31,7 +32,7 @@ from transformers.core_model_loading import (
 from ckptx.architecture.configs import remote_reference, structural, without_flag
 from ckptx.architecture.declared import existing, flatten, mapping_of_list
 from ckptx.architecture.flags import FLAG, UnmeasurableFlagError, config_tree, flag_places, measure_flag, path_of
-from ckptx.architecture.patterns import patterns_of
+from ckptx.architecture.patterns import patterns_of, regex_for_patterns
 from ckptx.architecture.spec import NEVER, Architecture, TieFlag, TiePair
 from ckptx.architecture.spellings import Rename, aligned_spellings, subsets
 from ckptx.errors import EnvironmentProblem, UnsupportedError
@@ -39,6 +40,13 @@ from ckptx.errors import EnvironmentProblem, UnsupportedError
 VERSION: str = transformers.__version__
 
 ConfigBuilder = Callable[[dict[str, Any]], Any]
+
+
+class Names(NamedTuple):
+    """`Architecture.name_patterns` and `Architecture.ignored` of a class."""
+
+    patterns: frozenset[str]
+    ignored: frozenset[str]
 
 
 def known_class(class_name: str) -> type[PreTrainedModel] | None:
@@ -115,7 +123,18 @@ def derive(
         has_output_embeddings=_output_embeddings(model) is not None,
         origin=origin,
         transformers_version=VERSION,
+        ignored=tuple(sorted(_ignored(model))),
     )
+
+
+def names_of(cls: type[PreTrainedModel], config: Any, known: Names) -> Names:
+    """`known` and the names of the class under one more config; cheap when the model has none that are new."""
+    _force_flags(config)
+    model = build(cls, config)
+    patterns, ignored = known.patterns, known.ignored | _ignored(model)
+    if not patterns_of(model.state_dict(keep_vars=True)) <= patterns:
+        patterns |= _name_patterns(model)
+    return Names(patterns, ignored)
 
 
 def build(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
@@ -295,6 +314,21 @@ def _name_patterns(model: PreTrainedModel) -> frozenset[str]:
         found |= patterns_of(_reverted(model, dict(state), optional))
     opaque = {f"{name}.**" for name, module in model.named_modules() if isinstance(module, OpaqueTower)}
     return found | opaque
+
+
+def _ignored(model: PreTrainedModel) -> frozenset[str]:
+    """The names that transformers drops without a warning, by the rule of ``_adjust_missing_and_unexpected_keys``."""
+    declared = {each for each in model._keys_to_ignore_on_load_unexpected or () if isinstance(each, str)}
+    for name, _ in model.named_buffers():
+        if name.endswith("rotary_emb.inv_freq"):
+            declared.add(r"rotary_emb\.inv_freq")
+        if name.endswith("position_ids"):
+            declared.add(r"(^|\.)position_ids$")
+    own = patterns_of(model.state_dict(keep_vars=True))
+    found = {each: regex_for_patterns(each) for each in declared}
+    # of a single layer, but all layers look the same in patterns: k_proj of a layer that shares the keys of another
+    usual = {each for each, regex in found.items() if each != regex and any(re.search(regex, name) for name in own)}
+    return frozenset(regex for each, regex in found.items() if each not in usual)
 
 
 # ------------------------------------------------------------------------------- flag, embeddings

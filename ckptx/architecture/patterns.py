@@ -9,6 +9,7 @@ text. ``pack`` writes the set as a brace tree, which keeps the generated table s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,25 @@ _SEPARATORS = frozenset("{},")
 def patterns_of(names: Iterable[str]) -> frozenset[str]:
     """The distinct patterns of ``names``."""
     return frozenset(pattern_of(name) for name in names)
+
+
+# A whole layer by its number, behind the last one that the model builds: it predicts further tokens.
+_LAYER = re.compile(r"(?P<layers>.*layers\\?\.)[0-9]+(\\?\.)?(\.\*)?\$?")
+# What such a layer has besides the names of every layer.
+_PREDICTOR = r"(embed_tokens|eh_proj|enorm|hnorm|shared_head)\."
+
+
+def regex_for_patterns(regex: str) -> str:
+    """A regular expression for names as one for patterns, in which every index is ``*``.
+
+    Example:
+        >>> regex_for_patterns(r"layers\\.\\d+\\.bias")
+        'layers\\\\.\\\\*\\\\.bias'
+    """
+    layer = _LAYER.fullmatch(regex)
+    if layer:
+        return layer["layers"] + r"\*\." + _PREDICTOR
+    return re.sub(r"(?<=\.)([0-9]+|\\d\+|\[0-9\]\+)(?=\\?\.|$)", r"\\*", regex)
 
 
 def pack(patterns: Iterable[str]) -> str:

@@ -86,6 +86,7 @@ def decode_row(values: Mapping[str, Any], body: str, transformers_version: str) 
         has_output_embeddings=values["output"],
         origin="table",
         transformers_version=transformers_version,
+        ignored=tuple(values.get("ignored", ())),
     )
     sub_models = {key: tuple(types) for key, types in values.get("sub", {}).items()}
     return Row(class_name, model_type, "", architecture, sub_models)
@@ -110,6 +111,7 @@ def _encoded(row: Row, bodies: dict[str, str]) -> dict[str, Any]:
     values |= {"ties": [_encoded_tie(pair) for pair in known.ties]} if known.ties else {}
     values |= {"fp32": known.keep_in_fp32} if known.keep_in_fp32 else {}
     values |= {"fp32_strict": known.keep_in_fp32_strict} if known.keep_in_fp32_strict else {}
+    values |= {"ignored": known.ignored} if known.ignored else {}
     values |= {"sub": row.sub_models} if row.sub_models else {}
     return values
 

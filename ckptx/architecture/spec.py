@@ -87,7 +87,8 @@ class Architecture:
         class_name: As in ``architectures`` of ``config.json``.
         model_type: Of the class's own config.
         ties: Candidate pairs, chains flattened: no source is a target of another pair.
-        name_patterns: Every persistent tensor name, on disk or in the model, indices replaced by ``*``. A
+        name_patterns: Every persistent tensor name, on disk or in the model, indices replaced by ``*``. In the
+            table, also the names that other configs of the class switch on (biases, experts, towers). A
             pattern that ends in ``**`` stands for everything below: a tower whose package was missing.
         base_prefix: The name of the base model inside the class (``model``, ``transformer``); names may come
             with or without it.
@@ -98,6 +99,8 @@ class Architecture:
         has_output_embeddings: Whether the class maps hidden states back to the vocabulary.
         origin: ``table``, ``meta model`` or ``suffix table``.
         transformers_version: Of the library that was asked.
+        ignored: Regular expressions, searched in a name whose indices are replaced by ``*``: names that published
+            checkpoints hold and the class does not want (old buffers, heads for speculative decoding).
     """
 
     class_name: str
@@ -111,8 +114,16 @@ class Architecture:
     has_output_embeddings: bool
     origin: str
     transformers_version: str
+    ignored: tuple[str, ...] = ()
 
     def knows(self, name: str) -> bool:
+        """Whether a tensor of this name, as found on disk, is no surprise: it belongs to the class or is ignored."""
+        if self._owns(name):
+            return True
+        pattern = pattern_of(name)
+        return any(re.search(each, pattern) for each in self.ignored)
+
+    def _owns(self, name: str) -> bool:
         """Whether a tensor of this name, as found on disk, belongs to the class."""
         pattern = pattern_of(name)
         for old, new in _LEGACY_LEAVES.items():
@@ -133,8 +144,8 @@ class Architecture:
 
     def match(self, names: Iterable[str]) -> float:
         """The fraction of ``names`` that belong to the class, 0.0 for no names."""
-        known = [self.knows(name) for name in names]
-        return sum(known) / len(known) if known else 0.0
+        owned = [self._owns(name) for name in names]
+        return sum(owned) / len(owned) if owned else 0.0
 
     def keeps_fp32(self, name: str, target_dtype: Literal["fp16", "bf16"]) -> bool:
         """Whether transformers keeps this parameter in fp32 when the model is loaded in ``target_dtype``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
 import time
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from ckptx.architecture import table
-from ckptx.architecture.patterns import pack, pattern_of, unpack
+from ckptx.architecture.patterns import pack, regex_for_patterns, unpack
 from ckptx.architecture.rows import Row, decode_row, encode_table
 from ckptx.architecture.spec import Architecture, TieFlag
 from ckptx.architecture.table import lookup
+from ckptx.mapping.names import pattern_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -74,6 +76,20 @@ def test_a_wrong_row_differs_from_the_meta_model(build_tables: ModuleType) -> No
     assert row is not None and row.architecture is not None
     wrong = dataclasses.replace(row, architecture=dataclasses.replace(row.architecture, base_prefix="other"))
     assert build_tables.measured_row("LlamaForCausalLM") != wrong
+
+
+@pytest.mark.parametrize("class_name", SAMPLE)
+def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: str) -> None:
+    from ckptx.architecture import meta_model
+
+    found = lookup(class_name)
+    if found is None:
+        pytest.skip("built with its real config")
+    cls = meta_model.known_class(class_name)
+    assert cls is not None
+    default = meta_model.derive(cls, meta_model.default_builder(cls), {}, origin="table")
+    assert default.name_patterns <= found.name_patterns and set(default.ignored) <= set(found.ignored)
+    assert dataclasses.replace(found, name_patterns=default.name_patterns, ignored=default.ignored) == default
 
 
 @pytest.mark.slow
@@ -223,6 +239,54 @@ def test_names_match_in_model_and_disk_spelling_with_and_without_prefix() -> Non
     assert mixtral.match([]) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("class_name", "name"),
+    [
+        ("LlamaForCausalLM", "model.layers.0.self_attn.o_proj.bias"),
+        ("LlamaForCausalLM", "model.layers.0.mlp.down_proj.bias"),
+        ("DeepseekV3ForCausalLM", "model.layers.0.self_attn.q_proj.weight"),
+        ("Qwen3MoeForCausalLM", "model.layers.0.mlp.gate_proj.weight"),
+        ("T5ForConditionalGeneration", "encoder.block.0.layer.1.DenseReluDense.wi_1.weight"),
+        ("OPTForCausalLM", "model.decoder.project_in.weight"),
+        ("FalconForCausalLM", "transformer.h.0.ln_attn.weight"),
+        ("Gemma4ForCausalLM", "model.layers.0.router.per_expert_scale"),
+        ("Gemma4ForConditionalGeneration", "model.vision_tower.encoder.layers.0.mlp.gate_proj.linear.weight"),
+        ("Gemma4ForConditionalGeneration", "model.vision_tower.std_scale"),
+        ("PaliGemmaForConditionalGeneration", "vision_tower.vision_model.head.probe"),
+        ("LlavaForConditionalGeneration", "vision_tower.transformer.layers.0.attention.q_proj.weight"),
+        ("DebertaV2ForMaskedLM", "deberta.encoder.rel_embeddings.weight"),
+        ("BertLMHeadModel", "bert.encoder.layer.0.crossattention.self.key.weight"),
+        ("Wav2Vec2ForCTC", "wav2vec2.feature_extractor.conv_layers.3.layer_norm.weight"),
+    ],
+)
+def test_names_that_a_config_switches_on_are_known(class_name: str, name: str) -> None:
+    assert known(class_name).match([name]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("class_name", "name"),
+    [
+        ("BertModel", "embeddings.position_ids"),
+        ("LlamaForCausalLM", "model.layers.3.self_attn.rotary_emb.inv_freq"),
+        ("GPT2LMHeadModel", "transformer.h.0.attn.bias"),
+        ("DeepseekV3ForCausalLM", "model.layers.61.eh_proj.weight"),
+        ("DeepseekV3ForCausalLM", "model.layers.*.shared_head.norm.weight"),
+        ("Qwen3NextForCausalLM", "mtp.layers.0.mlp.gate.weight"),
+    ],
+)
+def test_names_that_transformers_ignores_are_known_and_prove_nothing(class_name: str, name: str) -> None:
+    assert known(class_name).knows(name)
+    assert known(class_name).match([name]) == 0.0
+
+
+def test_a_layer_that_is_ignored_by_its_number_does_not_hide_other_layers() -> None:
+    deepseek = known("DeepseekV3ForCausalLM")
+    assert not deepseek.knows("model.layers.61.stray.weight") and not deepseek.knows("model.layers.3.stray.weight")
+    assert not deepseek.knows("model.layers.3.mlp.down_proj.weight_packed")
+    gemma = known("Gemma4ForCausalLM")
+    assert not gemma.knows("model.layers.3.self_attn.k_proj.weight_packed")
+
+
 def test_a_tower_of_a_missing_package_matches_any_name_below_it() -> None:
     gemma = known("Gemma3nForConditionalGeneration")
     assert gemma.knows("model.vision_tower.timm_model.blocks.0.1.conv.weight")
@@ -245,6 +309,10 @@ def test_lookup_is_fast() -> None:
     started = time.perf_counter()
     known("Qwen2_5OmniForConditionalGeneration")
     assert time.perf_counter() - started < 0.05, "10 ms, with room for a busy machine"
+
+
+def test_the_table_stays_small() -> None:
+    assert table.PATH.stat().st_size < 3_000_000
 
 
 def test_lookup_does_not_import_torch() -> None:
@@ -275,6 +343,27 @@ def test_patterns_pack_and_unpack() -> None:
 
 def test_only_whole_components_of_digits_are_indices() -> None:
     assert pattern_of("h.12.ln_1.weight.0") == "h.*.ln_1.weight.*"
+
+
+@pytest.mark.parametrize(
+    ("regex", "expected"),
+    [
+        (r"^mtp.*", r"^mtp.*"),
+        ("inv_freq", "inv_freq"),
+        ("decoder.block.0.layer.1.bias", r"decoder.block.\*.layer.\*.bias"),
+        (r"layers\.\d+\.shared_head\.", r"layers\.\*\.shared_head\."),
+        (r"backbone\.layer\d+\.0\.bn", r"backbone\.layer\d+\.\*\.bn"),
+    ],
+)
+def test_regexes_for_patterns(regex: str, expected: str) -> None:
+    assert regex_for_patterns(regex) == expected
+
+
+@pytest.mark.parametrize("regex", [r"model\.layers\.61.*", r"model\.layers\.42\..*", r"^model\.(a\.)?layers\.46\."])
+def test_a_regex_for_a_whole_layer_is_one_for_what_only_a_predictor_has(regex: str) -> None:
+    found = regex_for_patterns(regex)
+    assert re.search(found, "model.layers.*.enorm.weight")
+    assert not re.search(found, "model.layers.*.mlp.up_proj.weight")
 
 
 def test_rows_survive_the_table() -> None:

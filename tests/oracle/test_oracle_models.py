@@ -19,7 +19,6 @@ from support.models import (
     WIDE,
     Recipe,
     assert_same_outputs,
-    expect_unknown_names,
     load,
     outputs,
     read_hf,
@@ -139,7 +138,6 @@ def test_every_tensor_is_accounted_for(model: Converted) -> None:
     assert model.reports[0].details["ledger"]["source"] == len(model.names)
 
 
-def test_every_name_on_disk_is_known(model: Converted, request: pytest.FixtureRequest) -> None:
-    expect_unknown_names(model.name, request)
+def test_every_name_on_disk_is_known(model: Converted) -> None:
     for report in model.reports:
         assert report.details.get("unknown", []) == []

@@ -562,18 +562,3 @@ WIDE: dict[str, Recipe] = {
 }  # fmt: skip
 
 EVERY = RECIPES | WIDE
-
-# Their configs switch on modules that the default config of the class lacks (a gated MLP, experts, biases, a vision
-# tower), and the table of architectures is made from the default: conversion is right, but warns of unknown names.
-NAMES_NOT_IN_TABLE = frozenset(
-    {"gemma4-moe", "gemma4-vlm", "t5-v1.1", "llama-biased", "deepseek-v3-plain-q", "opt", "falcon", "paligemma"}
-)
-
-
-def expect_unknown_names(recipe: str, request: Any) -> None:
-    """Marks a test of known names as one that fails; strictly, so that it tells when the table has learned them."""
-    if recipe in NAMES_NOT_IN_TABLE:
-        import pytest
-
-        reason = f"the table knows {recipe} by the default config of its class alone"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
