@@ -78,5 +78,10 @@ def _shared_names(catalog: Catalog) -> list[list[str]]:
     groups: dict[object, list[str]] = {}
     for name, entry in catalog.tensors.items():
         if entry.numel:
-            groups.setdefault(entry.chunks, []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
+            groups.setdefault(entry.chunks[0][1:3], []).append(name)
+    shared = []
+    for names in groups.values():
+        chunks = catalog.tensors[names[0]].chunks
+        if len(names) > 1:
+            shared.append([name for name in names if catalog.tensors[name].chunks == chunks])
+    return [names for names in shared if len(names) > 1]

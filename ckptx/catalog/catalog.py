@@ -43,7 +43,8 @@ class Catalog:
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data on disk, names that share bytes counted once."""
-        return sum(chunks_bytes for chunks_bytes in self._bytes_by_chunks().values())
-
-    def _bytes_by_chunks(self) -> dict[object, int]:
-        return {entry.chunks or entry.name: entry.nbytes for entry in self.tensors.values()}
+        sizes: dict[object, int] = {}
+        for entry in self.tensors.values():
+            place = entry.chunks[0][1:3] if entry.chunks else entry.name
+            sizes[place] = max(sizes.get(place, 0), entry.nbytes)
+        return sum(sizes.values())

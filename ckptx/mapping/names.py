@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from ckptx.errors import InputError
@@ -54,6 +55,8 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
     counts: dict[str, int] = {}
     owner: dict[str, str] = {}
     names = list(names)
+    if all(WRAPPERS.isdisjoint(key.split(".")) for key in {pattern_of(name) for name in names}):
+        return Unwrapped({name: name for name in names}, {})
     for name in names:
         *parents, last = name.split(".")
         short = name
@@ -116,10 +119,15 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
     other: list[str] = []
     rest: list[str] = []
     model: dict[str, str] = {}
+    buckets: dict[str, list[str]] = {}  # by pattern: thousands of names have a few dozen patterns
     for name in names:
-        bucket = optimizer if is_optimizer(name) else other if is_trainer_state(name) else rest
-        if bucket is not rest and patterns is not None and pattern_of(name) in patterns:
-            bucket = rest  # the architecture has a module of that name
+        key = pattern_of(name)
+        bucket = buckets.get(key)
+        if bucket is None:
+            bucket = optimizer if is_optimizer(key) else other if is_trainer_state(key) else rest
+            if patterns is not None and key in patterns:
+                bucket = rest  # the architecture has a module of that name
+            buckets[key] = bucket
         bucket.append(name)
     if prefix is None:
         prefix = _best_prefix(rest, patterns) if patterns is not None else ""
@@ -151,6 +159,7 @@ def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
     return min(candidates, key=lambda prefix: (-scores[prefix], len(prefix), prefix))
 
 
+@lru_cache(maxsize=1 << 16)
 def pattern_of(name: str) -> str:
     """`name` with every all-digit component replaced by `*`.
 

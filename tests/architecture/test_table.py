@@ -78,13 +78,12 @@ def test_a_wrong_row_differs_from_the_meta_model(build_tables: ModuleType) -> No
     assert build_tables.measured_row("LlamaForCausalLM") != wrong
 
 
-@pytest.mark.parametrize("class_name", SAMPLE)
+@pytest.mark.parametrize("class_name", [name for name in SAMPLE if lookup(name) is not None])
 def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: str) -> None:
     from ckptx.architecture import meta_model
 
     found = lookup(class_name)
-    if found is None:
-        pytest.skip("built with its real config")
+    assert found is not None
     cls = meta_model.known_class(class_name)
     assert cls is not None
     default = meta_model.derive(cls, meta_model.default_builder(cls), {}, origin="table")
@@ -94,7 +93,6 @@ def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: st
 
 @pytest.mark.slow
 def test_the_whole_table_equals_the_meta_models(build_tables: ModuleType) -> None:
-    pytest.importorskip("transformers")
     if importlib.util.find_spec("timm"):
         pytest.skip("the table is made without timm, whose towers are opaque in it")
     names = build_tables.class_names()
