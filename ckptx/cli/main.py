@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import signal
 import sys
 from types import FrameType
@@ -72,9 +71,6 @@ def main() -> None:
         code = 130
     except Terminated:
         code = 143
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read us has gone; nothing more to say
-        code = 0
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -78,7 +78,7 @@ class Output:
                 say_error(f"{self.report_file}: the report cannot be written: {error.strerror}")
                 report.exit = report.exit or 5
         if self.as_json:
-            sys.stdout.write(report.to_json())
+            _print(report.to_json())
         if report.error is not None:
             say_error(report.error)
         if not self.as_json:
@@ -86,8 +86,7 @@ class Output:
                 for warning in report.warnings:
                     click.echo(f"note: {warning}", err=True)
             if report.error is None and (not self.quiet or report.exit):
-                click.echo(text(report))
-        sys.stdout.flush()
+                _print(text(report) + "\n")
 
     def _trace(self) -> None:
         context = click.get_current_context(silent=True)
@@ -116,11 +115,20 @@ class Output:
             self._bar = None
 
 
+def _print(text: str) -> None:
+    """Writes a result to stdout; that whoever read it has gone is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def say_error(message: str, *, as_json: bool = False) -> None:
     """One line on stderr; for an error in the call itself, `as_json` adds the document the caller waits for."""
     if as_json:
         report = Report("usage", exit=UsageError.exit_code, error=message)
-        sys.stdout.write(report.finish().to_json())
+        _print(report.finish().to_json())
     context = click.get_current_context(silent=True)
     settings = context.find_root().ensure_object(dict) if context is not None else {}
     plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))

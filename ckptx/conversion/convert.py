@@ -56,7 +56,6 @@ def convert(
     if not settings.resume and not settings.dry_run:
         refuse_existing(Path(dst), settings.overwrite)
     source = open_checkpoint(path)
-    refuse_overlap(source.root, Path(dst))
     with FilePool(source.root) as files:
         run = to_dcp if direction == "hf2dcp" else to_huggingface
         run(Conversion(source, files, Path(dst), settings, report, on_progress))
