@@ -33,15 +33,21 @@ def inspect(path: Path, *, tensors: bool = False, match: str | None = None) -> R
     report.warnings.extend(catalog.notes)
     groups: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
+    parameters = 0
+    seen: set[object] = set()
     for name, entry in view.tensors.items():
         group = ".".join(pattern_of(name).split(".")[:3])
         groups[group] += 1
-        sizes[group] += entry.nbytes
+        place = entry.chunks[0][1:3] if entry.numel else name
+        if place not in seen:  # a name that shares the bytes of another adds nothing
+            seen.add(place)
+            sizes[group] += entry.nbytes
+            parameters += entry.numel
     report.details = {
         "path": str(catalog.root),
         "format": catalog.format,
         "bytes": catalog.nbytes,
-        "parameters": sum(entry.numel for entry in view.tensors.values()),
+        "parameters": parameters,
         "architecture": None if view.architecture is None else view.architecture.class_name,
         "prefix": view.prefix,
         "files": catalog.files,
