@@ -14,7 +14,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats import huggingface
 from ckptx.formats.dcp import open_dcp
-from ckptx.formats.sidecars import look_around
+from ckptx.formats.sidecars import beside_one_file, look_around
 from ckptx.formats.torch_bin import open_bin
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.staging import is_being_written
@@ -68,12 +68,19 @@ def _add_surroundings(catalog: Catalog, located: Located) -> None:
         catalog.config = huggingface.read_json(root / "config.json")
     used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
     if located.kind != "dcp" or catalog.config is not None:
-        around = look_around(root, used)
+        around = look_around(root, used) if _has_own_directory(located) else beside_one_file(root)
         catalog.sidecars = around.carried
         named = {note.split(" ", 1)[0] for note in catalog.notes}
-        catalog.notes.extend(
-            f"{name} not carried: weights of another format" for name in around.left if name not in named
-        )
+        left = [name for name in around.left if name not in named]
+        if left:
+            listed = ", ".join(left[:5]) + (f", and {len(left) - 5} more" if len(left) > 5 else "")
+            catalog.notes.append(f"not carried: {listed}")
+
+
+def _has_own_directory(located: Located) -> bool:
+    """False for a weight file with a name of its own: what else lies in its directory may be anything."""
+    weights = located.weights[0]
+    return located.kind == "dcp" or weights in (huggingface.SINGLE, _BIN) or weights.endswith(".index.json")
 
 
 def _open_parts(located: Located) -> Catalog:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from ckptx.catalog.entry import Sidecar
 from ckptx.storage import unreadable
 
 MANIFEST = "ckptx.json"
+_OWN = frozenset({MANIFEST, ".metadata"})
 
 # Weights in whatever format: those of the checkpoint are converted, the others stay behind and are named.
 _WEIGHTS = (
@@ -22,8 +24,18 @@ _INDEXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json", ".ms
 _MAX_DEPTH = 3
 
 
+# What of a directory below the checkpoint travels: remote code, templates, configs; not the logs of a trainer.
+_TEXTS = (".json", ".jinja", ".py", ".txt", ".model", ".tiktoken", ".md")
+# What belongs to one weight file in a directory that may hold anything.
+_KNOWN = re.compile(
+    r"(config|generation_config|(pre)?processor_config|image_processor_config|video_preprocessor_config|vocab|merges|"
+    r"special_tokens_map|added_tokens|chat_template|sentencepiece\.bpe|spiece|modeling_\w+|configuration_\w+|"
+    r"(tokenizer|tokenization)\w*)\.(json|txt|model|jinja|py)"
+)
+
+
 class Surroundings(NamedTuple):
-    """What lies beside the weights: files to carry, and weight files of other formats that are left behind."""
+    """What lies beside the weights: files to carry, and files that are left behind."""
 
     carried: tuple[Sidecar, ...]
     left: tuple[str, ...]
@@ -43,35 +55,46 @@ def look_around(root: Path, used: frozenset[str]) -> Surroundings:
         InputError: A link leads nowhere: a cache or a copy that is incomplete would lose its tokenizer in silence.
     """
     modules = _modules(root)
-    carried: list[Sidecar] = []
+    homes = {str(Path(name).parent) for name in used}
+    carried: list[str] = []
     left: list[str] = []
     for directory, names in _walk(root, 0):
-        inside = [str(Path(directory, name).relative_to(root)) for name in names]
-        top = Path(inside[0]).parts[0] if inside else ""
-        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES) and name not in used]
-        if directory != str(root) and weights and top not in modules:
+        inside = [name for name in names if name not in used and Path(name).name not in _OWN]
+        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES)]
+        if directory == ".":
+            carried.extend(name for name in inside if name not in weights)
+            left.extend(weights)
+        elif Path(directory).parts[0] in modules:
+            carried.extend(inside)
+        elif weights or directory in homes:
             left.extend(inside)
-            continue
-        is_module = directory != str(root) and top in modules
-        left.extend(name for name in weights if not is_module)
-        carried.extend(
-            Sidecar(name, os.stat(root / name).st_size)
-            for name in inside
-            if name not in used and name not in (MANIFEST, ".metadata") and (is_module or name not in weights)
-        )
-    return Surroundings(tuple(sorted(carried)), tuple(sorted(left)))
+        else:
+            carried.extend(name for name in inside if name.endswith(_TEXTS))
+            left.extend(name for name in inside if not name.endswith(_TEXTS))
+    return Surroundings(_sidecars(root, carried), tuple(sorted(left)))
 
 
-def _walk(directory: Path, depth: int) -> Iterator[tuple[str, list[str]]]:
-    entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+def beside_one_file(root: Path) -> Surroundings:
+    """The sidecars of one weight file with a name of its own, in a directory that may hold anything."""
+    names = [entry.name for entry in os.scandir(root) if entry.is_file() and _KNOWN.fullmatch(entry.name)]
+    return Surroundings(_sidecars(root, names), ())
+
+
+def _sidecars(root: Path, names: list[str]) -> tuple[Sidecar, ...]:
+    return tuple(Sidecar(name, os.stat(root / name).st_size) for name in sorted(names))
+
+
+def _walk(root: Path, depth: int, below: str = ".") -> Iterator[tuple[str, list[str]]]:
+    """Directories and the files in them, as names relative to `root`."""
+    entries = sorted(os.scandir(root / below), key=lambda entry: entry.name)
     for entry in entries:
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise unreadable(Path(entry.path), FileNotFoundError())
-    yield str(directory), [entry.name for entry in entries if entry.is_file()]
+    yield below, [str(Path(below, entry.name)) for entry in entries if entry.is_file()]
     if depth < _MAX_DEPTH:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
-                yield from _walk(Path(entry.path), depth + 1)
+                yield from _walk(root, depth + 1, str(Path(below, entry.name)))
 
 
 def _modules(root: Path) -> frozenset[str]:

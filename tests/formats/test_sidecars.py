@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import InputError
-from ckptx.formats.sidecars import look_around
+from ckptx.formats.sidecars import beside_one_file, look_around
 
 
 def lay_out(root: Path, *names: str) -> None:
@@ -60,8 +60,25 @@ def test_somebody_elses_modules_json(tmp_path: Path, text: str) -> None:
 
 
 def test_hidden_directories_and_depths_are_left_alone(tmp_path: Path) -> None:
-    lay_out(tmp_path, ".git/config", ".cache/x", "a/b/c/kept", "a/b/c/d/deep")
-    assert around(tmp_path)[0] == ["a/b/c/kept"]
+    lay_out(tmp_path, ".git/config.json", ".cache/x.json", "a/b/c/kept.json", "a/b/c/d/deep.json")
+    assert around(tmp_path) == (["a/b/c/kept.json"], [])
+
+
+def test_logs_in_directories_stay_and_are_named(tmp_path: Path) -> None:
+    lay_out(tmp_path, "config.json", "runs/events.out.tfevents.1", "templates/tool.jinja")
+    assert around(tmp_path) == (["config.json", "templates/tool.jinja"], ["runs/events.out.tfevents.1"])
+
+
+def test_the_directories_of_a_checkpoint_in_parts_hold_no_sidecars(tmp_path: Path) -> None:
+    lay_out(tmp_path, "config.json", "model/.metadata", "model/__0_0.distcp", "optim/.metadata", "optim/__0_0.distcp")
+    assert around(tmp_path, "model/__0_0.distcp", "optim/__0_0.distcp") == (["config.json"], [])
+
+
+def test_one_file_among_anything_takes_only_what_is_a_models(tmp_path: Path) -> None:
+    lay_out(tmp_path, "config.json", "tokenizer.json", "tokenizer_config.json", "modeling_x.py", "merges.txt")
+    lay_out(tmp_path, "holiday.jpg", "notes.txt", "other.safetensors", "setup.py", "photos/a.json")
+    names = [sidecar.name for sidecar in beside_one_file(tmp_path).carried]
+    assert names == ["config.json", "merges.txt", "modeling_x.py", "tokenizer.json", "tokenizer_config.json"]
 
 
 def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
