@@ -8,7 +8,6 @@ import click
 
 from ckptx.cli.options import (
     GLOBAL,
-    GLOBAL_OPTIONS,
     HUB,
     OUTPUT,
     SETTINGS,
@@ -16,6 +15,7 @@ from ckptx.cli.options import (
     Section,
     SectionedCommand,
     SectionedGroup,
+    global_options,
     hub_options,
     output_options,
     with_global_options,
@@ -65,7 +65,7 @@ def _common(function: F) -> F:
 @click.group(
     cls=SectionedGroup,
     context_settings=SETTINGS,
-    params=GLOBAL_OPTIONS(),
+    params=global_options(),
     sections=[GLOBAL],
     examples=["ckptx convert hf2dcp MODEL MODEL-dcp", "ckptx convert dcp2hf MODEL-dcp MODEL-back"],
 )

@@ -10,7 +10,7 @@ from types import FrameType
 
 import click
 
-from ckptx.cli.options import GLOBAL_OPTIONS, SETTINGS, Section, SectionedGroup
+from ckptx.cli.options import SETTINGS, Section, SectionedGroup, global_options
 from ckptx.cli.output import Terminated, say_error
 from ckptx.version import __version__
 
@@ -44,7 +44,7 @@ class _LazyGroup(SectionedGroup):
 @click.group(
     cls=_LazyGroup,
     context_settings=SETTINGS,
-    params=GLOBAL_OPTIONS(),
+    params=global_options(),
     sections=[
         Section("Global options", ["quiet", "verbose", "no_color", "version", "help"]),
     ],

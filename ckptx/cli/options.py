@@ -71,7 +71,7 @@ def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     return value
 
 
-def GLOBAL_OPTIONS() -> list[click.Parameter]:  # noqa: N802 - a constant that click would share if it were one
+def global_options() -> list[click.Parameter]:
     """Fresh copies of the options every command takes."""
     return [
         click.Option(["-q", "--quiet"], is_flag=True, expose_value=False, callback=_remember, help="Say errors only."),
@@ -87,7 +87,7 @@ GLOBAL = Section("Global options", ["quiet", "verbose", "no_color", "help"])
 
 def with_global_options(function: F) -> F:
     """Adds the global options to a command."""
-    return _with(function, GLOBAL_OPTIONS())
+    return _with(function, global_options())
 
 
 def _with(function: F, params: list[click.Parameter]) -> F:

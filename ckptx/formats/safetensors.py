@@ -10,6 +10,7 @@ errors name no tensor, and because a header must be given back byte for byte on 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
@@ -97,8 +98,7 @@ def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
     def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = dict(pairs)
         if len(keys) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
             raise InputError(f'{where}: key "{twice}" appears twice in the header; the file is corrupt')
         return keys
 
