@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import stat
 from pathlib import Path, PurePosixPath
 
 from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, SpaceError
@@ -57,9 +58,13 @@ class FilePool:
         if descriptor is None:
             path = inside(self.root, name)
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                # Without blocking: a pipe in the place of a file would otherwise wait for a writer for ever.
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 raise unreadable(path, error) from error
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise InputError(f"{path}: is a directory, pipe or device, needed a regular file")
             descriptor = self._keep(name, descriptor)
         return descriptor
 

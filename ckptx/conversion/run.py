@@ -56,6 +56,8 @@ class Conversion:
         report.details["architecture"] = None
         if architecture is not None:
             report.details["architecture"] = {"class": architecture.class_name, "known_from": architecture.origin}
+        if architecture is None and view.config is not None:
+            report.warnings.append("config.json names no architecture: ties are unknown, tensors are taken as they are")
         for wrapper, count in view.wrappers.items():
             report.warnings.append(f'wrapper "{wrapper}." removed from {count} names')
         if view.prefix:
