@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.region import Region, Shape
@@ -46,16 +47,76 @@ class Chunk(NamedTuple):
     archive: bool = False
 
 
+class Block(NamedTuple):
+    """A rectangle of a tensor and the rank that holds it.
+
+    Attributes:
+        slot: The rank within its pipeline stage: dp_index * tp + tp_index.
+        region: Which elements.
+        replica: True when another block holds the same elements and counts for coverage.
+    """
+
+    slot: int
+    region: Region
+    replica: bool = False
+
+
+class CutChunks(Sequence[Chunk]):
+    """The chunks of one tensor cut for a mesh, made when asked for.
+
+    Tensors that are cut alike share all but the offsets, so that a plan for thousands of ranks stays small.
+
+    Attributes:
+        blocks: What is cut.
+        files: Name of the file of each block.
+        lengths: Bytes of each block, its frame included.
+        offsets: Where each block begins in its file.
+        archive: As in `Chunk`.
+    """
+
+    __slots__ = ("archive", "blocks", "files", "lengths", "offsets")
+
+    def __init__(
+        self,
+        blocks: tuple[Block, ...],
+        files: tuple[str, ...],
+        lengths: tuple[int, ...],
+        offsets: array[int],
+        archive: bool = False,
+    ) -> None:
+        assert len(blocks) == len(files) == len(lengths) == len(offsets)
+        self.blocks, self.files, self.lengths, self.offsets, self.archive = blocks, files, lengths, offsets, archive
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for block, file, offset, nbytes in zip(self.blocks, self.files, self.offsets, self.lengths, strict=True):
+            yield Chunk(block.region, file, offset, nbytes, archive=self.archive)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        region, file = self.blocks[index].region, self.files[index]
+        return Chunk(region, file, self.offsets[index], self.lengths[index], archive=self.archive)
+
+
 class TensorEntry(NamedTuple):
     """A logical tensor. `chunks` tile `shape` exactly; opening a checkpoint proves it.
 
-    `shape` counts elements as safetensors does: an F4 tensor has twice the last dim that torch shows.
+    `shape` counts elements as safetensors does: an F4 tensor has twice the last dim that torch shows. `replicas` hold
+    the elements of some of `chunks` once more; whoever reads the tensor compares them.
     """
 
     name: str
     dtype: DType
     shape: Shape
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
+    replicas: tuple[Chunk, ...] = ()
 
     @property
     def numel(self) -> int:
