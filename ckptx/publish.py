@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, CutChunks
 from ckptx.catalog.manifest import emit_manifest, read_manifest
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.sidecars import MANIFEST
@@ -137,7 +138,9 @@ def is_complete(target: Path, job: Job) -> bool:
             {name: row["bytes"] for name, row in files.items()} == wanted
             and all((target / name).stat().st_size == nbytes for name, nbytes in wanted.items())
             and all(files[name]["digest"] == digest_bytes(data) for name, data in job.markers)
-            and all(tensors[item.name]["dtype"] == item.dtype.name for file in job.plan.files for item in file.items)
+            and all(
+                tensors[step.target.name]["dtype"] == step.target.dtype.name for step in job.plan.steps() if step.framed
+            )
         )
     except (CkptxError, OSError, KeyError, TypeError):
         return False
@@ -147,21 +150,28 @@ def has_contents(target: Path, job: Job, files: FilePool, max_memory: int) -> bo
     """True when the digests in the manifest of `target` are those of the source; reads all of the source."""
     tensors = read_manifest(target / MANIFEST)["tensors"]
     reader = TensorReader(files, max_memory)
-    items = (item for file in job.plan.files for item in file.items)
     return all(
-        tensors[item.name]["digest"] == digest_of(reader, item.source, item.dtype).digest().hex() for item in items
+        tensors[step.target.name]["digest"] == digest_of(reader, step.source, step.target.dtype).digest().hex()
+        for step in job.plan.steps()
+        if step.framed
     )
 
 
 def _layout(plan: CopyPlan) -> str:
     """A digest of everything the plan writes where."""
-    rows = (
-        leaf_digest(repr([(item.name, item.offset, item.nbytes, item.dtype) for item in file.items]).encode())
-        + file.name.encode()
-        + leaf_digest(file.prologue)
-        for file in plan.files
+    files = (leaf_digest(repr((file.name, file.nbytes)).encode() + file.prologue) for file in plan.files)
+    steps = (
+        leaf_digest(repr((step.target.name, step.target.dtype, *_places(step.target.chunks))).encode())
+        for step in plan.steps()
     )
-    return tree_digest(rows).hex()
+    return tree_digest([*files, *steps]).hex()
+
+
+def _places(chunks: Sequence[Chunk]) -> Iterator[tuple[object, ...]]:
+    if isinstance(chunks, CutChunks):
+        yield chunks.files, chunks.blocks, chunks.offsets.tobytes()
+    else:
+        yield from chunks
 
 
 def _allocated(tree: Path) -> int:

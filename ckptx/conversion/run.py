@@ -90,7 +90,7 @@ class Conversion:
             written: Names on disk of the source tensors that the job writes.
         """
         report, options = self.report, self.options
-        report.tensors = sum(len(file.items) for file in job.plan.files)
+        report.tensors = sum(len(group.steps) for group in job.plan.groups)
         report.bytes_read, report.bytes_written = job.plan.bytes_read, job.nbytes
         self._settle_ledger(set(written))
         if options.dry_run:
@@ -132,7 +132,7 @@ class Conversion:
 
     def _describe(self, job: Job) -> None:
         """Fills the report of a dry run."""
-        files = [{"name": file.name, "bytes": file.nbytes, "tensors": len(file.items)} for file in job.plan.files]
+        files = [{"name": file.name, "bytes": file.nbytes, "tensors": file.blocks} for file in job.plan.files]
         files += [{"name": name, "bytes": len(data), "tensors": 0} for name, data in job.markers]
         free = free_space(self.dst)
         self.report.details |= {"dry_run": True, "files": files, "memory": self.options.max_memory, "free_space": free}

@@ -16,11 +16,14 @@ try:  # ten times faster than zlib, same polynomial
 except ImportError:
     from zlib import crc32
 
-__all__ = ["LEAF", "TreeDigest", "crc32", "digest_bytes", "leaf_digest", "tree_digest"]
+__all__ = ["LEAF", "TreeDigest", "block_digest", "crc32", "digest_bytes", "join_crc32", "leaf_digest", "tree_digest"]
 
 LEAF = 16 << 20
 
 leaf_digest = xxhash.xxh3_128_digest
+block_digest = xxhash.xxh3_64  # of a block while it is written; tells a resumed run what it may keep
+
+_POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest bit first
 
 
 def tree_digest(leaves: Iterable[bytes]) -> bytes:
@@ -31,6 +34,29 @@ def tree_digest(leaves: Iterable[bytes]) -> bytes:
 def digest_bytes(data: bytes) -> str:
     """The digest of bytes in memory, in hex."""
     return tree_digest(leaf_digest(data[at : at + LEAF]) for at in range(0, len(data), LEAF)).hex()
+
+
+def join_crc32(first: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of two strings one after the other, from that of each; the second has `nbytes` bytes.
+
+    Appending a zero bit multiplies a CRC by x modulo the polynomial, so the first is multiplied by x^(8 nbytes).
+    """
+    power, factor, bits = 1 << 31, 1 << 30, 8 * nbytes  # 1 and x
+    while bits:
+        if bits & 1:
+            power = _multiply(power, factor)
+        factor = _multiply(factor, factor)
+        bits >>= 1
+    return _multiply(power, first) ^ second
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
 
 
 class TreeDigest:

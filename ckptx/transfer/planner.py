@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Chunk, Frame, TensorEntry
-from ckptx.catalog.region import Shape, coverage_fault
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, TensorEntry
+from ckptx.catalog.region import Shape, coverage_fault, whole
 from ckptx.errors import Defect
-from ckptx.transfer.plan import CopyPlan, Item, TargetFile
+from ckptx.transfer.plan import CopyPlan, FrameOf, Group, Step, TargetFile
 
-FrameOf = Callable[[DType, Shape], Frame]
+_REPORT = "this is a defect of ckptx, please report it"
 
 
 def plan_copy(
@@ -21,70 +21,123 @@ def plan_copy(
     *,
     frame_of: FrameOf | None = None,
     prologues: Mapping[str, bytes] | None = None,
+    groups: Iterable[Sequence[str]] | None = None,
 ) -> CopyPlan:
     """Plans the copy of every tensor of `target` from its tensor of `source`.
 
     Args:
         source: Opened, payloads located.
-        target: Allocated: every chunk has its file and offset.
-        origin: Name in `target` -> name in `source`.
+        target: Allocated: every chunk has its file and offset. Tensors of one group are in the order of their blocks.
+        origin: Name in `target` -> name in `source`, of tensors and of objects.
         frame_of: Frame around a block, for formats that have one; chunks of `target` then span the frame too.
         prologues: First bytes of a target file, by file name.
+        groups: Names of files that are written together; None writes each alone.
 
     Raises:
         Defect: The target is not exactly covered by its chunks, or a file is not exactly covered by blocks.
     """
     prologues = prologues or {}
-    items: dict[str, list[Item]] = {name: [] for name in target.files}
-    bytes_read = 0
-    for entry in target.tensors.values():
-        read_from = source.tensors[origin[entry.name]]
-        _check_pair(read_from, entry)
-        bytes_read += read_from.nbytes
-        for chunk in entry.chunks:
-            frame = frame_of(entry.dtype, chunk.region.sizes) if frame_of else None
-            items[chunk.file].append(_item(entry, chunk, read_from, frame))
-    files = []
-    for name, blocks in items.items():
-        blocks.sort(key=lambda item: item.offset)
-        file = TargetFile(name, target.files[name], prologues.get(name, b""), tuple(blocks))
-        _check_file(file)
-        files.append(file)
-    return CopyPlan(tuple(files), bytes_read, sum(target.files.values()))
+    steps = [Step(entry, source.tensors[origin[entry.name]], True) for entry in target.tensors.values()]
+    steps += [
+        Step(_as_tensor(place), _as_tensor(source.objects[origin[place.name]]), False)
+        for place in target.objects.values()
+    ]
+    proof = _Proof()
+    for step in steps:
+        proof.check(step)
+    names = [tuple(group) for group in groups] if groups is not None else [(name,) for name in target.files]
+    owner = {name: index for index, group in enumerate(names) for name in group}
+    members: list[list[Step]] = [[] for _ in names]
+    for step in steps:
+        members[owner[_first_file(step.target)]].append(step)
+    files = list(target.files)
+    position = {name: len(prologues.get(name, b"")) for name in files}
+    blocks = dict.fromkeys(files, 0)
+    for index, group in enumerate(members):
+        if len(names[index]) == 1:
+            group.sort(key=lambda step: step.target.chunks[0].offset)
+        _check_files(group, frozenset(names[index]), position, blocks)
+    for name, nbytes in target.files.items():
+        if position[name] != nbytes:
+            raise Defect(f"{name}: planned {nbytes} bytes, blocks end at {position[name]}; {_REPORT}")
+    index_of = {name: index for index, name in enumerate(files)}
+    return CopyPlan(
+        tuple(TargetFile(name, target.files[name], prologues.get(name, b""), blocks[name]) for name in files),
+        tuple(
+            Group(tuple(index_of[name] for name in group), tuple(inside))
+            for group, inside in zip(names, members, strict=True)
+        ),
+        frame_of,
+        sum(step.source.nbytes for step in steps),
+        sum(target.files.values()),
+    )
 
 
-def _item(entry: TensorEntry, chunk: Chunk, source: TensorEntry, frame: Frame | None) -> Item:
-    nbytes = entry.dtype.nbytes(chunk.region.numel)
-    return Item(entry.name, source, chunk.region, entry.dtype, chunk.offset, nbytes, frame)
+def _as_tensor(place: BytesEntry) -> TensorEntry:
+    """A pickled object as so many bytes."""
+    shape = (place.nbytes,)
+    return TensorEntry(place.name, BY_NAME["U8"], shape, (Chunk(whole(shape), place.file, place.offset, place.nbytes),))
 
 
-def _check_pair(source: TensorEntry, target: TensorEntry) -> None:
-    if source.shape != target.shape:
-        raise Defect(
-            f'tensor "{target.name}": planned with shape {target.shape}, the source has {source.shape}; this is a '
-            "defect of ckptx, please report it"
-        )
-    if len(target.chunks) == 1 and target.chunks[0].region.sizes == target.shape:
-        return
-    fault = coverage_fault(target.shape, [chunk.region for chunk in target.chunks])
-    if fault is not None:
-        raise Defect(
-            f'tensor "{target.name}": planned with {fault.kind} {fault.region}; this is a defect of ckptx, '
-            "please report it"
-        )
+def _first_file(entry: TensorEntry) -> str:
+    return entry.chunks.files[0] if isinstance(entry.chunks, CutChunks) else entry.chunks[0].file
 
 
-def _check_file(file: TargetFile) -> None:
-    position = len(file.prologue)
-    for item in file.items:
-        if item.offset != position:
+class _Proof:
+    """Coverage, proved once for all tensors that are cut alike."""
+
+    def __init__(self) -> None:
+        self._proved: set[tuple[int, Shape]] = set()
+
+    def check(self, step: Step) -> None:
+        target = step.target
+        if step.source.shape != target.shape:
             raise Defect(
-                f'{file.name}: block of "{item.name}" planned at byte {item.offset}, needed {position}; this is a '
-                "defect of ckptx, please report it"
+                f'tensor "{target.name}": planned with shape {target.shape}, the source has {step.source.shape}; '
+                f"{_REPORT}"
             )
-        position = item.end
-    if position != file.nbytes:
-        raise Defect(
-            f"{file.name}: planned {file.nbytes} bytes, blocks end at {position}; this is a defect of ckptx, "
-            "please report it"
-        )
+        chunks = target.chunks
+        if isinstance(chunks, CutChunks):
+            key = (id(chunks.blocks), target.shape)  # the plan keeps the blocks alive
+            if key not in self._proved:
+                self._proved.add(key)
+                _check_coverage(target, [block for block in chunks.blocks if not block.replica])
+                _check_replicas(target, chunks.blocks)
+        elif len(chunks) != 1 or chunks[0].region.sizes != target.shape:
+            _check_coverage(target, [Block(0, chunk.region) for chunk in chunks])
+
+
+def _check_coverage(target: TensorEntry, blocks: Sequence[Block]) -> None:
+    fault = coverage_fault(target.shape, [block.region for block in blocks])
+    if fault is not None:
+        raise Defect(f'tensor "{target.name}": planned with {fault.kind} {fault.region}; {_REPORT}')
+
+
+def _check_replicas(target: TensorEntry, blocks: Sequence[Block]) -> None:
+    kept = {block.region for block in blocks if not block.replica}
+    for block in blocks:
+        if block.replica and block.region not in kept:
+            raise Defect(f'tensor "{target.name}": a replica {block.region} of nothing was planned; {_REPORT}')
+
+
+def _check_files(
+    steps: Sequence[Step], files: frozenset[str], position: dict[str, int], blocks: dict[str, int]
+) -> None:
+    """Walks the blocks of a group in order; each must begin where the one before it in its file ended."""
+    for step in steps:
+        chunks = step.target.chunks
+        places: Iterable[tuple[str, int, int]]
+        if isinstance(chunks, CutChunks):
+            places = zip(chunks.files, chunks.offsets, chunks.lengths, strict=True)
+        else:
+            places = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
+        for file, offset, nbytes in places:
+            if file not in files:
+                raise Defect(f'{file}: block of "{step.target.name}" planned outside of its group; {_REPORT}')
+            if offset != position[file]:
+                raise Defect(
+                    f'{file}: block of "{step.target.name}" planned at byte {offset}, needed {position[file]}; '
+                    f"{_REPORT}"
+                )
+            position[file] = offset + nbytes
+            blocks[file] += 1

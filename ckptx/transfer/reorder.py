@@ -15,6 +15,13 @@ def weave(out: memoryview, out_width: int, column: int, rows: memoryview, pitch:
     target[:, column : column + width] = source
 
 
+def cut(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
+    """Takes `width` bytes from `column` on of each row of `pitch` bytes."""
+    target = np.frombuffer(out, np.uint8).reshape(-1, width)
+    source = np.frombuffer(rows, np.uint8)[: target.shape[0] * pitch].reshape(-1, pitch)
+    target[:] = source[:, column : column + width]
+
+
 def unstride(
     out: memoryview,
     sizes: Sequence[int],

@@ -6,6 +6,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.transfer.digest import TreeDigest
+from ckptx.transfer.shared import RecordPart
 from ckptx.transfer.stream import Sink, TensorReader
 
 _BUFFER = 1 << 20
@@ -27,13 +28,20 @@ class DigestSink:
         self.digest.update(view, last=not self._left)
 
 
-def stream_as(reader: TensorReader, entry: TensorEntry, region: Region, dtype: DType, sink: Sink) -> None:
-    """Sends `region` of `entry` to `sink`, cast to `dtype` where it has another."""
+def stream_as(
+    reader: TensorReader,
+    entry: TensorEntry,
+    region: Region,
+    dtype: DType,
+    sink: Sink,
+    parts: list[RecordPart] | None = None,
+) -> None:
+    """Sends `region` of `entry` to `sink`, cast to `dtype` where it has another; `parts` as in `stream`."""
     if entry.dtype is not dtype:
         from ckptx.transfer.cast import CastSink  # numpy, which most conversions do without
 
         sink = CastSink(sink, entry.dtype, dtype, memoryview(bytearray(_BUFFER)))
-    reader.stream(entry, region, sink)
+    reader.stream(entry, region, sink, parts)
 
 
 def digest_of(reader: TensorReader, entry: TensorEntry, dtype: DType) -> TreeDigest:

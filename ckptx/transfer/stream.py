@@ -17,6 +17,8 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import crc32
 from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments
+from ckptx.transfer.shared import Part, RecordPart
+from ckptx.transfer.strips import weave_rows
 
 
 class Sink(Protocol):
@@ -55,14 +57,21 @@ class TensorReader:
         self._tile: memoryview | None = None
         self._strip: memoryview | None = None
 
-    def stream(self, entry: TensorEntry, region: Region, sink: Sink) -> None:
+    def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordPart] | None = None) -> None:
         """Sends `region` of `entry` to `sink`.
+
+        Args:
+            entry: The tensor.
+            region: What of it.
+            sink: Gets it.
+            parts: When given, `region` is some indices of dim 0 of a tensor that others read the rest of: the CRC-32 of
+                a part of a record is put here, to be checked when all parts are known.
 
         Raises:
             InputError: A file ends early, or bytes do not have the CRC-32 their archive records.
             UnsupportedError: A strided payload needs more memory than allowed.
         """
-        running = self._begin_checks(entry, region)
+        running = self._begin_checks(entry, region, parts is not None)
         for segment in segments(entry, region):
             if type(segment) is Span:
                 self._read_span(entry, segment, running, sink)
@@ -72,49 +81,56 @@ class TensorReader:
                 self._read_strided(entry, segment, sink)
         for index, crc in running.items():
             chunk = entry.chunks[index]
-            if chunk.record is not None and crc != chunk.record.crc:
-                raise self._crc_error(entry.name, chunk, crc)
+            assert chunk.record is not None
+            part = _part(entry, chunk, region, crc)
+            if part.nbytes < chunk.record.nbytes:
+                assert parts is not None
+                parts.append(RecordPart(chunk.file, chunk.record, part))
+            elif crc != chunk.record.crc:
+                raise self.crc_error(entry.name, chunk.file, chunk.record, crc)
 
-    def read_at_once(self, entry: TensorEntry, region: Region, view: memoryview) -> bool:
-        """Fills `view` with `region` of `entry` by one read, when one chunk is exactly that region, row-major.
+    def one_piece(self, entry: TensorEntry) -> Chunk | None:
+        """The chunk that is all of `entry`, row-major, its checksum that of these bytes; None when there is none."""
+        if len(entry.chunks) != 1:
+            return None
+        chunk = entry.chunks[0]
+        record = chunk.record
+        if chunk.strides is not None:
+            return None
+        if record is not None and (record.offset != chunk.offset or record.nbytes != chunk.nbytes):
+            return None
+        return chunk
 
-        Returns:
-            False when it is not; nothing has been read then.
+    def read_at_once(self, entry: TensorEntry, chunk: Chunk, view: memoryview) -> None:
+        """Fills `view` with the `one_piece` of `entry` by one read.
 
         Raises:
             InputError: As `stream`.
         """
-        if len(entry.chunks) != 1:
-            return False
-        chunk = entry.chunks[0]
         record = chunk.record
-        if chunk.strides is not None or chunk.region != region:
-            return False
-        if record is not None and (record.offset != chunk.offset or record.nbytes != chunk.nbytes):
-            return False
         self._read_into(chunk.file, chunk.offset, view, entry.name)
         if record is not None:
             if record.crc is None:
                 self._count_unrecorded(chunk.file, record)
             elif (crc := crc32(view)) != record.crc:
-                raise self._crc_error(entry.name, chunk, crc)
-        return True
+                raise self.crc_error(entry.name, chunk.file, record, crc)
 
-    def _begin_checks(self, entry: TensorEntry, region: Region) -> dict[int, int]:
+    def _begin_checks(self, entry: TensorEntry, region: Region, is_share: bool) -> dict[int, int]:
         """Chunks whose CRC can be checked while streaming, at CRC 0; others are checked now, in a pass of their own."""
         running: dict[int, int] = {}
         for index, chunk in enumerate(entry.chunks):
             record = chunk.record
             if record is None:
                 continue
-            is_inside = chunk.region == region or chunk.region.intersect(region) == chunk.region
-            if not is_inside and chunk.region.intersect(region) is None:
+            common = chunk.region if chunk.region == region else chunk.region.intersect(region)
+            if common is None and chunk.region.numel:
                 continue
+            is_inside = common is None or common == chunk.region
             if record.crc is None:
                 self._count_unrecorded(chunk.file, record)
                 continue
             is_all = record.offset == chunk.offset and record.nbytes == chunk.nbytes and chunk.strides is None
-            if is_all and is_inside:
+            if is_all and (is_inside or is_share):
                 running[index] = 0
             else:
                 self._check_record(entry.name, chunk, record)
@@ -136,13 +152,14 @@ class TensorReader:
             self._read_into(chunk.file, record.offset + at, view, name)
             crc = crc32(view, crc)
         if crc != record.crc:
-            raise self._crc_error(name, chunk, crc)
+            raise self.crc_error(name, chunk.file, record, crc)
 
-    def _crc_error(self, name: str, chunk: Chunk, found: int) -> InputError:
-        assert chunk.record is not None and chunk.record.crc is not None
+    def crc_error(self, name: str, file: str, record: Record, found: int) -> InputError:
+        """The refusal of bytes of tensor `name` that do not have the CRC-32 their record says."""
+        assert record.crc is not None
         return InputError(
-            f'{self.files.root / chunk.file}: tensor "{name}": CRC-32 of its bytes is {found:08x}, the archive records '
-            f"{chunk.record.crc:08x}; the file is corrupt, restore it from a copy"
+            f'{self.files.root / file}: tensor "{name}": CRC-32 of its bytes is {found:08x}, the archive records '
+            f"{record.crc:08x}; the file is corrupt, restore it from a copy"
         )
 
     def _read_into(self, file: str, offset: int, view: memoryview, name: str) -> None:
@@ -171,19 +188,29 @@ class TensorReader:
             sink.commit(view)
 
     def _weave(self, entry: TensorEntry, tile: Tile, running: dict[int, int], sink: Sink) -> None:
-        """Reads the rows of each strip in one go and lays them side by side."""
-        from ckptx.transfer import reorder  # numpy, which most conversions do without
-
-        nbytes = tile.rows * tile.width
-        out = self._tile_buffer(nbytes)[:nbytes]
-        for strip in tile.strips:
-            length = (strip.rows - 1) * strip.pitch + strip.width
-            view = self._strip_buffer(length)[:length]
+        """Reads the rows of each strip in one go and lays them side by side, where there is room in `sink` itself."""
+        lengths = [(strip.rows - 1) * strip.pitch + strip.width for strip in tile.strips]
+        buffer = self._strip_buffer(sum(lengths))
+        views, at = [], 0
+        for strip, length in zip(tile.strips, lengths, strict=True):
+            view = buffer[at : at + length]
             self._read_into(entry.chunks[strip.chunk].file, strip.offset, view, entry.name)
             if strip.chunk in running:
                 running[strip.chunk] = crc32(view, running[strip.chunk])
-            reorder.weave(out, tile.width, strip.column, view, strip.pitch, strip.width)
-        push(sink, out)
+            views.append(view)
+            at += length
+        row = 0
+        while row < tile.rows:
+            view = sink.space((tile.rows - row) * tile.width)
+            count = len(view) // tile.width
+            out = view[: count * tile.width] if count else self._tile_buffer(tile.width)[: tile.width]
+            for strip, rows in zip(tile.strips, views, strict=True):
+                weave_rows(out, tile.width, strip.column, rows[row * strip.pitch :], strip.pitch, strip.width)
+            if count:
+                sink.commit(out)
+            else:
+                push(sink, out)
+            row += max(1, count)
 
     def _read_strided(self, entry: TensorEntry, part: Strided, sink: Sink) -> None:
         """Sends a region of a chunk that is not row-major, some rows at a time, so that memory stays bounded.
@@ -238,3 +265,12 @@ class TensorReader:
         if self._strip is None or len(self._strip) < nbytes:
             self._strip = memoryview(bytearray(max(nbytes, TILE)))
         return self._strip
+
+
+def _part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> Part:
+    """The part of a row-major chunk inside `region`, which is some indices of dim 0 or holds all of the chunk."""
+    common = chunk.region if chunk.region == region else chunk.region.intersect(region)
+    if common is None or common == chunk.region:
+        return Part(0, chunk.nbytes, crc)
+    row = chunk.nbytes // chunk.region.sizes[0]
+    return Part((common.offsets[0] - chunk.region.offsets[0]) * row, common.sizes[0] * row, crc)

@@ -1,0 +1,120 @@
+"""A cut tensor as a grid of bytes: rows of equal width, and the cell of each block in them.
+
+    tensor (4, 6) cut on dim 1 for two ranks        rows 4, width 6 * itemsize
+    +-----+-----+                                   cell of block 0: rows 0:4, bytes 0 : 3 * itemsize
+    |  0  |  1  |                                   cell of block 1: rows 0:4, bytes 3 * itemsize : 6 * itemsize
+    +-----+-----+
+
+Within a cell the bytes of its block follow each other in the same order as in the tensor, so that one pass over the
+tensor in row-major order fills every block front to back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.region import Region, Shape
+from ckptx.errors import Defect
+
+
+class Cell(NamedTuple):
+    """Rows `top` to `bottom`, and of each the bytes `left` to `right`.
+
+    `block` is the index of the block, `begin` the number of its bytes that come before the cell, in another share.
+    """
+
+    block: int
+    top: int
+    bottom: int
+    left: int
+    right: int
+    begin: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the cell."""
+        return (self.bottom - self.top) * (self.right - self.left)
+
+
+class Piece(NamedTuple):
+    """Bytes of one cell that follow each other in the tensor."""
+
+    block: int
+    nbytes: int
+
+
+class Grid(NamedTuple):
+    """`rows` of `width` bytes, and the cells in them; `inner` rows belong to an index of dim 0 (0: part of a row)."""
+
+    rows: int
+    width: int
+    inner: int
+    cells: tuple[Cell, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole grid."""
+        return self.rows * self.width
+
+    @property
+    def narrowest(self) -> int:
+        """Bytes of a row of the narrowest cell; of the whole row when there is only one."""
+        if self.rows == 1:
+            return self.width
+        return min((cell.right - cell.left for cell in self.cells if cell.nbytes), default=self.width)
+
+    def share(self, begin: int, end: int, dim0: int) -> Grid:
+        """The part that belongs to indices `begin` to `end` of dim 0 of `dim0`; blocks keep their index."""
+        if self.inner:
+            top, bottom, left, right = begin * self.inner, end * self.inner, 0, self.width
+        else:
+            unit = self.width // dim0
+            top, bottom, left, right = 0, 1, begin * unit, end * unit
+        cells = []
+        for cell in self.cells:
+            first, last = max(cell.top, top), min(cell.bottom, bottom)
+            low, high = max(cell.left, left), min(cell.right, right)
+            if first < last and low < high:
+                before = (first - cell.top) * (cell.right - cell.left) + low - cell.left
+                cells.append(Cell(cell.block, first - top, last - top, low - left, high - left, before))
+        return Grid(bottom - top, right - left, self.inner, tuple(cells))
+
+    def pieces(self) -> Iterator[Piece]:
+        """The bytes in row-major order, cell by cell."""
+        filled = [cell for cell in self.cells if cell.nbytes]
+        points = sorted({point for cell in filled for point in (cell.top, cell.bottom)})
+        for top, bottom in pairwise(points):
+            across = sorted(
+                (cell for cell in filled if cell.top <= top and bottom <= cell.bottom), key=lambda cell: cell.left
+            )
+            if len(across) == 1:
+                yield Piece(across[0].block, (bottom - top) * (across[0].right - across[0].left))
+                continue
+            row = [Piece(cell.block, cell.right - cell.left) for cell in across]
+            for _ in range(bottom - top):
+                yield from row
+
+
+def grid_of(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
+    """The grid of a tensor cut into `regions`, on dim 0 and at most one other dim, as TP with FSDP inside it cuts.
+
+    Raises:
+        Defect: The regions are cut on more dims than that.
+    """
+    cut = [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in regions)]
+    dim = cut[-1] if cut else 0
+    if any(0 < other < dim for other in cut):
+        raise Defect(f"a tensor of shape {list(shape)} cut on dims {cut}; this is a defect of ckptx, please report it")
+    unit = prod(shape[dim + 1 :]) * dtype.bits  # of one index of `dim`, in bits: half a byte for F4
+    width = dtype.nbytes(prod(shape[dim:]))
+    inner = prod(shape[1:dim]) if dim else 0
+    cells = []
+    for block, (offsets, sizes) in enumerate(regions):
+        top, bottom = (offsets[0] * inner, (offsets[0] + sizes[0]) * inner) if dim else (0, 1)
+        left, right = (offsets[dim] * unit, (offsets[dim] + sizes[dim]) * unit) if shape else (0, unit)
+        cells.append(Cell(block, top, bottom, left // 8, right // 8))
+    return Grid(prod(shape[:dim]), width, inner, tuple(cells))

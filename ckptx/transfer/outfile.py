@@ -1,0 +1,120 @@
+"""A file being written front to back through one buffer, digested on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptx.storage import write_at
+from ckptx.transfer import digest
+from ckptx.transfer.digest import TreeDigest
+
+
+class OutFile:
+    """One pass over a stretch of a target file.
+
+    The buffer is written with one call when it ends at a multiple of its size, so that writes are aligned as long as
+    the pass goes front to back; it may also seek, as two blocks of one tensor in the same file make it do.
+
+    Attributes:
+        position: Where the buffer goes.
+        fill: Bytes in it.
+    """
+
+    __slots__ = ("_buffer", "_digest", "_leaves", "_on_write", "_path", "descriptor", "fill", "nbytes", "position")
+
+    def __init__(
+        self,
+        descriptor: int,
+        path: Path,
+        nbytes: int,
+        buffer: memoryview,
+        leaves: dict[int, bytes],
+        on_write: Callable[[int], None],
+        position: int,
+    ) -> None:
+        """Begins at `position`.
+
+        Args:
+            descriptor: Open for writing.
+            path: For messages.
+            nbytes: What the file will have in all.
+            buffer: Its size divides the size of a digest block.
+            leaves: Gets the digest of each block of the file that lies wholly inside this pass, by index.
+            on_write: Called with the number of bytes before they are written.
+            position: Where to begin.
+        """
+        self.descriptor, self.nbytes, self.position, self.fill = descriptor, nbytes, position, 0
+        self._path, self._buffer, self._leaves, self._on_write = path, buffer, leaves, on_write
+        self._digest: TreeDigest | None = None
+
+    @property
+    def end(self) -> int:
+        """Where the next byte goes."""
+        return self.position + self.fill
+
+    def seek(self, position: int) -> None:
+        """Goes on at `position`."""
+        if position != self.position + self.fill:
+            self.flush()
+            self.position = position
+            self._digest = None
+
+    def space(self, nbytes: int) -> memoryview:
+        """Room for the next bytes, at least one and at most `nbytes`."""
+        size = len(self._buffer)
+        return self._buffer[self.fill : self.fill + min(nbytes, size - (self.position + self.fill) % size)]
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """Room for exactly `nbytes`, which must fit into the buffer."""
+        if self.fill + nbytes > len(self._buffer):
+            self.flush()
+        return self._buffer[self.fill : self.fill + nbytes]
+
+    def advance(self, nbytes: int) -> None:
+        """The room handed out last has been filled."""
+        self.fill += nbytes
+        if self.fill == len(self._buffer) or (self.position + self.fill) % len(self._buffer) == 0:
+            self.flush()
+
+    def write(self, data: bytes) -> None:
+        """Adds bytes that belong to the file alone: a header, a frame."""
+        if len(data) <= len(self._buffer) - self.fill:
+            self._buffer[self.fill : self.fill + len(data)] = data
+            self.advance(len(data))
+            return
+        at = 0
+        while at < len(data):
+            view = self.space(len(data) - at)
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+            self.advance(len(view))
+
+    def flush(self) -> None:
+        """Writes what is in the buffer."""
+        if not self.fill:
+            return
+        self._on_write(self.fill)
+        view = self._buffer[: self.fill]
+        position = self.position
+        while len(view):
+            piece = view[: digest.LEAF - position % digest.LEAF]
+            self._digest_piece(piece, position)
+            view = view[len(piece) :]
+            position += len(piece)
+        write_at(self.descriptor, self._buffer[: self.fill], self.position, self._path)
+        self.position = position
+        self.fill = 0
+
+    def _digest_piece(self, piece: memoryview, position: int) -> None:
+        """Digests blocks of the file that this pass writes from begin to end; the others are read back at the end."""
+        if position % digest.LEAF == 0:
+            self._digest = TreeDigest()
+        if self._digest is None:
+            return
+        end = position + len(piece)
+        is_last = end == self.nbytes
+        self._digest.update(piece, last=is_last)
+        if is_last or end % digest.LEAF == 0:
+            self._leaves[(end - 1) // digest.LEAF] = self._digest.leaves[-1]
+            self._digest = None

@@ -1,0 +1,482 @@
+"""One worker's pass over a run: reads each tensor once, in row-major order, and fills the blocks it is cut into.
+
+A block whose rows are long goes from file to file through the buffer that is written next. Short rows are read whole
+into a tile first and cut out of it in memory: a system call for a row of a narrow shard would cost more than its bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import CutChunks, Frame
+from ckptx.catalog.region import Region, Shape, whole
+from ckptx.storage import create, write_at
+from ckptx.transfer import digest
+from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
+from ckptx.transfer.grid import Grid, grid_of
+from ckptx.transfer.outfile import OutFile
+from ckptx.transfer.plan import Run, Step
+from ckptx.transfer.shared import Part, RecordPart, joined
+from ckptx.transfer.sinks import stream_as
+from ckptx.transfer.stream import TensorReader
+from ckptx.transfer.strips import cut_rows
+
+if TYPE_CHECKING:
+    from ckptx.transfer.executor import Copy
+
+BLOCK = 1 << 20
+_LEAST_BLOCK = 64 << 10
+# Buffers of all files of a group together, so that memory does not grow with the mesh.
+_GROUP_BUFFERS = 32 << 20
+_DIRECT = 64 << 10  # a row of a block this long is worth a system call
+
+_LEAF_NBYTES, _HASH_NBYTES = 16, 8  # of digests in the journal
+
+
+class Cancelled(Exception):
+    """Another worker failed, or the run was interrupted."""
+
+
+class Buffers:
+    """The buffers of one worker, made when first used; pages that are not touched take no memory."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, memoryview] = {}
+
+    def get(self, index: int) -> memoryview:
+        """Buffer number `index`, of `BLOCK` bytes."""
+        if index not in self._made:
+            self._made[index] = memoryview(mmap.mmap(-1, BLOCK))
+        return self._made[index]
+
+
+class _Cut(NamedTuple):
+    """How a tensor is cut, the same for all that are cut alike; `is_whole` says that one block is all of it."""
+
+    grid: Grid
+    frames: tuple[Frame | None, ...]
+    sizes: tuple[int, ...]
+    has_replicas: bool
+    is_whole: bool
+
+
+class Block:
+    """A block while it is written, or the share of it that belongs to this run.
+
+    Attributes:
+        out: The file.
+        at: Where its next byte goes.
+        left: Bytes that are missing.
+        begin: Bytes of the block before this share.
+        nbytes: Bytes of this share.
+        frame: Around the block, or None.
+        crc: Of the bytes so far, when there is a frame.
+        hash: Of the bytes so far; None when the digest of the tensor says as much.
+    """
+
+    __slots__ = ("at", "begin", "crc", "frame", "hash", "left", "nbytes", "out")
+
+    def __init__(self, out: OutFile, at: int, begin: int, nbytes: int, frame: Frame | None, is_hashed: bool) -> None:
+        self.out, self.at, self.begin, self.nbytes, self.frame = out, at, begin, nbytes, frame
+        self.left = nbytes
+        self.crc = 0
+        self.hash = block_digest() if is_hashed else None
+
+    def add(self, view: memoryview) -> None:
+        """Takes note of bytes that were put into the buffer of `out`."""
+        if self.frame is not None:
+            self.crc = crc32(view, self.crc)
+        if self.hash is not None:
+            self.hash.update(view)
+        self.at += len(view)
+        self.left -= len(view)
+        self.out.advance(len(view))
+
+
+class _Direct:
+    """A sink whose memory is the buffer of the file that is written next."""
+
+    def __init__(self, owner: Pass, grid: Grid, blocks: dict[int, Block]) -> None:
+        self.digest = TreeDigest()
+        self._owner, self._blocks = owner, blocks
+        self._pieces = iter(grid.pieces())
+        self._left = 0
+        self._missing = grid.nbytes
+        self._block: Block
+
+    def space(self, nbytes: int) -> memoryview:
+        if not self._left:
+            index, self._left = next(self._pieces)
+            self._block = self._blocks[index]
+            self._block.out.seek(self._block.at)
+        return self._block.out.space(min(nbytes, self._left, self.digest.room))
+
+    def commit(self, view: memoryview) -> None:
+        self._left -= len(view)
+        self._missing -= len(view)
+        self.digest.update(view, last=not self._missing)
+        self._block.add(view)
+        if not self._block.left:
+            self._owner.close(self._block)
+
+
+class _Tiles:
+    """A sink that collects whole rows, or a part of one long row, and cuts the blocks out of them."""
+
+    def __init__(self, owner: Pass, grid: Grid, blocks: dict[int, Block], buffer: memoryview) -> None:
+        self.digest = TreeDigest()
+        self._owner, self._grid, self._blocks, self._buffer = owner, grid, blocks, buffer
+        self._missing = grid.nbytes
+        self._fill = 0
+        self._row = self._column = 0  # of the first byte in the tile
+        self._size = self._next_size()
+
+    def _next_size(self) -> int:
+        room, width = len(self._buffer), self._grid.width
+        if width > room:
+            return min(room, width - self._column)
+        return min(self._grid.rows - self._row, room // width) * width
+
+    def space(self, nbytes: int) -> memoryview:
+        end = min(self._fill + min(nbytes, self.digest.room), self._size)
+        return self._buffer[self._fill : end]
+
+    def commit(self, view: memoryview) -> None:
+        self._missing -= len(view)
+        self.digest.update(view, last=not self._missing)
+        self._fill += len(view)
+        if self._fill == self._size:
+            self._cut()
+
+    def _cut(self) -> None:
+        grid, tile = self._grid, self._buffer[: self._size]
+        if grid.width > len(self._buffer):
+            rows, first, last = 1, self._column, self._column + self._size
+        else:
+            rows, first, last = self._size // grid.width, 0, grid.width
+        for cell in grid.cells:
+            top, bottom = max(cell.top, self._row), min(cell.bottom, self._row + rows)
+            left, right = max(cell.left, first), min(cell.right, last)
+            if top >= bottom or left >= right:
+                continue
+            block = self._blocks[cell.block]
+            block.out.seek(block.at)
+            view = block.out.reserve((bottom - top) * (right - left))
+            pitch = last - first
+            cut_rows(
+                view, tile[(top - self._row) * pitch : (bottom - self._row) * pitch], pitch, left - first, right - left
+            )
+            block.add(view)
+            if not block.left:
+                self._owner.close(block)
+        self._fill = 0
+        self._column = 0 if last == grid.width else last
+        self._row += rows if last == grid.width else 0
+        if self._missing:
+            self._size = self._next_size()
+
+
+class Pass:
+    """One pass over a run."""
+
+    def __init__(self, copy: Copy, run: Run, reader: TensorReader, buffers: Buffers, worker: int) -> None:
+        """Prepares; `run` does it."""
+        self._copy, self._plan, self._reader, self._worker = copy, copy.plan, reader, worker
+        self._run, self._buffers = run, buffers
+        self._group = copy.plan.groups[run.group]
+        self._numbers = {copy.plan.files[file].name: number for number, file in enumerate(self._group.files)}
+        self._size = BLOCK
+        while self._size > _LEAST_BLOCK and self._size * len(self._group.files) > _GROUP_BUFFERS:
+            self._size //= 2
+        self._outs: dict[str, OutFile] = {}
+        self._cuts: dict[tuple[int, DType, Shape], _Cut] = {}
+        self._shared = copy.shared[run.group, run.first] if run.rows is not None else None
+        self._finished: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
+        share = "" if run.rows is None else f"-{run.rows[0]}"
+        self._journal_path = copy.journal / f"{run.group:05d}-{run.first:07d}{share}"
+
+    def run(self) -> None:
+        """Copies what an interrupted run has not finished."""
+        steps = self._group.steps[self._run.first : self._run.stop]
+        done, self._journal_at = self._resume(steps)
+        self._journal = create(self._journal_path)
+        try:
+            if self._run.first == 0 and self._run.rows is None:
+                self._write_prologues(fresh=not done)
+            for step in steps[done:]:
+                self._copy_step(step)
+            for out in self._outs.values():
+                out.flush()
+            self._note_finished()
+        finally:
+            os.close(self._journal)
+
+    # ------------------------------------------------------------------------------------------------------- files
+
+    def _out(self, name: str, position: int) -> OutFile:
+        """The file `name`, ready to go on at `position`."""
+        out = self._outs.get(name)
+        if out is not None:
+            out.seek(position)
+            return out
+        number = self._numbers[name]
+        file = self._group.files[number]
+        out = self._outs[name] = OutFile(
+            self._copy.descriptors[file],
+            self._copy.tree / name,
+            self._plan.files[file].nbytes,
+            self._buffers.get(number + 1)[: self._size],
+            self._copy.leaves[file],
+            self._on_write,
+            position,
+        )
+        return out
+
+    def _on_write(self, nbytes: int) -> None:
+        if self._copy.stop.is_set():
+            raise Cancelled
+        self._copy.written[self._worker] += nbytes
+        if self._finished:
+            self._note_finished()
+
+    def _write_prologues(self, fresh: bool) -> None:
+        for file in self._group.files:
+            name, prologue = self._plan.files[file].name, self._plan.files[file].prologue
+            if prologue and fresh:
+                self._out(name, 0).write(prologue)
+            elif prologue:
+                write_at(self._copy.descriptors[file], prologue, 0, self._copy.tree / name)
+
+    # ------------------------------------------------------------------------------------------------------- tensors
+
+    def _cut_of(self, step: Step) -> _Cut:
+        chunks, dtype = step.target.chunks, step.target.dtype
+        if not isinstance(chunks, CutChunks):
+            return self._make_cut(step, [chunk.region for chunk in chunks], False)
+        key = (id(chunks.blocks), dtype, step.target.shape)  # the plan keeps the blocks alive
+        cut = self._cuts.get(key)
+        if cut is None:
+            replicas = any(block.replica for block in chunks.blocks)
+            cut = self._cuts[key] = self._make_cut(step, [block.region for block in chunks.blocks], replicas)
+        return cut
+
+    def _make_cut(self, step: Step, regions: list[Region], has_replicas: bool) -> _Cut:
+        dtype, shape = step.target.dtype, step.target.shape
+        frame_of = self._plan.frame_of if step.framed else None
+        frames = tuple([frame_of(dtype, region.sizes) if frame_of else None for region in regions])
+        sizes = tuple([dtype.nbytes(region.numel) for region in regions])
+        is_whole = len(regions) == 1 and regions[0].sizes == shape
+        return _Cut(grid_of(dtype, shape, regions), frames, sizes, has_replicas, is_whole)
+
+    def _places(self, step: Step) -> Iterator[tuple[str, int]]:
+        """File and offset of each block, frame included."""
+        chunks = step.target.chunks
+        if isinstance(chunks, CutChunks):
+            return zip(chunks.files, chunks.offsets, strict=True)
+        return ((chunk.file, chunk.offset) for chunk in chunks)
+
+    def _share(self, step: Step, cut: _Cut) -> Grid:
+        """The part of the grid that belongs to this run."""
+        rows = self._run.rows
+        return cut.grid if rows is None else cut.grid.share(*rows, step.target.shape[0])
+
+    def _copy_step(self, step: Step) -> None:
+        cut = self._cut_of(step)
+        if cut.is_whole and self._shared is None and self._copy_at_once(step, cut):
+            return
+        grid = self._share(step, cut)
+        blocks = self._open_blocks(step, cut, grid)
+        sink: _Direct | _Tiles
+        if not cut.has_replicas and grid.narrowest >= min(_DIRECT, grid.width):
+            sink = _Direct(self, grid, blocks)
+        else:
+            sink = _Tiles(self, grid, blocks, self._buffers.get(0)[: self._size])
+        records: list[RecordPart] | None = None if self._shared is None else []
+        if grid.nbytes:
+            stream_as(self._reader, step.source, self._region(step), step.target.dtype, sink, records)
+        for block in blocks.values():
+            assert not block.left, f"{step.target.name}: {block.left} bytes were not produced"
+        self._finish(step, cut, blocks, sink.digest, records)
+
+    def _region(self, step: Step) -> Region:
+        shape, rows = step.source.shape, self._run.rows
+        if rows is None:
+            return whole(shape)
+        return Region((rows[0],) + (0,) * (len(shape) - 1), (rows[1] - rows[0], *shape[1:]))
+
+    def _open_blocks(self, step: Step, cut: _Cut, grid: Grid) -> dict[int, Block]:
+        """The blocks that get something from this run; where one begins, its head is written."""
+        places = list(self._places(step))
+        blocks = {}
+        for cell in grid.cells:
+            name, offset = places[cell.block]
+            frame, nbytes = cut.frames[cell.block], cell.nbytes
+            at = offset + (len(frame.head) if frame is not None else 0) + cell.begin
+            out = self._out(name, at if cell.begin else offset)
+            if frame is not None and not cell.begin:
+                out.write(frame.head)
+            block = blocks[cell.block] = Block(out, at, cell.begin, nbytes, frame, not cut.is_whole)
+            if not nbytes:
+                self.close(block)
+        return blocks
+
+    def close(self, block: Block) -> None:
+        """Writes what comes after a block that is complete; of a shared one, the last worker does that."""
+        if block.frame is not None and self._shared is None:
+            tail = block.frame.tail(block.crc)
+            block.out.write(tail)
+            block.at += len(tail)
+
+    def _copy_at_once(self, step: Step, cut: _Cut) -> bool:
+        """Copies a small tensor that is one piece on both sides; False when it is not.
+
+        What `_copy_step` does in general, in a third of the time: in a checkpoint of many small tensors the calls
+        cost more than the bytes.
+        """
+        source, target, nbytes, frame = step.source, step.target, cut.sizes[0], cut.frames[0]
+        if not 0 < nbytes <= self._size // 2 or target.dtype is not source.dtype:
+            return False
+        chunk = self._reader.one_piece(source)
+        if chunk is None:
+            return False
+        ((name, offset),) = self._places(step)
+        out = self._out(name, offset)
+        if frame is not None:
+            out.write(frame.head)
+        view = out.reserve(nbytes)
+        self._reader.read_at_once(source, chunk, view)
+        leaf = leaf_digest(view)
+        crc = crc32(view) if frame is not None else 0
+        out.advance(nbytes)
+        if frame is not None:
+            out.write(frame.tail(crc))
+        self._copy.outcome.digests[target.name] = tree_digest([leaf]).hex()
+        self._finished.append(([(out, out.end)], leaf))
+        return True
+
+    def _finish(
+        self, step: Step, cut: _Cut, blocks: dict[int, Block], tree: TreeDigest, records: list[RecordPart] | None
+    ) -> None:
+        """All of the tensor, or of its share, is in buffers or written."""
+        note = b"".join(tree.leaves) or leaf_digest(b"")
+        note += b"".join([block.hash.digest() for block in blocks.values() if block.hash is not None])
+        self._finished.append(([(block.out, block.at) for block in blocks.values()], note))
+        if records is None:
+            self._copy.outcome.digests[step.target.name] = tree.digest().hex()
+        else:
+            parts = [(index, Part(block.begin, block.nbytes, block.crc)) for index, block in blocks.items()]
+            self._join(step, cut, tree.leaves, parts, records)
+
+    def _join(
+        self,
+        step: Step,
+        cut: _Cut,
+        leaves: list[bytes],
+        parts: list[tuple[int, Part]],
+        records: list[RecordPart],
+    ) -> None:
+        """Tells the other workers on this tensor what this share found; the last one completes the blocks."""
+        shared, rows = self._shared, self._run.rows
+        assert shared is not None and rows is not None
+        first = rows[0] * (step.target.nbytes // step.target.shape[0]) // digest.LEAF
+        if not shared.add(enumerate(leaves, first), parts, records):
+            return
+        for (file, record), found in shared.records.items():
+            all_of_it = joined(found)
+            if all_of_it.nbytes == record.nbytes and all_of_it.crc != record.crc:
+                raise self._reader.crc_error(step.source.name, file, record, all_of_it.crc)
+        for index, (name, offset) in enumerate(self._places(step)):
+            frame = cut.frames[index]
+            if frame is not None:
+                tail = frame.tail(joined(shared.blocks[index]).crc)
+                descriptor = self._copy.descriptors[self._group.files[self._numbers[name]]]
+                write_at(descriptor, tail, offset + len(frame.head) + cut.sizes[index], self._copy.tree / name)
+                self._on_write(len(tail))
+        self._copy.outcome.digests[step.target.name] = tree_digest(
+            shared.leaves[index] for index in sorted(shared.leaves)
+        ).hex()
+
+    # ------------------------------------------------------------------------------------------------------- journal
+
+    def _note_finished(self) -> None:
+        """Journals the tensors of which nothing is left in a buffer."""
+        done = b""
+        while self._finished:
+            ends, note = self._finished[0]
+            if any(out.fill and out.position < end for out, end in ends):
+                break
+            done += note
+            self._finished.popleft()
+        if done:
+            write_at(self._journal, done, self._journal_at, self._journal_path)
+            self._journal_at += len(done)
+
+    def _resume(self, steps: tuple[Step, ...]) -> tuple[int, int]:
+        """Steps that an interrupted run finished, whose bytes on disk still have their digests; and where the journal
+        goes on."""
+        if not self._journal_path.exists():
+            return 0, 0
+        recorded = self._journal_path.read_bytes()
+        at = 0
+        for number, step in enumerate(steps):
+            cut = self._cut_of(step)
+            grid = self._share(step, cut)
+            count = max(1, -(-grid.nbytes // digest.LEAF))
+            hashes = 0 if cut.is_whole else len(grid.cells)
+            note = recorded[at : at + count * _LEAF_NBYTES + hashes * _HASH_NBYTES]
+            if len(note) < count * _LEAF_NBYTES + hashes * _HASH_NBYTES or not self._is_on_disk(step, cut, grid, note):
+                return number, at
+            at += len(note)
+        return len(steps), at
+
+    def _is_on_disk(self, step: Step, cut: _Cut, grid: Grid, note: bytes) -> bool:
+        """True when the blocks lie in the target as they were noted; what they are is then entered as if written."""
+        count = max(1, -(-grid.nbytes // digest.LEAF)) * _LEAF_NBYTES
+        leaves = [note[at : at + _LEAF_NBYTES] for at in range(0, count, _LEAF_NBYTES)]
+        if not grid.nbytes:
+            leaves = []
+        hashes = b""
+        places = list(self._places(step))
+        parts = []
+        for cell in grid.cells:
+            name, offset = places[cell.block]
+            descriptor = self._copy.descriptors[self._group.files[self._numbers[name]]]
+            frame = cut.frames[cell.block]
+            start = offset + (len(frame.head) if frame is not None else 0) + cell.begin
+            tree, hashed, crc = self._read_back(descriptor, start, cell.nbytes)
+            if cut.is_whole and tree != leaves:
+                return False
+            hashes += b"" if cut.is_whole else hashed
+            if frame is not None and not cell.begin and os.pread(descriptor, len(frame.head), offset) != frame.head:
+                return False
+            if frame is not None and self._shared is None:
+                tail = frame.tail(crc)
+                if os.pread(descriptor, len(tail), start + cell.nbytes) != tail:
+                    return False
+            parts.append((cell.block, Part(cell.begin, cell.nbytes, crc)))
+        if hashes != note[count:]:
+            return False
+        if self._shared is None:
+            self._copy.outcome.digests[step.target.name] = tree_digest(leaves).hex()
+        else:
+            self._join(step, cut, leaves, parts, [])
+        return True
+
+    def _read_back(self, descriptor: int, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
+        """Digests of blocks, hash and CRC-32 of bytes in the target; short when the file is."""
+        tree, hashed, crc, at = TreeDigest(), block_digest(), 0, 0
+        buffer = self._buffers.get(0)
+        while at < nbytes:
+            view = buffer[: min(BLOCK, nbytes - at)]
+            if os.preadv(descriptor, [view], start + at) != len(view):
+                break
+            crc = crc32(view, crc)
+            hashed.update(view)
+            at += len(view)
+            tree.update(view, last=at == nbytes)
+        return tree.leaves, hashed.digest(), crc

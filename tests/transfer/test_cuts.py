@@ -1,0 +1,328 @@
+"""Tensors cut for a mesh, and put together again: files as numpy slices them, digests that do not see the cut."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import Block, Chunk, CutChunks, Record, TensorEntry
+from ckptx.catalog.region import Region, Shape, whole
+from ckptx.errors import Defect, InputError
+from ckptx.formats import dcp_layout
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.placement import Placement, cut
+from ckptx.storage import FilePool
+from ckptx.transfer import digest as digest_module
+from ckptx.transfer import outfile as outfile_module
+from ckptx.transfer import passes as passes_module
+from ckptx.transfer import plan as plan_module
+from ckptx.transfer.executor import Outcome, execute
+from ckptx.transfer.plan import CopyPlan
+from ckptx.transfer.planner import plan_copy
+from tests.transfer.test_digest import defined
+from tests.transfer.test_stream import Array, numbers
+from tests.transfer.test_stream import cut as sliced
+from tests.writers import tree_bytes
+
+# name -> dtype, shape, placement: rows narrow and wide, even and uneven, fused, three-dimensional
+CUTS: dict[str, tuple[str, Shape, Placement | None]] = {
+    "rows": ("BF16", (101, 40), Placement(0, (101,))),
+    "columns": ("BF16", (33, 97), Placement(1, (97,))),
+    "wide columns": ("F32", (5, 90_001), Placement(1, (90_001,))),
+    "few columns": ("U8", (70_000, 7), Placement(1, (7,))),
+    "fused rows": ("BF16", (2 * 37, 50), Placement(0, (37, 37))),
+    "fused columns": ("F32", (41, 60), Placement(1, (40, 10, 10))),
+    "experts": ("BF16", (6, 2 * 11, 30), Placement(1, (11, 11))),
+    "experts down": ("BF16", (6, 30, 11), Placement(2, (11,))),
+    "wide experts": ("F32", (3, 8, 9_000), Placement(1, (4, 4))),
+    "norm": ("F32", (64,), None),
+    "bias": ("F32", (13,), Placement(0, (13,))),
+    "scalar": ("F32", (), None),
+    "empty": ("F32", (0, 8), Placement(1, (8,))),
+    "one row": ("U8", (1, 3_000_000), Placement(1, (3_000_000,))),
+    "large": ("U8", (3_000, 1024), Placement(0, (3_000,))),
+    "large norm": ("U8", (2_500_000,), None),
+}
+ARRAYS: dict[str, Array] = {
+    name: numbers(shape, BY_NAME[dtype].itemsize, seed) for seed, (name, (dtype, shape, _)) in enumerate(CUTS.items())
+}
+
+
+def data_of(name: str) -> bytes:
+    return ARRAYS[name].tobytes()
+
+
+def write_source(root: Path, parts: int = 1, recorded: bool = True) -> Catalog:
+    """Every tensor cut on its own longest dim into `parts`, each chunk with the CRC of its bytes."""
+    catalog = Catalog(root, "dcp", {})
+    body = b""
+    for name, (dtype, shape, _) in CUTS.items():
+        regions = [whole(shape)]
+        if shape and parts > 1 and max(shape) >= parts:
+            dim = shape.index(max(shape))
+            edges = [shape[dim] * i // parts for i in range(parts + 1)]
+            regions = [
+                Region((*[0] * dim, a, *[0] * (len(shape) - dim - 1)), (*shape[:dim], b - a, *shape[dim + 1 :]))
+                for a, b in pairwise(edges)
+            ]
+        chunks = []
+        for region in regions:
+            piece = sliced(ARRAYS[name], region).tobytes()
+            record = Record(len(body), len(piece), zlib.crc32(piece)) if recorded else None
+            chunks.append(Chunk(region, "src", len(body), len(piece), record=record))
+            body += piece
+        catalog.tensors[name] = TensorEntry(name, BY_NAME[dtype], shape, tuple(chunks))
+    root.mkdir()
+    (root / "src").write_bytes(body)
+    catalog.files["src"] = len(body)
+    return catalog
+
+
+def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue: bytes = b"") -> Catalog:
+    """One file a rank of one stage, blocks in the order of `CUTS`."""
+    names = [f"rank{slot}" for slot in range(dims.per_stage)]
+    ends = dict.fromkeys(names, len(prologue))
+    catalog = Catalog(Path(), "dcp", {})
+    for name, (dtype_name, shape, placement) in CUTS.items():
+        dtype = BY_NAME[dtype_name]
+        blocks = cut(shape, placement, dims, replicate)
+        lengths, offsets = [], array("q")
+        for block in blocks:
+            frame = dcp_layout.archive_frame(dtype, block.region.sizes) if framed else None
+            nbytes = dtype.nbytes(block.region.numel) + (len(frame.head) + frame.tail_nbytes if frame else 0)
+            file = names[block.slot]
+            offsets.append(ends[file])
+            lengths.append(nbytes)
+            ends[file] += nbytes
+        files = tuple(names[block.slot] for block in blocks)
+        catalog.tensors[name] = TensorEntry(name, dtype, shape, CutChunks(blocks, files, tuple(lengths), offsets))
+    catalog.files = ends
+    return catalog
+
+
+def planned(source: Catalog, target: Catalog, framed: bool, prologue: bytes = b"") -> CopyPlan:
+    return plan_copy(
+        source,
+        target,
+        {name: name for name in target.tensors},
+        frame_of=dcp_layout.archive_frame if framed else None,
+        prologues=dict.fromkeys(target.files, prologue),
+        groups=[tuple(target.files)],
+    )
+
+
+def expected(target: Catalog, framed: bool, prologue: bytes = b"") -> dict[str, bytes]:
+    """The files, block by block by numpy."""
+    files = dict.fromkeys(target.files, prologue)
+    for name, entry in target.tensors.items():
+        assert isinstance(entry.chunks, CutChunks)
+        for block, chunk in zip(entry.chunks.blocks, entry.chunks, strict=True):
+            piece = sliced(ARRAYS[name], block.region).tobytes() if entry.shape else data_of(name)
+            if framed:
+                frame = dcp_layout.archive_frame(entry.dtype, block.region.sizes)
+                piece = frame.head + piece + frame.tail(zlib.crc32(piece))
+            files[chunk.file] += piece
+    return files
+
+
+def run(plan: CopyPlan, root: Path, out: Path, workers: int = 1) -> Outcome:
+    (out / "journal").mkdir(parents=True, exist_ok=True)
+    (out / "tree").mkdir(exist_ok=True)
+    with FilePool(root) as files:
+        return execute(plan, files, out / "tree", out / "journal", workers=workers, max_memory=64 << 20)
+
+
+MESHES = [
+    ParallelDims(tp=1),
+    ParallelDims(tp=2),
+    ParallelDims(tp=3),
+    ParallelDims(tp=8),
+    ParallelDims(2, 1, 2),
+    ParallelDims(3, 1, 4),
+]
+
+
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("framed", [True, False])
+def test_a_cut_is_what_numpy_cuts(tmp_path: Path, dims: ParallelDims, parts: int, framed: bool) -> None:
+    source = write_source(tmp_path / "in", parts)
+    target = allocate(dims, framed, replicate=not framed)
+    plan = planned(source, target, framed)
+    outcome = run(plan, source.root, tmp_path / "out")
+    written = tree_bytes(tmp_path / "out" / "tree")
+    assert written == expected(target, framed)
+    assert outcome.digests == {name: defined(data_of(name)) for name in CUTS}
+    assert outcome.file_digests == {name: defined(data) for name, data in written.items()}
+    assert outcome.bytes_written == plan.bytes_written == sum(map(len, written.values()))
+    assert outcome.bytes_read == plan.bytes_read == sum(len(data_of(name)) for name in CUTS)
+
+
+@pytest.mark.parametrize("leaf", [1 << 18, 1 << 20])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2), ParallelDims(3, 1, 2)], ids=str)
+def test_workers_share_a_large_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims, workers: int, leaf: int
+) -> None:
+    """Runs of 256 KiB over tensors of up to 3 MB: several shares each, that begin in the middle of blocks."""
+    monkeypatch.setattr(plan_module, "RUN", 1 << 18)
+    monkeypatch.setattr(digest_module, "LEAF", leaf)
+    monkeypatch.setattr(passes_module, "BLOCK", 1 << 18)
+    source = write_source(tmp_path / "in", 3)
+    target = allocate(dims, True)
+    plan = planned(source, target, True)
+    assert sum(run.rows is not None for run in plan.runs()) >= 6
+    outcome = run(plan, source.root, tmp_path / "out", workers)
+    written = tree_bytes(tmp_path / "out" / "tree")
+    assert written == expected(target, True)
+    assert outcome.digests == {name: defined(data_of(name), leaf) for name in CUTS}
+    assert outcome.file_digests == {name: defined(data, leaf) for name, data in written.items()}
+    assert outcome.bytes_read == plan.bytes_read, "a checksummed record is not read twice"
+
+
+def test_a_prologue_stands_before_the_blocks_of_every_rank(tmp_path: Path) -> None:
+    source, prologue = write_source(tmp_path / "in"), b"header" * 20_000
+    target = allocate(ParallelDims(tp=3), False, True, prologue)
+    run(planned(source, target, False, prologue), source.root, tmp_path / "out")
+    assert tree_bytes(tmp_path / "out" / "tree") == expected(target, False, prologue)
+
+
+@pytest.mark.parametrize("small_runs", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 4, 9, 16, 25])
+def test_a_resumed_cut_ends_as_an_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, small_runs: bool
+) -> None:
+    monkeypatch.setattr(passes_module, "BLOCK", 1 << 18)
+    if small_runs:
+        monkeypatch.setattr(plan_module, "RUN", 1 << 19)
+        monkeypatch.setattr(digest_module, "LEAF", 1 << 18)
+    source = write_source(tmp_path / "in", 3)
+    target = allocate(ParallelDims(2, 1, 2), True)
+    plan = planned(source, target, True)
+    count, real = 0, outfile_module.write_at
+
+    def failing(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise KeyboardInterrupt
+        real(descriptor, data, offset, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outfile_module, "write_at", failing)
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, source.root, tmp_path / "out")
+    outcome = run(plan, source.root, tmp_path / "out", 2)
+    written = tree_bytes(tmp_path / "out" / "tree")
+    assert written == expected(target, True)
+    assert outcome.digests == {name: defined(data_of(name), digest_module.LEAF) for name in CUTS}
+    assert outcome.file_digests == {name: defined(data, digest_module.LEAF) for name, data in written.items()}
+    assert outcome.bytes_read <= plan.bytes_read if after < 9 else outcome.bytes_read < plan.bytes_read
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["large", "columns", "norm", "experts"])
+def test_a_flipped_bit_of_the_source_is_found_however_it_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shared: bool
+) -> None:
+    if shared:
+        monkeypatch.setattr(plan_module, "RUN", 1 << 18)
+        monkeypatch.setattr(digest_module, "LEAF", 1 << 18)
+    source = write_source(tmp_path / "in", 3)
+    chunk = source.tensors[name].chunks[-1]
+    body = bytearray((source.root / "src").read_bytes())
+    body[chunk.offset + chunk.nbytes // 2] ^= 4
+    (source.root / "src").write_bytes(body)
+    plan = planned(source, allocate(ParallelDims(tp=2), True), True)
+    with pytest.raises(InputError, match=f'tensor "{name}": CRC-32'):
+        run(plan, source.root, tmp_path / "out", 2)
+
+
+@pytest.mark.parametrize("name", ["large", "columns", "wide columns", "experts"])
+def test_a_finished_cut_that_rotted_is_made_again(tmp_path: Path, name: str) -> None:
+    source = write_source(tmp_path / "in")
+    target = allocate(ParallelDims(tp=2), True)
+    plan = planned(source, target, True)
+    run(plan, source.root, tmp_path / "out")
+    chunk = target.tensors[name].chunks[-1]
+    with (tmp_path / "out" / "tree" / chunk.file).open("r+b") as file:
+        file.seek(chunk.offset + chunk.nbytes // 2)
+        file.write(b"\0\xff")
+    run(plan, source.root, tmp_path / "out")
+    assert tree_bytes(tmp_path / "out" / "tree") == expected(target, True)
+    again = run(plan, source.root, tmp_path / "out")
+    assert (again.bytes_read, again.bytes_written) == (0, 0)
+
+
+def spoiled(blocks: Sequence[Block], how: str) -> tuple[Block, ...]:
+    first, *rest = blocks
+    return {
+        "gap": (first,),
+        "twice": (first, first),
+        "replica of nothing": (first, *rest, Block(1, Region((0, 0), (1, 1)), True)),
+    }[how]
+
+
+@pytest.mark.parametrize(("how", "said"), [("gap", "gap"), ("twice", "overlap"), ("replica of nothing", "replica")])
+def test_a_wrong_cut_is_caught_before_a_byte_moves(tmp_path: Path, how: str, said: str) -> None:
+    source, target = write_source(tmp_path / "in"), allocate(ParallelDims(tp=2), True)
+    entry = target.tensors["rows"]
+    assert isinstance(entry.chunks, CutChunks)
+    blocks = spoiled(entry.chunks.blocks, how)
+    names = tuple(f"rank{block.slot}" for block in blocks)
+    chunks = CutChunks(blocks, names, (1,) * len(blocks), array("q", range(len(blocks))))
+    target.tensors["rows"] = entry._replace(chunks=chunks)
+    with pytest.raises(Defect, match=said):
+        planned(source, target, True)
+
+
+def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "in")
+    stages = [allocate(ParallelDims(tp=2), True) for _ in range(2)]
+    merged, groups = Catalog(Path(), "dcp", {}), []
+    for number, stage in enumerate(stages):
+        for name, entry in stage.tensors.items():
+            assert isinstance(entry.chunks, CutChunks)
+            files = tuple(f"stage{number}-{file}" for file in entry.chunks.files)
+            chunks = CutChunks(entry.chunks.blocks, files, entry.chunks.lengths, entry.chunks.offsets)
+            merged.tensors[f"{number}.{name}"] = TensorEntry(f"{number}.{name}", entry.dtype, entry.shape, chunks)
+        merged.files |= {f"stage{number}-{file}": size for file, size in stage.files.items()}
+        groups.append(tuple(f"stage{number}-{file}" for file in stage.files))
+    origin = {name: name.partition(".")[2] for name in merged.tensors}
+    plan = plan_copy(source, merged, origin, frame_of=dcp_layout.archive_frame, groups=groups)
+    digests: dict[str, str] = {}
+    for group in range(2):
+        (tmp_path / "journal").mkdir(exist_ok=True)
+        with FilePool(source.root) as files:
+            outcome = execute(
+                plan, files, tmp_path / "tree", tmp_path / "journal", workers=2, max_memory=64 << 20, groups=[group]
+            )
+        assert sorted(outcome.file_digests) == sorted(groups[group])
+        digests |= outcome.digests
+    assert digests == {name: defined(data_of(origin[name])) for name in merged.tensors}
+    written = tree_bytes(tmp_path / "tree")
+    for number, stage in enumerate(stages):
+        assert {name: written[f"stage{number}-{name}"] for name in stage.files} == expected(stage, True)
+
+
+def test_narrow_and_wide_rows_are_cut_alike() -> None:
+    from ckptx.transfer import reorder
+    from ckptx.transfer.strips import cut_rows, weave_rows
+
+    rows = np.arange(40 * 3000, dtype=np.uint32).view(np.uint8)[: 40 * 3000]
+    for column, width in ((0, 1024), (500, 2000), (2999, 1), (0, 3000), (17, 1023)):
+        out, other = bytearray(40 * width), bytearray(40 * width)
+        cut_rows(memoryview(out), memoryview(rows.tobytes()), 3000, column, width)
+        reorder.cut(memoryview(other), memoryview(rows.tobytes()), 3000, column, width)
+        assert out == other == rows.reshape(40, 3000)[:, column : column + width].tobytes()
+        woven = bytearray(40 * 3000)
+        weave_rows(memoryview(woven), 3000, column, memoryview(bytes(out)), width, width)
+        assert np.frombuffer(woven, np.uint8).reshape(40, 3000)[:, column : column + width].tobytes() == out
