@@ -1,0 +1,61 @@
+"""The mesh: how many ranks each kind of parallelism takes, and which rank sits where.
+
+rank = (pp * dp_shard + dp) * tp + tp        tp runs fastest, pp slowest
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptx.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """The size of the mesh along each of its axes.
+
+    Attributes:
+        tp: Ranks that share each tensor.
+        pp: Pipeline stages.
+        dp_shard: Ranks over which FSDP cuts what TP left to one of them.
+
+    Raises:
+        UsageError: A size is below 1.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp_shard: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in (("tp", self.tp), ("pp", self.pp), ("dp_shard", self.dp_shard)):
+            if size < 1:
+                raise UsageError(f"mesh: {axis} is {size}, needed 1 or more; give 1 to leave it out")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.pp * self.dp_shard
+
+    @property
+    def per_stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.dp_shard
+
+    def rank(self, pp: int, dp: int, tp: int) -> int:
+        """The rank at a place in the mesh."""
+        return (pp * self.dp_shard + dp) * self.tp + tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """The place (pp, dp, tp) of a rank."""
+        rest, tp = divmod(rank, self.tp)
+        pp, dp = divmod(rest, self.dp_shard)
+        return pp, dp, tp
+
+    def slot(self, dp: int, tp: int) -> int:
+        """The rank within its pipeline stage."""
+        return dp * self.tp + tp
+
+    def ranks_of_stage(self, pp: int) -> range:
+        """The ranks of a stage, by slot."""
+        return range(pp * self.per_stage, (pp + 1) * self.per_stage)

@@ -1,0 +1,277 @@
+"""A tensor parallel plan, pattern -> style, and what it decides about each tensor.
+
+    {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+
+The same plan that shards modules cuts files. What a style does to a tensor follows transformers
+(`distributed/tensor_parallel.py`) with these differences, all of them about tensors that it does not cut well:
+
+* a bias of a packed weight is cut in the groups of its weight, there it is cut as if it were not packed;
+* a bias of fused experts ([E, out], named `*_bias`) is cut along its last dim or not at all, never by expert;
+* a scale is cut only where its weight is cut between blocks;
+* a dim of one element stays whole, there the first rank has it and the others have nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckptx.catalog.region import Shape
+from ckptx.errors import UnsupportedError, UsageError
+from ckptx.layout.placement import Placement, companion, is_aligned
+from ckptx.layout.styles import STYLES, Kind
+
+# A component of digits alone.
+_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a plan says about the tensors of one pattern.
+
+    Attributes:
+        style: One of `STYLES`.
+        origin: Who says so: "user plan", "override", "model plan".
+        reason: Why, where it is not plain from the origin.
+        groups: Widths of what is fused along the cut dim; empty when nothing is.
+        heads: Candidates (count, size): the cut dim holds `count` heads of `size` elements. The first whose product is
+            the dim counts; when none is, cuts are not checked against heads.
+        transposed: The weight is stored [in, out], as Conv1D stores it.
+    """
+
+    style: str
+    origin: str
+    reason: str = ""
+    groups: tuple[int, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelPlan:
+    """Rules by pattern, in the names of the model.
+
+    A pattern is the name of a parameter or of the module that holds it. A component `*` stands for any index.
+
+    Attributes:
+        rules: By pattern.
+        fallback: The plan that is asked where this one has no rule, whatever is more specific there.
+
+    Raises:
+        UnsupportedError: A rule has an unknown style.
+    """
+
+    rules: Mapping[str, Rule]
+    fallback: TensorParallelPlan | None = None
+    _by_stars: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_stars: dict[str, list[str]] = {}
+        for pattern, rule in self.rules.items():
+            if rule.style not in STYLES:
+                raise UnsupportedError(
+                    f'{rule.origin}: "{pattern}" has the style "{rule.style}", known are {_known_styles()}; '
+                    "name one of these for it in a plan of your own"
+                )
+            by_stars.setdefault(_starred(pattern), []).append(pattern)
+        ordered = {key: tuple(sorted(patterns, key=_vagueness)) for key, patterns in by_stars.items()}
+        object.__setattr__(self, "_by_stars", ordered)
+
+    @classmethod
+    def from_user(
+        cls, plan: object, source: str = "--tp-plan", fallback: TensorParallelPlan | None = None
+    ) -> TensorParallelPlan:
+        """A plan as a user wrote it: a mapping of pattern -> style.
+
+        Args:
+            plan: What was parsed.
+            source: Where it comes from, for errors.
+            fallback: The plan of the model.
+
+        Raises:
+            UsageError: It is no such mapping, a pattern cannot match any name, or a style is unknown.
+        """
+        if not isinstance(plan, Mapping):
+            raise UsageError(
+                f"{source}: found {type(plan).__name__}, needed an object of pattern -> style, such as "
+                '{"model.layers.*.self_attn.q_proj": "colwise"}'
+            )
+        for pattern, style in plan.items():
+            if not isinstance(pattern, str) or not _is_pattern(pattern):
+                raise UsageError(
+                    f"{source}: found the pattern {pattern!r}, needed names joined by dots, with `*` for a whole "
+                    'index, such as "model.layers.*.self_attn.q_proj"'
+                )
+            if not isinstance(style, str) or style not in STYLES:
+                raise UsageError(
+                    f'{source}: found the style {style!r} for "{pattern}", known are {_known_styles()}; '
+                    "name one of these"
+                )
+        return cls({pattern: Rule(style, "user plan") for pattern, style in plan.items()}, fallback)
+
+    def rule_for(self, name: str) -> tuple[str, Rule] | None:
+        """The pattern and the rule for a parameter.
+
+        A pattern of the parameter itself goes before one of its module, and concrete indices before `*`.
+        """
+        pattern = self._match(name) or ("." in name and self._match(name.rpartition(".")[0]))
+        if pattern:
+            return pattern, self.rules[pattern]
+        return self.fallback.rule_for(name) if self.fallback is not None else None
+
+    def patterns(self) -> list[str]:
+        """Every pattern of this plan, then those of the fallback."""
+        return [*self.rules, *(self.fallback.patterns() if self.fallback is not None else ())]
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns of this plan, the fallback aside, that apply to none of `names`, in the order of the plan.
+
+        A style that cuts nothing may name a module that holds parameters at any depth.
+        """
+        missing = dict(self.rules)
+        for name in names:
+            if not missing:
+                break
+            path = name
+            for depth in range(name.count(".") + 1):
+                for pattern in self._matches(path):
+                    if depth < 2 or not STYLES[self.rules[pattern].style].cuts:
+                        missing.pop(pattern, None)
+                path = path.rpartition(".")[0]
+        return list(missing)
+
+    def _matches(self, path: str) -> Iterable[str]:
+        """Patterns of exactly this parameter or module, the most concrete first."""
+        key = _starred(path)
+        return (found for found in self._by_stars.get(key, ()) if found == key or _stands_for(found, path))
+
+    def _match(self, path: str) -> str | None:
+        return next(iter(self._matches(path)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How TP cuts one tensor, and who decided it.
+
+    Attributes:
+        placement: None when it is replicated.
+        origin: `Rule.origin`, or "default" when no rule speaks of it.
+        reason: A few words for the report.
+        aligned: False when the cut falls inside a head.
+    """
+
+    placement: Placement | None
+    origin: str
+    reason: str
+    aligned: bool
+
+
+def decide(
+    plan: TensorParallelPlan,
+    name: str,
+    shape: Shape,
+    tp: int,
+    weight: tuple[Shape, Placement | None] | None = None,
+) -> Decision:
+    """How TP cuts one tensor of the model.
+
+    Args:
+        plan: What to follow.
+        name: In the names of the model.
+        shape: Of the whole tensor.
+        tp: Number of TP ranks.
+        weight: Shape and placement of the weight of the same module, for a tensor that may be its companion.
+    """
+    found = plan.rule_for(name)
+    leaf = name.rpartition(".")[2]
+    origin = found[1].origin if found else "default"
+    is_named = found is not None and found[0].count(".") == name.count(".")
+    is_companion = not is_named and leaf not in ("weight", "bias")
+    if is_companion and weight is not None:
+        placement, reason = (None, "tp is 1") if tp == 1 else companion(*weight, shape, tp)
+        return Decision(placement, origin, reason, is_aligned(shape, placement, tp))
+    if found is None:
+        return Decision(None, origin, "no rule; replicated", True)
+    rule = found[1]
+    kind = STYLES[rule.style]
+    if tp == 1:
+        return Decision(None, origin, "tp is 1", True)
+    if kind is Kind.EXPERT:
+        return Decision(None, origin, "expert parallel is not a TP cut", True)
+    if is_companion and kind.cuts:
+        return Decision(None, origin, "companion without a weight, replicated", True)
+    dim = _cut_dim(kind, leaf, len(shape), rule.transposed)
+    if dim is None:
+        return Decision(None, origin, _because(f"{rule.style} keeps it whole", rule), True)
+    return _cut_along(dim, kind, rule, shape, tp)
+
+
+def _cut_along(dim: int, kind: Kind, rule: Rule, shape: Shape, tp: int) -> Decision:
+    """The decision once the dim is known: what is fused along it, and where its heads are."""
+    n = shape[dim]
+    if n < 2:
+        return Decision(None, rule.origin, f"dim {dim} has size {n}, replicated", True)
+    groups: tuple[int, ...] = (n,)
+    if rule.groups:
+        groups = rule.groups
+        if sum(groups) != n:
+            reason = f"dim {dim} has size {n}, its groups {'+'.join(map(str, groups))} do not add up; replicated"
+            return Decision(None, rule.origin, reason, True)
+    elif kind in (Kind.PACKED_COLWISE, Kind.PACKED_ROWWISE):
+        groups = (n - n // 2, n // 2)
+    align = next((size for count, size in rule.heads if count * size == n), 1)
+    placement = Placement(dim, groups, align)
+    fused = f" in groups {'+'.join(map(str, groups))}" if len(groups) > 1 else ""
+    reason = _because(f"{rule.style} cuts dim {dim}{fused}", rule)
+    return Decision(placement, rule.origin, reason, is_aligned(shape, placement, tp))
+
+
+def _cut_dim(kind: Kind, leaf: str, ndim: int, transposed: bool) -> int | None:
+    """The dim that a style cuts of a tensor, None when it keeps it whole.
+
+    An nn.Linear is [out, in], fused experts are [experts, out, in].
+    """
+    is_bias = leaf == "bias" or leaf.endswith("_bias")
+    out_dim, in_dim = (ndim - 1, ndim - 2) if transposed and ndim == 2 else (ndim - 2, ndim - 1)
+    if ndim == 0:
+        return None
+    if kind in (Kind.COLWISE, Kind.PACKED_COLWISE):
+        return ndim - 1 if is_bias or ndim == 1 else out_dim
+    if kind is Kind.ROWWISE:
+        return None if is_bias else max(in_dim, 0)
+    if kind is Kind.PACKED_ROWWISE:
+        return None if is_bias or ndim == 1 else in_dim
+    if kind is Kind.EMBEDDING_ROWWISE:
+        return 0
+    if kind is Kind.EMBEDDING_COLWISE:
+        return 1 if ndim > 1 else None
+    return None
+
+
+def _because(what: str, rule: Rule) -> str:
+    return f"{what}; {rule.reason}" if rule.reason else what
+
+
+def _starred(path: str) -> str:
+    """The path with every index as `*`."""
+    return _INDEX.sub("*", path)
+
+
+def _stands_for(pattern: str, path: str) -> bool:
+    """True when a pattern matches a path that has the same components but for indices."""
+    return all(a in ("*", b) for a, b in zip(pattern.split("."), path.split("."), strict=True))
+
+
+def _vagueness(pattern: str) -> tuple[int, list[bool]]:
+    """Sort key: fewer `*` first; among equals a concrete index further left first."""
+    stars = [part == "*" for part in pattern.split(".")]
+    return sum(stars), stars
+
+
+def _is_pattern(text: str) -> bool:
+    return all(part == "*" or (part and "*" not in part and part == part.strip()) for part in text.split("."))
+
+
+def _known_styles() -> str:
+    return ", ".join(STYLES)
