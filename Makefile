@@ -31,8 +31,9 @@ tables: $(VENV)/ready  ## rebuild ckptx/architecture/table.jsonl from the instal
 fixtures: $(VENV)/ready  ## rebuild fixtures/dcp with the installed torch
 	$(BIN)/python tools/build_fixtures.py
 
-benchmark: $(VENV)/ready  ## the tables of the README; needs 15 GiB free in /dev/shm
+benchmark: $(VENV)/ready  ## the tables of the README; needs 16 GiB free in /dev/shm
 	$(BIN)/python benchmarks/convert.py
+	$(BIN)/python benchmarks/reshard.py
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,23 +1,53 @@
-"""Generates checkpoints for the benchmarks: true shapes and headers, random bytes, written in constant memory."""
+"""Generates checkpoints for the benchmarks: true shapes, headers and configs, written in constant memory.
+
+The bytes are random, or, for a checkpoint larger than the machine, zeros that take no room on the disk.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import BY_NAME, DType
+from ckptx.catalog.region import Shape
 from ckptx.formats.huggingface import index_text
 from ckptx.formats.safetensors import frame_header, header_text, padded
 
 _BLOCK = os.urandom(8 << 20)  # repeated with a shift: real enough for checksums, fast enough for gigabytes
+_BF16, _F32 = BY_NAME["BF16"], BY_NAME["F32"]
 
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
+Shapes = Iterator[tuple[str, Shape]]
 
 
-def llama_shapes(layers: int = 20, hidden: int = 2048, inner: int = 5632, kv: int = 512, vocab: int = 32000) -> Shapes:
+class Model(NamedTuple):
+    """What to generate: names and shapes of the tensors in their order, and config.json."""
+
+    shapes: Shapes
+    config: dict[str, Any]
+
+
+def llama(layers: int = 20) -> Model:
     """A Llama of 9 tensors a layer; the defaults are 183 tensors and 1.92 GiB in bf16."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    }
+    return Model(_llama_shapes(layers, config["hidden_size"], config["intermediate_size"], 8 * 64, 32000), config)
+
+
+def _llama_shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> Shapes:
     yield "model.embed_tokens.weight", (vocab, hidden)
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
@@ -25,18 +55,42 @@ def llama_shapes(layers: int = 20, hidden: int = 2048, inner: int = 5632, kv: in
         yield prefix + "self_attn.k_proj.weight", (kv, hidden)
         yield prefix + "self_attn.v_proj.weight", (kv, hidden)
         yield prefix + "self_attn.o_proj.weight", (hidden, hidden)
-        yield prefix + "mlp.gate_proj.weight", (inner, hidden)
-        yield prefix + "mlp.up_proj.weight", (inner, hidden)
-        yield prefix + "mlp.down_proj.weight", (hidden, inner)
+        yield from _mlp(prefix + "mlp.", inner, hidden)
         yield prefix + "input_layernorm.weight", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (vocab, hidden)
 
 
-def experts_shapes(layers: int = 48, experts: int = 127, hidden: int = 512, inner: int = 160) -> Shapes:
-    """A Qwen3-MoE with an entry for each expert; the defaults are 18,723 tensors and 2.9 GiB in bf16."""
-    vocab, head = 32000, 64
+def _mlp(prefix: str, inner: int, hidden: int) -> Shapes:
+    yield prefix + "gate_proj.weight", (inner, hidden)
+    yield prefix + "up_proj.weight", (inner, hidden)
+    yield prefix + "down_proj.weight", (hidden, inner)
+
+
+def experts(layers: int = 48, experts: int = 127) -> Model:
+    """A Qwen3-MoE with an entry for each expert; the defaults are 18,723 tensors and 2.95 GiB in bf16."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "head_dim": 64,
+        "hidden_size": 512,
+        "intermediate_size": 160,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 160,
+        "num_attention_heads": 8,
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    }
+    return Model(_experts_shapes(layers, experts, 512, 160, 64, 32000), config)
+
+
+def _experts_shapes(layers: int, experts: int, hidden: int, inner: int, head: int, vocab: int) -> Shapes:
     yield "model.embed_tokens.weight", (vocab, hidden)
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
@@ -46,42 +100,169 @@ def experts_shapes(layers: int = 48, experts: int = 127, hidden: int = 512, inne
         yield prefix + "self_attn.k_norm.weight", (head,)
         yield prefix + "mlp.gate.weight", (experts, hidden)
         for expert in range(experts):
-            yield f"{prefix}mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
-            yield f"{prefix}mlp.experts.{expert}.up_proj.weight", (inner, hidden)
-            yield f"{prefix}mlp.experts.{expert}.down_proj.weight", (hidden, inner)
+            yield from _mlp(f"{prefix}mlp.experts.{expert}.", inner, hidden)
         yield prefix + "input_layernorm.weight", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (vocab, hidden)
 
 
-def write_checkpoint(root: Path, shapes: Shapes, architecture: str, model_type: str, shards: int = 2) -> None:
-    """Writes an HF directory of bf16 tensors, cut into shards of about equal size."""
+def deepseek(layers: int = 61, predictors: int = 1) -> Model:
+    """DeepSeek-V3 as its fp8 release becomes with scales applied: 46,183 tensors, 684 B parameters, 1.25 TiB.
+
+    The main model has 45,395 of the tensors and 671 B of the parameters; the rest is the head for a further token,
+    stored as layer 61 with copies of the embedding and the output head. All are bf16 but the biases of the routers.
+
+    Args:
+        layers: Hidden layers; the first three are dense.
+        predictors: Heads for further tokens, `num_nextn_predict_layers`.
+    """
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": predictors,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    }
+    return Model(_deepseek_shapes(config), config)
+
+
+def _deepseek_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, vocab, layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(layers):
+        yield from _deepseek_layer(f"model.layers.{layer}.", config, dense=layer < config["first_k_dense_replace"])
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (vocab, hidden)
+    for layer in range(layers, layers + config["num_nextn_predict_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "embed_tokens.weight", (vocab, hidden)
+        yield prefix + "enorm.weight", (hidden,)
+        yield prefix + "hnorm.weight", (hidden,)
+        yield prefix + "eh_proj.weight", (hidden, 2 * hidden)
+        yield from _deepseek_layer(prefix, config, dense=False)
+        yield prefix + "shared_head.norm.weight", (hidden,)
+        yield prefix + "shared_head.head.weight", (vocab, hidden)
+
+
+def _deepseek_layer(prefix: str, config: dict[str, Any], *, dense: bool) -> Shapes:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    q_rank, kv_rank, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    yield prefix + "input_layernorm.weight", (hidden,)
+    yield prefix + "self_attn.q_a_proj.weight", (q_rank, hidden)
+    yield prefix + "self_attn.q_a_layernorm.weight", (q_rank,)
+    yield prefix + "self_attn.q_b_proj.weight", (heads * (nope + rope), q_rank)
+    yield prefix + "self_attn.kv_a_proj_with_mqa.weight", (kv_rank + rope, hidden)
+    yield prefix + "self_attn.kv_a_layernorm.weight", (kv_rank,)
+    yield prefix + "self_attn.kv_b_proj.weight", (heads * (nope + value), kv_rank)
+    yield prefix + "self_attn.o_proj.weight", (hidden, heads * value)
+    yield prefix + "post_attention_layernorm.weight", (hidden,)
+    if dense:
+        yield from _mlp(prefix + "mlp.", config["intermediate_size"], hidden)
+        return
+    routed, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+    yield prefix + "mlp.gate.weight", (routed, hidden)
+    yield prefix + "mlp.gate.e_score_correction_bias", (routed,)
+    yield from _mlp(prefix + "mlp.shared_experts.", inner * config["n_shared_experts"], hidden)
+    for expert in range(routed):
+        yield from _mlp(f"{prefix}mlp.experts.{expert}.", inner, hidden)
+
+
+def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool = False) -> int:
+    """Writes an HF directory, cut into shards of about equal size.
+
+    Args:
+        root: The directory; it must not exist.
+        model: What to write.
+        shards: Number of safetensors files.
+        sparse: Leave holes in the place of the tensors, which read as zeros.
+
+    Returns:
+        Bytes of all tensors.
+    """
     root.mkdir(parents=True)
-    config = {"architectures": [architecture], "model_type": model_type, "tie_word_embeddings": False}
-    (root / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    dtype = BY_NAME["BF16"]
-    rows = []
-    for name, shape in shapes:
-        numel = 1
-        for size in shape:
-            numel *= size
-        rows.append((name, shape, 2 * numel))
-    total = sum(nbytes for _, _, nbytes in rows)
+    (root / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
+    rows = [(name, dtype_of(name), shape) for name, shape in model.shapes]
+    sizes = [dtype.nbytes(prod(shape)) for _, dtype, shape in rows]
+    total = sum(sizes)
     weight_map, done, parts = {}, 0, [[] for _ in range(shards)]
-    for row in rows:
+    for row, nbytes in zip(rows, sizes, strict=True):
         parts[min(shards - 1, done * shards // total)].append(row)
-        done += row[2]
+        done += nbytes
+    fill = _hole if sparse else _random
     for index, part in enumerate(parts):
         file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
-        at, header = 0, []
-        for name, shape, nbytes in part:
-            header.append((name, dtype, shape, at, at + nbytes))
-            weight_map[name] = file
-            at += nbytes
-        with (root / file).open("wb") as out:
-            out.write(frame_header(padded(header_text(header, {"format": "pt"}))))
-            for start in range(0, at, len(_BLOCK)):
-                shift = start // len(_BLOCK) * 4099 % len(_BLOCK)
-                out.write((_BLOCK[shift:] + _BLOCK[:shift])[: at - start])
+        _write_shard(root / file, part, fill)
+        weight_map.update((name, file) for name, _, _ in part)
     (root / "model.safetensors.index.json").write_text(index_text(weight_map, {"total_size": total}))
+    return total
+
+
+def dtype_of(name: str) -> DType:
+    """bf16, but for the biases of DeepSeek's routers, which the release has in fp32."""
+    return _F32 if name.endswith("e_score_correction_bias") else _BF16
+
+
+def _write_shard(path: Path, rows: list[tuple[str, DType, Shape]], fill: Callable[[BinaryIO, int], None]) -> None:
+    at, header = 0, []
+    for name, dtype, shape in rows:
+        nbytes = dtype.nbytes(prod(shape))
+        header.append((name, dtype, shape, at, at + nbytes))
+        at += nbytes
+    with path.open("wb") as out:
+        out.write(frame_header(padded(header_text(header, {"format": "pt"}))))
+        fill(out, at)
+
+
+def _hole(out: BinaryIO, nbytes: int) -> None:
+    out.truncate(out.tell() + nbytes)
+
+
+def _random(out: BinaryIO, nbytes: int) -> None:
+    for start in range(0, nbytes, len(_BLOCK)):
+        shift = start // len(_BLOCK) * 4099 % len(_BLOCK)
+        out.write((_BLOCK[shift:] + _BLOCK[:shift])[: nbytes - start])

@@ -13,18 +13,20 @@ from ckptx.version import __version__
 
 if TYPE_CHECKING:
     from ckptx.conversion.convert import convert
+    from ckptx.conversion.reshard import reshard
     from ckptx.difference import diff
     from ckptx.formats.registry import open_checkpoint
     from ckptx.inspection import inspect
     from ckptx.verification.bits import verify
 
-__all__ = ["__version__", "convert", "diff", "inspect", "open_checkpoint", "verify"]
+__all__ = ["__version__", "convert", "diff", "inspect", "open_checkpoint", "reshard", "verify"]
 
 _HOMES = {
     "convert": "ckptx.conversion.convert",
     "diff": "ckptx.difference",
     "inspect": "ckptx.inspection",
     "open_checkpoint": "ckptx.formats.registry",
+    "reshard": "ckptx.conversion.reshard",
     "verify": "ckptx.verification.bits",
 }
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.entry import TensorEntry
+from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.report import Report, count_dtypes
-from ckptx.view import ModelView, view_model
+from ckptx.view import ModelView, dialect_rules, rules_of, view_model
 
 
 def diff(a: Path, b: Path) -> Report:
@@ -22,8 +23,8 @@ def diff(a: Path, b: Path) -> Report:
         InputError, UnsupportedError: One cannot be opened.
     """
     report = Report("diff")
-    views = [view_model(open_checkpoint(path)) for path in (a, b)]
-    first, second = views
+    first, second = in_common_names(*(view_model(open_checkpoint(path)) for path in (a, b)))
+    views = [first, second]
     report.tensors = len(first.tensors)
     report.dtypes = {
         "before": count_dtypes(first.tensors.values()),
@@ -38,6 +39,29 @@ def diff(a: Path, b: Path) -> Report:
     if rows:
         report.exit = 1
     return report.finish()
+
+
+def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
+    """Both views in the names of the model, when they hold the same model under different names; else as they are.
+
+    A checkpoint may hold each expert apart or all of them as one tensor, and call its tower one thing or another.
+    """
+    if a.tensors.keys() == b.tensors.keys():
+        return a, b
+    rules = rules_of(a) or rules_of(b)
+    if rules is None:
+        return a, b
+    try:
+        tensors = []
+        for view in (a, b):
+            published = dialect_rules(view.dialect).to_model(view.tensors).tensors if view.dialect else view.tensors
+            tensors.append(rules.to_model(published).tensors)
+    except (InputError, UnsupportedError):
+        return a, b  # one of them is not whole, or in a form of its own: its own names say best what differs
+    before, after = (len(first.keys() ^ second.keys()) for first, second in ((a.tensors, b.tensors), tensors))
+    if after >= before:
+        return a, b
+    return replace(a, tensors=tensors[0]), replace(b, tensors=tensors[1])
 
 
 def differing_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:

@@ -49,6 +49,19 @@ class EnvironmentProblem(CkptxError):
     exit_code = 7
 
 
+class Terminated(BaseException):
+    """SIGTERM arrived. Like KeyboardInterrupt it is no Exception: nothing may swallow it."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of whatever was raised."""
+    if isinstance(error, CkptxError):
+        return error.exit_code
+    if isinstance(error, Terminated):
+        return 143
+    return 130 if isinstance(error, KeyboardInterrupt) else Defect.exit_code
+
+
 class Defect(CkptxError):
     """ckptx caught itself about to do something wrong. Nothing was published; the message asks for a report."""
 

@@ -1,4 +1,4 @@
-"""The options of a conversion, parsed and checked once, for the command line and the Python API alike."""
+"""The options of `convert` and `reshard`, parsed and checked once, for the command line and the Python API alike."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ _UNITS = {"b": 1} | {
     f"{letter}{infix}b": base**power
     for power, letter in enumerate("kmgt", start=1)
     for infix, base in (("", 1000), ("i", 1024))
+}
+_WORDS = {
+    "tied": ("auto", "alias", "copy", "drop"),
+    "names": ("disk", "model", "torchtitan"),
+    "optimizer": ("keep", "drop"),
+    "to": ("dcp", "safetensors"),
 }
 _DTYPES = {
     "auto": "auto",
@@ -35,31 +41,55 @@ def parse_size(text: str | int, option: str) -> int:
 
 
 def default_workers() -> int:
-    """As many threads as this process may use cores, at most 16."""
-    return max(1, min(16, len(os.sched_getaffinity(0))))
+    """As many threads as this process may use cores, at most 16; processes of one torchrun share the cores."""
+    neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    cores = len(os.sched_getaffinity(0)) // max(1, int(neighbours) if neighbours.isdecimal() else 1)
+    return max(1, min(16, cores))
+
+
+# Options that some commands do not have.
+_MEANINGLESS = {
+    "hf2dcp": ("max_shard_size", "base", "to"),
+    "dcp2hf": ("files", "to", "tp", "pp", "dp_shard", "pp_split", "tp_plan"),
+    "reshard": ("max_shard_size",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """Options of `convert`; names and meanings are those of the command line.
+    """Options of `convert` and `reshard`; names and meanings are those of the command line.
 
     Attributes:
         dtype: "auto", "bf16", "fp16" or "fp32".
-        prefix: None for auto; otherwise stripped by dcp2hf, added by hf2dcp.
+        names: "disk", "model" or "torchtitan"; None is "disk" for convert and DCP, "model" for sharded safetensors.
+        prefix: None for auto; otherwise stripped from the names of a DCP, added by hf2dcp.
         tied: "auto", "alias", "copy" or "drop".
         tie_missing: Tie a head that is missing and not declared tied.
-        files: Number of `.distcp` files; None lets the size decide.
+        optimizer: "keep" or "drop"; None keeps what the output can hold.
+        to: reshard: "dcp", "safetensors", or None for the family of the input.
+        tp, pp, dp_shard: The mesh.
+        pp_split: How layers are split over stages, see `layout.stages.split_layers`.
+        tp_plan: File with a TP plan of the user.
+        files: Number of `.distcp` files, of each rank when cut; None lets the size decide.
         max_shard_size: Bytes of tensors in a safetensors shard.
         max_shard_size_given: True when the user chose it: the original shards are then not restored.
-        base: dcp2hf: checkpoint that gives config and sidecars, "none" for none.
+        base: Of a DCP: checkpoint that gives config and sidecars, "none" for none.
         workers: Threads.
         max_memory: Bytes of buffers in flight.
     """
 
     dtype: str = "auto"
+    names: str | None = None
     prefix: str | None = None
     tied: str = "auto"
     tie_missing: bool = False
+    optimizer: str | None = None
+    to: str | None = None
+    tp: int = 1
+    pp: int = 1
+    dp_shard: int = 1
+    pp_split: str = "even"
+    tp_plan: str | None = None
     files: int | None = None
     max_shard_size: int = 5_000_000_000
     max_shard_size_given: bool = False
@@ -75,41 +105,57 @@ class ConvertOptions:
     cache_dir: str | None = None
 
     @classmethod
-    def parse(cls, direction: str, options: dict[str, Any]) -> ConvertOptions:
+    def parse(cls, command: str, options: dict[str, Any]) -> ConvertOptions:
         """Checks options as the command line or a caller gives them.
 
+        Args:
+            command: "hf2dcp", "dcp2hf" or "reshard".
+            options: By name; None is not given.
+
         Raises:
-            UsageError: One is unknown, malformed, or not for this direction.
+            UsageError: One is unknown, malformed, or not for this command.
         """
+        said = command if command == "reshard" else f"convert {command}"
         values = {name: value for name, value in options.items() if value is not None}
         unknown = sorted(set(values) - set(cls.__dataclass_fields__))
         if unknown:
-            raise UsageError(f"convert {direction}: unknown option {unknown[0]}")
-        for name, wrong in (("files", "dcp2hf"), ("max_shard_size", "hf2dcp"), ("base", "hf2dcp")):
-            if name in values and direction == wrong:
-                raise UsageError(f"convert {direction}: --{name.replace('_', '-')} has no meaning in this direction")
+            raise UsageError(f"{said}: unknown option {unknown[0]}")
+        for name in _MEANINGLESS[command]:
+            if name in values:
+                raise UsageError(f"{said}: --{name.replace('_', '-')} has no meaning here")
         dtype = str(values.get("dtype", "auto"))
         if dtype not in _DTYPES:
             raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
         values["dtype"] = _DTYPES[dtype]
         if values.get("prefix") == "auto":
             del values["prefix"]
-        if values.get("tied", "auto") not in ("auto", "alias", "copy", "drop"):
-            raise UsageError(f'--tied: "{values["tied"]}", needed one of auto, alias, copy, drop')
-        if direction == "dcp2hf" and values.get("tied") == "alias":
+        for name, known in _WORDS.items():
+            if name in values and values[name] not in known:
+                raise UsageError(f'--{name}: "{values[name]}", needed one of {", ".join(known)}')
+        is_safetensors = command == "dcp2hf" or values.get("to") == "safetensors"
+        if is_safetensors and values.get("tied") == "alias":
             raise UsageError("--tied alias: safetensors cannot let two names share bytes; use auto, copy or drop")
+        if is_safetensors and values.get("optimizer") == "keep":
+            raise UsageError("--optimizer keep: safetensors hold the model alone; use --to dcp to keep it")
+        if is_safetensors and "files" in values:
+            raise UsageError("--files: safetensors have as many files a rank as their tensors need")
         if "max_shard_size" in values:
             values["max_shard_size"] = parse_size(values["max_shard_size"], "--max-shard-size")
             values["max_shard_size_given"] = True
         values["max_memory"] = parse_size(values.get("max_memory", 256_000_000), "--max-memory")
         values.setdefault("workers", default_workers())
-        for name in ("workers", "files"):
+        for name in ("workers", "files", "tp", "pp", "dp_shard"):
             if name in values and (type(values[name]) is not int or values[name] < 1):
-                raise UsageError(f"--{name}: {values[name]!r}, needed a positive number")
+                raise UsageError(f"--{name.replace('_', '-')}: {values[name]!r}, needed a positive number")
         if values["max_memory"] < (2 << 20) * values["workers"]:
             raise UsageError(f"--max-memory: {values['max_memory']} bytes, needed at least 2 MiB for each worker")
         return cls(**values)
 
     def fingerprint(self) -> dict[str, Any]:
         """The options that decide bytes beyond the layout itself."""
-        return {"dtype": self.dtype, "tied": self.tied, "prefix": self.prefix}
+        return {"dtype": self.dtype, "tied": self.tied, "prefix": self.prefix, "names": self.names}
+
+    @property
+    def is_cut(self) -> bool:
+        """True when more than one rank gets files."""
+        return self.tp * self.pp * self.dp_shard > 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from ckptx.catalog.entry import Chunk, CutChunks
 from ckptx.catalog.manifest import emit_manifest, read_manifest
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.staging import Staging
+from ckptx.rendezvous import Rendezvous
+from ckptx.staging import Staging, staged, sync
 from ckptx.storage import FilePool, create, unreadable, write_at
 from ckptx.transfer.digest import LEAF, digest_bytes, leaf_digest, tree_digest
 from ckptx.transfer.executor import Outcome, execute
@@ -61,8 +63,11 @@ def publish(
     overwrite: bool,
     resume: bool,
     on_progress: Callable[[int], None],
+    ranks: Rendezvous | None = None,
 ) -> Outcome | None:
     """Writes and publishes.
+
+    With `ranks`, each process writes its share of the files, and rank 0 publishes what all of them wrote.
 
     Returns:
         What the copy found out, or None when `resume` found the output complete already.
@@ -71,14 +76,21 @@ def publish(
         OutputError, SpaceError: It cannot be written.
         InputError: The source is corrupt, or changed while it was read.
     """
+    if ranks is not None and ranks.rank:
+        return _assist(job, target, files, workers, max_memory, on_progress, ranks)
     with Staging(target, overwrite=overwrite, resume=resume) as staging:
         before = fingerprint(job.source)
         if resume and is_complete(target, job) and has_contents(target, job, files, max_memory):
             staging.discard()
+            if ranks is not None:
+                ranks.say("plan", "complete")
             return None
         staging.refuse_target_unless(overwrite)
-        staging.begin(repr((before, _layout(job.plan), sorted(job.options.items()))).encode(), resume)
+        plan = repr((before, _layout(job.plan), sorted(job.options.items()))).encode()
+        staging.begin(plan, resume)
         staging.require_space(job.nbytes - _allocated(staging.tree))
+        if ranks is not None:
+            ranks.say("plan", digest_bytes(plan))
         outcome = execute(
             job.plan,
             files,
@@ -86,8 +98,12 @@ def publish(
             staging.journal,
             workers=workers,
             max_memory=max_memory,
-            on_progress=on_progress,
+            on_progress=_watching(on_progress, ranks),
+            groups=None if ranks is None else _share(job.plan, ranks),
         )
+        if ranks is not None:
+            for rank in range(1, ranks.world_size):
+                outcome.add(Outcome(**ranks.hear(rank, "outcome")))
         if fingerprint(job.source) != before:
             raise InputError(f"{job.source.root}: changed while it was being read; wait for its writer, then run again")
         job.check(staging.tree, outcome)
@@ -105,7 +121,72 @@ def publish(
         manifest["tensors"] = tensors
         _write_sidecar(staging.tree / MANIFEST, emit_manifest(manifest))
         staging.publish()
+    if ranks is not None:
+        ranks.say("published", True)
     return outcome
+
+
+def _assist(
+    job: Job,
+    target: Path,
+    files: FilePool,
+    workers: int,
+    max_memory: int,
+    on_progress: Callable[[int], None],
+    ranks: Rendezvous,
+) -> Outcome | None:
+    """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
+    before = fingerprint(job.source)
+    plan = repr((before, _layout(job.plan), sorted(job.options.items()))).encode()
+    wanted = ranks.hear(0, "plan")
+    if wanted == "complete":
+        return None
+    if wanted != digest_bytes(plan):
+        raise InputError(
+            f"{job.source.root}: rank {ranks.rank} sees another checkpoint or was given other options than rank 0; "
+            "start all ranks alike, on a directory that all nodes share"
+        )
+    tree, journal = staged(target)
+    outcome = execute(
+        job.plan,
+        files,
+        tree,
+        journal,
+        workers=workers,
+        max_memory=max_memory,
+        on_progress=_watching(on_progress, ranks),
+        groups=_share(job.plan, ranks),
+    )
+    for name in outcome.file_digests:
+        sync(tree / name)  # rank 0 may be on another node
+    ranks.say("outcome", asdict(outcome))
+    ranks.hear(0, "published")
+    return outcome
+
+
+def _share(plan: CopyPlan, ranks: Rendezvous) -> list[int]:
+    """The groups that this rank writes: the largest first, each to the rank that has the least."""
+    sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.groups]
+    loads = [(0, rank) for rank in range(ranks.world_size)]
+    mine = []
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        load, rank = heappop(loads)
+        heappush(loads, (load + sizes[index], rank))
+        if rank == ranks.rank:
+            mine.append(index)
+    return sorted(mine)
+
+
+def _watching(on_progress: Callable[[int], None], ranks: Rendezvous | None) -> Callable[[int], None]:
+    """Looks after the other ranks whenever there is progress to tell."""
+    if ranks is None:
+        return on_progress
+
+    def watch(nbytes: int) -> None:
+        ranks.check()
+        on_progress(nbytes)
+
+    return watch
 
 
 def fingerprint(source: Catalog) -> list[tuple[str, int, int]]:

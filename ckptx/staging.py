@@ -39,8 +39,8 @@ class Staging:
                 not writable.
         """
         self.target = Path(os.path.realpath(target))
-        self.root = self.target.parent / f".{self.target.name}.ckptx-partial"
-        self.tree, self.journal = self.root / "tree", self.root / "journal"
+        self.tree, self.journal = staged(self.target)
+        self.root = self.tree.parent
         self._overwrite = overwrite
         self._set_aside = self.target.parent / f".{self.target.name}.ckptx-old"
         try:
@@ -142,13 +142,13 @@ class Staging:
         try:
             for directory, _, names in os.walk(self.tree):
                 for name in names:
-                    _fsync(Path(directory, name))
-                _fsync(Path(directory))
+                    sync(Path(directory, name))
+                sync(Path(directory))
             if self._overwrite and self.target.exists():
                 self._exchange()
             else:
                 os.rename(self.tree, self.target)
-            _fsync(self.target.parent)
+            sync(self.target.parent)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise OutputError(
@@ -217,7 +217,15 @@ def is_being_written(path: Path) -> bool:
     return any(part.startswith(".") and part.endswith(".ckptx-partial") for part in path.resolve().parts)
 
 
-def _fsync(path: Path) -> None:
+def staged(target: Path) -> tuple[Path, Path]:
+    """Tree and journal of the run that is making `target`."""
+    resolved = Path(os.path.realpath(target))
+    root = resolved.parent / f".{resolved.name}.ckptx-partial"
+    return root / "tree", root / "journal"
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -5,16 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptx.architecture.dialects.spoken import dialect_of, in_dialect
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.manifest import read_manifest
+from ckptx.catalog.region import whole
+from ckptx.errors import InputError
 from ckptx.formats.dcp import METADATA, open_payloads
 from ckptx.formats.huggingface import refuse_adapters
+from ckptx.formats.sharded_safetensors import replica_pairs
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
+from ckptx.mapping.ops import Conversion
+from ckptx.mapping.rules import NameRules
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import digest_bytes
 from ckptx.transfer.sinks import digest_of
@@ -33,7 +39,9 @@ class ModelView:
         other: Names on disk of tensors that belong to neither.
         prefix: What was stripped from names.
         wrappers: How often each wrapper was removed from names.
-        architecture: None when there is no config, or nothing is known about its class.
+        architecture: Under the names of the checkpoint. None when there is no config, or its class is unknown.
+        published: The same under published names; another one only for a checkpoint in a dialect.
+        dialect: From the names of the checkpoint to published ones, when they differ.
         unknown: Model tensors the architecture does not have; they pass through.
     """
 
@@ -45,6 +53,8 @@ class ModelView:
     prefix: str = ""
     wrappers: dict[str, int] = field(default_factory=dict)
     architecture: Architecture | None = None
+    published: Architecture | None = None
+    dialect: tuple[Conversion, ...] = ()
     unknown: list[str] = field(default_factory=list)
 
     def nbytes(self, names: list[str]) -> int:
@@ -75,6 +85,11 @@ def view_model(
     architecture = None
     if config is not None:
         architecture = find_architecture(config, config_dir=catalog.root, trust_remote_code=trust_remote_code)
+    published = architecture
+    dialect: tuple[Conversion, ...] = ()
+    if architecture is not None and config is not None:
+        dialect = dialect_of(architecture, config, catalog.tensors)
+        architecture = in_dialect(architecture, dialect) if dialect else architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
     unwrapped, roles = _names_of_model(catalog, patterns, prefix)
     on_disk = {short: name for name, short in unwrapped.names.items()}
@@ -92,11 +107,35 @@ def view_model(
         roles.prefix,
         unwrapped.counts,
         architecture,
+        published,
+        dialect,
     )
     if architecture is not None and patterns:
         unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}
         view.unknown = [name for name in tensors if name in unknown] if unknown else []
+    _refuse_lost_rows(view)
     return view
+
+
+def _refuse_lost_rows(view: ModelView) -> None:
+    """Sharded safetensors say nowhere how large a tensor is; without its last shard an embedding is only shorter.
+
+    Raises:
+        InputError: An embedding has fewer rows than the vocabulary has words.
+    """
+    if view.catalog.format != "sharded" or view.architecture is None or view.config is None:
+        return
+    nested = view.config.get("text_config")
+    sizes = [config.get("vocab_size") for config in (view.config, nested) if isinstance(config, dict)]
+    words = min((size for size in sizes if isinstance(size, int)), default=0)
+    for pair in view.architecture.ties:
+        for name in {name for spelling in pair.spellings for name in spelling} if pair.is_primary else ():
+            entry = view.tensors.get(name)
+            if entry is not None and len(entry.shape) == 2 and entry.shape[0] < words:
+                raise InputError(
+                    f'{view.catalog.root}: the shards of tensor "{name}" hold {entry.shape[0]} rows, config.json says '
+                    f"vocab_size {words}; the last shards are missing, copy them again"
+                )
 
 
 def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | None) -> tuple[Unwrapped, Roles]:
@@ -109,7 +148,7 @@ def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | No
     roles = assign_roles(unwrapped.names.values(), patterns or None, prefix)
     if unwrapped.counts or roles.optimizer or roles.other:
         manifest = manifest_beside(catalog, [])
-        if manifest is not None and manifest["tensors"].keys() >= catalog.tensors.keys():
+        if manifest is not None and manifest["origin"] and manifest["tensors"].keys() >= catalog.tensors.keys():
             return as_they_are  # it was made from an HF checkpoint: all of it is the model, however it is called
     if unwrapped.collision is not None:
         first, second = unwrapped.collision
@@ -117,20 +156,46 @@ def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | No
     return unwrapped, roles
 
 
+def rules_of(view: ModelView) -> NameRules | None:
+    """The rules between published names and those of the model; None when the class is unknown."""
+    architecture, config = view.published, view.config
+    if architecture is None or config is None or not architecture.name_patterns:
+        return None
+    return NameRules(architecture.conversions(config), architecture.base_prefix, architecture.model_names)
+
+
+def dialect_rules(conversions: tuple[Conversion, ...]) -> NameRules:
+    """The rules between a dialect and published names."""
+    patterns = {name for conversion in conversions for name in conversion.targets}
+    return NameRules(conversions, "", patterns - {name for each in conversions for name in each.sources})
+
+
 def manifest_beside(source: Catalog, notes: list[str]) -> dict[str, Any] | None:
-    """The manifest of a DCP that ckptx wrote from an HF checkpoint and nobody saved over since, or None.
+    """The manifest of a checkpoint that ckptx wrote and nobody saved over since, or None.
+
+    Args:
+        source: A DCP or sharded safetensors.
+        notes: Gets a line when there is a manifest that describes other files.
 
     Raises:
         InputError: There is one, but it is damaged.
     """
-    if not (source.root / MANIFEST).is_file() or not (source.root / METADATA).is_file():
+    if source.format not in ("dcp", "sharded") or not (source.root / MANIFEST).is_file():
         return None
     manifest = read_manifest(source.root / MANIFEST)
-    if manifest.get("format") != "dcp" or manifest.get("origin") is None:
+    if manifest.get("format") != source.format:
         return None
-    data = (source.root / METADATA).read_bytes()
-    if manifest["files"].get(METADATA) != {"bytes": len(data), "digest": digest_bytes(data)}:
-        notes.append(f"{MANIFEST} describes another {METADATA}; ignored")
+    recorded = manifest["files"]
+    markers = [f"{part.directory}/{METADATA}" for part in source.parts] or [METADATA]
+    for name in markers if source.format == "dcp" else ():
+        if not (source.root / name).is_file():  # a part in sharded safetensors, which ckptx does not write
+            return None
+        data = (source.root / name).read_bytes()
+        if recorded.get(name) != {"bytes": len(data), "digest": digest_bytes(data)}:
+            notes.append(f"{MANIFEST} describes another {name}; ignored")
+            return None
+    if any(recorded.get(name, {}).get("bytes") != size for name, size in source.files.items()):
+        notes.append(f"{MANIFEST} describes other files; ignored")
         return None
     return manifest
 
@@ -143,6 +208,39 @@ def locate_payloads(view: ModelView, files: FilePool) -> None:
     located = open_payloads(replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names}), files)
     view.tensors = {short: located.tensors[name] for name, short in names.items()}
     view.catalog = replace(view.catalog, tensors=view.catalog.tensors | located.tensors)
+
+
+def locate_all(view: ModelView, files: FilePool) -> None:
+    """Looks into every archive, of optimizer state too."""
+    located = open_payloads(view.catalog, files)
+    view.tensors = {name: located.tensors[entry.name] for name, entry in view.tensors.items()}
+    view.catalog = located
+
+
+def compare_replicas(catalog: Catalog, files: FilePool) -> None:
+    """Holds blocks that several ranks stored against each other.
+
+    Raises:
+        InputError: Two of them differ.
+    """
+    reader = TensorReader(files)
+    known: dict[Chunk, list[bytes]] = {}
+
+    def leaves_of(entry: TensorEntry, chunk: Chunk) -> list[bytes]:
+        """Of a block, as a tensor of its own."""
+        alone = TensorEntry(
+            entry.name, entry.dtype, chunk.region.sizes, (chunk._replace(region=whole(chunk.region.sizes)),)
+        )
+        return digest_of(reader, alone, entry.dtype).leaves
+
+    for entry, kept, replica in replica_pairs(catalog):
+        if kept not in known:
+            known = {kept: leaves_of(entry, kept)}
+        if leaves_of(entry, replica) != known[kept]:
+            raise InputError(
+                f'{catalog.root}: tensor "{entry.name}": {replica.file} holds other bytes for {replica.region} than '
+                f"{kept.file}; one of them is of another save, restore it"
+            )
 
 
 def decide_ties(view: ModelView, files: FilePool, *, tie_missing: bool = False) -> list[TieDecision]:

@@ -15,10 +15,10 @@ ROOT = Path(ckptx.__file__).parent
 
 FLOORS = (
     ("errors", "version"),
-    ("catalog", "storage", "staging"),
+    ("catalog", "storage", "staging", "rendezvous"),
     ("layout", "mapping"),
     ("formats", "architecture", "transfer"),
-    ("runtime", "report", "view", "publish", "options"),
+    ("runtime", "report", "view", "cutting", "publish", "options"),
     ("conversion", "inspection", "difference", "verification"),
     ("robustness",),
     ("cli", "__main__"),
@@ -27,11 +27,11 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
 
 # Neighbours that meet: staging writes through storage; verification compares headers as diff does.
-MEETINGS = {("staging", "storage"), ("verification", "difference"), ("__main__", "cli")}
+MEETINGS = {("staging", "storage"), ("rendezvous", "storage"), ("verification", "difference"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
-    "architecture/meta_model.py", "runtime/", "verification/load.py", "verification/forward.py", "robustness/",
+    "architecture/meta_model", "runtime/", "verification/load.py", "verification/forward.py", "robustness/",
 )  # fmt: skip
 
 

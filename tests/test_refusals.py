@@ -21,7 +21,8 @@ import ckptx
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError
-from ckptx.formats.dcp_metadata import DcpMetadata, emit_metadata, parse_metadata
+from ckptx.formats.dcp_metadata import DcpMetadata, parse_metadata
+from ckptx.formats.dcp_metadata_writer import emit_metadata
 from ckptx.formats.torch_zip import archive_head
 from tests.writers import (
     INDEX,
@@ -257,10 +258,12 @@ def _(root: Path) -> Path:
     return root.parent / "lora"
 
 
-@hf("sharded safetensors", 4, "a DCP of sharded safetensors")
+@hf("a lost shard", 3, r"no shard covers \[0:1\]; there is no shard-00001-model-00001-of-00001.safetensors, copy")
 def _(root: Path) -> Path:
-    write_safetensors(root.parent / "sharded" / "shard-00001-model-00001-of-00001.safetensors", {"w": value("F32", 1)})
-    return root.parent / "sharded"
+    metadata = {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [1]}}', "DCP_VERSION": "1.0", "format": "pt"}
+    file = root.parent / "sharded" / "shard-00002-model-00001-of-00001.safetensors"
+    write_safetensors(file, {"w": value("F32", 1)}, metadata)
+    return file.parent
 
 
 @hf("a remote path", 3, "s3://bucket/model: remote storage is not read; copy it to a local directory first")

@@ -10,7 +10,6 @@ they are met. The names of a row are those of the default config and of its vari
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import logging
 import multiprocessing
@@ -31,6 +30,7 @@ from ckptx.architecture.spec import Architecture
 
 if TYPE_CHECKING:
     from ckptx.architecture.meta_model import Names
+    from ckptx.architecture.structure import Structure
 
 TABLE = Path(__file__).parent.parent / "ckptx" / "architecture" / "table.jsonl"
 
@@ -117,20 +117,21 @@ def measured_row(class_name: str) -> Row:
         return Row(class_name, model_type, "its defaults cannot be built", None)
     if any(part.isdigit() for pair in known.ties for name in pair.spellings[0] for part in name.split(".")):
         return Row(class_name, known.model_type, "ties between numbered layers", None)
-    sub_models, names = _exchangeable(cls, builder, known)
+    sub_models, names, structures = _exchangeable(cls, builder, known)
     every = names_of_variants(cls, builder, seed, names)
-    known = dataclasses.replace(known, name_patterns=every.patterns, ignored=tuple(sorted(every.ignored)))
-    return Row(class_name, known.model_type, "", known, sub_models)
+    structures = {text: each.with_changes_of(every.structure) for text, each in structures.items()}
+    return Row(class_name, known.model_type, "", every.put_into(known), sub_models, structures)
 
 
 def _exchangeable(
     cls: type, builder: Callable[[dict[str, Any]], Any], known: Architecture
-) -> tuple[dict[str, tuple[str, ...]], Names]:
-    """The text models for which a composite class keeps the same record, and the names with all of them."""
+) -> tuple[dict[str, tuple[str, ...]], Names, dict[str, Structure]]:
+    """The text models for which a composite class keeps its ties, the names with all of them, and its structures."""
     from ckptx.architecture import meta_model
 
     measured: dict[str, tuple[str, ...]] = {}
-    names = meta_model.Names(known.name_patterns, frozenset(known.ignored))
+    names = meta_model.Names.of(known)
+    structures: dict[str, Structure] = {}
     config = builder({})
     for key in sorted(getattr(config, "sub_configs", {})):
         nested = getattr(config, key, None)
@@ -142,11 +143,15 @@ def _exchangeable(
                 other = meta_model.derive(cls, builder, {key: {"model_type": model_type}}, origin="table")
             except Exception:  # a text model that does not fit is not listed
                 continue
-            if dataclasses.replace(other, name_patterns=known.name_patterns, ignored=known.ignored) == known:
+            if meta_model.Names.of(known).put_into(other) == known:
                 types.append(model_type)
-                names = meta_model.Names(names.patterns | other.name_patterns, names.ignored | set(other.ignored))
+                names = names._replace(
+                    patterns=names.patterns | other.name_patterns, ignored=names.ignored | set(other.ignored)
+                )
+                if other.structure != known.structure:
+                    structures[model_type] = other.structure
         measured[key] = tuple(sorted(set(types)))
-    return measured, names
+    return measured, names, structures
 
 
 def main() -> None:

@@ -98,10 +98,11 @@ def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names
         try:
             config = build_config(copy.deepcopy(values))
             with _recorded() as reads:
-                found = meta_model.names_of(cls, config, names)
+                model = meta_model.build_with_ties(cls, config)
+            found = meta_model.names_of(model, names)
         except Exception:  # whatever the class raises: no checkpoint has such a config
             continue
-        if change is not None and found == names:
+        if change is not None and (found.patterns, found.ignored) == (names.patterns, names.ignored):
             continue
         names = found
         effective += [change] if change is not None else []
@@ -152,7 +153,7 @@ def _all_at_once(cls: Any, build_config: ConfigBuilder, base: Values, effective:
     try:
         for change in effective:
             base = _changed(base, build_config, change)
-        return meta_model.names_of(cls, build_config(copy.deepcopy(base)), names)
+        return meta_model.names_of(meta_model.build_with_ties(cls, build_config(copy.deepcopy(base))), names)
     except Exception:  # they exclude each other
         return names
 

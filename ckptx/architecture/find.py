@@ -42,8 +42,9 @@ def find_architecture(
     brings_code = bool(config.get("auto_map"))
     # A class name is not unique among remote code; with code of its own the model type must agree as well.
     row = find_row(class_name, model_type if brings_code else None)
-    if row is not None and row.architecture is not None and row.covers(config):
-        return _placed(row.architecture, config)
+    known = row.architecture_for(config) if row is not None and row.covers(config) else None
+    if known is not None:
+        return _placed(known, config)
     if row is None and brings_code and not trust_remote_code:
         return suffix_architecture(class_name, model_type)
     built = _introspected(config, class_name, config_dir, trust_remote_code and row is None)
@@ -51,7 +52,7 @@ def find_architecture(
 
 
 def _placed(architecture: Architecture, config: Mapping[str, Any]) -> Architecture:
-    """Read the flag below ``text_config`` when a text-only class is used with the config of its composite."""
+    """Read keys below ``text_config`` when a text-only class is used with the config of its composite."""
     nested = config.get("text_config")
     if not isinstance(nested, Mapping) or config.get("model_type") == architecture.model_type:
         return architecture
@@ -61,7 +62,8 @@ def _placed(architecture: Architecture, config: Mapping[str, Any]) -> Architectu
     for pair in architecture.ties:
         paths = tuple(("text_config", *path) for path in pair.flag.paths)
         ties.append(dataclasses.replace(pair, flag=TieFlag(paths, pair.flag.truth)))
-    return dataclasses.replace(architecture, ties=tuple(ties))
+    structure = dataclasses.replace(architecture.structure, root=("text_config",))
+    return dataclasses.replace(architecture, ties=tuple(ties), structure=structure)
 
 
 def _introspected(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import re
@@ -20,21 +21,17 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel, initialization
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-    revert_weight_conversion,
-)
 
 from ckptx.architecture.configs import remote_reference, structural, without_flag
 from ckptx.architecture.declared import existing, flatten, mapping_of_list
 from ckptx.architecture.flags import FLAG, UnmeasurableFlagError, config_tree, flag_places, measure_flag, path_of
+from ckptx.architecture.meta_model_names import changes, dialects, loader, name_patterns, names_on_disk
+from ckptx.architecture.meta_model_structure import structure_of
 from ckptx.architecture.patterns import patterns_of, regex_for_patterns
+from ckptx.architecture.plan_overrides import override_keys
 from ckptx.architecture.spec import NEVER, Architecture, TieFlag, TiePair
-from ckptx.architecture.spellings import Rename, aligned_spellings, subsets
+from ckptx.architecture.spellings import aligned_spellings
+from ckptx.architecture.structure import Structure
 from ckptx.errors import EnvironmentProblem, UnsupportedError
 
 VERSION: str = transformers.__version__
@@ -43,10 +40,22 @@ ConfigBuilder = Callable[[dict[str, Any]], Any]
 
 
 class Names(NamedTuple):
-    """`Architecture.name_patterns` and `Architecture.ignored` of a class."""
+    """What `Architecture` says of names, for one config of a class or for several."""
 
     patterns: frozenset[str]
     ignored: frozenset[str]
+    structure: Structure
+
+    @classmethod
+    def of(cls, known: Architecture) -> Names:
+        """Those of one architecture."""
+        return cls(known.name_patterns, frozenset(known.ignored), known.structure)
+
+    def put_into(self, known: Architecture) -> Architecture:
+        """The architecture with these instead of its own."""
+        return dataclasses.replace(
+            known, name_patterns=self.patterns, ignored=tuple(sorted(self.ignored)), structure=self.structure
+        )
 
 
 def known_class(class_name: str) -> type[PreTrainedModel] | None:
@@ -107,15 +116,15 @@ def derive(
 ) -> Architecture:
     """The architecture of one class under one config (as a dict; empty for the class's defaults)."""
     config = build_config(copy.deepcopy(dict(base)))
-    _force_flags(config)
-    model = build(cls, config)
+    model = build_with_ties(cls, config)
     names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
     ties = _ties(model, names, build_config, base)
+    disk = names_on_disk(model)
     return Architecture(
         class_name=cls.__name__,
         model_type=str(config.model_type),
         ties=ties,
-        name_patterns=_name_patterns(model),
+        name_patterns=name_patterns(model, disk) | _opaque(model),
         base_prefix=str(model.base_model_prefix),
         keep_in_fp32=tuple(sorted(model._keep_in_fp32_modules or ())),
         keep_in_fp32_strict=tuple(sorted(model._keep_in_fp32_modules_strict or ())),
@@ -124,17 +133,24 @@ def derive(
         origin=origin,
         transformers_version=VERSION,
         ignored=tuple(sorted(_ignored(model))),
+        structure=structure_of(model, changes(model, disk), override_keys()),
     )
 
 
-def names_of(cls: type[PreTrainedModel], config: Any, known: Names) -> Names:
+def names_of(model: PreTrainedModel, known: Names) -> Names:
     """`known` and the names of the class under one more config; cheap when the model has none that are new."""
-    _force_flags(config)
-    model = build(cls, config)
-    patterns, ignored = known.patterns, known.ignored | _ignored(model)
+    patterns, ignored, structure = known.patterns, known.ignored | _ignored(model), known.structure
     if not patterns_of(model.state_dict(keep_vars=True)) <= patterns:
-        patterns |= _name_patterns(model)
-    return Names(patterns, ignored)
+        disk = names_on_disk(model)
+        patterns |= name_patterns(model, disk) | _opaque(model)
+        structure = structure.joined(structure_of(model, changes(model, disk), override_keys()))
+    return Names(patterns, ignored, structure)
+
+
+def build_with_ties(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """`build` under the config with every tie asked for."""
+    _force_flags(config)
+    return build(cls, config)
 
 
 def build(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
@@ -185,8 +201,8 @@ def _ties(
     }
     pairs = flatten(declared)
     owners = _owners(model, names)
-    dialects, load = _dialects(model), _loader(model)
-    spell = functools.partial(aligned_spellings, dialects=dialects, load=load, prefix=str(model.base_model_prefix))
+    prefix = str(model.base_model_prefix)
+    spell = functools.partial(aligned_spellings, dialects=dialects(model), load=loader(model), prefix=prefix)
     flags: dict[tuple[str, ...], TieFlag] = {}
     plain = build_config(copy.deepcopy(dict(base)))  # the model's own config has its flags forced
     ends = {_weight_name(model, _output_embeddings(model)), _weight_name(model, _input_embeddings(model))}
@@ -258,62 +274,8 @@ def _list_form_ties() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ names
 
 
-def _dialects(model: PreTrainedModel) -> list[Rename]:
-    """Functions from a model name to a disk name, the one that ``save_pretrained`` writes first."""
-
-    def in_dialect(optional: tuple[Any, ...], name: str) -> str:
-        written = _reverted(model, {name: torch.empty(0, device="meta")}, optional)
-        return next(iter(written)) if len(written) == 1 else name
-
-    return [functools.partial(in_dialect, chosen) for chosen in _optional_renamings(model)] + [str]
-
-
-def _optional_renamings(model: PreTrainedModel) -> list[tuple[int, ...]]:
-    """Positions of the prefix changes in the conversion list, as the subsets worth trying."""
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return subsets([at for at, entry in enumerate(conversions) if isinstance(entry, PrefixChange)])
-
-
-def _reverted(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) -> dict[str, Any]:
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    kept = [c for at, c in enumerate(conversions) if at in optional or not isinstance(c, PrefixChange)]
-    if not kept:
-        return tensors
-    previous = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = kept
-    try:
-        reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
-    except Exception:  # an op that cannot run on a lone or empty tensor has no such spelling
-        return tensors
-    finally:
-        model._weight_conversions = previous
-    return reverted
-
-
-def _loader(model: PreTrainedModel) -> Rename:
-    """The function from a disk name to a model name that ``from_pretrained`` applies."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    meta = model.state_dict(keep_vars=True)
-    prefix = model.base_model_prefix
-
-    def load(name: str) -> str:
-        renamed: str = rename_source_key(name, renamings, converters, prefix, meta)[0]
-        if renamed not in meta and name in meta:
-            renamed = rename_source_key(name, [], [], prefix, meta)[0]
-        return renamed
-
-    return load
-
-
-def _name_patterns(model: PreTrainedModel) -> frozenset[str]:
-    state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
-    found = patterns_of(state)
-    for optional in _optional_renamings(model):
-        found |= patterns_of(_reverted(model, dict(state), optional))
-    opaque = {f"{name}.**" for name, module in model.named_modules() if isinstance(module, OpaqueTower)}
-    return found | opaque
+def _opaque(model: PreTrainedModel) -> frozenset[str]:
+    return frozenset(f"{name}.**" for name, module in model.named_modules() if isinstance(module, OpaqueTower))
 
 
 def _ignored(model: PreTrainedModel) -> frozenset[str]:

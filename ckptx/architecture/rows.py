@@ -1,26 +1,30 @@
 """The lines of the architecture table: an ``Architecture`` as JSON, and back.
 
-Three kinds of line, one JSON object each, every line starting with its key so that a byte search finds it:
+Four kinds of line, one JSON object each, every line starting with its key so that a byte search finds it:
 
-    {"schema":1,...}                         the header, first
+    {"schema":2,...}                         the header, first
     {"class":"LlamaForCausalLM",...}         one per model class, sorted
     {"body":"LlamaModel",...}                names below a base model's prefix, shared by the classes around
     it
+    {"structure":"LlamaForCausalLM",...}     plan, layers and conversions below that prefix, see `structure_rows`
 
 A class row with ``introspect`` holds no names: the reason there says why only the real config can give them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptx.architecture.patterns import pack, unpack
 from ckptx.architecture.spec import Architecture, TieFlag, TiePair
+from ckptx.architecture.structure import Structure
+from ckptx.architecture.structure_rows import decode_structure, encode_structure
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Row:
         sub_models: Per config key of an exchangeable sub-model, the model types that the row was measured
             with.
         architecture: None when ``introspect`` says why.
+        structures: The structure with other sub-models, by the model type of the text model.
     """
 
     class_name: str
@@ -42,6 +47,16 @@ class Row:
     introspect: str
     architecture: Architecture | None
     sub_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    structures: Mapping[str, Structure] = field(default_factory=dict)
+
+    def architecture_for(self, config: Mapping[str, Any]) -> Architecture | None:
+        """The architecture with the text model that this ``config.json`` names."""
+        nested = config.get("text_config")
+        found = nested.get("model_type") if isinstance(nested, Mapping) else None
+        structure = self.structures.get(str(found))
+        if self.architecture is None or structure is None:
+            return self.architecture
+        return dataclasses.replace(self.architecture, structure=structure)
 
     def covers(self, config: Mapping[str, Any]) -> bool:
         """Whether the row is right for this ``config.json``: its exchangeable sub-models were measured."""
@@ -59,14 +74,28 @@ def encode_table(rows: Iterable[Row], transformers_version: str) -> str:
     """The whole table as text; the same rows give the same bytes."""
     ordered = sorted(rows, key=lambda row: row.class_name)
     bodies: dict[str, str] = {}  # names -> the first class that has them
+    structures: dict[str, str] = {}  # shared part as text -> its name
     lines = [_json({"schema": SCHEMA, "transformers": transformers_version})]
-    lines += [_json(_encoded(row, bodies)) for row in ordered]
+    lines += [_json(_encoded(row, bodies, structures)) for row in ordered]
     lines += sorted(_json({"body": owner, "names": names}) for names, owner in bodies.items())
+    lines += sorted(_json({"structure": owner, **json.loads(text)}) for text, owner in structures.items())
     return "\n".join(lines) + "\n"
 
 
-def decode_row(values: Mapping[str, Any], body: str, transformers_version: str) -> Row:
-    """The row of one class line and, when the line names a body, the names of that body."""
+def decode_row(
+    values: Mapping[str, Any],
+    body: str,
+    transformers_version: str,
+    shared: Callable[[str], Mapping[str, Any]] = lambda _: {},
+) -> Row:
+    """The row of one class line.
+
+    Args:
+        values: The line.
+        body: When the line names a body, the names of that body.
+        transformers_version: Of the header.
+        shared: Gives the structure line of a name.
+    """
     class_name, model_type = values["class"], values["type"]
     reason = values.get("introspect", "")
     if reason:
@@ -74,6 +103,10 @@ def decode_row(values: Mapping[str, Any], body: str, transformers_version: str) 
     below = values.get("at", "")
     lead = f"{below}." if below else ""
     names = unpack(values["names"]) | {lead + name for name in unpack(body)}
+
+    def structure_from(built: Mapping[str, Any]) -> Structure:
+        return decode_structure(built, shared(built["from"]) if "from" in built else {}, lead)
+
     architecture = Architecture(
         class_name=class_name,
         model_type=model_type,
@@ -87,12 +120,14 @@ def decode_row(values: Mapping[str, Any], body: str, transformers_version: str) 
         origin="table",
         transformers_version=transformers_version,
         ignored=tuple(values.get("ignored", ())),
+        structure=structure_from(values.get("built", {})),
     )
     sub_models = {key: tuple(types) for key, types in values.get("sub", {}).items()}
-    return Row(class_name, model_type, "", architecture, sub_models)
+    structures = {key: structure_from(built) for key, built in values.get("texts", {}).items()}
+    return Row(class_name, model_type, "", architecture, sub_models, structures)
 
 
-def _encoded(row: Row, bodies: dict[str, str]) -> dict[str, Any]:
+def _encoded(row: Row, bodies: dict[str, str], structures: dict[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {"class": row.class_name, "type": row.model_type}
     known = row.architecture
     if known is None:
@@ -113,7 +148,14 @@ def _encoded(row: Row, bodies: dict[str, str]) -> dict[str, Any]:
     values |= {"fp32_strict": known.keep_in_fp32_strict} if known.keep_in_fp32_strict else {}
     values |= {"ignored": known.ignored} if known.ignored else {}
     values |= {"sub": row.sub_models} if row.sub_models else {}
-    return values
+    lead = lead if below else ""
+    built = encode_structure(known.structure, lead, structures, row.class_name)
+    values |= {"built": built} if built else {}
+    texts = {
+        text: encode_structure(each, lead, structures, f"{row.class_name}/{text}")
+        for text, each in sorted(row.structures.items())
+    }
+    return values | ({"texts": texts} if texts else {})
 
 
 def _encoded_tie(pair: TiePair) -> dict[str, Any]:

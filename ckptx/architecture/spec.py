@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckptx.architecture.plans import conversions_of, lacks, plan_of, stacks_of
+from ckptx.architecture.structure import Structure
+from ckptx.layout.stages import Stack
+from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
 from ckptx.mapping.names import pattern_of
+from ckptx.mapping.ops import Conversion
 
 # transformers renames these two while loading, for every model
 _LEGACY_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -101,6 +106,7 @@ class Architecture:
         transformers_version: Of the library that was asked.
         ignored: Regular expressions, searched in a name whose indices are replaced by ``*``: names that published
             checkpoints hold and the class does not want (old buffers, heads for speculative decoding).
+        structure: How the class is built: plan, layers, heads, conversions. Empty for an unknown class.
     """
 
     class_name: str
@@ -115,6 +121,7 @@ class Architecture:
     origin: str
     transformers_version: str
     ignored: tuple[str, ...] = ()
+    structure: Structure = field(default_factory=Structure)
 
     def knows(self, name: str) -> bool:
         """Whether a tensor of this name, as found on disk, is no surprise: it belongs to the class or is ignored."""
@@ -146,6 +153,42 @@ class Architecture:
         """The fraction of ``names`` that belong to the class, 0.0 for no names."""
         owned = [self._owns(name) for name in names]
         return sum(owned) / len(owned) if owned else 0.0
+
+    def tensor_parallel_plan(self, config: Mapping[str, Any]) -> TensorParallelPlan:
+        """How TP cuts the tensors of the class under a ``config.json``; a plan of the user's goes on top of it."""
+        return plan_of(self.structure, config, self.name_patterns, self.transformers_version)
+
+    def stacks(self, config: Mapping[str, Any]) -> tuple[Stack, ...]:
+        """The lists of layers in the order they run, none where the class has no such list.
+
+        Raises:
+            InputError: The config does not say how many layers there are.
+        """
+        return stacks_of(self.structure, config)
+
+    def conversions(self, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
+        """What loading does to names on disk that are no names of the model, and to tensors that it puts together.
+
+        Every spelling that loads is in it, the one that `save_pretrained` writes first; a name that is written as the
+        model has it, and that has another spelling, is there with itself. Names without the base model's prefix are not
+        there: see `base_prefix`.
+
+        Raises:
+            InputError: The config lacks a number that an operation needs.
+        """
+        return conversions_of(self.structure, config)
+
+    def lacks(self, name: str, config: Mapping[str, Any]) -> bool:
+        """Whether the model has no use for this tensor, as one that another layer's tensor stands for."""
+        return lacks(self.structure, name, config)
+
+    @property
+    def model_names(self) -> frozenset[str]:
+        """The patterns of `name_patterns` that are names of the model itself."""
+        changes = self.structure.changes | self.structure.variants
+        disk = {pattern_of(name) for change in changes for name in change.sources}
+        own = {pattern_of(name) for change in changes for name in change.targets}
+        return (self.name_patterns - disk) | own
 
     def keeps_fp32(self, name: str, target_dtype: Literal["fp16", "bf16"]) -> bool:
         """Whether transformers keeps this parameter in fp32 when the model is loaded in ``target_dtype``.

@@ -36,7 +36,13 @@ def find_row(class_name: str, model_type: str | None = None) -> Row | None:
     if values is None or (model_type is not None and values["type"] != model_type):
         return None
     body = _line(text, "body", values["body"]) if "body" in values else None
-    return decode_row(values, body["names"] if body else "", header()["transformers"])
+
+    def structure(name: str) -> Mapping[str, Any]:
+        found = _line(text, "structure", name)
+        assert found is not None, f"table.jsonl has no structure line {name}"
+        return found
+
+    return decode_row(values, body["names"] if body else "", header()["transformers"], structure)
 
 
 def header() -> Mapping[str, Any]:

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptx.catalog.entry import BytesEntry, Sidecar, TensorEntry
+
+
+class Part(NamedTuple):
+    """One of two directories that are a checkpoint together: what it takes to write them apart again.
+
+    Attributes:
+        directory: Its path below the root ("model", "optim").
+        names: Name in the catalog -> name in the part, of tensors and of objects.
+        planner_data: `planner_data` of the part.
+    """
+
+    directory: str
+    names: dict[str, str]
+    planner_data: Mapping[str, Any] | None
 
 
 @dataclass(slots=True)
@@ -16,7 +30,7 @@ class Catalog:
 
     Attributes:
         root: The directory every file name is relative to.
-        format: "huggingface", "bin" or "dcp".
+        format: "huggingface", "bin", "dcp" or "sharded" (safetensors with a file for each rank).
         tensors: Logical tensors by name, in the order they lie on disk. Names that share bytes (aliases in a DCP,
             shared storages in a `.bin`) are entries of their own with equal chunks.
         objects: Pickled objects of a DCP, never opened.
@@ -25,7 +39,8 @@ class Catalog:
         config: The parsed `config.json`, or None.
         verbatim: Texts that only their own format understands and a way back may need: safetensors headers and
             the index by file name.
-        planner_data: `planner_data` of a DCP, carried over as it is.
+        planner_data: `planner_data` of a DCP in one part, carried over as it is.
+        parts: The directories of a DCP in two parts; empty for everything else.
         notes: What the reader wants the user to know ("consolidated.safetensors ignored: not in the index").
     """
 
@@ -38,6 +53,7 @@ class Catalog:
     config: dict[str, Any] | None = None
     verbatim: dict[str, str] = field(default_factory=dict)
     planner_data: Mapping[str, Any] | None = None
+    parts: tuple[Part, ...] = ()
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -2,13 +2,17 @@
 
     {"ckptx": 1, "tool": "0.1.0", "format": "dcp",
      "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "rank_order": "pp,dp,tp", "stages": null},
-     "origin": {"format": "huggingface", "files": [{"name", "metadata"} or {"name", "header"}], "index": ...} or null,
+     "origin": {"format": "huggingface", "files": [{"name", "metadata"} or {"name", "header"}], "index": ...,
+                "tensors": {NAME: index in files}} or null,
+     "cuts": [{"files": [index in the files below], "offsets": [[...]], "sizes": [[...]], "replicas": [index]}],
      "files": {NAME: {"bytes", "digest"}}, "sidecars": {NAME: {"bytes", "digest"}},
-     "tensors": {NAME: {"dtype", "shape", "digest", "file", "tied_to", "origin"}}}
+     "tensors": {NAME: {"dtype", "shape", "digest", "file" or "cut", "tied_to", "model"}}}
 
 It holds no time, host or absolute path: the same input and options give the same bytes. `origin` remembers how the
-safetensors files were laid out, so that they can be given back byte for byte; `tensors` are in their order there, and
-the `origin` of a tensor is the index of its file.
+safetensors files were laid out, tensors in their order there, so that they can be given back byte for byte through any
+chain of conversions. A tensor in one piece names its `file`; others, the `cut` that says which block is in which file.
+`stages` lists the layers of each pipeline stage as [path, first, stop]. `tied_to` names the tensor with the same bytes,
+`model` what the tensor is called in the model where that differs.
 """
 
 from __future__ import annotations

@@ -11,12 +11,14 @@ from types import FrameType
 import click
 
 from ckptx.cli.options import SETTINGS, Section, SectionedGroup, global_options
-from ckptx.cli.output import Terminated, say_error
+from ckptx.cli.output import say_error
+from ckptx.errors import Terminated
 from ckptx.version import __version__
 
 _COMMANDS = {
     "inspect": "what a checkpoint holds, from its headers",
     "convert": "HF safetensors to DCP and back",
+    "reshard": "a checkpoint cut for TP x PP x FSDP",
     "diff": "names, shapes, dtypes and ties of two checkpoints",
     "verify": "two checkpoints compared bit for bit",
     "env": "versions and machine, for bug reports",
@@ -48,7 +50,7 @@ class _LazyGroup(SectionedGroup):
     sections=[
         Section("Global options", ["quiet", "verbose", "no_color", "version", "help"]),
     ],
-    examples=["ckptx inspect PATH", "ckptx convert hf2dcp MODEL MODEL-dcp", "ckptx verify MODEL MODEL-dcp"],
+    examples=["ckptx inspect PATH", "ckptx convert hf2dcp MODEL MODEL-dcp", "ckptx reshard MODEL MODEL-tp4 --tp 4"],
 )
 @click.version_option(__version__, message="ckptx %(version)s")
 def cli(**_: object) -> None:

@@ -12,14 +12,11 @@ from typing import Any
 
 import click
 
-from ckptx.errors import CkptxError, Defect, UsageError
+from ckptx.errors import CkptxError, Defect, Terminated, UsageError, exit_code_of
+from ckptx.rendezvous import PeerFailure
 from ckptx.report.report import Report, human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt it is no Exception: nothing may swallow it."""
 
 
 class Output:
@@ -28,10 +25,11 @@ class Output:
     def __init__(self, *, as_json: bool = False, report_file: str | None = None) -> None:
         context = click.get_current_context(silent=True)
         settings: dict[str, Any] = context.find_root().ensure_object(dict) if context is not None else {}
-        self.quiet = bool(settings.get("quiet"))
+        self._is_first = os.environ.get("RANK", "0") == "0"
+        self.quiet = bool(settings.get("quiet")) or not self._is_first
         self.as_json, self.report_file = as_json, report_file
         hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
-        self._progress = not (self.quiet or as_json or hidden) and os.environ.get("RANK", "0") == "0"
+        self._progress = not (self.quiet or as_json or hidden)
         self._bar: Any = None
         self._last_line = time.monotonic()
 
@@ -52,10 +50,11 @@ class Output:
             report = work(report)
         except CkptxError as error:
             report.exit, report.error = error.exit_code, str(error)
+            report.is_echo = isinstance(error, PeerFailure)
             self._trace()
         except (KeyboardInterrupt, Terminated) as error:
             interrupted = error
-            report.exit = 143 if isinstance(error, Terminated) else 130
+            report.exit = exit_code_of(error)
             report.error = "interrupted; nothing was published, run again with --resume to continue"
         except Exception as error:  # a defect: said as one, with its cause, and never as a difference found
             report.exit, report.error = (
@@ -71,21 +70,21 @@ class Output:
         return report.exit
 
     def _deliver(self, report: Report, text: Callable[[Report], str]) -> None:
-        if self.report_file is not None:
+        if self.report_file is not None and self._is_first:
             try:
                 report.write(Path(self.report_file))
             except OSError as error:
                 say_error(f"{self.report_file}: the report cannot be written: {error.strerror}")
                 report.exit = report.exit or 5
-        if self.as_json:
+        if self.as_json and self._is_first:
             _print(report.to_json())
-        if report.error is not None:
+        if report.error is not None and not (report.is_echo and not self._is_first):
             say_error(report.error)
         if not self.as_json:
             if not self.quiet and report.error is None:
                 for warning in report.warnings:
                     click.echo(f"note: {warning}", err=True)
-            if report.error is None and (not self.quiet or report.exit):
+            if report.error is None and self._is_first and (not self.quiet or report.exit):
                 _print(text(report) + "\n")
 
     def _trace(self) -> None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ckptx.conversion.config import Home, home_of
 from ckptx.conversion.run import Conversion, Progress
+from ckptx.conversion.start import started
 from ckptx.conversion.to_dcp import to_dcp
 from ckptx.conversion.to_huggingface import to_huggingface
 from ckptx.errors import UsageError
-from ckptx.formats.hub import resolve
-from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
 from ckptx.report.report import Report
-from ckptx.staging import refuse_existing, refuse_overlap
-from ckptx.storage import FilePool
 
 
 def convert(
@@ -51,12 +49,18 @@ def convert(
         raise UsageError(f'convert: direction "{direction}", needed hf2dcp or dcp2hf')
     report = report or Report(f"convert {direction}")
     settings = ConvertOptions.parse(direction, options)
-    path = resolve(str(src), revision=settings.revision, token=settings.token, cache_dir=settings.cache_dir)
-    refuse_overlap(path, Path(dst))
-    if not settings.resume and not settings.dry_run:
-        refuse_existing(Path(dst), settings.overwrite)
-    source = open_checkpoint(path)
-    with FilePool(source.root) as files:
-        run = to_dcp if direction == "hf2dcp" else to_huggingface
-        run(Conversion(source, files, Path(dst), settings, report, on_progress))
-    return report.finish()
+    return started(src, dst, settings, report, on_progress, _to_dcp if direction == "hf2dcp" else _to_huggingface)
+
+
+def _to_dcp(run: Conversion) -> None:
+    if run.source.format == "dcp":
+        raise UsageError(
+            f"{run.source.root}: is a DCP already; convert dcp2hf turns it into safetensors, reshard cuts it anew"
+        )
+    to_dcp(run, Home(None, run.source.config), cut=run.options.is_cut)
+
+
+def _to_huggingface(run: Conversion) -> None:
+    if run.source.format == "huggingface":
+        raise UsageError(f"{run.source.root}: is a safetensors checkpoint already; convert hf2dcp turns it into a DCP")
+    to_huggingface(run, home_of(run))

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import CutChunks, TensorEntry
 from ckptx.catalog.manifest import SCHEMA
+from ckptx.conversion.memory import Origin
+from ckptx.cutting import Mesh
 from ckptx.version import __version__
 
 
@@ -16,39 +19,78 @@ def manifest_of(
     digests: Mapping[str, str],
     *,
     aliases: Mapping[str, str] | None = None,
-    order: list[str] | None = None,
-    shards: Mapping[str, int] | None = None,
-    origin: dict[str, Any] | None = None,
+    copies: Mapping[str, str] | None = None,
+    origin: Origin | None = None,
+    mesh: Mesh | None = None,
+    model_names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The manifest of an output, without files and sidecars.
 
     Args:
-        kind: "dcp" or "huggingface".
+        kind: "dcp", "sharded" or "huggingface".
         layout: The allocated target.
         digests: By name of a stored tensor.
         aliases: Names that share the bytes of a stored tensor.
-        order: Names in the order a way back needs; those left out follow.
-        shards: Index of the original file by name of a tensor.
+        copies: Stored names that hold the bytes of another one.
         origin: What it takes to write the original files again.
+        mesh: How it is cut.
+        model_names: Name in the model of a tensor that is called otherwise here.
     """
-    files = {name: index for index, name in enumerate(layout.files)}
-    aliases, shards = aliases or {}, shards or {}
+    aliases, copies, model_names = aliases or {}, copies or {}, model_names or {}
+    cuts = _Cuts(layout)
     rows: dict[str, Any] = {}
-    for name in dict.fromkeys([*(order or ()), *layout.tensors, *aliases]):
+    for name in (*layout.tensors, *aliases):
         stored = aliases.get(name, name)
         entry = layout.tensors[stored]
         row: dict[str, Any] = {"dtype": entry.dtype.name, "shape": entry.shape, "digest": digests[stored]}
-        row["file"] = files[entry.chunks[0].file]
-        if stored != name:
-            row["tied_to"] = stored
-        if name in shards:
-            row["origin"] = shards[name]
+        row |= cuts.place(entry)
+        if name in aliases or name in copies:
+            row["tied_to"] = aliases.get(name) or copies[name]
+        if name in model_names:
+            row["model"] = model_names[name]
         rows[name] = row
+    dims = None if mesh is None else mesh.dims
     return {
         "ckptx": SCHEMA,
         "tool": __version__,
         "format": kind,
-        "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "rank_order": "pp,dp,tp", "stages": None},
+        "layout": {
+            "tp": dims.tp if dims else 1,
+            "pp": dims.pp if dims else 1,
+            "dp_shard": dims.dp_shard if dims else 1,
+            "rank_order": "pp,dp,tp",
+            "stages": mesh.layers() if mesh else None,
+        },
         "origin": origin,
+        "cuts": cuts.rows,
         "tensors": rows,
     }
+
+
+class _Cuts:
+    """Cuts by number: tensors that are cut alike into the same files share one."""
+
+    def __init__(self, layout: Catalog) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._files = {name: index for index, name in enumerate(layout.files)}
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def place(self, entry: TensorEntry) -> dict[str, int]:
+        """`{"file": F}` for a tensor in one piece, else `{"cut": N}`."""
+        chunks = entry.chunks
+        if len(chunks) == 1:
+            return {"file": self._files[chunks[0].file]}
+        assert isinstance(chunks, CutChunks)
+        key = (id(chunks.blocks), id(chunks.files))
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.rows)
+            self.rows.append(
+                {
+                    "files": [self._files[file] for file in chunks.files],
+                    "offsets": [block.region.offsets for block in chunks.blocks],
+                    "sizes": [block.region.sizes for block in chunks.blocks],
+                    "replicas": [index for index, block in enumerate(chunks.blocks) if block.replica],
+                }
+            )
+        return {"cut": number}

@@ -14,10 +14,11 @@ from ckptx.formats.huggingface import read_json
 from ckptx.mapping.config import edited_config
 from ckptx.options import ConvertOptions
 from ckptx.publish import Job, publish
+from ckptx.rendezvous import Rendezvous
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.staging import free_space
 from ckptx.storage import FilePool
-from ckptx.view import ModelView, decide_ties, locate_payloads, tie_rows, view_model
+from ckptx.view import ModelView, compare_replicas, decide_ties, locate_payloads, tie_rows, view_model
 
 Progress = Callable[[int, int], None]
 
@@ -27,7 +28,9 @@ class Conversion:
     """Source, target, options and report of one conversion.
 
     Attributes:
+        ranks: The other processes that make the same output.
         shared: Names on disk whose bytes a tied name stands for; they need not be written.
+        accountable: Names on disk of the tensors that must all end somewhere.
     """
 
     source: Catalog
@@ -36,7 +39,12 @@ class Conversion:
     options: ConvertOptions
     report: Report
     on_progress: Progress
+    ranks: Rendezvous | None = None
     shared: set[str] = field(default_factory=set)
+    accountable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.accountable = tuple(self.source.tensors)
 
     def view(self, config: dict[str, Any] | None, prefix: str | None) -> tuple[ModelView, list[TieDecision]]:
         """Views the source as a model, decides its ties, and reports both."""
@@ -44,6 +52,7 @@ class Conversion:
         view = view_model(self.source, config=config, prefix=prefix, trust_remote_code=options.trust_remote_code)
         report.warnings.extend(self.source.notes)
         locate_payloads(view, self.files)
+        compare_replicas(view.catalog, self.files)
         self.source = view.catalog
         decisions = decide_ties(view, self.files, tie_missing=options.tie_missing)
         report.ties = tie_rows(decisions)
@@ -70,6 +79,20 @@ class Conversion:
             )
         return view, decisions
 
+    def drop_training_state(self, view: ModelView, reason: str) -> None:
+        """Enters what is not the model into the ledger by name, and into one line of the summary."""
+        report, objects = self.report, self.source.objects
+        report.dropped.extend({"name": name, "reason": f"optimizer state {reason}"} for name in view.optimizer)
+        report.dropped.extend({"name": name, "reason": f"training state {reason}"} for name in view.other)
+        report.details["optimizer"] = {"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)}
+        report.details["objects"] = {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())}
+        if view.optimizer or view.other or objects:
+            report.warnings.append(
+                f"not converted: {counted(len(view.optimizer), 'optimizer tensor')} "
+                f"({human_bytes(view.nbytes(view.optimizer))}), {counted(len(view.other), 'other tensor')}, "
+                f"{counted(len(objects), 'pickled object')}"
+            )
+
     def share_ledger(self, names: Iterable[str], view: ModelView) -> None:
         """Enters tied names into the ledger."""
         self.shared = {view.tensors[name].name for name in names if name in view.tensors}
@@ -90,7 +113,10 @@ class Conversion:
             written: Names on disk of the source tensors that the job writes.
         """
         report, options = self.report, self.options
-        report.tensors = sum(len(group.steps) for group in job.plan.groups)
+        report.tensors = sum(step.framed for step in job.plan.steps())
+        objects = sum(not step.framed for step in job.plan.steps())
+        if objects:
+            report.details["objects"] = {"count": objects, "carried": True}
         report.bytes_read, report.bytes_written = job.plan.bytes_read, job.nbytes
         self._settle_ledger(set(written))
         if options.dry_run:
@@ -106,6 +132,7 @@ class Conversion:
             overwrite=options.overwrite,
             resume=options.resume,
             on_progress=lambda done: self.on_progress(done, total),
+            ranks=self.ranks,
         )
         if outcome is None:
             report.warnings.append(f"{self.dst} is complete already; nothing to resume")
@@ -120,11 +147,11 @@ class Conversion:
         """Every source tensor is written, an alias, or dropped by a named rule."""
         dropped = {row["name"] for row in self.report.dropped}
         accounted = written | dropped | self.shared
-        lost = [name for name in self.source.tensors if name not in accounted]
+        lost = [name for name in self.accountable if name not in accounted]
         if lost:
             raise Defect(f'tensor "{lost[0]}" and {len(lost) - 1} more would be lost; please report it')
         self.report.details["ledger"] = {
-            "source": len(self.source.tensors),
+            "source": len(self.accountable),
             "written": len(written),
             "alias": len(self.shared - written),
             "dropped": len(dropped),

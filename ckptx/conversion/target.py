@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptx.architecture.tied import TieDecision
@@ -23,35 +23,57 @@ class Target:
 
     Attributes:
         tensors: By name; shapes and dtypes are those of the target, chunks are not set yet.
-        origin: Name in the target -> name on disk in the source.
+        origin: Name in the target -> name of the entry in the source that it is read from.
+        read: Name in the target -> names on disk of the tensors it is made of.
         aliases: Names that share the bytes of a name in `tensors`; only a DCP can have some.
+        copies: Names in `tensors` that hold the bytes of another one, because no file can share them.
     """
 
     tensors: dict[str, TensorEntry]
     origin: dict[str, str]
-    aliases: dict[str, str]
+    read: dict[str, tuple[str, ...]]
+    aliases: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorEntry]) -> Target:
         """Every tensor under its own name. The entries are those of the source and name where they are on disk."""
         renamed = {name: entry._replace(name=name) for name, entry in tensors.items()}
-        return cls(renamed, {name: entry.name for name, entry in tensors.items()}, {})
+        on_disk = {name: entry.name for name, entry in tensors.items()}
+        return cls(renamed, on_disk, {name: (disk,) for name, disk in on_disk.items()})
 
     def store_as(self, name: str, stored: str) -> None:
         """Stores the bytes of `stored` under `name` too."""
-        self.tensors[name], self.origin[name] = self.tensors[stored]._replace(name=name), self.origin[stored]
+        self.tensors[name] = self.tensors[stored]._replace(name=name)
+        self.origin[name], self.read[name] = self.origin[stored], self.read[stored]
+
+    def copy_out(self, name: str) -> None:
+        """Turns an alias into a tensor of its own."""
+        self.copies[name] = self.aliases.pop(name)
+        self.store_as(name, self.copies[name])
 
     def leave_out(self, name: str) -> None:
         """Drops a name if it is there."""
         self.tensors.pop(name, None)
         self.origin.pop(name, None)
+        self.read.pop(name, None)
 
-    def prefixed(self, prefix: str) -> Target:
-        """The same under names that begin with `prefix`."""
+    def holds(self, names: Iterable[str]) -> bool:
+        """True when every one of `names` is there, as a tensor or as a name that shares bytes."""
+        return all(name in self.tensors or name in self.aliases for name in names)
+
+    def written(self) -> set[str]:
+        """Names on disk of everything the target is made of."""
+        return {name for names in self.read.values() for name in names}
+
+    def renamed(self, names: Callable[[str], str]) -> Target:
+        """The same under other names."""
         return Target(
-            {prefix + name: entry._replace(name=prefix + name) for name, entry in self.tensors.items()},
-            {prefix + name: on_disk for name, on_disk in self.origin.items()},
-            {prefix + name: prefix + stored for name, stored in self.aliases.items()},
+            {names(name): entry._replace(name=names(name)) for name, entry in self.tensors.items()},
+            {names(name): origin for name, origin in self.origin.items()},
+            {names(name): on_disk for name, on_disk in self.read.items()},
+            {names(name): names(stored) for name, stored in self.aliases.items()},
+            {names(name): names(stored) for name, stored in self.copies.items()},
         )
 
 

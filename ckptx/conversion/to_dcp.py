@@ -1,61 +1,137 @@
-"""`convert hf2dcp`."""
+"""`convert hf2dcp`, and `reshard` into a DCP."""
 
 from __future__ import annotations
 
+from ckptx.conversion.config import Home
+from ckptx.conversion.dcp_output import DcpContents, DcpOutput, lay_out
 from ckptx.conversion.manifest import manifest_of
+from ckptx.conversion.memory import kept_origin, names_on_disk
+from ckptx.conversion.meshed import cut_target, cutter_for, describe_ranks, unknown_names
+from ckptx.conversion.names import Spelling, respell
 from ckptx.conversion.run import Conversion
-from ckptx.conversion.target import cast, share
-from ckptx.errors import UsageError
+from ckptx.conversion.target import Target, cast, share
+from ckptx.conversion.training_state import TrainingState, carry_state
+from ckptx.cutting import Mesh
 from ckptx.formats import dcp_layout
 from ckptx.formats.dcp import METADATA
-from ckptx.formats.huggingface_layout import remember
 from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
 from ckptx.transfer.planner import plan_copy
+from ckptx.view import ModelView, locate_all
 
 
-def to_dcp(run: Conversion) -> None:
+def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
     """Carries out one conversion to DCP.
 
+    Args:
+        run: The conversion.
+        home: Whose tensors they are.
+        cut: Give each rank of the mesh its own files; otherwise tensors stay whole and files are balanced.
+
     Raises:
-        UsageError: The source is a DCP.
-        CkptxError: Whatever else is in the way.
+        CkptxError: Whatever is in the way.
     """
-    options, report = run.options, run.report
-    if run.source.format == "dcp":
-        raise UsageError(f"{run.source.root}: is a DCP already; convert dcp2hf turns it into safetensors")
-    view, decisions = run.view(None, None)
-    source = run.source
-    if source.config is None:
+    options, report, root = run.options, run.report, run.source.root
+    is_dcp = run.source.format == "dcp"
+    view, decisions = run.view(home.config, options.prefix if is_dcp else None)
+    if view.config is None and options.base != "none":
         report.warnings.append("no config.json: tied names are unknown, every tensor is converted as it is")
+    origin = kept_origin(view, report.warnings)
+    keeps_state = is_dcp and options.optimizer != "drop"
+    if keeps_state:
+        locate_all(view, run.files)
+        run.source = view.catalog
+    elif is_dcp:
+        run.drop_training_state(view, "dropped as asked")
     target = share(run, view, decisions, aliases_possible=True)
-    was_cast = cast(run, view, target, None)
-    if options.prefix:
-        target = target.prefixed(options.prefix)
-    report.aliases = target.aliases
-    layout = dcp_layout.allocate(run.dst, target.tensors.values(), options.files)
-    plan = plan_copy(source, layout, target.origin, frame_of=dcp_layout.archive_frame)
-    edits = dtype_edits(source.config, options.dtype) if was_cast else []
-    # The original files can be given back only from what they hold, as they hold it.
-    kept = target.tensors.keys() | target.aliases.keys()
-    changed = was_cast or options.prefix or view.wrappers or not all(name in kept for name in source.tensors)
-    restorable = source.format == "huggingface" and not changed
-    files = {name: index for index, name in enumerate(source.files)}
-    shards = {name: files[entry.chunks[0].file] for name, entry in source.tensors.items()} if restorable else {}
+    if not target.holds(view.tensors):
+        origin = None
+    default = "disk" if run.source.format == "sharded" else None
+    spelling = respell(run, view, target, by_default=default, original=names_on_disk(origin))
+    was_cast = cast(run, view, target, home.base)
+    outward = _outward(run, view, target, spelling)
+    mesh = None
+    if cut:
+        cutter = cutter_for(run, view, spelling.rules, list(target.tensors), replicate=False)
+        mesh = cut_target(run, target, cutter, unknown_names(view, target, spelling))
+        mesh.placed = {outward[name]: placed for name, placed in mesh.placed.items()}
+    target = target.renamed(outward.__getitem__)
+    state = TrainingState()
+    if keeps_state:
+        state = carry_state(run, view, target, {old: outward[new] for old, new in spelling.renamed(view).items()}, mesh)
+    report.aliases = {**target.aliases, **state.target.aliases}
+    output = _lay_out(run, target, state, mesh)
+    if mesh is not None:
+        describe_ranks(run, output.catalog.files, output.ranks, mesh.dims)
+    plan = plan_copy(
+        run.source,
+        output.catalog,
+        {**target.origin, **state.target.origin, **state.object_origin},
+        frame_of=dcp_layout.archive_frame,
+        groups=output.groups,
+    )
+    edits = dtype_edits(view.config, options.dtype) if was_cast else []
+    if was_cast or (options.prefix and not is_dcp):
+        origin = None
+    carried = (home.base or run.source).sidecars
     job = Job(
         plan,
-        source,
-        run.carry(source.root, [sidecar.name for sidecar in source.sidecars], edits),
+        run.source,
+        run.carry(home.base.root if home.base is not None else root, [sidecar.name for sidecar in carried], edits),
         options.fingerprint(),
         lambda outcome: manifest_of(
             "dcp",
-            layout,
+            output.catalog,
             outcome.digests,
-            aliases=target.aliases,
-            order=list(source.tensors) if restorable else None,
-            shards=shards,
-            origin=remember(source) if restorable else None,
+            aliases=report.aliases,
+            copies={**target.copies, **state.target.copies},
+            origin=origin,
+            mesh=mesh,
+            model_names=_model_names(spelling, outward),
         ),
-        markers=[(METADATA, dcp_layout.metadata_bytes(layout, target.aliases))],
+        markers=output.markers,
     )
-    run.execute(job, target.origin.values())
+    run.execute(job, target.written() | state.target.written())
+
+
+def _outward(run: Conversion, view: ModelView, target: Target, spelling: Spelling) -> dict[str, str]:
+    """The name in the output of each name of the target.
+
+    A DCP keeps the names it has, wrappers and prefix too, as the trainer that wrote it looks for them; one that comes
+    out of an HF checkpoint gets the prefix that was asked for.
+    """
+    names = [*target.tensors, *target.aliases]
+    if run.source.format != "dcp":
+        return {name: run.options.prefix + name if run.options.prefix else name for name in names}
+    if spelling.sources:
+        return {name: name for name in names}
+    return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
+
+
+def _lay_out(run: Conversion, target: Target, state: TrainingState, mesh: Mesh | None) -> DcpOutput:
+    """Gives every block its place."""
+    if mesh is None:
+        assert not state.target.tensors
+        catalog = dcp_layout.allocate(run.dst, target.tensors.values(), run.options.files)
+        marker = (METADATA, dcp_layout.metadata_bytes(catalog, target.aliases))
+        return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {})
+    order = {name: at for at, name in enumerate(run.source.tensors)}
+    origin = {**target.origin, **state.target.origin}
+    cuts = [(entry, mesh.placed[name].stage, mesh.placed[name].blocks) for name, entry in target.tensors.items()]
+    cuts += [(entry, *state.places[name]) for name, entry in state.target.tensors.items()]
+    cuts.sort(key=lambda each: order[origin[each[0].name]])  # as the source holds them: one sequential pass
+    contents = DcpContents(
+        cuts,
+        state.objects,
+        {**target.aliases, **state.target.aliases},
+        {**target.copies, **state.target.copies},
+    )
+    return lay_out(run.dst, contents, mesh.dims, run.options.files, run.source)
+
+
+def _model_names(spelling: Spelling, outward: dict[str, str]) -> dict[str, str]:
+    """Name in the output -> name in the model, where they differ."""
+    if spelling.rules is None:
+        return {}
+    found = {out: spelling.rules.model_name(name) for name, out in outward.items()}
+    return {out: name for out, name in found.items() if name is not None and name != out}

@@ -2,93 +2,98 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptx.architecture.tied import TieDecision, config_edits
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import TensorEntry
+from ckptx.conversion.config import Home
 from ckptx.conversion.manifest import manifest_of
+from ckptx.conversion.memory import Memory, kept_origin, recall
+from ckptx.conversion.names import respell
 from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target, cast, share
-from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
+from ckptx.errors import Defect, InputError
 from ckptx.formats import huggingface_layout
-from ckptx.formats.hub import resolve
-from ckptx.formats.huggingface import read_header, read_json
-from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.sidecars import look_around
+from ckptx.formats.huggingface import read_header
 from ckptx.mapping.config import dtype_edits
-from ckptx.options import ConvertOptions
 from ckptx.publish import Job
-from ckptx.report.report import counted, human_bytes
-from ckptx.staging import refuse_overlap
 from ckptx.storage import FilePool
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
 from ckptx.view import ModelView, manifest_beside
 
 
-def to_huggingface(run: Conversion) -> None:
+def to_huggingface(run: Conversion, home: Home) -> None:
     """Carries out one conversion to HF.
 
     Raises:
-        UsageError: The source is HF already.
-        InputError: Nothing says which architecture it is.
+        InputError: There is no model in it.
         CkptxError: Whatever else is in the way.
     """
-    options = run.options
-    if run.source.format == "huggingface":
-        raise UsageError(f"{run.source.root}: is a safetensors checkpoint already; convert hf2dcp turns it into a DCP")
-    base = _open_base(options)
-    if base is not None:
-        refuse_overlap(base.root, run.dst)
-    config = _config(run, base)
-    view, decisions = run.view(config, options.prefix)
-    _drop_training_state(run, view)
-    memory = _remember(run, view) if base is None and config is not None else None
-    if memory is not None:
-        target = Target.of(memory.tensors)
-        cast(run, view, target, None)
-        run.share_ledger(memory.tied, view)
-        layout = memory.restore(run.dst, target)
+    options, root = run.options, run.source.root
+    is_sharded = run.source.format == "sharded"
+    view, decisions = run.view(home.config, options.prefix)
+    run.drop_training_state(view, "is not converted to HF")
+    if not view.tensors:
+        raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
+    memory, target = _recall(run, view, home)
+    if memory is not None and target is not None:
+        layout = memory.restore(run.dst, target.tensors)
         edits: list[dict[str, Any]] = []
     else:
         target = share(run, view, decisions, aliases_possible=False)
-        edits = dtype_edits(config, options.dtype) if cast(run, view, target, base) else []
-        edits += _untie_edits(run, view, config, decisions)
+        respell(run, view, target, by_default="disk" if is_sharded or view.dialect else None)
+        edits = dtype_edits(home.config, options.dtype) if cast(run, view, target, home.base) else []
+        edits += untie_edits(run, view, home.config, decisions)
         layout = huggingface_layout.allocate(run.dst, target.tensors.values(), options.max_shard_size)
     plan = plan_copy(run.source, layout.catalog, target.origin, prologues=layout.prologues)
-    home = base if base is not None else run.source
-    carried = [] if options.base == "none" else [sidecar.name for sidecar in home.sidecars]
+    origin = home.base if home.base is not None else run.source
+    carried = [] if options.base == "none" else [sidecar.name for sidecar in origin.sidecars]
     recorded = {} if memory is None else memory.digests
     job = Job(
         plan,
         run.source,
-        run.carry(home.root, carried, edits),
+        run.carry(origin.root, carried, edits),
         options.fingerprint(),
         lambda outcome: manifest_of("huggingface", layout.catalog, outcome.digests),
         lambda tree, outcome: _check_written(tree, layout.catalog, outcome, recorded),
         [] if layout.index_text is None else [(layout.index_name, layout.index_text.encode())],
     )
-    run.execute(job, target.origin.values())
+    run.execute(job, target.written())
 
 
-def _config(run: Conversion, base: Catalog | None) -> dict[str, Any] | None:
-    """The config that says what the tensors are: of the base, else the one beside them."""
-    if run.options.base == "none":
-        run.report.warnings.append("--base none: no config, ties were not resolved and no prefix was looked for")
-        return None
-    config = base.config if base is not None else run.source.config
-    if config is None:
-        raise InputError(
-            f"{run.source.root}: has no config.json, which names the architecture and its ties; pass --base HF, the "
-            "checkpoint it was trained from, or --base none to write the tensors alone"
-        )
-    return config
+def _recall(run: Conversion, view: ModelView, home: Home) -> tuple[Memory | None, Target | None]:
+    """What the manifest of this very checkpoint remembers, unless the options ask for something else."""
+    options = run.options
+    asked = options.dtype != "auto" or options.max_shard_size_given or options.tied != "auto" or view.prefix
+    if asked or home.base is not None or home.config is None or options.names not in (None, "disk"):
+        return None, None
+    origin = kept_origin(view, run.report.warnings)
+    manifest = manifest_beside(run.source, []) if origin is not None else None
+    if origin is None or manifest is None:
+        return None, None
+    before, target = run.source, Target.of(view.tensors)
+    spelling = respell(run, view, target, by_default="disk", original=list(origin["tensors"]))
+    old = {new: name for name, new in spelling.renamed(view).items()}
+    # A digest is that of the bytes in the order they were written: those of other rows are other bytes.
+    as_written = {
+        name for name, entry in target.tensors.items() if name in old and entry.chunks is view.tensors[old[name]].chunks
+    }
+    memory = recall(manifest, origin, target, old, as_written)
+    if memory is None:
+        run.source = before
+        return None, None
+    kept = Target({}, {}, {})
+    for name, holder in memory.holders.items():
+        kept.tensors[name] = target.tensors[holder]._replace(name=name)
+        kept.origin[name], kept.read[name] = target.origin[holder], target.read[holder]
+    run.share_ledger([old.get(name, name) for name in memory.shared], view)
+    cast(run, view, kept, None)
+    return memory, kept
 
 
-def _untie_edits(
+def untie_edits(
     run: Conversion, view: ModelView, config: dict[str, Any] | None, decisions: list[TieDecision]
 ) -> list[dict[str, Any]]:
     """Edits that stop the config from calling different tensors tied."""
@@ -104,91 +109,6 @@ def _untie_edits(
             place = place.get(key, {})
         edits.append({"key": ".".join(path), "before": place.get(path[-1]), "after": after})
     return edits
-
-
-def _open_base(options: ConvertOptions) -> Catalog | None:
-    """The checkpoint whose config and sidecars the output gets."""
-    if options.base in (None, "none"):
-        return None
-    root = resolve(str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
-    if root.is_dir() and (root / "config.json").is_file():
-        try:
-            base = open_checkpoint(root)
-        except InputError:
-            # Config and tokenizer alone are a base too.
-            base = Catalog(root, "huggingface", {}, config=read_json(root / "config.json"))
-            base.sidecars = look_around(root, frozenset()).carried
-    else:
-        base = open_checkpoint(root)
-    if base.config is None:
-        raise InputError(f"{base.root}: has no config.json; --base needs an HF checkpoint")
-    if base.format == "dcp":
-        raise UnsupportedError(f"{base.root}: is a DCP; --base needs an HF checkpoint")
-    return base
-
-
-def _drop_training_state(run: Conversion, view: ModelView) -> None:
-    """HF holds the model alone; what else there is goes into the ledger by name and into one line of the summary."""
-    report, source = run.report, run.source
-    report.dropped.extend({"name": name, "reason": "optimizer state is not converted to HF"} for name in view.optimizer)
-    report.dropped.extend({"name": name, "reason": "training state is not converted to HF"} for name in view.other)
-    report.details["optimizer"] = {"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)}
-    report.details["objects"] = {
-        "count": len(source.objects),
-        "bytes": sum(entry.nbytes for entry in source.objects.values()),
-    }
-    if view.optimizer or view.other or source.objects:
-        report.warnings.append(
-            f"not converted: {counted(len(view.optimizer), 'optimizer tensor')} "
-            f"({human_bytes(view.nbytes(view.optimizer))}), {counted(len(view.other), 'other tensor')}, "
-            f"{counted(len(source.objects), 'pickled object')}"
-        )
-    if not view.tensors:
-        raise InputError(f"{source.root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """The files an HF checkpoint had before it became this DCP.
-
-    Attributes:
-        tensors: Entry in the DCP by original name, in the order of the files.
-        files: Index of the original file by name.
-        digests: Recorded when the DCP was written.
-        tied: Names that share the bytes of another.
-        origin: What `huggingface_layout.remember` gave.
-    """
-
-    tensors: dict[str, TensorEntry]
-    files: dict[str, int]
-    digests: dict[str, str]
-    tied: set[str]
-    origin: dict[str, Any]
-
-    def restore(self, root: Path, target: Target) -> huggingface_layout.HuggingFaceLayout:
-        """The layout of the original files."""
-        placed = {name: (target.tensors[name], file) for name, file in self.files.items()}
-        return huggingface_layout.restore(root, self.origin, placed)
-
-
-def _remember(run: Conversion, view: ModelView) -> _Memory | None:
-    """What the manifest of this very DCP remembers, unless the options ask for something else."""
-    options = run.options
-    manifest = manifest_beside(run.source, run.report.warnings)
-    asked = options.dtype != "auto" or options.max_shard_size_given or options.tied != "auto" or view.prefix
-    if manifest is None or asked:
-        return None
-    memory = _Memory({}, {}, {}, set(), manifest["origin"])
-    for name, row in manifest["tensors"].items():
-        entry = view.tensors.get(row.get("tied_to", name))
-        if entry is None or (entry.dtype.name, list(entry.shape)) != (row["dtype"], row["shape"]):
-            return None
-        if "tied_to" in row:
-            memory.tied.add(name)
-        if "origin" in row:
-            memory.tensors[name], memory.files[name] = entry, row["origin"]
-            memory.digests[name] = row["digest"]
-    return memory if view.tensors.keys() <= manifest["tensors"].keys() else None
 
 
 def _check_written(tree: Path, layout: Catalog, outcome: Outcome, recorded: dict[str, str]) -> None:

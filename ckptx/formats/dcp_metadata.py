@@ -6,26 +6,23 @@
       storage_data          MetadataIndex(fqn, offset) -> _StorageInfo(relative_path, offset, length)
       planner_data          fqn -> path in the nested state dict: {"a.b": ("a", "b")}
 
-It is read with stand-ins for these classes, and written opcode by opcode, because a pickler would have to import torch.
-Only classes and fields of torch 2.4 are named, and nothing tells on which machine or when it was written.
+It is read with stand-ins for these classes.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region, Shape
-from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.torch_zip import pickled_int
+from ckptx.errors import InputError
 from ckptx.formats.unpickle import Call, Dict, Globals, Sealed, Symbol, load, without_garbage_collection
 
 Key = tuple[str, Shape | None]
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 
@@ -91,17 +88,17 @@ def _drop(*_: object) -> None:
 
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 _ALLOWED: Globals = {
-    (_METADATA, "Metadata"): _Metadata,
-    (_METADATA, "TensorStorageMetadata"): _TensorStorage,
-    (_METADATA, "BytesStorageMetadata"): _BytesStorage,
-    (_METADATA, "ChunkStorageMetadata"): _ChunkStorage,
-    (_METADATA, "MetadataIndex"): _Index,
-    (_METADATA, "StorageMeta"): _StorageMeta,
-    (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): Call(_drop),
+    (METADATA_MODULE, "Metadata"): _Metadata,
+    (METADATA_MODULE, "TensorStorageMetadata"): _TensorStorage,
+    (METADATA_MODULE, "BytesStorageMetadata"): _BytesStorage,
+    (METADATA_MODULE, "ChunkStorageMetadata"): _ChunkStorage,
+    (METADATA_MODULE, "MetadataIndex"): _Index,
+    (METADATA_MODULE, "StorageMeta"): _StorageMeta,
+    (METADATA_MODULE, "TensorProperties"): _Properties,
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Call(_drop),
     (_SHARDED_TENSOR, "TensorProperties"): _Properties,
     (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): Call(_drop),
-    (_FILESYSTEM, "_StorageInfo"): _Info,
+    (FILESYSTEM_MODULE, "_StorageInfo"): _Info,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Call(lambda name: Symbol(name)),
     ("collections", "OrderedDict"): Dict,
@@ -210,177 +207,3 @@ def _check_text(value: Any) -> None:
         raise TypeError(f"a name is a {type(value).__name__}, not a text")
     if not value.isascii():
         value.encode()  # refuses half surrogates, which could not be printed or written
-
-
-def emit_metadata(metadata: DcpMetadata) -> bytes:
-    """The `.metadata` file for `metadata`, readable by torch >= 2.4.
-
-    `planner_data` of None becomes the flat state dict {fqn: (fqn,)}: torch's conversion to `torch.save` needs it.
-
-    Raises:
-        UnsupportedError: `planner_data` holds more than plain values.
-    """
-    out = _Emitter()
-    parts = [
-        b"\x80\x04",
-        out.preamble(),
-        out.new(_METADATA, "Metadata"),
-        out.text("state_dict_metadata"),
-        b"}(",
-    ]
-    bodies: dict[TensorMetadata, bytes] = {}
-    for fqn, tensor in metadata.tensors.items():
-        parts.append(out.text(fqn))
-        body = bodies.get(tensor)
-        if body is None:
-            parts.append(out.tensor(tensor))
-            bodies[tensor] = out.tensor(tensor)  # shorter the second time: what it shares is in the memo
-        else:
-            parts.append(body)
-    for fqn in metadata.objects:
-        parts += (out.text(fqn), out.glob(_METADATA, "BytesStorageMetadata"), b")\x81")
-    parts += (b"u", out.text("planner_data"))
-    if metadata.planner_data is None:
-        names = [out.text(fqn) for fqn in (*metadata.tensors, *metadata.objects)]
-        parts += (b"}(", *[name + name + b"\x85" for name in names], b"u")
-    else:
-        parts.append(out.plain(metadata.planner_data))
-    parts += (out.text("storage_data"), b"}(")
-    _emit_storage(metadata, out, parts)
-    parts += (b"u", out.text("storage_meta"), b"N", out.text("version"), out.text("1.0.0"), b"ub.")
-    return b"".join(parts)
-
-
-def _emit_storage(metadata: DcpMetadata, out: _Emitter, parts: list[bytes]) -> None:
-    hints = {
-        (fqn, region.offsets): pickled_int(position)
-        for fqn, tensor in metadata.tensors.items()
-        if len(tensor.chunks) > 1
-        for position, region in enumerate(tensor.chunks)
-    }
-    key = out.new(_METADATA, "MetadataIndex") + out.text("fqn")
-    hint = out.text("index")
-    at = out.text("offset")
-    info = b"ub" + out.new(_FILESYSTEM, "_StorageInfo") + out.text("relative_path")
-    size = out.text("length")
-    for (fqn, offsets), place in metadata.storage.items():
-        parts += (key, out.text(fqn), hint)
-        if offsets is None:
-            parts.append(b"N")
-        else:
-            parts += (hints.get((fqn, offsets), b"K\0"), at, out.size(offsets))
-        parts += (info, out.text(place.path), at, pickled_int(place.offset), size, pickled_int(place.length))
-        if place.transforms:
-            parts += (out.text("transform_descriptors"), out.plain(list(place.transforms)))
-        parts.append(b"ub")
-
-
-_CLASSES = (
-    (_METADATA, "Metadata"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "MetadataIndex"),
-    (_FILESYSTEM, "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-)
-_FIELDS = (
-    "properties",
-    "size",
-    "chunks",
-    "offsets",
-    "sizes",
-    "fqn",
-    "index",
-    "offset",
-    "relative_path",
-    "length",
-)
-
-
-class _Emitter:
-    """Opcodes of values. What repeats is memoized when first written, so use results in the order they come."""
-
-    __slots__ = ("_memo",)
-
-    def __init__(self) -> None:
-        self._memo: dict[object, bytes] = {}
-
-    def _remember(self, key: object, code: bytes) -> bytes:
-        number = len(self._memo)
-        self._memo[key] = b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
-        return code + b"\x94"
-
-    def text(self, value: str) -> bytes:
-        known = self._memo.get(value)
-        if known is not None:
-            return known
-        data = value.encode()
-        size = b"\x8c%c" % len(data) if len(data) < 256 else b"X" + len(data).to_bytes(4, "little")
-        return self._remember(value, size + data)
-
-    def glob(self, module: str, name: str) -> bytes:
-        key = (module, name)
-        return self._memo.get(key) or self._remember(key, self.text(module) + self.text(name) + b"\x93")
-
-    def preamble(self) -> bytes:
-        """Puts names that repeat into the memo, by pushing each and dropping it again."""
-        names = [self.glob(module, name) for module, name in _CLASSES] + [self.text(name) for name in _FIELDS]
-        return b"".join([name + b"0" for name in names])
-
-    def new(self, module: str, name: str) -> bytes:
-        """Opens an instance and its fields; `ub` closes both."""
-        return self.glob(module, name) + b")\x81}("
-
-    def size(self, shape: Shape) -> bytes:
-        return self._memo.get(shape) or self._remember(
-            shape, self.glob("torch", "Size") + _tuple(list(map(pickled_int, shape))) + b"\x85R"
-        )
-
-    def properties(self, dtype: str) -> bytes:
-        key = ("properties", dtype)
-        known = self._memo.get(key)
-        if known is None:
-            build = self.glob(_METADATA, "TensorProperties") + b")\x81(" + self.glob("torch", dtype)
-            build += self.glob("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R\x89"
-            build += self.glob(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
-            known = self._remember(key, build)
-        return known
-
-    def tensor(self, tensor: TensorMetadata) -> bytes:
-        code = self.new(_METADATA, "TensorStorageMetadata") + self.text("properties")
-        code += self.properties(tensor.dtype) + self.text("size") + self.size(tensor.size) + self.text("chunks") + b"]("
-        for region in tensor.chunks:
-            code += self.new(_METADATA, "ChunkStorageMetadata") + self.text("offsets")
-            code += self.size(region.offsets) + self.text("sizes") + self.size(region.sizes) + b"ub"
-        return code + b"eub"
-
-    def plain(self, value: object) -> bytes:
-        """Any nest of dicts, lists, tuples, texts, numbers and None."""
-        if value is None:
-            return b"N"
-        if isinstance(value, bool):
-            return b"\x88" if value else b"\x89"
-        if isinstance(value, int):
-            return pickled_int(value)
-        if isinstance(value, float):
-            return b"G" + struct.pack(">d", value)
-        if type(value) is str:
-            return self.text(value)
-        if isinstance(value, tuple):
-            return _tuple([self.plain(item) for item in value])
-        if isinstance(value, list):
-            return b"](" + b"".join([self.plain(item) for item in value]) + b"e"
-        if isinstance(value, Mapping):
-            return b"}(" + b"".join([self.plain(k) + self.plain(v) for k, v in value.items()]) + b"u"
-        raise UnsupportedError(
-            f"planner_data holds a {type(value).__name__}, needed plain values; save with torch's default planner"
-        )
-
-
-def _tuple(items: list[bytes]) -> bytes:
-    if len(items) > 3:
-        return b"(" + b"".join(items) + b"t"
-    return b"".join(items) + (b")", b"\x85", b"\x86", b"\x87")[len(items)]

@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.catalog import Catalog, Part
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats import huggingface
 from ckptx.formats.dcp import open_dcp
+from ckptx.formats.sharded_safetensors import is_shard, open_sharded
 from ckptx.formats.sidecars import beside_one_file, look_around
 from ckptx.formats.torch_bin import open_bin
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.staging import is_being_written
 from ckptx.storage import unreadable
 
+_METADATA = ".metadata"
 _BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 # Directories that trainers write side by side and that are one checkpoint: model first, optimizer second.
@@ -31,7 +33,7 @@ _PARTS = (
 class Located(NamedTuple):
     """A checkpoint found: its directory, its kind, and what names its weights there.
 
-    `weights` is a file name for "huggingface" and "bin", and the parts (directories) of a "dcp".
+    `weights` is a file name for "huggingface" and "bin", and the parts (directories) of a "dcp" or "sharded".
     """
 
     root: Path
@@ -51,6 +53,8 @@ def open_checkpoint(path: Path) -> Catalog:
         raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
     if located.kind == "dcp":
         catalog = _open_parts(located)
+    elif located.kind == "sharded":
+        catalog = open_sharded(located.root)
     elif located.kind == "bin":
         catalog = open_bin(located.root, list(located.weights))
         catalog.notes.extend(huggingface.stray_notes(located.root, {*catalog.files, *located.weights}, (".bin",)))
@@ -80,26 +84,43 @@ def _add_surroundings(catalog: Catalog, located: Located) -> None:
 def _has_own_directory(located: Located) -> bool:
     """False for a weight file with a name of its own: what else lies in its directory may be anything."""
     weights = located.weights[0]
-    return located.kind == "dcp" or weights in (huggingface.SINGLE, _BIN) or weights.endswith(".index.json")
+    return (
+        located.kind in ("dcp", "sharded") or weights in (huggingface.SINGLE, _BIN) or weights.endswith(".index.json")
+    )
 
 
 def _open_parts(located: Located) -> Catalog:
-    """Opens a DCP of one part or two; names and files of both end in one catalog."""
-    parts = [(part, open_dcp(located.root / part)) for part in located.weights]
+    """Opens a DCP of one part or two; names and files of both end in one catalog.
+
+    The model may lie in sharded safetensors beside the DCP of its optimizer.
+    """
     if located.weights == (".",):
-        return parts[0][1]
+        return open_dcp(located.root)
+    parts = [
+        (part, open_dcp(root) if (root / _METADATA).is_file() else open_sharded(root))
+        for part, root in ((part, located.root / part) for part in located.weights)
+    ]
     merged = Catalog(located.root, "dcp", {})
     for part, catalog in parts:
         is_second = part == located.weights[1]
+        names: dict[str, str] = {}
         for on_disk, entry in catalog.tensors.items():
             name = _optimizer_name(on_disk) if is_second else on_disk
             if name in merged.tensors:
                 raise InputError(f'{located.root}: tensor "{name}" is in two parts ({", ".join(located.weights)})')
-            chunks = tuple(chunk._replace(file=f"{part}/{chunk.file}") for chunk in entry.chunks)
-            merged.tensors[name] = entry._replace(name=name, chunks=chunks)
+            chunks, replicas = (
+                tuple(chunk._replace(file=f"{part}/{chunk.file}") for chunk in each)
+                for each in (entry.chunks, entry.replicas)
+            )
+            merged.tensors[name] = entry._replace(name=name, chunks=chunks, replicas=replicas)
+            names[name] = on_disk
         for on_disk, pickled in catalog.objects.items():
             name = _optimizer_name(on_disk) if is_second else on_disk
+            if name in merged.objects:  # trainer state that both parts save, under the same name
+                name = f"optimizer.{on_disk}"
             merged.objects[name] = pickled._replace(name=name, file=f"{part}/{pickled.file}")
+            names[name] = on_disk
+        merged.parts += (Part(part, names, catalog.planner_data),)
         merged.files.update((f"{part}/{name}", size) for name, size in catalog.files.items())
         merged.notes.extend(f"{part}: {note}" for note in catalog.notes)
     return merged
@@ -139,6 +160,8 @@ def locate(path: Path) -> Located:
 
 def _locate_file(path: Path) -> Located:
     name = path.name
+    if is_shard(name):
+        return Located(path.parent, "sharded", (".",))
     if name.endswith((".safetensors", ".safetensors.index.json")):
         _refuse_adapter_file(path)
         return Located(path.parent, "huggingface", (name,))
@@ -156,16 +179,14 @@ def _locate_directory(path: Path) -> Located | None:
         names = {entry.name for entry in os.scandir(path)}
     except OSError as error:
         raise unreadable(path, error) from error
-    if ".metadata" in names:
+    if _METADATA in names:
         return Located(path, "dcp", (".",))
     for parts in _PARTS:
-        if (path / parts[0] / ".metadata").is_file() and (path / parts[1] / ".metadata").is_file():
+        model, optimizer = (path / part for part in parts)
+        if (optimizer / _METADATA).is_file() and ((model / _METADATA).is_file() or _has_shards(model)):
             return Located(path, "dcp", parts)
-    if any(name.startswith("shard-") and "-model-" in name and name.endswith(".safetensors") for name in names):
-        raise UnsupportedError(
-            f"{path}: a DCP of sharded safetensors (shard-RRRRR-model-IIIII-of-NNNNN); not read by this version, "
-            "consolidate it first (torch.distributed.checkpoint consolidate_safetensors_files)"
-        )
+    if any(map(is_shard, names)):
+        return Located(path, "sharded", (".",))
     weights = _weights_in(path, names)
     if weights is not None:
         return weights
@@ -176,6 +197,10 @@ def _locate_directory(path: Path) -> Located | None:
     if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
         raise UnsupportedError(f"{path}: an adapter (LoRA or similar); merge it into its base first")
     return None
+
+
+def _has_shards(path: Path) -> bool:
+    return path.is_dir() and any(is_shard(entry.name) for entry in os.scandir(path))
 
 
 def _weights_in(path: Path, names: set[str]) -> Located | None:

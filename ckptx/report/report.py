@@ -36,6 +36,7 @@ class Report:
         gb_per_s: Gigabytes (1e9) written per second.
         peak_rss: Peak resident set size of the process, in bytes.
         details: Fields of one command alone.
+        is_echo: True when the error is that of another rank, which has said it.
     """
 
     command: str
@@ -55,6 +56,7 @@ class Report:
     gb_per_s: float = 0.0
     peak_rss: int = 0
     details: dict[str, Any] = field(default_factory=dict)
+    is_echo: bool = False
     _started: float = field(default_factory=time.perf_counter, repr=False)
 
     @property

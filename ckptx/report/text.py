@@ -22,13 +22,18 @@ def conversion_text(report: Report) -> str:
     lines = [f"{verb} {counted(report.tensors, 'tensor')}, {human_bytes(report.bytes_written)}"]
     if details.get("dry_run"):
         lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(details['memory'])}"
-        lines += [f"  {row['name']}  {human_bytes(row['bytes'])}" + _of(row["tensors"]) for row in details["files"]]
+        files = details["files"]
+        lines += [f"  {row['name']}  {human_bytes(row['bytes'])}" + _of(row["tensors"]) for row in _first(files)]
+        if len(files) > _MOST_ROWS:
+            lines.append(f"  and {len(files) - _MOST_ROWS:,} more files, --json lists all")
     architecture = details.get("architecture")
     if architecture:
         lines.append(f"architecture: {architecture['class']} ({architecture['known_from']})")
     if details.get("prefix"):
         lines.append(f'prefix: "{details["prefix"]}" removed from names')
     lines.append(f"dtypes: {_dtypes(report)}")
+    if "layout" in details:
+        lines += _layout(report)
     lines += [
         f"tie: {row['target']} <- {row['source']}: {row['case']}, {row['action']} ({row['evidence']})"
         for row in _first(report.ties)
@@ -48,6 +53,29 @@ def conversion_text(report: Report) -> str:
         )
     lines.append(_cost(report))
     return "\n".join(lines)
+
+
+def _layout(report: Report) -> list[str]:
+    """The mesh, the layers of each stage, and which rules cut how many tensors."""
+    layout, rules = report.details["layout"], report.details["rules"]
+    sizes = [row["bytes"] for row in report.ranks]
+    mean = sum(sizes) / len(sizes)
+    lines = [
+        f"layout: tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}, {human_bytes(mean)} a rank, "
+        f"the largest {human_bytes(max(sizes))}"
+    ]
+    if layout["pp"] > 1:
+        for stage, spans in enumerate(layout["stages"][:_MOST_ROWS]):
+            said = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
+            lines.append(f"  stage {stage}: {said}")
+        if layout["pp"] > _MOST_ROWS:
+            lines.append(f"  and {layout['pp'] - _MOST_ROWS} more stages")
+    counts: Counter[tuple[str, bool]] = Counter()
+    for row in rules:
+        counts[row["rule"], row["dim"] is not None] += row["tensors"]
+    for (rule, is_cut), count in counts.items():
+        lines.append(f"  {counted(count, 'tensor')} {'cut' if is_cut else 'not cut'} by {rule}")
+    return lines
 
 
 def inspect_text(report: Report) -> str:

@@ -16,11 +16,22 @@ try:  # ten times faster than zlib, same polynomial
 except ImportError:
     from zlib import crc32
 
-__all__ = ["LEAF", "TreeDigest", "block_digest", "crc32", "digest_bytes", "join_crc32", "leaf_digest", "tree_digest"]
+__all__ = [
+    "LEAF",
+    "TreeDigest",
+    "block_digest",
+    "crc32",
+    "digest_bytes",
+    "hash_of",
+    "join_crc32",
+    "leaf_digest",
+    "tree_digest",
+]
 
 LEAF = 16 << 20
 
 leaf_digest = xxhash.xxh3_128_digest
+hash_of = xxhash.xxh3_64_digest
 block_digest = xxhash.xxh3_64  # of a block while it is written; tells a resumed run what it may keep
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest bit first

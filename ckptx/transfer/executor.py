@@ -41,6 +41,14 @@ class Outcome:
     bytes_written: int = 0
     unrecorded: int = 0
 
+    def add(self, other: Outcome) -> None:
+        """Adds what another process found out about other files."""
+        self.digests |= other.digests
+        self.file_digests |= other.file_digests
+        self.bytes_read += other.bytes_read
+        self.bytes_written += other.bytes_written
+        self.unrecorded += other.unrecorded
+
 
 def execute(
     plan: CopyPlan,

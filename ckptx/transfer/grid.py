@@ -62,9 +62,7 @@ class Grid(NamedTuple):
 
     @property
     def narrowest(self) -> int:
-        """Bytes of a row of the narrowest cell; of the whole row when there is only one."""
-        if self.rows == 1:
-            return self.width
+        """Bytes of a row of the narrowest cell."""
         return min((cell.right - cell.left for cell in self.cells if cell.nbytes), default=self.width)
 
     def share(self, begin: int, end: int, dim0: int) -> Grid:
@@ -99,16 +97,26 @@ class Grid(NamedTuple):
                 yield from row
 
 
+def is_grid(shape: Shape, regions: Sequence[Region]) -> bool:
+    """True when `regions` are cut on dim 0 and at most one other dim."""
+    cut = _cut_dims(shape, regions)
+    return not any(0 < dim < cut[-1] for dim in cut)
+
+
+def _cut_dims(shape: Shape, regions: Sequence[Region]) -> list[int]:
+    return [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in regions)]
+
+
 def grid_of(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
     """The grid of a tensor cut into `regions`, on dim 0 and at most one other dim, as TP with FSDP inside it cuts.
 
     Raises:
         Defect: The regions are cut on more dims than that.
     """
-    cut = [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in regions)]
-    dim = cut[-1] if cut else 0
-    if any(0 < other < dim for other in cut):
+    cut = _cut_dims(shape, regions)
+    if not is_grid(shape, regions):
         raise Defect(f"a tensor of shape {list(shape)} cut on dims {cut}; this is a defect of ckptx, please report it")
+    dim = cut[-1] if cut else 0
     unit = prod(shape[dim + 1 :]) * dtype.bits  # of one index of `dim`, in bits: half a byte for F4
     width = dtype.nbytes(prod(shape[dim:]))
     inner = prod(shape[1:dim]) if dim else 0

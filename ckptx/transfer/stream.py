@@ -11,11 +11,13 @@ from itertools import product
 from math import prod
 from typing import Protocol
 
+from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
-from ckptx.catalog.region import Region
+from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import crc32
+from ckptx.transfer.grid import Grid, grid_of, is_grid
 from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments
 from ckptx.transfer.shared import Part, RecordPart
 from ckptx.transfer.strips import weave_rows
@@ -56,6 +58,7 @@ class TensorReader:
         self._checked: set[tuple[str, Record]] = set()
         self._tile: memoryview | None = None
         self._strip: memoryview | None = None
+        self._grids: dict[tuple[DType, Shape, tuple[Region, ...]], Grid | None] = {}
 
     def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordPart] | None = None) -> None:
         """Sends `region` of `entry` to `sink`.
@@ -89,24 +92,41 @@ class TensorReader:
             elif crc != chunk.record.crc:
                 raise self.crc_error(entry.name, chunk.file, chunk.record, crc)
 
-    def one_piece(self, entry: TensorEntry) -> Chunk | None:
-        """The chunk that is all of `entry`, row-major, its checksum that of these bytes; None when there is none."""
-        if len(entry.chunks) != 1:
-            return None
-        chunk = entry.chunks[0]
-        record = chunk.record
-        if chunk.strides is not None:
-            return None
-        if record is not None and (record.offset != chunk.offset or record.nbytes != chunk.nbytes):
-            return None
-        return chunk
+    def is_simple(self, entry: TensorEntry) -> bool:
+        """True for what `read_all` reads: chunks are row-major, and their checksums are those of their bytes."""
+        for chunk in entry.chunks:
+            record = chunk.record
+            if chunk.strides is not None:
+                return False
+            if record is not None and (record.offset != chunk.offset or record.nbytes != chunk.nbytes):
+                return False
+        return len(entry.chunks) == 1 or self._grid(entry) is not None
 
-    def read_at_once(self, entry: TensorEntry, chunk: Chunk, view: memoryview) -> None:
-        """Fills `view` with the `one_piece` of `entry` by one read.
+    def read_all(self, entry: TensorEntry, view: memoryview) -> None:
+        """Fills `view` with a simple tensor, each chunk by one read; for small ones, of which there are many.
 
         Raises:
             InputError: As `stream`.
         """
+        chunks = entry.chunks
+        if len(chunks) == 1:
+            self._read_chunk(entry, chunks[0], view)
+            return
+        grid = self._grid(entry)
+        assert grid is not None
+        for chunk, cell in zip(chunks, grid.cells, strict=True):
+            if not cell.nbytes:
+                continue
+            rows = view[cell.top * grid.width : cell.bottom * grid.width]
+            width = cell.right - cell.left
+            if width == grid.width or grid.rows == 1:
+                self._read_chunk(entry, chunk, rows[cell.left : cell.left + cell.nbytes])
+                continue
+            strip = self._strip_buffer(cell.nbytes)[: cell.nbytes]
+            self._read_chunk(entry, chunk, strip)
+            weave_rows(rows, grid.width, cell.left, strip, width, width)
+
+    def _read_chunk(self, entry: TensorEntry, chunk: Chunk, view: memoryview) -> None:
         record = chunk.record
         self._read_into(chunk.file, chunk.offset, view, entry.name)
         if record is not None:
@@ -114,6 +134,14 @@ class TensorReader:
                 self._count_unrecorded(chunk.file, record)
             elif (crc := crc32(view)) != record.crc:
                 raise self.crc_error(entry.name, chunk.file, record, crc)
+
+    def _grid(self, entry: TensorEntry) -> Grid | None:
+        """How the chunks of a tensor lie in it; None when no grid says it. Tensors that are cut alike share it."""
+        regions = tuple([chunk.region for chunk in entry.chunks])
+        key = (entry.dtype, entry.shape, regions)
+        if key not in self._grids:
+            self._grids[key] = grid_of(*key) if is_grid(entry.shape, regions) else None
+        return self._grids[key]
 
     def _begin_checks(self, entry: TensorEntry, region: Region, is_share: bool) -> dict[int, int]:
         """Chunks whose CRC can be checked while streaming, at CRC 0; others are checked now, in a pass of their own."""

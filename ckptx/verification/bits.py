@@ -12,7 +12,7 @@ from typing import Any
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.difference import TiedNames, differing_headers
+from ckptx.difference import TiedNames, differing_headers, in_common_names
 from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
@@ -22,7 +22,7 @@ from ckptx.storage import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.sinks import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
-from ckptx.view import ModelView, locate_payloads, view_model
+from ckptx.view import ModelView, compare_replicas, locate_payloads, view_model
 
 _BUFFER = 1 << 20
 
@@ -59,6 +59,8 @@ def verify(
         for view, files in ((first, files_a), (second, files_b)):
             report.warnings.extend(f"{view.catalog.root}: {note}" for note in view.catalog.notes)
             locate_payloads(view, files)
+            compare_replicas(view.catalog, files)
+        first, second = in_common_names(first, second)
         targets = _targets(first, dtype)
         pairs, rows = _pair_up(first, second, targets)
         comparison = _Comparison(pairs, (files_a, files_b), max_memory)

@@ -87,7 +87,7 @@ def variants() -> ModuleType:
 @pytest.fixture(scope="module")
 def default() -> Names:
     known = meta_model.derive(Switches, meta_model.default_builder(Switches), {})
-    return Names(known.name_patterns, frozenset(known.ignored))
+    return Names.of(known)
 
 
 @pytest.fixture(scope="module")

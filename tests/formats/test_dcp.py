@@ -25,9 +25,9 @@ from ckptx.formats.dcp_metadata import (
     Key,
     StorageInfo,
     TensorMetadata,
-    emit_metadata,
     parse_metadata,
 )
+from ckptx.formats.dcp_metadata_writer import emit_metadata
 from ckptx.storage import FilePool
 from tests.formats.stock_goldens import (
     GOLDENS,

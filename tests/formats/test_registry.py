@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from ckptx.catalog.catalog import Part
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.registry import locate, open_checkpoint
+from ckptx.formats.sharded_safetensors import shard_name
+from tests.formats.cut_writer import rows, write_shard
 from tests.writers import INDEX, LLAMA, SINGLE, llama, value, write_dcp, write_hf, write_safetensors
 
 TENSORS = {"w": value("F32", 2, 2), "b": value("F32", 2)}
@@ -53,6 +57,55 @@ def test_what_lies_in_the_optimizer_part_is_optimizer_state_by_name_too(tmp_path
     catalog = open_checkpoint(tmp_path)
     assert set(catalog.tensors) == {"w", "b", "optimizer.w", "optimizer.b"}
     assert all(name == entry.name for name, entry in catalog.tensors.items())
+
+
+def test_parts_remember_what_it_takes_to_write_them_apart(tmp_path: Path) -> None:
+    write_dcp(tmp_path / "model", TENSORS)
+    write_dcp(tmp_path / "optim", {"optim.state.w": TENSORS["w"], "w": TENSORS["w"]}, objects=["step"])
+    catalog = open_checkpoint(tmp_path)
+    assert catalog.parts == (
+        Part("model", {"w": "w", "b": "b"}, {"w": ("w",), "b": ("b",)}),
+        Part(
+            "optim",
+            {"optim.state.w": "optim.state.w", "optimizer.w": "w", "step": "step"},
+            {"optim.state.w": ("optim.state.w",), "w": ("w",), "step": ("step",)},
+        ),
+    )
+    assert [name for part in catalog.parts for name in part.names] == [*catalog.tensors, *catalog.objects]
+    assert open_checkpoint(tmp_path / "model").parts == ()
+
+
+def test_an_object_that_both_parts_save_is_kept_twice(tmp_path: Path) -> None:
+    write_dcp(tmp_path / "model", TENSORS, objects=["step"])
+    write_dcp(tmp_path / "optim", {}, objects=["step"])
+    catalog = open_checkpoint(tmp_path)
+    assert {name: place.file for name, place in catalog.objects.items()} == {
+        "step": "model/__0_0.distcp",
+        "optimizer.step": "optim/__0_0.distcp",
+    }
+    assert catalog.parts[1].names == {"optimizer.step": "step"}
+
+
+@pytest.mark.parametrize("path", ["", shard_name(2, 1, 1)])
+def test_sharded_safetensors_or_one_of_their_files(tmp_path: Path, path: str) -> None:
+    write_shard(tmp_path, 1, {"w": rows(TENSORS["w"], 0, 1)})
+    write_shard(tmp_path, 2, {"w": rows(TENSORS["w"], 1, 2)})
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / INDEX).write_text("{}")
+    catalog = open_checkpoint(tmp_path / path)
+    assert (catalog.format, catalog.root, catalog.config) == ("sharded", tmp_path, LLAMA)
+    assert catalog.tensors["w"].shape == (2, 2)
+    assert [sidecar.name for sidecar in catalog.sidecars] == ["config.json"]
+    assert [note.split(" ")[0] for note in catalog.notes] == [INDEX]
+
+
+def test_shards_below_an_hf_checkpoint_stay_behind(tmp_path: Path) -> None:
+    """What torch's writer leaves when it consolidates."""
+    write_hf(tmp_path, llama())
+    write_shard(tmp_path / "sharded", 1, {"w": (TENSORS["w"], (0, 0))})
+    catalog = open_checkpoint(tmp_path)
+    assert catalog.format == "huggingface"
+    assert catalog.notes == [f"not carried: sharded/{shard_name(1, 1, 1)}"]
 
 
 def test_parts_with_a_name_in_common_are_refused(tmp_path: Path) -> None:
@@ -127,9 +180,11 @@ def test_kinds_that_are_known_and_not_read(tmp_path: Path) -> None:
         refused(tmp_path / name, UnsupportedError, said)
 
 
-def test_sharded_safetensors_are_named(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "shard-00001-model-00001-of-00001.safetensors", TENSORS)
-    refused(tmp_path, UnsupportedError, "a DCP of sharded safetensors")
+def test_other_safetensors_beside_shards(tmp_path: Path) -> None:
+    write_hf(tmp_path, llama(), shards=2)
+    write_shard(tmp_path, 1, {"w": (TENSORS["w"], (0, 0))})
+    refused(tmp_path, InputError, "holds model-00001-of-00002.safetensors, .* beside shard-")
+    assert open_checkpoint(tmp_path / INDEX).format == "huggingface"
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])

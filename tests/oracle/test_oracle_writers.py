@@ -139,11 +139,11 @@ def test_transformed_payloads_are_refused(hf: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_sharded_safetensors_are_refused_by_name(hf: Path, tmp_path: Path) -> None:
+def test_sharded_safetensors_of_torch_become_an_hf_checkpoint(hf: Path, tmp_path: Path) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "dcp"), save_distributed=True)
     dcp.save(read_hf(hf), storage_writer=writer, no_dist=True)
-    with pytest.raises(UnsupportedError, match="sharded safetensors"):
-        ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(hf))
+    ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(hf))
+    assert_same_tensors(read_hf(tmp_path / "out"), read_hf(hf))
 
 
 def test_consolidated_safetensors_of_torch_are_an_hf_checkpoint(hf: Path, tmp_path: Path) -> None:

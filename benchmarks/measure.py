@@ -1,0 +1,202 @@
+"""Times commands as whole processes, in rounds, against `cp -r` of the same round, and writes the tables.
+
+Every round runs every command once, in turn, so a drift of the machine meets all of them; the first does not count.
+Before each run a file as large as its output is written and removed: on virtual machines freed memory goes back to the
+host, and whoever writes first pays for getting it again; so each command gets pages in the same state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from checkpoints import llama, write_checkpoint
+
+import ckptx
+
+HERE = Path(__file__).resolve().parent
+CKPTX = [str(Path(sys.executable).with_name("ckptx"))]
+STOCK = [sys.executable, str(HERE / "stock.py")]
+# The kernel counts the memory of whoever forked into the peak of the child, so a small process does the forking.
+_LAUNCH = [sys.executable, "-I", "-S", str(HERE / "launch.py")]
+
+
+class Step(NamedTuple):
+    """One command of a round.
+
+    Attributes:
+        name: As in the table.
+        command: The process.
+        output: What it writes; removed after the step, or after the round when a later step reads it.
+        keep: Whether a later step reads it.
+        checks: Run after the step in the round that does not count; each must succeed.
+    """
+
+    name: str
+    command: Sequence[str]
+    output: Path
+    keep: bool = False
+    checks: Sequence[Sequence[str]] = ()
+
+
+@dataclass
+class Row:
+    """One command over all rounds: seconds, ratios to `cp -r` of the same round, and peak RSS in bytes."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    peak: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Medians, for the JSON file."""
+        return {
+            "name": self.name,
+            "seconds": round(statistics.median(self.seconds), 3),
+            "min": round(min(self.seconds), 3),
+            "max": round(max(self.seconds), 3),
+            "ratio_to_cp": round(statistics.median(self.ratios), 3) if self.ratios else None,
+            "peak_rss_mib": round(self.peak / 2**20, 1),
+            "rounds": len(self.seconds),
+        }
+
+
+def timed(command: Sequence[str], warm: Path | None = None, nbytes: int = 0) -> tuple[float, int]:
+    """Seconds from fork to exit, and peak RSS in bytes, of one process."""
+    if warm is not None:
+        ballast(warm, nbytes)
+    launched = subprocess.run([*_LAUNCH, *command], capture_output=True, text=True, check=False)
+    if launched.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit {launched.returncode}\n{launched.stderr}")
+    seconds, peak = launched.stdout.split()
+    return float(seconds), int(peak)
+
+
+def ballast(directory: Path, nbytes: int) -> None:
+    """Takes and gives back as much memory (or disk) as the next run will write."""
+    path = directory / "ballast"
+    block = bytes(8 << 20)
+    with path.open("wb") as file:
+        for _ in range(0, nbytes, len(block)):
+            file.write(block)
+    path.unlink()
+
+
+def race(steps: Sequence[Step], rounds: int, warm: Path | None = None, nbytes: int = 0) -> list[Row]:
+    """Rounds of all steps in turn.
+
+    Args:
+        steps: The first is what the others are compared with.
+        rounds: How many count.
+        warm: Where ballast goes before each step, for a RAM disk.
+        nbytes: Of ballast.
+    """
+    rows = [Row(step.name) for step in steps]
+    for turn in range(rounds + 1):
+        first = 0.0
+        for step, row in zip(steps, rows, strict=True):
+            seconds, peak = timed(step.command, warm, nbytes)
+            for check in step.checks if not turn else ():
+                timed(check)
+            if not step.keep:
+                shutil.rmtree(step.output)
+            first = first or seconds
+            if turn:  # the first round warms pages and caches
+                row.seconds.append(seconds)
+                row.ratios.append(seconds / first)
+                row.peak = max(row.peak, peak)
+            print(f"  round {turn}: {step.name}: {seconds:.2f} s, {peak / 2**20:.0f} MiB", file=sys.stderr)
+        for step in steps:
+            if step.keep:
+                shutil.rmtree(step.output)
+        os.sync()
+    return rows
+
+
+def growing(work: Path, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[float, Path]]:
+    """Writes one Llama after the other; whoever takes it removes it.
+
+    Args:
+        work: Where.
+        sizes: (GiB, layers) of each.
+
+    Yields:
+        Its size in GiB and its directory.
+    """
+    for gib, layers in sizes:
+        source = work / "flat"
+        write_checkpoint(source, llama(layers), shards=max(1, gib // 2))
+        yield round(size_of(source) / 2**30, 2), source
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of the files in a directory."""
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """One Markdown table."""
+    lines = [f"### {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join([*lines, ""])
+
+
+def timings(title: str, rows: Sequence[Row]) -> str:
+    """The table of a race."""
+    cells = []
+    for row in rows:
+        shown = row.to_dict()
+        ratio = "" if shown["ratio_to_cp"] is None else f"{shown['ratio_to_cp']:.2f}"
+        cells.append((row.name, f"{shown['seconds']:.2f}", ratio, f"{shown['peak_rss_mib']:.0f} MiB"))
+    return table(title, ("command", "seconds (median)", "x `cp -r`", "peak RSS"), cells)
+
+
+def machine() -> dict[str, object]:
+    """What the figures were taken on: cores, memory and versions, nothing that names a host."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    packages = ("torch", "transformers", "safetensors", "xxhash", "isal")
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30),
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+    }
+
+
+def arguments_of(description: str | None, parts: Sequence[str]) -> argparse.Namespace:
+    """The command line of a benchmark; `parts` of the result is the list of those asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(parts))
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--disk", type=Path, default=HERE)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    arguments.parts = arguments.parts.split(",")
+    unknown = set(arguments.parts) - set(parts)
+    if unknown:
+        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    # What pip does when it installs; an editable install in an environment that writes no bytecode compiles every time.
+    compileall.compile_dir(Path(ckptx.__file__).parent, quiet=1)
+    return arguments
+
+
+def publish(directory: Path, name: str, results: dict[str, Any], tables: Sequence[str]) -> None:
+    """Writes NAME.json and NAME.md, and prints the tables."""
+    directory.mkdir(exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n")
+    described = ", ".join(f"{key} {value}" for key, value in machine().items())
+    (directory / f"{name}.md").write_text(f"{described}\n\n" + "\n".join(tables))
+    print("\n".join(tables))

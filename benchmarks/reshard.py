@@ -1,0 +1,198 @@
+"""Times cutting for a mesh and merging again, and measures what the cut is good for.
+
+    python benchmarks/reshard.py [--rounds 5] [--parts llama,experts,flat,loading,planning] [--ram /dev/shm]
+
+llama, experts: whole processes against `cp -r`. flat: peak RSS against size. loading: bytes that stock `dcp.load`
+reads on one rank, from a DCP whose tensors are whole and from one that is cut. planning: `--dry-run` for 1,024 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from checkpoints import deepseek, experts, llama, write_checkpoint
+from measure import CKPTX, HERE, STOCK, Row, Step, arguments_of, growing, publish, race, size_of, table, timed, timings
+
+_RESHARD = [*CKPTX, "reshard"]
+_MERGE = [*CKPTX, "convert", "dcp2hf"]
+_TP4_PP2 = ["--tp", "4", "--pp", "2"]
+_TP8_PP16_DP8 = ["--tp", "8", "--pp", "16", "--dp-shard", "8"]
+
+
+def cutting(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
+    """Rounds of cp and ckptx over one checkpoint: HF -> tp4 x pp2, that to another mesh, and that home again.
+
+    Args:
+        work: Where outputs go.
+        source: The HF checkpoint.
+        rounds: How many count.
+        stock: Whether stock torch merges, too.
+    """
+    copy, cut, other, back, shards, stock_back = (
+        work / name for name in ("cp", "tp4-pp2", "tp2", "back", "shards", "stock-back")
+    )
+    to_cut = [*_RESHARD, str(source), str(cut), "--to", "dcp", *_TP4_PP2]
+    to_other = [*_RESHARD, str(cut), str(other), "--to", "dcp", "--tp", "2"]
+    to_shards = [*_RESHARD, str(source), str(shards), "--to", "safetensors", *_TP4_PP2]
+    verify = [*CKPTX, "verify", str(source)]
+    # Shards have the names of the model, with the experts of a layer in one tensor: they are compared once back.
+    shards_home = [[*_MERGE, str(shards), str(back)], [*verify, str(back)], ["rm", "-r", str(back)]]
+    steps = [
+        Step("cp -r", ["cp", "-r", str(source), str(copy)], copy),
+        Step("HF -> DCP tp4 x pp2", to_cut, cut, keep=True, checks=[[*verify, str(cut)]]),
+        Step("DCP tp4 x pp2 -> DCP tp2", to_other, other, checks=[[*verify, str(other)]]),
+        Step("DCP tp4 x pp2 -> HF", [*_MERGE, str(cut), str(back)], back, checks=[[*verify, str(back)]]),
+        Step("HF -> sharded safetensors tp4 x pp2", to_shards, shards, checks=shards_home),
+    ]
+    if stock:
+        steps.append(Step("stock torch DCP tp4 x pp2 -> HF", [*STOCK, "dcp2hf", str(cut), str(stock_back)], stock_back))
+    return race(steps, rounds, work, size_of(source))
+
+
+def flat(work: Path, sizes: tuple[tuple[int, int], ...]) -> list[dict[str, float]]:
+    """Peak RSS of the cut and of the way back, for checkpoints of 1 to 8 GiB: it must not grow with the model."""
+    rows = []
+    for gib, source in growing(work, sizes):
+        cut, back = work / "flat-cut", work / "flat-back"
+        _, there = timed([*_RESHARD, str(source), str(cut), "--to", "dcp", *_TP4_PP2])
+        shutil.rmtree(source)
+        _, home = timed([*_MERGE, str(cut), str(back)])
+        for path in (cut, back):
+            shutil.rmtree(path)
+        rows.append({"gib": gib, "cut_mib": round(there / 2**20, 1), "merge_mib": round(home / 2**20, 1)})
+        print(f"  {rows[-1]}", file=sys.stderr)
+    return rows
+
+
+def loading(work: Path, source: Path) -> list[dict[str, Any]]:
+    """What rank 3 of a TP of 8 reads to load its part of `source` with stock `dcp.load`.
+
+    Raises:
+        SystemExit: The two DCPs did not give it the same bytes.
+    """
+    whole, cut = work / "whole", work / "tp8"
+    timed([*CKPTX, "convert", "hf2dcp", str(source), str(whole)])
+    timed([*_RESHARD, str(source), str(cut), "--to", "dcp", "--tp", "8"])
+    rows: list[dict[str, Any]] = []
+    for title, path in {"tensors whole": whole, "cut for tp8": cut}.items():
+        command = [sys.executable, str(HERE / "stock_load.py"), str(path), "8", "3"]
+        loaded = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        rows.append({"dcp": title, **json.loads(loaded.stdout)})
+        print(f"  {rows[-1]}", file=sys.stderr)
+        shutil.rmtree(path)
+    if len({row["digest"] for row in rows}) != 1:
+        raise SystemExit("stock dcp.load gave rank 3 other bytes from the DCP that is cut than from the whole one")
+    return rows
+
+
+def planning(work: Path, rounds: int) -> list[dict[str, Any]]:
+    """`--dry-run` of DeepSeek-V3 for 1,024 ranks, and of its first quarter and half.
+
+    Each part of it has the head for a further token, and the quarter is 16 layers, as there are 16 stages.
+    """
+    rows = []
+    for layers in (16, 31, 61):
+        source, report = work / "deepseek", work / "report.json"
+        nbytes = write_checkpoint(source, deepseek(layers), shards=163 * layers // 61, sparse=True)
+        command = [*_RESHARD, str(source), str(work / "none"), "--to", "dcp", *_TP8_PP16_DP8, "--dry-run"]
+        row = Row("")
+        for turn in range(rounds + 1):
+            seconds, peak = timed([*command, "--report", str(report)])
+            if turn:
+                row.seconds.append(seconds)
+                row.peak = max(row.peak, peak)
+        found, shown = json.loads(report.read_text()), row.to_dict()
+        assert len(found["ranks"]) == 1024
+        rows.append(
+            {
+                "layers": layers,
+                "tib": round(nbytes / 2**40, 2),
+                "tensors": found["tensors"],
+                "chunks": found["chunks"],
+                **{key: shown[key] for key in ("seconds", "min", "max", "peak_rss_mib", "rounds")},
+            }
+        )
+        print(f"  {rows[-1]}", file=sys.stderr)
+        shutil.rmtree(source)
+    return rows
+
+
+def loading_table(rows: list[dict[str, Any]]) -> str:
+    """Bytes needed and read."""
+    cells = [
+        (
+            row["dcp"],
+            f"{row['needed'] / 2**20:.1f} MiB",
+            f"{row['read'] / 2**20:.1f} MiB",
+            f"{row['read'] / row['needed']:.2f}",
+            f"{row['seconds']:.2f}",
+        )
+        for row in rows
+    ]
+    columns = ("DCP", "rank needs", "rank reads", "read / needed", "seconds")
+    return table("Stock `dcp.load` on one rank of a TP of 8, Llama, 1.92 GiB, RAM disk", columns, cells)
+
+
+def planning_table(rows: list[dict[str, Any]]) -> str:
+    """Seconds and memory of the plans."""
+    cells = [
+        (
+            row["layers"],
+            f"{row['tib']} TiB",
+            f"{row['tensors']:,}",
+            f"{row['chunks']:,}",
+            f"{row['seconds']:.1f}",
+            f"{1e6 * row['seconds'] / row['chunks']:.1f}",
+            f"{row['peak_rss_mib']:.0f} MiB",
+        )
+        for row in rows
+    ]
+    columns = ("layers", "size", "tensors", "chunks", "seconds (median)", "us per chunk", "peak RSS")
+    return table("`ckptx reshard --dry-run` of DeepSeek-V3, tp8 x pp16 x dp8 = 1,024 ranks", columns, cells)
+
+
+def main() -> None:
+    """Runs the parts asked for and writes the tables."""
+    arguments = arguments_of(__doc__, ("llama", "experts", "flat", "loading", "planning"))
+    parts, rounds = arguments.parts, arguments.rounds
+    results: dict[str, Any] = {}
+    tables = []
+    with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
+        work = Path(directory)
+        models = {
+            "llama": ("Llama, 183 tensors, 1.92 GiB, RAM disk", llama()),
+            "experts": ("Experts, 18,723 tensors, 2.95 GiB, RAM disk", experts()),
+        }
+        for part, (title, model) in models.items():
+            if part in parts:
+                source = work / part
+                write_checkpoint(source, model)
+                rows = cutting(work, source, rounds, stock=part == "llama")
+                results[part] = [row.to_dict() for row in rows]
+                tables.append(timings(title, rows))
+                shutil.rmtree(source)
+        if "flat" in parts:
+            results["flat"] = sizes = flat(work, ((1, 9), (2, 21), (4, 44), (8, 91)))
+            cells = [(f"{row['gib']} GiB", f"{row['cut_mib']} MiB", f"{row['merge_mib']} MiB") for row in sizes]
+            columns = ("checkpoint", "HF -> DCP tp4 x pp2", "that -> HF")
+            tables.append(table("Peak RSS against size", columns, cells))
+        if "loading" in parts:
+            source = work / "llama"
+            write_checkpoint(source, llama())
+            results["loading"] = loads = loading(work, source)
+            tables.append(loading_table(loads))
+            shutil.rmtree(source)
+        if "planning" in parts:
+            results["planning"] = plans = planning(work, min(rounds, 3))
+            tables.append(planning_table(plans))
+    publish(arguments.results, "reshard", results, tables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What stock torch reads when one rank of a TP mesh loads a DCP of a Llama: python stock_load.py DCP WORLD RANK.
+
+Prints JSON: the bytes that the rank needs, the bytes that the kernel gave to the process meanwhile, seconds, and a
+digest of what was loaded. The plan is the one that a model of transformers has. Only this rank exists: a fake process
+group stands for the others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+# A weight is stored as (out, in): a column of the matrix that multiplies is a row of it.
+_PLACEMENTS = {
+    "colwise": Shard(0),
+    "colwise_gather_output": Shard(0),
+    "embedding_rowwise": Shard(0),
+    "rowwise": Shard(1),
+}
+
+
+def plan_of_llama() -> dict[str, str]:
+    """Module pattern -> style, as transformers has it for a model with these defaults."""
+    with torch.device("meta"):
+        return dict(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1)).tp_plan)
+
+
+def placement_of(name: str, plan: dict[str, str]) -> Placement:
+    """Where a weight is cut; what the plan does not name is replicated."""
+    module = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
+    return _PLACEMENTS[plan[module]] if module in plan else Replicate()
+
+
+def state_of(path: str, mesh: DeviceMesh) -> dict[str, DTensor]:
+    """Empty tensors for this rank, by name."""
+    plan, state = plan_of_llama(), {}
+    for name, entry in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            placements = [placement_of(name, plan)]
+            dtype = entry.properties.dtype
+            state[name] = empty_dtensor(*entry.size, dtype=dtype, device_mesh=mesh, placements=placements)
+    return state
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read so far, from disk, page cache or RAM disk."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def load(path: str, state: dict[str, DTensor]) -> dict[str, object]:
+    """Loads into `state` and says what that took."""
+    before, start = bytes_read(), time.perf_counter()
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    seconds, after = time.perf_counter() - start, bytes_read()
+    shards = [state[name].to_local() for name in sorted(state)]
+    digest = xxhash.xxh3_128()
+    for shard in shards:
+        digest.update(shard.contiguous().view(torch.uint8).numpy().data)
+    needed = sum(shard.nbytes for shard in shards)
+    return {"needed": needed, "read": after - before, "seconds": round(seconds, 3), "digest": digest.hexdigest()}
+
+
+def main(path: str, world: str, rank: str) -> None:
+    """Loads one small tensor first, so that what imports read is not counted."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=int(world))
+    state = state_of(path, init_device_mesh("cpu", (int(world),)))
+    smallest = min(state, key=lambda name: state[name].numel())
+    load(path, {smallest: state[smallest].clone()})
+    print(json.dumps(load(path, state)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,45 @@
+"""Notices when a checkpoint speaks a trainer's dialect, and gives the architecture in those names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckptx.architecture.dialects import torchtitan
+from ckptx.architecture.spec import Architecture, TiePair
+from ckptx.mapping.ops import Conversion
+
+_TORCHTITAN_ONLY = frozenset({"tok_embeddings.weight"})
+
+
+def dialect_of(architecture: Architecture, config: Mapping[str, Any], names: Collection[str]) -> tuple[Conversion, ...]:
+    """The conversions from the names of a checkpoint to published ones; none when they are that already.
+
+    Raises:
+        UnsupportedError: The names are torchtitan's, of a model that it does not have like this.
+        InputError: The config lacks a number that a conversion needs.
+    """
+    if architecture.class_name not in torchtitan.MODELS or _TORCHTITAN_ONLY.isdisjoint(names):
+        return ()
+    return torchtitan.conversions(architecture.class_name, config)
+
+
+def in_dialect(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:
+    """The architecture under the names that `conversions` start from: its tensors and its ties."""
+    spellings: dict[str, list[str]] = {}
+    for conversion in conversions:
+        if not conversion.ops:
+            spellings.setdefault(conversion.targets[0], []).append(conversion.sources[0])
+    ties = []
+    for pair in architecture.ties:
+        target, source = pair.spellings[0]
+        spelled = tuple((t, s) for s in spellings.get(source, ()) for t in spellings.get(target, ()))
+        if spelled:
+            ties.append(TiePair(spelled, pair.flag, pair.is_primary))
+    return dataclasses.replace(
+        architecture,
+        ties=tuple(ties),
+        name_patterns=frozenset(name for conversion in conversions for name in conversion.sources),
+        base_prefix="",
+    )

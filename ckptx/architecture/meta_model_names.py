@@ -1,0 +1,212 @@
+"""How the names of a meta model are spelled on disk, and what loading does to the tensors behind them.
+
+Asked of transformers: every name is sent through its own reverse conversion, in each dialect that it can load, and
+back through its loader. Imports transformers; see `meta_model`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from ckptx.architecture.patterns import patterns_of
+from ckptx.architecture.spellings import Rename, subsets
+from ckptx.architecture.structure import Change, below
+from ckptx.mapping.names import pattern_of
+
+_RENUMBERED = "unsupported:Renumbering"
+
+
+class Loaded(NamedTuple):
+    """Where the loader puts a name on disk: the (first) model name, and the converter it goes through."""
+
+    name: str
+    converter: WeightConverter | None
+    source: str = ""
+
+
+def dialects(model: PreTrainedModel) -> list[Rename]:
+    """Functions from a model name to a disk name, the one that ``save_pretrained`` writes first."""
+
+    def in_dialect(optional: tuple[Any, ...], name: str) -> str:
+        written = _reverted(model, {name: torch.empty(0, device="meta")}, optional)
+        return next(iter(written)) if len(written) == 1 else name
+
+    return [functools.partial(in_dialect, chosen) for chosen in _optional_renamings(model)] + [str]
+
+
+def loader(model: PreTrainedModel) -> Rename:
+    """The function from a disk name to a model name that ``from_pretrained`` applies."""
+    load = _full_loader(model)
+    return lambda name: load(name).name
+
+
+def names_on_disk(model: PreTrainedModel) -> list[list[str]]:
+    """Every name of the model on disk, one list per dialect, the one that ``save_pretrained`` writes first."""
+    state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
+    return [list(_reverted(model, dict(state), optional)) for optional in _optional_renamings(model)]
+
+
+def changes(model: PreTrainedModel, disk: list[list[str]]) -> tuple[frozenset[Change], frozenset[Change]]:
+    """What loading does to names that are no model names already, or whose tensors it puts together.
+
+    Args:
+        model: On the meta device.
+        disk: Its names on disk, see `names_on_disk`.
+
+    Returns:
+        For the first dialect in `disk`, and what the others add to that.
+    """
+    owned = model.state_dict(keep_vars=True)
+    load = _full_loader(model)
+    written, *others = (frozenset(_changes(names, owned, load)) for names in disk)
+    return written, frozenset[Change]().union(*others) - written
+
+
+def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], Loaded]) -> Iterator[Change]:
+    fused: dict[str, list[tuple[str, Loaded]]] = {}
+    for name in names:
+        loaded = load(name)
+        if loaded.name not in owned:
+            continue
+        if loaded.converter is not None:
+            fused.setdefault(loaded.name, []).append((name, loaded))
+        elif loaded.name != name:
+            yield _rename(name, loaded.name)
+    for target, parts in fused.items():
+        yield from _conversion(target, parts)
+
+
+def _rename(source: str, target: str) -> Change:
+    """One name for another; layers that are counted from another number on are more than that."""
+    old, new = _aligned(source, target)
+    return Change((old,), (new,)) if old else Change((pattern_of(source),), (pattern_of(target),), (_RENUMBERED,))
+
+
+def _aligned(source: str, target: str) -> tuple[str, str]:
+    """Both names as patterns, in which an index that only one of them has stays a number; empty if none fit.
+
+    Example:
+        layers.7.mlp.0.weight, layers.7.fc1.weight -> layers.*.mlp.0.weight, layers.*.fc1.weight
+    """
+    ours, theirs = _indices(source), _indices(target)
+    if len(ours) < len(theirs):
+        new, old = _aligned(target, source)
+        return old, new
+    parts, kept = source.split("."), iter(theirs)
+    wanted = next(kept, None)
+    for at, part in enumerate(parts):
+        if part.isdecimal() and part == wanted:
+            parts[at], wanted = "*", next(kept, None)
+    return (".".join(parts), pattern_of(target)) if wanted is None else ("", "")
+
+
+def _conversion(target: str, parts: list[tuple[str, Loaded]]) -> Iterator[Change]:
+    """The tensors that one converter makes of `parts`, all of which it sends to `target` first."""
+    converter = parts[0][1].converter
+    assert converter is not None
+    order = converter.source_patterns
+    has_list = any(type(op).__name__ not in _ONE_BY_ONE for op in converter.operations)
+    by_source = {
+        pattern_of(name) if has_list else _aligned(name, target)[0] or pattern_of(name): order.index(loaded.source)
+        for name, loaded in parts
+    }
+    sources = tuple(sorted(by_source, key=lambda name: by_source[name]))
+    first, *others = converter.target_patterns
+    targets = tuple(pattern_of(target.replace(first, each)) for each in (first, *others))
+    ops = [_op(each, order if at == 0 else converter.target_patterns) for at, each in enumerate(converter.operations)]
+    yield Change(sources, targets, tuple(filter(None, ops)))
+
+
+# Operations that take no list of modules, whose indices must be those of the model.
+_ONE_BY_ONE = frozenset({"Chunk", "Concatenate", "Interleave", "PermuteForRope", "Split", "Transpose"})
+# Operations of transformers as kinds and numbers; what has no row is unsupported, by its name.
+_OPS: Mapping[str, Callable[[Any, list[str]], str]] = {
+    "Chunk": lambda op, _: f"chunk {op.dim}" if op.num_shards_attribute is None else "unsupported:Chunk",
+    "Concatenate": lambda op, _: f"concat {op.dim}",
+    "Interleave": lambda op, _: f"interleave {op.dim} {int(op.inverse)}",
+    "MergeModulelist": lambda op, _: f"merge {op.dim}",
+    "PermuteForRope": lambda op, tensors: _permutation(op, tensors),
+    "Split": lambda op, _: f"split {op.dim}",
+    "Transpose": lambda op, _: f"transpose {op.dim0} {op.dim1} {int(op.check_dims)}",
+}
+
+
+def _op(op: Any, tensors: list[str]) -> str:
+    """The text of an operation on tensors of these patterns, empty when it does nothing to them."""
+    kind = type(op).__name__
+    return _OPS[kind](op, tensors) if kind in _OPS else f"unsupported:{kind}"
+
+
+def _permutation(op: Any, tensors: list[str]) -> str:
+    """Whether it is the way back, which of the tensors it permutes (none for all), and the number of heads."""
+    parts: list[str] = []
+    if op.permute_layer_names is not None:
+        parts = [str(at) for at, name in enumerate(tensors) if any(each in name for each in op.permute_layer_names)]
+        if not parts:
+            return ""
+    heads = below(op.subconfig_key or "", "num_attention_heads")
+    return (
+        " ".join(["permute_rope", str(int(op.inverse)), *(parts if len(parts) < len(tensors) else [])])
+        + f" : {heads} ?? 1"
+    )
+
+
+def _indices(name: str) -> list[str]:
+    return [part for part in name.split(".") if part.isdecimal()]
+
+
+def _optional_renamings(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    """Positions of the prefix changes in the conversion list, as the subsets worth trying."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return subsets([at for at, entry in enumerate(conversions) if isinstance(entry, PrefixChange)])
+
+
+def _reverted(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) -> dict[str, Any]:
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    kept = [c for at, c in enumerate(conversions) if at in optional or not isinstance(c, PrefixChange)]
+    if not kept:
+        return tensors
+    previous = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = kept
+    try:
+        reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
+    except Exception:  # an op that cannot run on a lone or empty tensor has no such spelling
+        return tensors
+    finally:
+        model._weight_conversions = previous
+    return reverted
+
+
+def _full_loader(model: PreTrainedModel) -> Callable[[str], Loaded]:
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_source = {source: converter for converter in converters for source in converter.source_patterns}
+    meta = model.state_dict(keep_vars=True)
+    prefix = model.base_model_prefix
+
+    def load(name: str) -> Loaded:
+        renamed, source = rename_source_key(name, renamings, converters, prefix, meta)
+        if renamed not in meta and name in meta:
+            renamed, source = rename_source_key(name, [], [], prefix, meta)
+        return Loaded(renamed, by_source[source], source) if source is not None else Loaded(renamed, None)
+
+    return load
+
+
+def name_patterns(model: PreTrainedModel, disk: list[list[str]]) -> frozenset[str]:
+    """The patterns of the model's own names and of those on disk."""
+    return patterns_of(model.state_dict(keep_vars=True)).union(*map(patterns_of, disk))

@@ -1,0 +1,398 @@
+"""Reads plan, layers and heads off a meta model. Imports transformers; see `meta_model`.
+
+Nothing is guessed from a name that the model could say itself: layers come from the pipeline plan or from
+`get_encoder`/`get_decoder`, heads from the shapes of attention modules. Only what runs after the last layer is known
+by name, for the order in which modules are registered does not tell (`_LAST`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ckptx.architecture.expressions import Scope, attempt, keys_of
+from ckptx.architecture.flags import config_tree, path_of
+from ckptx.architecture.structure import Change, Heads, LayerStack, Structure, below, is_live, under
+from ckptx.mapping.names import pattern_of
+
+# Children of the module that holds the layers, and of those around it, that run after the last layer.
+_LAST = frozenset(
+    {
+        "LayerNorm", "emb_layer_norm_after", "embedding_norm", "final_input", "final_layer_norm", "final_layernorm",
+        "final_norm", "hc_head", "last_layernorm", "layer_norm", "layernorm", "layernorm_final", "ln", "ln_f",
+        "ln_out", "norm", "norm_f", "out_norm", "output_layernorm", "rms_norm",
+        "altup_unembed_projections", "project_out",
+        "answer_class", "audio_lm_head", "classification_head", "classifier", "cls", "codebooks_head", "codec_head",
+        "contact_head", "dense", "discriminator_predictions", "embed_out", "embedding_proj_layer", "end_logits",
+        "entity_predictions", "final_logits_bias", "generator_lm_head", "generator_predictions", "head", "lm_head",
+        "lm_heads", "lm_loss", "logits_proj", "mlm_score", "multiple_choice_head", "output", "output_projection",
+        "pooler", "pre_LN", "pre_classifier", "pred_layer", "predictions", "proj_out", "projection_head",
+        "qa_classifier", "qa_outputs", "score", "sequence_summary", "sop_classifier", "start_logits",
+        "text_decoder_postnet", "text_projection", "vocab_layer_norm", "vocab_projector", "vocab_transform",
+    }
+)  # fmt: skip
+# Of those, the ones that are registered before the layers only if they run after them all the same.
+_LAST_ANYWHERE = _LAST - {"LayerNorm", "embedding_norm", "layer_norm", "layernorm", "rms_norm"}
+# Model types whose layers are no list that runs from its first to its last.
+_NO_STACKS: Mapping[str, str] = {
+    "albert": "one group of layers runs many times",
+    "blt": "three models in a row, with lists of their own",
+    "deberta": "every layer reads one table of relative positions",
+    "deberta-v2": "every layer reads one table of relative positions",
+    "flaubert": "attentions and feed-forward parts are separate lists",
+    "fsmt": "the decoder's input embedding is the output embedding too",
+    "funnel": "blocks of blocks, with a decoder that reads the first",
+    "hrm_text": "two lists run in turns",
+    "idefics": "cross attention layers are a list of their own",
+    "lxmert": "three lists for two modalities",
+    "pi0": "two lists of layers run side by side",
+    "reformer": "layers are reversible and run in pairs of streams",
+    "rag": "a retriever and a generator",
+    "seamless_m4t": "up to four lists for speech and text",
+    "seamless_m4t_v2": "up to four lists for speech and text",
+    "speecht5": "encoder and decoder wrapped in several pre-nets",
+    "xlm": "attentions and feed-forward parts are separate lists",
+}
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+_COUNTS_BY_ROLE = {
+    "encoder": ("encoder_layers", "num_encoder_layers", *_COUNTS),
+    "decoder": ("decoder_layers", "num_decoder_layers", *_COUNTS),
+}
+
+_HEADS = "num_attention_heads"
+_KV = "num_key_value_heads ?? num_attention_heads"
+_SIZE = "head_dim ?? hidden_size // num_attention_heads"
+_PLAIN_SIZE = "hidden_size // num_attention_heads"
+# What the cut dim of an attention projection can be made of, in the order they are tried with a real config.
+_CANDIDATES: Heads = (
+    (_HEADS, _SIZE), (_KV, _SIZE), (_HEADS, _PLAIN_SIZE), (_KV, _PLAIN_SIZE),
+    (_HEADS, "global_head_dim"), (f"num_global_key_value_heads ?? {_KV}", "global_head_dim"),
+    (_HEADS, f"2 * ({_SIZE})"), (_HEADS, f"3 * ({_SIZE})"),
+    (_HEADS, "qk_nope_head_dim + qk_rope_head_dim"), (_HEADS, "qk_nope_head_dim + v_head_dim"),
+    (_HEADS, "v_head_dim"), (_KV, "v_head_dim"),
+    ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"),
+)  # fmt: skip
+_CANDIDATE_KEYS = frozenset(key for pair in _CANDIDATES for each in pair for key in keys_of(each))
+_CUTS = {"colwise": -2, "rowwise": -1}  # the dim whose heads matter; styles that gather or split need no heads
+
+
+def structure_of(
+    model: PreTrainedModel,
+    changes: tuple[frozenset[Change], frozenset[Change]],
+    more_keys: Mapping[str, frozenset[str]],
+) -> Structure:
+    """What `model` says about itself.
+
+    Args:
+        model: On the meta device.
+        changes: Of its names, see `meta_model_names`.
+        more_keys: Per model type, keys of the text config that overrides will read.
+    """
+    names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
+    plan = {key: style for key, style in (model.tp_plan or {}).items() if is_live(key, names)}
+    tree = list(config_tree(model.config))
+    text, text_config = _text_config(model, tree)
+    stacks = _stacks(model, tree)
+    heads = _heads(model, plan, tree)
+    embedding = _call(model, "get_input_embeddings")
+    bare = Structure(
+        text=".".join(text),
+        text_type=str(getattr(text_config, "model_type", "")),
+        head=_path_of(model, _call(model, "get_output_embeddings")) or "",
+        embedding=(_path_of(model, embedding) or "") if isinstance(embedding, nn.Embedding) else "",
+        plan=plan,
+        stacks=stacks,
+        heads=heads,
+        transposed=_transposed(model),
+        changes=frozenset(_sized(model, change, tree) for change in changes[0]),
+        variants=frozenset(_sized(model, change, tree) for change in changes[1]),
+    )
+    keys = {key for each in bare.expressions() for key in keys_of(each)}
+    keys |= {below(bare.text, key) for key in more_keys.get(bare.text_type, ())}
+    defaults, aliases = _defaults(keys, model.config, bare.expressions())
+    return dataclasses.replace(bare, defaults=defaults, aliases=aliases)
+
+
+# ----------------------------------------------------------------------------------------- layers
+
+
+def _stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[LayerStack, ...]:
+    if str(model.config.model_type) in _NO_STACKS or not _reads_text(model):
+        return ()
+    encoder, decoder = _call(model, "get_encoder"), _call(model, "get_decoder")
+    is_pair = bool(getattr(model.config, "is_encoder_decoder", False)) and encoder not in (None, decoder, model)
+    lists = _layer_lists(model)
+    if is_pair:
+        first = _path_of(model, encoder)
+        inner = [path for path in lists if first is not None and path.startswith(first + ".")]
+        outer = _path_of(model, decoder)
+        rest = [path for path in lists if path not in inner and _is_below(path, outer)]
+        paths = [_main(model, inner), _main(model, rest)]
+    else:
+        planned = [path for path in model.pp_plan or {} if path.endswith("layers") and path in lists]
+        outer = _path_of(model, decoder)
+        # a class that calls its head `decoder` gives that one
+        inner = [path for path in lists if _is_below(path, outer)] or lists
+        paths = planned if len(planned) == 1 else [_main(model, inner)]
+    found = []
+    for at, path in enumerate(paths):
+        role = "encoder" if is_pair and at == 0 else "decoder"
+        count = _count(model, path, role, tree) if path else None
+        if path is None or count is None:
+            return ()
+        others = [other for other in paths if other and other != path]
+        found.append(_stack(model, path, count, others[0] if others else "", role))
+    return tuple(found)
+
+
+def _reads_text(model: PreTrainedModel) -> bool:
+    embedding = _call(model, "get_input_embeddings")
+    return isinstance(embedding, nn.Embedding) or _call(model, "get_output_embeddings") is not None
+
+
+def _layer_lists(model: PreTrainedModel) -> list[str]:
+    """Every list of modules with parameters that is in no other list."""
+    ends = [_path_of(model, _call(model, f"get_{end}_embeddings")) for end in ("input", "output")]
+    found = []
+    for path, module in model.named_modules():
+        is_outermost = not any(part.isdecimal() for part in path.split("."))
+        is_list = isinstance(module, nn.ModuleList) and next(module.parameters(), None) is not None
+        if is_list and is_outermost and path not in ends:
+            found.append(path)
+    return found
+
+
+def _main(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
+    """The list of decoder layers: nearest to the input embedding, then to the root, then the largest."""
+    embedding = _path_of(model, _call(model, "get_input_embeddings")) or ""
+
+    def rank(path: str) -> tuple[int, int, int]:
+        common = 0
+        for ours, theirs in zip(path.split("."), embedding.split("."), strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        return -common, path.count("."), -sum(value.numel() for value in model.get_submodule(path).parameters())
+
+    return min(paths, key=rank) if paths else None
+
+
+def _count(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) -> str | None:
+    """The config key whose value is the length of the list, as an expression."""
+    config = _config_around(model, path)
+    if config is None:
+        return None
+    place = ".".join(path_of(config, tree))
+    length = len(model.get_submodule(path))
+    keys = [key for key in _COUNTS_BY_ROLE[role] if _read(config, key) == length]
+    if not keys:
+        return None
+    # T5: as many layers in the decoder as in the encoder, if nothing is said
+    fallbacks = keys[1:2] if keys[0] not in _COUNTS and _class_default(config, keys[0]) is None else []
+    return under(" ?? ".join([keys[0], *fallbacks]), place)
+
+
+def _stack(model: PreTrainedModel, path: str, count: str, other: str, role: str) -> LayerStack:
+    """The stack at `path`; modules shared with the `other` stack belong to neither, except heads."""
+    parts = path.split(".")
+    head = _path_of(model, _call(model, "get_output_embeddings")) or ""
+    before: list[str] = []
+    after: list[str] = []
+    for depth in range(len(parts) - 1, -1, -1):
+        around = ".".join(parts[:depth])
+        is_shared = bool(other) and _is_below(other, around)
+        if is_shared and role == "encoder":
+            break
+        seen = False
+        for name in _children(model, around):
+            if name == parts[depth]:
+                seen = True
+                continue
+            child = below(around, name)
+            if name in (_LAST if seen else _LAST_ANYWHERE) or (head and _is_below(head, child)):
+                after.append(child)
+            elif role == "decoder" and other and not is_shared:
+                before.append(child)
+    return LayerStack(path, count, tuple(before), tuple(after))
+
+
+def _children(model: PreTrainedModel, path: str) -> list[str]:
+    """Direct children with persistent tensors, and tensors of the module itself."""
+    lead = f"{path}." if path else ""
+    own = [name.removeprefix(lead) for name in model.state_dict(keep_vars=True) if name.startswith(lead)]
+    with_tensors = {name.split(".")[0] for name in own}
+    registered = [name for name, _ in model.get_submodule(path).named_children() if name in with_tensors]
+    return registered + sorted(with_tensors - set(registered))
+
+
+def _transposed(model: PreTrainedModel) -> frozenset[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    return frozenset(pattern_of(path) for path, module in model.named_modules() if isinstance(module, Conv1D))
+
+
+# ------------------------------------------------------------------------------------------ heads
+
+
+def _heads(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any]) -> dict[str, Heads]:
+    """Per pattern of the plan within an attention module, the candidates that its cut dim is a product of."""
+    dims: dict[str, tuple[set[int], str, Any]] = {}
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        config = getattr(module, "config", None)
+        if not ("Attention" in kind or "Attn" in kind or kind.endswith("DeltaNet")):
+            continue
+        config = config if isinstance(config, PreTrainedConfig) else _config_around(model, path)
+        if config is None:
+            continue
+        for name, value in module.named_parameters():
+            pattern = pattern_of(below(path, name))
+            key = pattern if pattern in plan else pattern.rpartition(".")[0]
+            cut = _CUTS.get(plan.get(key, ""))
+            if cut is not None and value.ndim >= -cut and name.rpartition(".")[2] == "weight":
+                place = ".".join(path_of(config, tree))
+                dims.setdefault(key, (set(), place, config))[0].add(value.shape[cut])
+    return {key: found for key, told in dims.items() if (found := _fitting(*told))}
+
+
+def _fitting(dims: set[int], place: str, config: Any) -> Heads:
+    scope = Scope({key: _read(config, key) for key in _CANDIDATE_KEYS})
+    found: list[tuple[str, str]] = []
+    for count, size in _CANDIDATES:
+        numbers = attempt(count, scope), attempt(size, scope)
+        if None in numbers or numbers[0] * numbers[1] not in dims:  # type: ignore[operator]
+            continue
+        if (count, _SIZE) in found and size == _PLAIN_SIZE:
+            continue  # the same while head_dim is not set, and wrong once it is
+        found.append((count, size))
+    return tuple((under(count, place), under(size, place)) for count, size in found)
+
+
+def _sized(model: PreTrainedModel, change: Change, tree: Sequence[Any]) -> Change:
+    """A change with the sizes that its last operation needs of the model's own tensors, where they are known.
+
+    A tensor of attention that is split: the sizes of the parts. A tensor that is transposed unless it already has the
+    shape of the model: its size along the second dim.
+    """
+    kind, *numbers = change.ops[-1].split(" ") if change.ops else ("",)
+    if kind == "split":
+        dim, keys = int(numbers[0]), tuple[str, ...]()
+    elif kind == "transpose" and numbers[2] == "1":
+        dim, keys = int(numbers[1]), ("hidden_size", "moe_intermediate_size")
+    else:
+        return change
+    sizes = [_size_as_expression(model, target, dim, keys, tree) for target in change.targets]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return change
+    return change._replace(ops=(*change.ops[:-1], f"{change.ops[-1]} : {' ; '.join(known)}"))
+
+
+def _size_as_expression(
+    model: PreTrainedModel, target: str, dim: int, keys: Sequence[str], tree: Sequence[Any]
+) -> str | None:
+    """The size of a tensor along `dim` as one of `keys`, or as heads of attention."""
+    path = next(name for name in model.state_dict(keep_vars=True) if pattern_of(name) == target)
+    config = _config_around(model, path)
+    if config is None:
+        return None
+    size, place = model.get_parameter(path).shape[dim], ".".join(path_of(config, tree))
+    for key in keys:
+        if _read(config, key) == size:
+            return under(key, place)
+    fitting = _fitting({size}, place, config)
+    return "({}) * ({})".format(*fitting[0]) if fitting else None
+
+
+# ---------------------------------------------------------------------------------------- configs
+
+
+def _text_config(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
+    """The config of the language model: of the module around the input embedding."""
+    path = _path_of(model, _call(model, "get_decoder"))
+    config = _config_around(model, below(path, "x")) if path is not None else model.config
+    return (path_of(config, tree), config) if config is not None else ((), model.config)
+
+
+def _config_around(model: PreTrainedModel, path: str) -> Any:
+    """The config of the nearest module around `path` that has one."""
+    while path:
+        path = path.rpartition(".")[0]
+        config = getattr(model.get_submodule(path), "config", None)
+        if isinstance(config, PreTrainedConfig):
+            return config
+    return None
+
+
+def _defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[dict[str, int | None], dict[str, str]]:
+    """What the config classes take for absent keys, and the other spelling of keys."""
+    defaults: dict[str, int | None] = {}
+    aliases: dict[str, str] = {}
+    resolved: dict[str, int | None] = {}
+    for key in sorted(keys):
+        *path, name = key.split(".")
+        config = root
+        for part in path:
+            config = getattr(config, part)
+        spelled = getattr(config, "attribute_map", {}).get(name, name)
+        if spelled != name:
+            aliases[key] = spelled
+        value = _class_default(config, spelled)
+        if value is not None:
+            defaults[key] = value
+        resolved[key] = _whole(_read(config, name))
+    # what the class works out in __init__ from other keys, where no expression says how
+    for expression in sorted(expressions):
+        if attempt(expression, Scope({}, defaults)) is None:
+            defaults |= {key: resolved[key] for key in sorted(keys_of(expression)) if key not in defaults}
+    return {key: value for key, value in sorted(defaults.items()) if value is not None}, aliases
+
+
+def _class_default(config: Any, name: str) -> int | None:
+    """The default that the config class declares, before its __init__ works anything out."""
+    declared = inspect.getattr_static(type(config), name, None)
+    if _whole(declared) is not None:
+        return _whole(declared)
+    parameter = inspect.signature(type(config).__init__).parameters.get(name)
+    return _whole(parameter.default) if parameter is not None else None
+
+
+def _read(config: Any, name: str) -> Any:
+    """The value of a key for the model as a whole, also where single layers have values of their own."""
+    held = vars(config)
+    spelled = getattr(config, "attribute_map", {}).get(name, name)
+    if spelled in held:
+        return held[spelled]
+    try:
+        return getattr(config, spelled, None)
+    except Exception:  # a property that refuses
+        return None
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int) else None
+
+
+# ---------------------------------------------------------------------------------------- modules
+
+
+def _call(model: Any, method: str) -> Any:
+    try:
+        return getattr(model, method)()
+    except Exception:  # models that have no such part raise different things
+        return None
+
+
+def _path_of(model: nn.Module, module: Any) -> str | None:
+    if module is None:
+        return None
+    return next((path for path, each in model.named_modules(remove_duplicate=False) if each is module), None)
+
+
+def _is_below(path: str, outer: str | None) -> bool:
+    return outer is not None and (outer == "" or path == outer or path.startswith(outer + "."))

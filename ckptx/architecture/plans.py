@@ -1,0 +1,145 @@
+"""From a structure and a ``config.json`` to what the layout needs: plan, stacks, conversions in numbers.
+
+Order of trust for a plan: the overrides, then the model's own plan; what neither names is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptx.architecture.expressions import Scope, attempt, evaluate
+from ckptx.architecture.plan_overrides import ABSENT, OVERRIDES, Override, spelled_out
+from ckptx.architecture.structure import Change, Heads, Structure, is_live, op_parts, under
+from ckptx.layout.stages import Stack
+from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
+from ckptx.mapping.names import pattern_of
+from ckptx.mapping.ops import Conversion, Op
+
+_VOCABULARY = "vocabulary rows"
+
+
+def plan_of(structure: Structure, config: Mapping[str, Any], names: frozenset[str], version: str) -> TensorParallelPlan:
+    """The plan of a class: its overrides, and below them its own plan.
+
+    Args:
+        structure: Of the class.
+        config: The contents of `config.json`.
+        names: Patterns of its tensors.
+        version: Of the transformers library that was asked.
+    """
+    scope = _scope(structure, config)
+    own = {
+        pattern: Rule(
+            style,
+            f"model plan (transformers {version})",
+            heads=_numbers(structure.heads.get(pattern, ()), scope),
+            transposed=pattern in structure.transposed,
+        )
+        for pattern, style in structure.plan.items()
+    }
+    plan = TensorParallelPlan(own)
+    overrides = dict(_override_rules(structure, scope))
+    ends = ((structure.embedding, "embedding_rowwise"), (structure.head, "colwise_gather_output"))
+    for path, style in ends:
+        if path and structure.stacks and is_live(path, names) and path not in overrides and path not in own:
+            overrides[path] = Rule(style, "override", _VOCABULARY)
+    return TensorParallelPlan(overrides, plan) if overrides else plan
+
+
+def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, ...]:
+    """The lists of layers in the order they run.
+
+    Raises:
+        InputError: `config.json` does not say how many layers there are.
+    """
+    scope = _scope(structure, config)
+    return tuple(
+        Stack(stack.path, evaluate(stack.length, scope), stack.before, stack.after) for stack in structure.stacks
+    )
+
+
+def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
+    """What loading does to every spelling, the one that `save_pretrained` writes first.
+
+    A name of the model that is written as it is, and has another spelling that loads, is there with itself.
+    """
+    scope = _scope(structure, config)
+    written = {target for change in structure.changes for target in change.targets}
+    same = sorted({target for change in structure.variants for target in change.targets} - written)
+    changes = (*sorted(structure.changes), *(Change((name,), (name,)) for name in same), *sorted(structure.variants))
+    return tuple(
+        Conversion(change.sources, change.targets, tuple(_op(op, scope) for op in change.ops)) for change in changes
+    )
+
+
+def lacks(structure: Structure, name: str, config: Mapping[str, Any]) -> bool:
+    """Whether the model has no use for a tensor, although its pattern is one of the class."""
+    rows = ABSENT.get(structure.text_type, ())
+    if not rows:
+        return False
+    pattern = pattern_of(name)
+    for stack in structure.stacks:
+        lead = stack.path + "."
+        for row in rows if name.startswith(lead) else ():
+            index = name.removeprefix(lead).split(".")[0]
+            modules = spelled_out(row.patterns.replace("@layers", stack.path))
+            if index.isdecimal() and any(is_live(module, (pattern,)) for module in modules):
+                return int(index) >= evaluate(under(row.first, structure.text), _scope(structure, config))
+    return False
+
+
+def _override_rules(structure: Structure, scope: Scope) -> Iterator[tuple[str, Rule]]:
+    for row in OVERRIDES.get(structure.text_type, ()):
+        if not attempt(under(row.when, structure.text), scope):
+            continue
+        groups = [attempt(under(each, structure.text), scope) for each in row.groups]
+        if None in groups:
+            continue
+        rule_heads = _numbers(tuple((under(c, structure.text), under(s, structure.text)) for c, s in row.heads), scope)
+        for pattern in _placed(row, structure):
+            yield (
+                pattern,
+                Rule(
+                    row.style,
+                    "override",
+                    row.reason,
+                    tuple(each for each in groups if each is not None),
+                    rule_heads,
+                    pattern in structure.transposed,
+                ),
+            )
+
+
+def _placed(row: Override, structure: Structure) -> Iterator[str]:
+    """The patterns of a row, for every list of layers."""
+    for stack in structure.stacks:
+        around = stack.path.rpartition(".")[0]
+        text = row.patterns.replace("@layers", stack.path)
+        yield from spelled_out(text.replace("@around.", f"{around}." if around else ""))
+
+
+def _numbers(heads: Heads, scope: Scope) -> tuple[tuple[int, int], ...]:
+    """The candidates that the config gives numbers for."""
+    found = ((attempt(count, scope), attempt(size, scope)) for count, size in heads)
+    return tuple((count, size) for count, size in found if count and size)
+
+
+def _op(text: str, scope: Scope) -> Op:
+    """An operation from its text: kind, numbers, and after a colon expressions."""
+    (kind, *numbers), expressions = op_parts(text)
+    if kind.startswith("unsupported:"):
+        return Op(kind)
+    values = [int(number) for number in numbers]
+    told = tuple(evaluate(each, scope) for each in expressions)
+    if kind == "transpose":
+        return Op(kind, values[0], values[1], (1, *told) if values[2] else ())
+    if kind == "interleave":
+        return Op(kind, values[0], args=(1,) if values[1] else ())
+    if kind == "permute_rope":
+        return Op(kind, 0, args=(*told, *values))
+    return Op(kind, values[0], args=told)
+
+
+def _scope(structure: Structure, config: Mapping[str, Any]) -> Scope:
+    return Scope(config, structure.defaults, structure.aliases, structure.root)

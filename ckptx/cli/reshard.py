@@ -1,0 +1,56 @@
+"""`ckptx reshard`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptx.cli.conversion_options import (
+    CONTENT,
+    LAYOUT,
+    RUN,
+    base_option,
+    common_options,
+    files_option,
+    layout_options,
+)
+from ckptx.cli.options import GLOBAL, HUB, OUTPUT, SETTINGS, SectionedCommand
+from ckptx.cli.output import Output
+
+
+@click.command(
+    "reshard",
+    cls=SectionedCommand,
+    context_settings=SETTINGS,
+    sections=[LAYOUT, CONTENT, RUN, HUB, OUTPUT, GLOBAL],
+    examples=[
+        "ckptx reshard MODEL MODEL-tp4-pp2 --tp 4 --pp 2",
+        "ckptx reshard step-1000 step-1000-tp2 --tp 2 --base MODEL",
+        "ckptx reshard MODEL MODEL-tp8 --tp 8 --to dcp --dry-run",
+        "torchrun --nproc-per-node 4 -m ckptx reshard MODEL MODEL-tp4-pp2 --tp 4 --pp 2",
+    ],
+)
+@click.argument("src", metavar="SRC")
+@click.argument("dst", metavar="DST", type=click.Path())
+@click.option(
+    "--to", metavar="dcp|safetensors", help="A DCP, or safetensors by rank; the family of SRC decides without it."
+)
+@base_option
+@files_option
+@layout_options
+@common_options
+def command(src: str, dst: str, as_json: bool, report_file: str | None, **options: Any) -> int:
+    """Cut a checkpoint for a mesh of TP x PP x FSDP, so that each rank reads its own files.
+
+    Stock loaders read the result at any other mesh, too.
+    """
+    from ckptx.conversion.reshard import reshard
+    from ckptx.report.text import conversion_text
+
+    output = Output(as_json=as_json, report_file=report_file)
+    return output.run(
+        "reshard",
+        lambda report: reshard(src, dst, on_progress=output.progress, report=report, **options),
+        conversion_text,
+    )

@@ -1,0 +1,37 @@
+"""What every conversion begins with: the source opened, the target free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from ckptx.conversion.run import Conversion, Progress
+from ckptx.formats.hub import resolve
+from ckptx.formats.registry import open_checkpoint
+from ckptx.options import ConvertOptions
+from ckptx.rendezvous import Rendezvous
+from ckptx.report.report import Report
+from ckptx.staging import refuse_existing, refuse_overlap
+from ckptx.storage import FilePool
+
+
+def started(
+    src: str | Path,
+    dst: str | Path,
+    settings: ConvertOptions,
+    report: Report,
+    on_progress: Progress,
+    work: Callable[[Conversion], None],
+) -> Report:
+    """Opens the source, does the work, and closes the report."""
+    ranks = Rendezvous.from_environment(Path(dst))
+    with ranks.session() if ranks is not None else nullcontext():
+        path = resolve(str(src), revision=settings.revision, token=settings.token, cache_dir=settings.cache_dir)
+        refuse_overlap(path, Path(dst))
+        if not settings.resume and not settings.dry_run:
+            refuse_existing(Path(dst), settings.overwrite)
+        source = open_checkpoint(path)
+        with FilePool(source.root) as files:
+            work(Conversion(source, files, Path(dst), settings, report, on_progress, ranks))
+    return report.finish()

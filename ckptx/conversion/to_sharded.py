@@ -1,0 +1,85 @@
+"""`reshard` into sharded safetensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptx.architecture.tied import TieDecision
+from ckptx.conversion.config import Home
+from ckptx.conversion.manifest import manifest_of
+from ckptx.conversion.memory import kept_origin, names_on_disk
+from ckptx.conversion.meshed import cut_target, cutter_for, describe_ranks, unknown_names
+from ckptx.conversion.names import respell
+from ckptx.conversion.run import Conversion
+from ckptx.conversion.target import cast, share
+from ckptx.conversion.to_huggingface import untie_edits
+from ckptx.errors import InputError
+from ckptx.formats import sharded_safetensors_layout
+from ckptx.mapping.config import dtype_edits
+from ckptx.publish import Job
+from ckptx.transfer.planner import plan_copy
+
+
+def to_sharded(run: Conversion, home: Home) -> None:
+    """Carries out one conversion to sharded safetensors, with files of its own for each rank of the mesh.
+
+    Loaders take these files by the names of the model and look for every tensor of it, so a tied name is stored, too.
+
+    Raises:
+        CkptxError: Whatever is in the way.
+    """
+    options, report, root = run.options, run.report, run.source.root
+    view, decisions = run.view(home.config, options.prefix if run.source.format == "dcp" else None)
+    if not view.tensors:
+        raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
+    if run.source.format == "dcp":
+        run.drop_training_state(view, "does not fit into safetensors")
+    origin = kept_origin(view, report.warnings)
+    target = share(run, view, decisions, aliases_possible=True)
+    if not target.holds(view.tensors):
+        origin = None
+    spelling = respell(run, view, target, by_default="model", original=names_on_disk(origin))
+    was_cast = cast(run, view, target, home.base)
+    cutter = cutter_for(run, view, spelling.rules, list(target.tensors), replicate=True)
+    mesh = cut_target(run, target, cutter, unknown_names(view, target, spelling))
+    layout = sharded_safetensors_layout.allocate(
+        run.dst,
+        ((entry, mesh.placed[name].stage, mesh.placed[name].blocks) for name, entry in target.tensors.items()),
+        mesh.dims,
+    )
+    describe_ranks(
+        run, layout.catalog.files, {name: int(name.split("-")[1]) - 1 for name in layout.catalog.files}, mesh.dims
+    )
+    plan = plan_copy(run.source, layout.catalog, target.origin, prologues=layout.prologues, groups=layout.groups)
+    edits = dtype_edits(view.config, options.dtype) if was_cast else []
+    edits += untie_edits(run, view, home.config, decisions)
+    _warn_of_forced_ties(run, decisions, edits)
+    carried = (home.base or run.source).sidecars
+    job = Job(
+        plan,
+        run.source,
+        run.carry(home.base.root if home.base is not None else root, [sidecar.name for sidecar in carried], edits),
+        options.fingerprint(),
+        lambda outcome: manifest_of(
+            "sharded",
+            layout.catalog,
+            outcome.digests,
+            copies=target.copies,
+            origin=None if was_cast else origin,
+            mesh=mesh,
+        ),
+    )
+    run.execute(job, target.written())
+
+
+def _warn_of_forced_ties(run: Conversion, decisions: list[TieDecision], edits: list[dict[str, Any]]) -> None:
+    """Says where transformers would give one tensor the values of another.
+
+    Its loader of this form fills the parameters of a model that is tied by then, and never looks whether they differ.
+    """
+    forced = [each for each in decisions if each.declared and each.action == "keep-both"]
+    if forced and not any(edit["key"].endswith("tie_word_embeddings") for edit in edits):
+        run.report.warnings.append(
+            f'"{forced[0].target}" and "{forced[0].source}" differ, but the class always ties them: from_pretrained '
+            "takes one for the other when it loads sharded safetensors; give it the HF form, torch's reader this one"
+        )

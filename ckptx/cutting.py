@@ -1,0 +1,272 @@
+"""How the tensors of a model are cut for a mesh: which pipeline stage holds each, and which part each rank gets.
+
+Rules speak of the model's own tensors. A tensor that is stored in another form (an expert of a fused tensor, a fused
+projection that the model splits) is cut where the model's tensors would be cut, seen from the form on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptx.architecture.spec import Architecture
+from ckptx.catalog.entry import Block, TensorEntry
+from ckptx.catalog.region import Region, Shape
+from ckptx.errors import UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.placement import Placement, cut, tp_rectangles
+from ckptx.layout.stages import StageMap
+from ckptx.layout.tensor_parallel_plan import Decision, TensorParallelPlan, decide
+from ckptx.mapping.names import pattern_of
+from ckptx.mapping.pull_back import PullBack
+from ckptx.mapping.rules import NameRules, Place
+
+_PREDICTORS = ("mtp", "nextn", "eagle")  # heads for further tokens, which follow the last layer
+
+
+class Placed(NamedTuple):
+    """Where one tensor goes."""
+
+    stage: int
+    blocks: tuple[Block, ...]
+    decision: Decision
+
+
+@dataclass(slots=True)
+class Mesh:
+    """A model cut for a mesh.
+
+    Attributes:
+        dims: The mesh.
+        stages: Which layers are on which stage.
+        placed: By name.
+        passed: Tensors that the model does not have; they are replicated.
+    """
+
+    dims: ParallelDims
+    stages: StageMap
+    placed: dict[str, Placed] = field(default_factory=dict)
+    passed: list[str] = field(default_factory=list)
+
+    @property
+    def unaligned(self) -> list[str]:
+        """Tensors that are cut inside a head."""
+        return [name for name, placed in self.placed.items() if not placed.decision.aligned]
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Which rule decided, for the report: one row for the tensors of a pattern that it cuts alike."""
+        rows: dict[tuple[object, ...], dict[str, Any]] = {}
+        for name, (_, _, decision) in self.placed.items():
+            key = (pattern_of(name), decision)
+            row = rows.get(key)
+            if row is None:
+                placement = decision.placement
+                rows[key] = {
+                    "pattern": key[0],
+                    "tensors": 1,
+                    "dim": None if placement is None else placement.dim,
+                    "groups": None if placement is None or len(placement.groups) == 1 else list(placement.groups),
+                    "rule": decision.origin,
+                    "reason": decision.reason,
+                    "aligned": decision.aligned,
+                }
+            else:
+                row["tensors"] += 1
+        return list(rows.values())
+
+    def layers(self) -> list[list[list[Any]]]:
+        """For each stage its layers, as [path of the stack, first, stop]."""
+        return [[list(span) for span in self.stages.layers_of(stage)] for stage in range(self.dims.pp)]
+
+
+def read_plan(path: str) -> Mapping[str, Any]:
+    """The contents of a `--tp-plan` file.
+
+    Raises:
+        UsageError: It cannot be read or is not JSON.
+    """
+    try:
+        plan: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--tp-plan: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--tp-plan: {path} is not JSON ({error})") from error
+    if not isinstance(plan, dict):
+        raise UsageError(f'--tp-plan: {path} holds a {type(plan).__name__}, needed {{"pattern": "style"}}')
+    return plan
+
+
+def plan_of(
+    architecture: Architecture | None, config: Mapping[str, Any] | None, user: Mapping[str, Any] | None
+) -> TensorParallelPlan:
+    """The plan to follow: the user's first, then what is known about the class.
+
+    Raises:
+        UsageError: The user's plan is malformed.
+    """
+    known = TensorParallelPlan({})
+    if architecture is not None and config is not None:
+        known = architecture.tensor_parallel_plan(config)
+    return known if user is None else TensorParallelPlan.from_user(user, fallback=known)
+
+
+@dataclass(slots=True)
+class Cutter:
+    """Decides, tensor by tensor.
+
+    Attributes:
+        plan: In names of the model.
+        dims: The mesh.
+        stages: Which layers are on which stage.
+        rules: Between the names of the tensors and those of the model; None when they are the same.
+        replicate: Give tensors that TP does not cut to every TP rank, not to the first alone.
+    """
+
+    plan: TensorParallelPlan
+    dims: ParallelDims
+    stages: StageMap
+    rules: NameRules | None
+    replicate: bool
+
+    def place(self, tensors: Mapping[str, TensorEntry], unknown: Iterable[str]) -> Mesh:
+        """Places every tensor.
+
+        Args:
+            tensors: By name; shapes and dtypes count.
+            unknown: Names that the model does not have.
+        """
+        decisions = _Decisions(self.plan, self.dims.tp, self.rules, {name: e.shape for name, e in tensors.items()})
+        mesh = Mesh(self.dims, self.stages)
+        passed = frozenset(unknown)
+        for name, entry in tensors.items():
+            model_name = decisions.model_name(name)
+            is_extra = model_name is not None and self.stages.is_extra(model_name)
+            is_unknown = name in passed or model_name is None or is_extra
+            if is_unknown and (is_extra or not decisions.has_weight(name, passed)):
+                mesh.passed.append(name)
+                decision = Decision(None, "default", "not in the model; replicated", True)
+                stage = self._stage_of_unknown(model_name or name)
+            else:
+                decision = decisions.of(name)
+                stage = self.stages.stage_of(model_name or name)
+            blocks = cut(entry.shape, decision.placement, self.dims, self.replicate, entry.dtype.pack)
+            mesh.placed[name] = Placed(stage, blocks, decision)
+        return mesh
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a tensor under one more name."""
+        model_name = name if self.rules is None else self.rules.model_name(name)
+        return self.stages.stage_of(model_name or name)
+
+    def _stage_of_unknown(self, name: str) -> int:
+        """With the layer it belongs to; predictors of further tokens with the last."""
+        first = name.removeprefix("model.").partition(".")[0]
+        return self.dims.pp - 1 if first.startswith(_PREDICTORS) else self.stages.stage_of(name)
+
+
+class _Decisions:
+    """What the plan says about each tensor of one checkpoint; tensors that are alike share the answer."""
+
+    def __init__(self, plan: TensorParallelPlan, tp: int, rules: NameRules | None, shapes: Mapping[str, Shape]) -> None:
+        self._plan, self._tp, self._rules, self._shapes = plan, tp, rules, shapes
+        self._places: Mapping[str, Place | str | None] = {} if rules is None else rules.places(shapes)
+        self._has_indices = any(part.isdecimal() for pattern in plan.patterns() for part in pattern.split("."))
+        self._known: dict[tuple[object, ...], Decision] = {}
+        self._of_targets: dict[str, Decision] = {}
+        self._of_experts: dict[tuple[str, Shape], Decision] = {}
+        self._pull_back = None if rules is None else PullBack(rules, shapes, self._blocks_of)
+
+    def model_name(self, name: str) -> str | None:
+        """The tensor of the model that a tensor goes into; the first of several."""
+        if self._rules is None:
+            return name
+        place = self._places[name]
+        return place if isinstance(place, str) or place is None else self._rules.model_name(name)
+
+    def has_weight(self, name: str, passed: Collection[str]) -> bool:
+        """True for what lies beside a weight of the model and belongs to it: a scale, a zero point."""
+        module, _, leaf = name.rpartition(".")
+        weight = f"{module}.weight"
+        return leaf not in ("weight", "bias") and weight in self._shapes and weight not in passed
+
+    def of(self, name: str) -> Decision:
+        """The decision for a tensor of the model, in whatever form it is stored."""
+        shape = self._shapes[name]
+        weight = None
+        if self.has_weight(name, ()):
+            beside = f"{name.rpartition('.')[0]}.weight"
+            weight = self._shapes[beside], self.of(beside).placement
+        model_name = self.model_name(name)
+        place = self._places.get(name)
+        if weight is None and isinstance(place, Place) and self._is_rebuilt(place):
+            return self._seen_from_disk(name)
+        key = (model_name if self._has_indices else pattern_of(model_name or name), shape, weight)
+        decision = self._known.get(key)
+        if decision is None:
+            decision = self._known[key] = decide(self._plan, model_name or name, shape, self._tp, weight)
+        return decision
+
+    def _is_rebuilt(self, place: Place) -> bool:
+        """True when the model holds it in another form, not only under another name or its rows reordered."""
+        ops = () if self._rules is None else self._rules.conversions[place.conversion].ops
+        return any(op.kind != "permute_rope" for op in ops)
+
+    def _seen_from_disk(self, name: str) -> Decision:
+        """The decision for a tensor that is a part of tensors of the model, or holds several of them."""
+        assert self._pull_back is not None
+        shape = self._shapes[name]
+        key = (pattern_of(name), shape)
+        known = self._of_experts.get(key)
+        if known is not None:
+            return known
+        decision = self._pulled_decision(name, shape)
+        place = self._places[name]
+        if isinstance(place, Place) and self._rules is not None and not self._has_indices:
+            target = self._of_targets.get(self.model_name(name) or "")
+            dim = target.placement.dim if target is not None and target.placement is not None else None
+            ops = self._rules.conversions[place.conversion].ops
+            if not any(op.kind in ("merge", "unmerge") and op.dim == dim for op in ops):
+                self._of_experts[key] = decision  # all tensors of a module list are cut alike, but along the list
+        return decision
+
+    def _pulled_decision(self, name: str, shape: Shape) -> Decision:
+        assert self._pull_back is not None
+        blocks = self._pull_back.blocks(name)
+        decision = self._of_targets.get(self.model_name(name) or "")
+        if blocks is None or decision is None:
+            return _UNCUT
+        if all(block.region.sizes == shape for block in blocks):
+            return replace(decision, placement=None)
+        placement = placement_of(shape, blocks, self._tp)
+        if placement is None:
+            return _UNCUT
+        reason = f"{decision.reason} of the model's tensor"
+        return Decision(placement, decision.origin, reason, decision.aligned)
+
+    def _blocks_of(self, target: str, shape: Shape) -> tuple[Block, ...]:
+        """The cut of a tensor of the model."""
+        decision = self._of_targets[target] = decide(self._plan, target, shape, self._tp)
+        return cut(shape, decision.placement, ParallelDims(tp=self._tp), True)
+
+
+_UNCUT = Decision(None, "default", "stored in a form that cannot be cut as the model is; replicated", True)
+
+
+def placement_of(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement | None:
+    """The placement that gives each TP rank exactly its `blocks`; None when there is none."""
+    held: list[list[Region]] = [[] for _ in range(tp)]
+    for block in blocks:
+        held[block.slot].append(block.region)
+    cut_dims = [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in held[0])]
+    if len(cut_dims) != 1:
+        return None
+    (dim,) = cut_dims
+    starts = sorted(region.offsets[dim] for region in held[0])
+    groups = tuple(end - begin for begin, end in pairwise([*starts, shape[dim]]))
+    placement = Placement(dim, groups)
+    wanted = [sorted(regions) for regions in tp_rectangles(shape, placement, tp)] if starts[:1] == [0] else []
+    return placement if wanted == [sorted(regions) for regions in held] else None

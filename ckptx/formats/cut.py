@@ -1,0 +1,27 @@
+"""What formats with files of their own for each rank have in common: tensors by stage, and equal cuts kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptx.catalog.entry import Block, TensorEntry
+from ckptx.layout.parallel_dims import ParallelDims
+
+# A tensor, its pipeline stage, and what each rank of the stage holds of it.
+Cut = tuple[TensorEntry, int, tuple[Block, ...]]
+
+
+def by_stage(tensors: Iterable[Cut], dims: ParallelDims) -> list[list[tuple[TensorEntry, tuple[Block, ...]]]]:
+    """Tensors and their blocks by stage, in the order given.
+
+    Equal blocks become one object, so that what follows from them is computed once for all tensors cut alike.
+    """
+    stages: list[list[tuple[TensorEntry, tuple[Block, ...]]]] = [[] for _ in range(dims.pp)]
+    kept: dict[tuple[Block, ...], tuple[Block, ...]] = {}
+    known: set[int] = set()
+    for entry, stage, blocks in tensors:
+        if id(blocks) not in known:
+            blocks = kept.setdefault(blocks, blocks)
+            known.add(id(blocks))
+        stages[stage].append((entry, blocks))
+    return stages

@@ -1,0 +1,325 @@
+"""Opens a DCP of sharded safetensors: plain safetensors files, each with what one rank held.
+
+    shard-RRRRR-model-IIIII-of-NNNNN.safetensors     file I of N of rank R - 1
+    __metadata__                                     DCP_SHARDING_INFO: {NAME: {"saved_offsets": [...]}} as JSON text
+
+There is no index: a tensor is as large as its farthest block says. So a lost shard is a gap where it can be seen, and
+nothing at all when it was the last; then only a manifest or the caller, who may know shapes, can tell. Stock readers
+take every `*.safetensors` of the directory and hand out uninitialised memory for a gap; here both are refused.
+Source: `torch/distributed/checkpoint/hf_storage.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.manifest import read_manifest
+from ckptx.catalog.region import Region, Shape, coverage_fault, whole
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.huggingface import INDEX, read_header
+from ckptx.formats.safetensors import Header
+from ckptx.formats.sidecars import MANIFEST
+from ckptx.formats.unpickle import without_garbage_collection
+from ckptx.storage import FilePool
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+OFFSETS = "saved_offsets"
+VERSION_KEY = "DCP_VERSION"
+VERSION = "1.0"
+
+_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+def shard_name(shard: int, number: int, count: int) -> str:
+    """The name of file `number` of `count` of a rank; all count from 1, `shard` is the rank plus one."""
+    return f"shard-{shard:05d}-model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def is_shard(name: str) -> bool:
+    """True for the name of a file as `shard_name` gives it."""
+    return _NAME.fullmatch(name) is not None
+
+
+def _numbers(name: str) -> tuple[int, int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    shard, number, count = match.groups()
+    return int(shard), int(number), int(count)
+
+
+def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
+    """The catalog of the shards in `root`.
+
+    Tensors are in the order of ranks and of their bytes. A rectangle that several files hold is a chunk where it comes
+    first, and a replica elsewhere.
+
+    Args:
+        root: The directory.
+        expected_shapes: Shapes that are known from elsewhere; a lost last shard shows in no other way.
+
+    Raises:
+        InputError: A shard is lost, doubled, damaged or of another checkpoint, or other safetensors files lie beside.
+        UnsupportedError: A newer version of the format.
+    """
+    names = _shards_in(root)
+    recorded = _recorded_shapes(root, names)
+    catalog = Catalog(root, "sharded", {})
+    with without_garbage_collection():
+        pieces = _Pieces(root)
+        for name in names:
+            with FilePool(root) as files:
+                catalog.files[name] = files.size(name)
+                pieces.add(name, read_header(files, name))
+        assembly = _Assembly(root, names)
+        catalog.tensors = {
+            name: assembly.entry(name, pieces.dtypes[name][0], chunks) for name, chunks in pieces.chunks.items()
+        }
+    if recorded is None:
+        assembly.refuse_doubled_shards()
+    check_shapes(catalog, {**(recorded or {}), **(expected_shapes or {})})
+    if (root / INDEX).exists():
+        catalog.notes.append(f"{INDEX} ignored: shards have no index, it describes other files")
+    return catalog
+
+
+def _shards_in(root: Path) -> list[str]:
+    names = [entry.name for entry in os.scandir(root) if entry.name.endswith(".safetensors")]
+    strays = sorted(name for name in names if not is_shard(name))
+    if strays:
+        raise InputError(
+            f"{root}: holds {', '.join(strays[:3])} beside shard-* files, and loaders would read both; move one kind "
+            "to another directory, or pass the file or index you mean as SRC"
+        )
+    return sorted(names, key=_numbers)
+
+
+def _recorded_shapes(root: Path, names: Iterable[str]) -> dict[str, Shape] | None:
+    """Shapes by the manifest of ckptx, or None when there is none; it lists every file, and all must be there."""
+    if not (root / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(root / MANIFEST)
+    if manifest.get("format") != "sharded":
+        return None
+    listed = {name: row["bytes"] for name, row in manifest["files"].items() if is_shard(name)}
+    present = set(names)
+    for name in sorted(listed.keys() - present):
+        raise InputError(
+            f"{root / name}: no such file, {MANIFEST} lists it; the checkpoint is incomplete, copy it again"
+        )
+    for name in sorted(present - listed.keys()):
+        raise InputError(
+            f"{root / name}: {MANIFEST} does not list it; remove the file if it is left over, or {MANIFEST} if another "
+            "tool saved here since"
+        )
+    for name, nbytes in listed.items():
+        found = os.stat(root / name).st_size
+        if found != nbytes:
+            raise InputError(
+                f"{root / name}: has {found} bytes, {MANIFEST} says {nbytes}; copy it again, or remove {MANIFEST} if "
+                "another tool saved here since"
+            )
+    return {name: tuple(row["shape"]) for name, row in manifest["tensors"].items()}
+
+
+class _Pieces:
+    """What the headers say, by tensor.
+
+    Attributes:
+        chunks: In the order of files.
+        dtypes: And the file that said so first.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._regions: dict[tuple[Shape, Shape], Region] = {}  # a few of them repeat many thousand times
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.dtypes: dict[str, tuple[DType, str]] = {}
+
+    def add(self, file: str, header: Header) -> None:
+        where = str(self._root / file)
+        info = _sharding_info(header.metadata, where)
+        for name, dtype, shape, begin, end in header.tensors:
+            offsets = (0,) * len(shape) if info is None else _offsets(info.pop(name, None), name, shape, where)
+            region = self._regions.get((offsets, shape))
+            if region is None:
+                _check_offsets(offsets, name, shape, where)
+                region = self._regions[offsets, shape] = Region(offsets, shape)
+            chunk = Chunk(region, file, begin, end - begin)
+            chunks = self.chunks.setdefault(name, [])
+            known, first = self.dtypes.setdefault(name, (dtype, file))
+            dims = len(chunks[0].region.sizes) if chunks else len(shape)
+            if known is not dtype or dims != len(shape):
+                raise InputError(
+                    f'{where}: tensor "{name}" is {dtype} with {len(shape)} dims, {known} with {dims} in {first}; '
+                    "the shards are of different checkpoints"
+                )
+            chunks.append(chunk)
+        if info:
+            raise InputError(
+                f'{where}: {SHARDING_INFO} lists tensor "{next(iter(info))}", which the file does not hold'
+            )
+
+
+def _sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | None:
+    """Offsets by tensor, or None for a file of whole tensors."""
+    version = metadata.get(VERSION_KEY, VERSION)
+    if version.partition(".")[0] != VERSION.partition(".")[0]:
+        raise UnsupportedError(f"{where}: {VERSION_KEY} is {version}, this ckptx reads {VERSION}; use a newer ckptx")
+    text = metadata.get(SHARDING_INFO)
+    if not text:
+        return None
+    try:
+        info = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: {SHARDING_INFO} is not JSON ({error}); the file is corrupt") from error
+    if not isinstance(info, dict):
+        raise InputError(f"{where}: {SHARDING_INFO} is a {type(info).__name__}, needed a JSON object; save it again")
+    return info
+
+
+def _offsets(row: Any, name: str, shape: Shape, where: str) -> Shape:
+    offsets = row.get(OFFSETS) if isinstance(row, dict) else None
+    if isinstance(offsets, list) and all(type(begin) is int for begin in offsets):
+        return tuple(offsets)
+    if offsets is not None:
+        raise _wrong_offsets(offsets, name, shape, where)
+    raise InputError(
+        f'{where}: tensor "{name}" has no {OFFSETS} in {SHARDING_INFO}; where it belongs is unknown, save it again'
+    )
+
+
+def _check_offsets(offsets: Shape, name: str, shape: Shape, where: str) -> None:
+    if len(offsets) != len(shape) or any(not 0 <= begin < 1 << 63 for begin in offsets):
+        raise _wrong_offsets(list(offsets), name, shape, where)
+
+
+def _wrong_offsets(offsets: object, name: str, shape: Shape, where: str) -> InputError:
+    return InputError(
+        f'{where}: tensor "{name}" of shape {list(shape)} has {OFFSETS} {offsets!s:.80}, needed a count for each dim; '
+        "the file is corrupt"
+    )
+
+
+class _Assembly:
+    """Puts the pieces of tensors together, and remembers which files only repeat what others hold."""
+
+    def __init__(self, root: Path, names: list[str]) -> None:
+        self._root, self._names = root, names
+        self._own: Counter[str] = Counter()
+        self._covered: set[tuple[Shape, tuple[int, ...]]] = set()
+        self._doubled: dict[tuple[str, str], tuple[str, Region]] = {}
+
+    def entry(self, name: str, dtype: DType, pieces: list[Chunk]) -> TensorEntry:
+        """The tensor that `pieces` make up.
+
+        Raises:
+            InputError: They leave a gap, or overlap without being equal.
+        """
+        if len(pieces) == 1 and not any(pieces[0].region.offsets):
+            self._own[pieces[0].file] += 1
+            return TensorEntry(name, dtype, pieces[0].region.sizes, tuple(pieces))
+        dims = range(len(pieces[0].region.sizes))
+        shape = tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in pieces) for dim in dims)
+        # Ranks that got no rows say so all at the same place.
+        filled = [chunk for chunk in pieces if chunk.region.numel] or [Chunk(whole(shape), *pieces[0][1:])]
+        first: dict[Region, Chunk] = {}
+        replicas = []
+        for chunk in filled:
+            kept = first.setdefault(chunk.region, chunk)
+            if kept is not chunk:
+                replicas.append(chunk)
+        chunks = tuple(first.values())
+        if len(chunks) > 1 or chunks[0].region.sizes != shape:
+            self._check_coverage(name, shape, chunks)
+            self._count(name, chunks, replicas)
+        elif not replicas:
+            self._own[chunks[0].file] += 1
+        return TensorEntry(name, dtype, shape, chunks, tuple(replicas))
+
+    def _check_coverage(self, name: str, shape: Shape, chunks: tuple[Chunk, ...]) -> None:
+        key = shape, tuple([id(chunk.region) for chunk in chunks])  # equal regions are one object
+        if key in self._covered:
+            return
+        fault = coverage_fault(shape, [chunk.region for chunk in chunks])
+        if fault is None:
+            self._covered.add(key)
+            return
+        where = f'{self._root}: tensor "{name}" of shape {list(shape)}'
+        if fault.kind == "gap":
+            raise InputError(f"{where}: no shard covers {fault.region}; {self._lost()}")
+        files = sorted({chunk.file for chunk in chunks if chunk.region.intersect(fault.region)}, key=_numbers)
+        raise InputError(
+            f"{where}: {' and '.join(files[:2])} both cover {fault.region}; one of them is of another checkpoint"
+        )
+
+    def _lost(self) -> str:
+        """Which files are missing, as far as their numbers tell."""
+        present = {_numbers(name) for name in self._names}
+        counts = {shard: count for shard, _, count in present}
+        usual = max(counts.values())
+        wanted = (
+            (shard, number, counts.get(shard, usual))
+            for shard in range(1, max(counts) + 1)
+            for number in range(1, counts.get(shard, usual) + 1)
+        )
+        lost = [shard_name(*numbers) for numbers in wanted if numbers not in present]
+        if not lost:
+            return "a shard is missing or damaged, copy the checkpoint again"
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        return f"there is no {', '.join(lost[:3])}{more}, copy the checkpoint again"
+
+    def _count(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
+        holders = {chunk.region: chunk.file for chunk in chunks}
+        shared = set()
+        for replica in replicas:
+            self._doubled.setdefault((holders[replica.region], replica.file), (name, replica.region))
+            shared.add(replica.region)
+        self._own.update(file for region, file in holders.items() if region not in shared)
+
+    def refuse_doubled_shards(self) -> None:
+        """Refuses a file that holds blocks of tensors, and none that no other file holds.
+
+        Ranks that repeat a small tensor still hold blocks of their own; a copy under another number does not.
+
+        Raises:
+            InputError: There is such a file.
+        """
+        for (first, second), (name, region) in self._doubled.items():
+            if not self._own[first] or not self._own[second]:
+                raise InputError(
+                    f'{self._root}: duplicated shard: {first} and {second} both hold {region} of tensor "{name}" and '
+                    "nothing of their own; remove the one that is a copy"
+                )
+
+
+def check_shapes(catalog: Catalog, expected: Mapping[str, Shape]) -> None:
+    """Holds the shapes that the shards add up to against shapes known from elsewhere.
+
+    Raises:
+        InputError: A tensor has another shape; the last shards are missing.
+    """
+    for name, shape in expected.items():
+        entry = catalog.tensors.get(name)
+        if entry is not None and entry.shape != shape:
+            raise InputError(
+                f'{catalog.root}: the shards of tensor "{name}" add up to {list(entry.shape)}, needed {list(shape)}; '
+                "the last shards are missing, or the shape is that of another model"
+            )
+
+
+def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]]:
+    """Every replica with the chunk whose elements it repeats: what a reader has to compare."""
+    for entry in catalog.tensors.values():
+        if entry.replicas:
+            held = {chunk.region: chunk for chunk in entry.chunks}
+            for replica in entry.replicas:
+                yield entry, held[replica.region], replica

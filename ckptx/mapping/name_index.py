@@ -1,0 +1,85 @@
+"""Finds the patterns that a tensor name fits, among hundreds, for tens of thousands of names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ckptx.mapping.names import pattern_of
+
+_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
+class Fit(NamedTuple):
+    """A pattern that a name fits.
+
+    Attributes:
+        group: Which group of patterns it is in.
+        column: Its place in the group.
+        indices: What its stars stand for.
+    """
+
+    group: int
+    column: int
+    indices: tuple[int, ...]
+
+
+class _Entry(NamedTuple):
+    """A pattern by what it has for each index of a name: a number, or None for a star."""
+
+    group: int
+    column: int
+    numbers: tuple[int | None, ...]
+
+
+class NameIndex:
+    """Groups of patterns, as they are the sides of conversions.
+
+    A pattern is a name with `*` for each index between dots; it may hold some indices as they are, and a `*` within
+    a component (`shard_*`).
+    """
+
+    def __init__(self, groups: Iterable[Sequence[str]]) -> None:
+        self._entries: dict[str, list[_Entry]] = {}
+        self._embedded: list[tuple[re.Pattern[str], int, int]] = []
+        for group, patterns in enumerate(groups):
+            for column, pattern in enumerate(patterns):
+                parts = pattern.split(".")
+                if any("*" in part and part != "*" for part in parts):
+                    regex = re.escape(pattern).replace(r"\*", "([0-9]+)")
+                    self._embedded.append((re.compile(regex), group, column))
+                    continue
+                numbers = tuple(None if part == "*" else int(part) for part in parts if part == "*" or part.isdigit())
+                self._entries.setdefault(pattern_of(pattern), []).append(_Entry(group, column, numbers))
+
+    def find(self, name: str) -> Iterator[Fit]:
+        """The patterns that `name` fits, in the order of their groups, those with a star in a component last."""
+        entries = self._entries.get(pattern_of(name))
+        if entries:
+            found = indices_of(name)
+            for group, column, numbers in entries:
+                if all(wanted is None or wanted == have for wanted, have in zip(numbers, found, strict=True)):
+                    stars = tuple([have for wanted, have in zip(numbers, found, strict=True) if wanted is None])
+                    yield Fit(group, column, stars)
+        for regex, group, column in self._embedded:
+            match = regex.fullmatch(name)
+            if match:
+                yield Fit(group, column, tuple(int(each) for each in match.groups()))
+
+
+def indices_of(name: str) -> tuple[int, ...]:
+    """The indices in a name, left to right."""
+    return tuple([int(index) for index in _INDEX.findall(name)])
+
+
+def fill(pattern: str, indices: Sequence[int]) -> str:
+    """The name that a pattern gives with these indices for its stars.
+
+    Example:
+        >>> fill("model.layers.*.mlp.experts.*.up_proj.weight", (3, 17))
+        'model.layers.3.mlp.experts.17.up_proj.weight'
+    """
+    parts = pattern.split("*")
+    assert len(parts) == len(indices) + 1, (pattern, indices)
+    return parts[0] + "".join([f"{index}{part}" for index, part in zip(indices, parts[1:], strict=True)])

@@ -1,0 +1,188 @@
+"""What becomes of tensors between two spellings of a checkpoint, as data, and how it is done to their entries.
+
+experts.0.gate [I, H] --+                         target[0, 0:I, :]   chunk of experts.0.gate
+experts.0.up   [I, H] --+- merge(0), concat(1) -> target[0, I:2I, :]  chunk of experts.0.up
+experts.1.gate [I, H] --+                         target[1, 0:I, :]   chunk of experts.1.gate
+...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.region import Shape
+from ckptx.errors import Defect, InputError, UnsupportedError
+from ckptx.mapping.rewrite import concat, interleave, merge, permute_rope, split, transpose, unmerge
+
+UNSUPPORTED = "unsupported:"
+_INVERSE = {"merge": "unmerge", "unmerge": "merge", "chunk": "concat", "split": "concat", "concat": "chunk"}
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step of a conversion.
+
+    Attributes:
+        kind: What it does. In the order of the loader:
+            "merge": the tensors of a module list become one, with a new dim; "unmerge": back.
+            "concat": tensors one after the other along a dim; "chunk": one tensor into equal parts, as `torch.chunk`;
+            "split": into parts of given sizes.
+            "transpose": two dims exchanged. "same": nothing.
+            "interleave": along a dim, a0 b0 a1 b1 becomes a0 a1 b0 b1, or back.
+            "permute_rope": rows of each head from rotary pairs to halves, or back.
+            "unsupported:<Class>": something ckptx does not do.
+        dim: Where; for merge the new dim.
+        other: The second dim of "transpose".
+        args: "split": the sizes. "concat": the sizes for the way back, or nothing when they are equal. "chunk": the
+            number of parts, or nothing for one part for each target. "transpose": (1,) when the tensor may also be
+            stored as the model has it, which its shape then tells. "interleave": (1,) for the way back.
+            "permute_rope": (heads, 1 for the way back, parts...); the parts are indices of the tensors that are
+            permuted, none for all.
+    """
+
+    kind: str
+    dim: int = 0
+    other: int = 0
+    args: tuple[int, ...] = ()
+
+    @property
+    def inverse(self) -> Op:
+        """What undoes it. What may be stored transposed or not is written as the model has it, as transformers does."""
+        if self.kind in ("chunk", "split"):
+            return Op("concat", self.dim, args=self.args if self.kind == "split" else ())
+        if self.kind == "concat" and self.args:
+            return Op("split", self.dim, args=self.args)
+        if self.kind == "transpose" and self.args:
+            return Op("same")
+        if self.kind == "interleave":
+            return Op("interleave", self.dim, args=() if self.args[:1] == (1,) else (1,))
+        if self.kind == "permute_rope":
+            heads, back, *chosen = (*self.args, 0) if len(self.args) == 1 else self.args
+            return Op("permute_rope", self.dim, args=(heads, 1 - back, *chosen))
+        return Op(_INVERSE.get(self.kind, self.kind), self.dim, self.other, self.args)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Tensors of one spelling that become tensors of another.
+
+    Patterns are whole names, with `*` for an index between dots; they may hold an index as well. Where one side is a
+    module list, its patterns have one `*` more than the other side, the last one.
+
+    Attributes:
+        sources: Patterns of the first spelling, in the order of the first op.
+        targets: Patterns of the second.
+        ops: What to do, in this order; nothing for a renaming.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    ops: tuple[Op, ...] = ()
+
+    @property
+    def inverse(self) -> Conversion:
+        """The conversion back."""
+        return Conversion(self.targets, self.sources, tuple(op.inverse for op in reversed(self.ops)))
+
+    @property
+    def unsupported(self) -> str:
+        """The class of transformers that ckptx has no rewrite for; empty when there is none."""
+        return next((op.kind.removeprefix(UNSUPPORTED) for op in self.ops if op.kind.startswith(UNSUPPORTED)), "")
+
+
+Columns = list[list[TensorEntry]]
+
+
+def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | None]) -> Columns:
+    """Runs the ops of a conversion.
+
+    Args:
+        conversion: What to do.
+        columns: For each source pattern its tensors: several of a module list, else one.
+        shapes: For each target pattern the shape wanted, where it is known.
+
+    Returns:
+        For each target pattern its tensors. Names are those of some source.
+
+    Raises:
+        InputError: The tensors do not fit together.
+        UnsupportedError: An op is none of ckptx's, or needs a shape that is not known.
+    """
+    for op in conversion.ops:
+        columns = _applied(op, columns, len(conversion.targets), shapes)
+    if len(columns) != len(conversion.targets):
+        raise Defect(f"{conversion}: gave {len(columns)} tensors; this is a defect of ckptx, please report it")
+    return columns
+
+
+def _applied(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None]) -> Columns:
+    """`columns` after one op; `count` is the number of target patterns."""
+    if op.kind == "same":
+        return columns
+    if op.kind == "merge":
+        return [[merge(column, op.dim)] for column in columns]
+    if op.kind == "unmerge":
+        return [unmerge(column[0], op.dim) for column in columns]
+    if op.kind == "concat":
+        return [[concat([entry for column in columns for entry in column], op.dim)]]
+    if op.kind in ("chunk", "split"):
+        entry = columns[0][0]
+        sizes = _part_sizes(op, entry, count, shapes)
+        parts = split(entry, op.dim, sizes)
+        return [parts] if count == 1 else [[part] for part in parts]
+    if op.kind == "transpose":
+        return [
+            [_transposed(entry, op, shape) for entry in column]
+            for column, shape in zip(columns, _padded(shapes, len(columns)), strict=True)
+        ]
+    if op.kind == "interleave":
+        return [[interleave(entry, op.dim, back=op.args[:1] == (1,)) for entry in column] for column in columns]
+    if op.kind == "permute_rope":
+        heads, back, *chosen = (*op.args, 0) if len(op.args) == 1 else op.args
+        return [
+            [permute_rope(entry, heads, back == 1) for entry in column] if not chosen or i in chosen else column
+            for i, column in enumerate(columns)
+        ]
+    name = op.kind.removeprefix(UNSUPPORTED)
+    raise UnsupportedError(
+        f'tensor "{columns[0][0].name}": the model holds it in another form, made by {name} of transformers, which '
+        "ckptx does not have; keep the names that it has on disk"
+    )
+
+
+def _padded(shapes: Sequence[Shape | None], count: int) -> Sequence[Shape | None]:
+    return shapes if len(shapes) == count else (None,) * count
+
+
+def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape | None]) -> tuple[int, ...]:
+    if op.kind == "split":
+        known = [shape[op.dim] for shape in shapes if shape is not None]
+        sizes = op.args or tuple(known)
+        if len(sizes) != (len(op.args) or count):
+            raise UnsupportedError(
+                f'tensor "{entry.name}": the model holds it in {count} parts whose sizes are not known; keep the names '
+                "that it has on disk"
+            )
+        return sizes
+    size, parts = entry.shape[op.dim], op.args[0] if op.args else count
+    step = -(-size // parts)
+    if step * (parts - 1) >= size > 0 or parts < 2:
+        raise InputError(
+            f'tensor "{entry.name}": shape {list(entry.shape)}, needed {parts} equal parts along dim {op.dim}; '
+            "the config is not that of this checkpoint"
+        )
+    return tuple(min(step, size - i * step) for i in range(parts))
+
+
+def _transposed(entry: TensorEntry, op: Op, wanted: Shape | None) -> TensorEntry:
+    if op.args[:1] == (1,):
+        if wanted is None:
+            raise UnsupportedError(
+                f'tensor "{entry.name}": may be stored transposed or not, and the shape that the model wants is not '
+                "known; keep the names that it has on disk"
+            )
+        if entry.shape == wanted:
+            return entry
+    return transpose(entry, op.dim, op.other)

@@ -1,0 +1,230 @@
+"""The cut of a model's tensors as the cut of the tensors on disk that they are made of.
+
+The conversion itself says where: it is run once on tensors without bytes, and the chunks that come out tell which
+rectangle of the model's tensor is which of the disk's.
+
+    model [E, 2I, H], rows of gate and of up cut in two        disk, any expert
+    slot 0: [0:E, 0:I/2, :] and [0:E, I:3I/2, :]        ->     gate: [0:I/2, :]    up: [0:I/2, :]
+    slot 1: [0:E, I/2:I, :] and [0:E, 3I/2:2I, :]       ->     gate: [I/2:I, :]    up: [I/2:I, :]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, product
+from math import prod
+from typing import NamedTuple
+
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import Block, Chunk, TensorEntry
+from ckptx.catalog.region import Region, Shape, whole
+from ckptx.errors import UnsupportedError
+from ckptx.mapping.ops import Conversion, convert
+from ckptx.mapping.rules import NameRules, Place, check_complete, gather, named
+
+Cut = Callable[[str, Shape], tuple[Block, ...]]
+
+_BYTE = BY_NAME["U8"]
+
+
+class _Part(NamedTuple):
+    """A stretch of a model tensor that lies in one disk tensor; `target` is the index of the model tensor."""
+
+    target: int
+    chunk: Chunk
+
+
+class _Trace(NamedTuple):
+    """One conversion for given shapes.
+
+    Attributes:
+        shapes: Of the model tensors.
+        names: Of the model tensors: the index of the pattern, and the position in its module list.
+        parts: By (column, position) of a disk tensor, where its elements went.
+    """
+
+    shapes: tuple[Shape, ...]
+    names: tuple[tuple[int, int], ...]
+    parts: dict[tuple[int, int], list[_Part]]
+
+
+class PullBack:
+    """Pulls back one cut for the tensors of one checkpoint; tensors that are alike share the answer."""
+
+    def __init__(self, rules: NameRules, shapes: Mapping[str, Shape], cut: Cut) -> None:
+        """Look the names up.
+
+        Args:
+            rules: From disk to model.
+            shapes: Of all tensors on disk.
+            cut: The blocks of a tensor of the model, by its name and shape.
+        """
+        self._rules, self._shapes, self._cut = rules, shapes, cut
+        self._places = rules.places(shapes)
+        self._runs = gather(self._places, rules.conversions)
+        self._traces: dict[tuple[object, ...], _Trace | None] = {}
+        self._trace_of: dict[tuple[int, tuple[int, ...]], _Trace | None] = {}
+        self._cuts: dict[str, tuple[Block, ...]] = {}
+        self._interned: dict[tuple[Block, ...], tuple[Block, ...]] = {}
+        self._answers: dict[tuple[object, ...], tuple[Block, ...] | None] = {}
+
+    def blocks(self, disk_name: str) -> tuple[Block, ...] | None:
+        """The blocks of a disk tensor: the ranks that hold its elements in the model, by slot.
+
+        Returns:
+            Blocks that tile the tensor, replicas aside. None when no model tensor is made of it, when its elements do
+            not lie in rectangles (rows permuted across a cut), or when ckptx has no rewrite for its conversion.
+        """
+        place = self._places[disk_name]
+        shape = self._shapes[disk_name]
+        if place is None:
+            return None
+        if isinstance(place, str):
+            return self._blocks_of(place, shape)
+        if not prod(shape):
+            return (Block(0, whole(shape)),)
+        trace = self._trace(place)
+        if trace is None:
+            return None
+        conversion = self._rules.conversions[place.conversion]
+        cuts = [
+            self._blocks_of(named(conversion.targets[column], place.fixed, at), shape)
+            for (column, at), shape in zip(trace.names, trace.shapes, strict=True)
+        ]
+        key = (id(trace), place.column, place.at, *map(id, cuts))
+        if key not in self._answers:
+            pulled = _pulled(shape, trace.parts.get((place.column, place.at), []), cuts)
+            self._answers[key] = None if pulled is None else self._interned.setdefault(pulled, pulled)
+        return self._answers[key]
+
+    def _blocks_of(self, model_name: str, shape: Shape) -> tuple[Block, ...]:
+        blocks = self._cuts.get(model_name)
+        if blocks is None:
+            blocks = self._cut(model_name, shape)
+            blocks = self._cuts[model_name] = self._interned.setdefault(blocks, blocks)
+        return blocks
+
+    def _trace(self, place: Place) -> _Trace | None:
+        if place.run not in self._trace_of:
+            self._trace_of[place.run] = self._traced(place, self._runs[place.run])
+        return self._trace_of[place.run]
+
+    def _traced(self, place: Place, members: list[dict[int, str]]) -> _Trace | None:
+        """The trace of a run, shared with those of the same shapes: other layers."""
+        conversion = self._rules.conversions[place.conversion]
+        check_complete(conversion, place.fixed, members)
+        columns = [[self._shapes[column[at]] for at in sorted(column)] for column in members]
+        wanted = [self._rules.shape_of(named(target, place.fixed, 0)) for target in conversion.targets]
+        key = (place.conversion, *(tuple(shapes) for shapes in columns), tuple(wanted))
+        if key not in self._traces:
+            self._traces[key] = _traced(conversion, columns, wanted)
+        return self._traces[key]
+
+
+def _traced(conversion: Conversion, columns: list[list[Shape]], wanted: Sequence[Shape | None]) -> _Trace | None:
+    """Runs a conversion on tensors of bytes whose "file" says which of them it is; None when it cannot be run."""
+    entries = [
+        [
+            TensorEntry(f"{i}/{at}", _BYTE, shape, (Chunk(whole(shape), f"{i}/{at}", 0, prod(shape)),))
+            for at, shape in enumerate(column)
+        ]
+        for i, column in enumerate(columns)
+    ]
+    try:
+        results = convert(conversion, entries, wanted)
+    except UnsupportedError:
+        return None
+    shapes: list[Shape] = []
+    names: list[tuple[int, int]] = []
+    parts: dict[tuple[int, int], list[_Part]] = {}
+    for column, made in enumerate(results):
+        for at, entry in enumerate(made):
+            for chunk in entry.chunks:
+                i, _, position = chunk.file.partition("/")
+                parts.setdefault((int(i), int(position)), []).append(_Part(len(shapes), chunk))
+            shapes.append(entry.shape)
+            names.append((column, at))
+    return _Trace(tuple(shapes), tuple(names), parts)
+
+
+def _pulled(shape: Shape, parts: Iterable[_Part], cuts: list[tuple[Block, ...]]) -> tuple[Block, ...] | None:
+    """The blocks of one disk tensor; None when they are more than those of the model's tensors."""
+    held: dict[tuple[int, bool], list[Region]] = {}
+    allowed: dict[tuple[int, bool], int] = {}
+    for target in {part.target for part in parts}:
+        for block in cuts[target]:
+            holder = block.slot, block.replica
+            allowed[holder] = allowed.get(holder, 0) + 1
+    for target, chunk in parts:
+        for block in cuts[target]:
+            share = chunk.region.intersect(block.region)
+            if share is not None:
+                held.setdefault((block.slot, block.replica), []).extend(_rectangles(shape, chunk, share))
+    blocks = []
+    for holder in sorted(held, key=lambda each: (each[0], each[1])):
+        regions = _joined(held[holder])
+        if len(regions) > allowed[holder]:
+            return None
+        blocks += [Block(holder[0], region, holder[1]) for region in regions]
+    return tuple(blocks)
+
+
+def _rectangles(shape: Shape, chunk: Chunk, share: Region) -> Iterator[Region]:
+    """`share` of a chunk as rectangles of the disk tensor, which is row-major and begins at byte 0 of its file.
+
+    A dim that steps over rows gives one rectangle for each of them.
+    """
+    pitches = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    lengths = chunk.region.sizes
+    strides = chunk.strides or tuple(prod(lengths[dim + 1 :]) for dim in range(len(lengths)))
+    starts = [a - b for a, b in zip(share.offsets, chunk.region.offsets, strict=True)]
+    first = chunk.offset + sum(a * b for a, b in zip(starts, strides, strict=True))
+    sizes = [1] * len(shape)
+    steps: list[range] = []
+    for length, stride in zip(share.sizes, strides, strict=True):
+        if length == 1:
+            continue
+        dim = next((dim for dim, pitch in enumerate(pitches) if pitch == stride and shape[dim] > 1), None)
+        if dim is None:
+            steps.append(range(0, length * stride, stride))
+        else:
+            sizes[dim] = length
+    for jumps in product(*steps):
+        position, offsets = first + sum(jumps), []
+        for pitch in pitches:
+            at, position = divmod(position, pitch)
+            offsets.append(at)
+        yield Region(tuple(offsets), tuple(sizes))
+
+
+def _joined(regions: list[Region]) -> list[Region]:
+    """The same elements in fewer rectangles: neighbours that differ along one dim become one."""
+    dims = len(regions[0].sizes)
+    before = 0
+    while before != len(regions) and len(regions) > 1:
+        before = len(regions)
+        for dim in range(dims):
+            regions = _joined_along(regions, dim)
+    return sorted(regions)
+
+
+def _joined_along(regions: list[Region], dim: int) -> list[Region]:
+    def others(region: Region) -> tuple[Shape, Shape]:
+        offsets, sizes = region
+        return (*offsets[:dim], *offsets[dim + 1 :]), (*sizes[:dim], *sizes[dim + 1 :])
+
+    joined: list[Region] = []
+    regions = sorted(regions, key=lambda region: (others(region), region.offsets[dim]))
+    for _, row in groupby(regions, others):
+        last: Region | None = None
+        for region in row:
+            if last is not None and last.offsets[dim] + last.sizes[dim] == region.offsets[dim]:
+                sizes = last.sizes
+                last = last._replace(sizes=(*sizes[:dim], sizes[dim] + region.sizes[dim], *sizes[dim + 1 :]))
+                continue
+            if last is not None:
+                joined.append(last)
+            last = region
+        if last is not None:
+            joined.append(last)
+    return joined

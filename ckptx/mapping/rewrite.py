@@ -1,0 +1,328 @@
+"""Rewrites of catalog entries: a tensor made of others, whose chunks lie where those of the others do.
+
+No byte moves. What reads the new tensor reads the files of the old ones; recorded checksums stay with the chunks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import overload
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Region, Shape
+from ckptx.errors import Defect, InputError, UnsupportedError
+
+
+def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
+    """Tensors of one shape as slices of a new dim.
+
+    Example:
+        three of shape (4, 2), dim 0 -> (3, 4, 2)
+    """
+    first = entries[0]
+    for entry in entries:
+        _check_alike(first, entry, first.shape, entry.shape)
+
+    def placed(chunk: Chunk, index: int) -> Chunk:
+        offsets, sizes = chunk.region
+        region = Region((*offsets[:dim], index, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
+        strides = None if chunk.strides is None else (*chunk.strides[:dim], 1, *chunk.strides[dim:])
+        return _opened(chunk, first.name)._replace(region=region, strides=strides)
+
+    return TensorEntry(
+        first.name,
+        first.dtype,
+        (*first.shape[:dim], len(entries), *first.shape[dim:]),
+        tuple([placed(chunk, i) for i, entry in enumerate(entries) for chunk in entry.chunks]),
+        tuple([placed(chunk, i) for i, entry in enumerate(entries) for chunk in entry.replicas]),
+    )
+
+
+def unmerge(entry: TensorEntry, dim: int) -> list[TensorEntry]:
+    """The slices of a tensor along a dim, without that dim."""
+    _check_dim(entry, dim)
+    return [
+        _rebuilt(part, _but(part.shape, dim), lambda chunk: _without(chunk, dim, entry.dtype))
+        for part in split(entry, dim, (1,) * entry.shape[dim])
+    ]
+
+
+def _without(chunk: Chunk, dim: int, dtype: DType) -> Chunk:
+    region = Region(_but(chunk.region.offsets, dim), _but(chunk.region.sizes, dim))
+    strides = None if chunk.strides is None else _or_none(_items(region.sizes, dtype), _but(chunk.strides, dim))
+    return chunk._replace(region=region, strides=strides)
+
+
+def concat(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
+    """Tensors one after the other along a dim."""
+    first = entries[0]
+    for entry in entries:
+        _check_dim(entry, dim)
+        _check_alike(first, entry, _but(first.shape, dim), _but(entry.shape, dim))
+    *starts, total = accumulate((entry.shape[dim] for entry in entries), initial=0)
+
+    def moved(chunks: Iterable[Chunk], start: int) -> Iterator[Chunk]:
+        return (_shifted(_opened(chunk, first.name), dim, start) for chunk in chunks)
+
+    return TensorEntry(
+        first.name,
+        first.dtype,
+        (*first.shape[:dim], total, *first.shape[dim + 1 :]),
+        tuple([chunk for entry, start in zip(entries, starts, strict=True) for chunk in moved(entry.chunks, start)]),
+        tuple([chunk for entry, start in zip(entries, starts, strict=True) for chunk in moved(entry.replicas, start)]),
+    )
+
+
+def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntry]:
+    """The parts of a tensor along a dim.
+
+    Raises:
+        InputError: The sizes do not add up to the dim.
+    """
+    _check_dim(entry, dim)
+    if sum(sizes) != entry.shape[dim]:
+        raise InputError(
+            f'tensor "{entry.name}": shape {list(entry.shape)}, needed parts of {_brief(sizes)} along dim {dim}; the '
+            "config is not that of this checkpoint"
+        )
+    edges = list(accumulate(sizes, initial=0))
+    parts: list[list[Chunk]] = [[] for _ in sizes]
+    copies: list[list[Chunk]] = [[] for _ in sizes]
+    for chunks, kept in ((entry.chunks, parts), (entry.replicas, copies)):
+        for chunk in chunks:
+            offsets, lengths = chunk.region
+            low, high = offsets[dim], offsets[dim] + lengths[dim]
+            at = max(0, bisect_right(edges, low) - 1)
+            while at < len(sizes) and edges[at] < high:
+                begin, end = max(low, edges[at]), min(high, edges[at + 1])
+                if begin < end:
+                    part = narrow(chunk, _spanned(chunk.region, dim, begin, end - begin), entry)
+                    kept[at].append(_shifted(part, dim, -edges[at]))
+                at += 1
+    shapes = [(*entry.shape[:dim], size, *entry.shape[dim + 1 :]) for size in sizes]
+    return [
+        TensorEntry(entry.name, entry.dtype, shape, tuple(part), tuple(copy))
+        for shape, part, copy in zip(shapes, parts, copies, strict=True)
+    ]
+
+
+def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
+    """Two dims exchanged.
+
+    Raises:
+        UnsupportedError: The dtype packs two elements into a byte along one of them.
+    """
+    _check_dim(entry, max(a, b))
+    order = list(range(len(entry.shape)))
+    order[a], order[b] = order[b], order[a]
+    if entry.dtype.bits % 8 and order[-1] != len(order) - 1:
+        raise UnsupportedError(
+            f'tensor "{entry.name}": {entry.dtype} elements share bytes along the last dim and cannot be transposed; '
+            "keep the names that it has on disk"
+        )
+
+    def exchanged(values: Shape) -> Shape:
+        return tuple(values[dim] for dim in order)
+
+    def turned(chunk: Chunk) -> Chunk:
+        region = Region(exchanged(chunk.region.offsets), exchanged(chunk.region.sizes))
+        strides = exchanged(_strides(_opened(chunk, entry.name), entry.dtype))
+        return chunk._replace(region=region, strides=_or_none(_items(region.sizes, entry.dtype), strides))
+
+    return _rebuilt(entry, exchanged(entry.shape), turned)
+
+
+def interleave(entry: TensorEntry, dim: int, back: bool) -> TensorEntry:
+    """Along a dim, a0 b0 a1 b1 as a0 a1 b0 b1; `back`: a0 a1 b0 b1 as a0 b0 a1 b1."""
+    _check_dim(entry, dim)
+    size = entry.shape[dim]
+    if size % 2:
+        raise InputError(f'tensor "{entry.name}": shape {list(entry.shape)}, needed pairs along dim {dim}')
+    return regroup(entry, dim, *((2, size // 2) if back else (size // 2, 2)))
+
+
+def permute_rope(entry: TensorEntry, heads: int, back: bool) -> TensorEntry:
+    """The rows of each head from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1); `back`: from halves to pairs.
+
+    Raises:
+        InputError: The rows do not divide into that many heads of pairs.
+    """
+    rows = entry.shape[0] if entry.shape else 0
+    if heads < 1 or rows % (2 * heads):
+        raise InputError(
+            f'tensor "{entry.name}": shape {list(entry.shape)}, needed rows for {heads} heads of rotary pairs; the '
+            "config is not that of this checkpoint"
+        )
+    half = rows // heads // 2
+    return regroup(entry, 0, *((2, half) if back else (half, 2)))
+
+
+def regroup(entry: TensorEntry, dim: int, a: int, b: int) -> TensorEntry:
+    """Along a dim, groups of `a` times `b` elements with the order of `a` and `b` exchanged.
+
+    As `x.unflatten(dim, (-1, a, b)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)`.
+
+    Example:
+        a=2, b=3: x0 x1 x2 y0 y1 y2 -> x0 y0 x1 y1 x2 y2
+    """
+    if entry.dtype.bits % 8 and dim == len(entry.shape) - 1:
+        raise UnsupportedError(f'tensor "{entry.name}": {entry.dtype} elements share bytes along dim {dim}')
+    if not prod(entry.shape):
+        return entry
+    return entry._replace(
+        chunks=RegroupedRows(entry, entry.chunks, dim, a, b),
+        replicas=tuple(RegroupedRows(entry, entry.replicas, dim, a, b)),
+    )
+
+
+class RegroupedRows(Sequence[Chunk]):
+    """The chunks of a regrouped tensor: one for each index of the dim and source chunk, made when asked for.
+
+    A permuted projection of an 8B model has thousands of them, which the catalog need not hold.
+    """
+
+    __slots__ = ("_a", "_b", "_dim", "_first", "_starts")
+
+    def __init__(self, entry: TensorEntry, chunks: Sequence[Chunk], dim: int, a: int, b: int) -> None:
+        self._dim, self._a, self._b = dim, a, b
+        filled = [_opened(chunk, entry.name) for chunk in chunks if chunk.region.numel]
+        self._starts = list(accumulate((chunk.region.sizes[dim] for chunk in filled), initial=0))
+        # The first row of each source chunk, and the bytes from one row to the next.
+        self._first = [
+            (
+                narrow(chunk, _spanned(chunk.region, dim, chunk.region.offsets[dim], 1), entry),
+                _strides(chunk, entry.dtype)[dim] * entry.dtype.itemsize,
+            )
+            for chunk in filled
+        ]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for at, begin in enumerate(self._starts[:-1]):
+            for row in range(self._starts[at + 1] - begin):
+                yield self._row(at, row)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        at = bisect_right(self._starts, index) - 1
+        return self._row(at, index - self._starts[at])
+
+    def _row(self, at: int, row: int) -> Chunk:
+        (region, file, offset, nbytes, strides, record, _), pitch = self._first[at]
+        dim, begins = self._dim, region.offsets
+        group, inside = divmod(begins[dim] + row, self._a * self._b)
+        i, j = divmod(inside, self._b)
+        target = group * self._a * self._b + j * self._a + i
+        region = Region((*begins[:dim], target, *begins[dim + 1 :]), region.sizes)
+        return Chunk(region, file, offset + row * pitch, nbytes, strides, record)
+
+
+def narrow(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
+    """The chunk that holds `part` of the region of `chunk`; its elements stay where they are.
+
+    Raises:
+        UnsupportedError: The part begins or ends inside a byte.
+    """
+    if part == chunk.region:
+        return _opened(chunk, entry.name)
+    dtype = entry.dtype
+    starts = tuple(a - b for a, b in zip(part.offsets, chunk.region.offsets, strict=True))
+    if dtype.bits % 8 and (dtype.pack == 1 or starts[-1] % dtype.pack or part.sizes[-1] % dtype.pack):
+        raise UnsupportedError(
+            f'tensor "{entry.name}": {dtype} elements share bytes and cannot be cut at {part}; keep the names that it '
+            "has on disk"
+        )
+    strides = _strides(_opened(chunk, entry.name), dtype)
+    sizes = _items(part.sizes, dtype)
+    first = sum(start * stride for start, stride in zip(_items(starts, dtype), strides, strict=True))
+    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return chunk._replace(
+        region=part,
+        offset=chunk.offset + first * dtype.itemsize,
+        nbytes=span * dtype.itemsize if part.numel else 0,
+        strides=_or_none(sizes, strides),
+    )
+
+
+def _strides(chunk: Chunk, dtype: DType) -> Shape:
+    """The strides of a chunk in torch elements, also where they are the plain ones."""
+    if chunk.strides is not None:
+        return chunk.strides
+    sizes = _items(chunk.region.sizes, dtype)
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _items(counts: Shape, dtype: DType) -> Shape:
+    """Elements along each dim as torch counts them."""
+    return (*counts[:-1], counts[-1] // dtype.pack) if counts and dtype.pack > 1 else counts
+
+
+def _or_none(sizes: Shape, strides: Shape) -> Shape | None:
+    """None for row-major strides."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return strides
+        expected *= size
+    return None
+
+
+def _rebuilt(entry: TensorEntry, shape: Shape, change: Callable[[Chunk], Chunk]) -> TensorEntry:
+    chunks = tuple([change(chunk) for chunk in entry.chunks])
+    return entry._replace(shape=shape, chunks=chunks, replicas=tuple([change(chunk) for chunk in entry.replicas]))
+
+
+def _spanned(region: Region, dim: int, begin: int, size: int) -> Region:
+    """`region` with another extent along one dim."""
+    offsets, sizes = region
+    return Region((*offsets[:dim], begin, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
+
+
+def _shifted(chunk: Chunk, dim: int, by: int) -> Chunk:
+    if not by:
+        return chunk
+    offsets, sizes = chunk.region
+    return chunk._replace(region=Region((*offsets[:dim], offsets[dim] + by, *offsets[dim + 1 :]), sizes))
+
+
+def _opened(chunk: Chunk, name: str) -> Chunk:
+    if chunk.archive:
+        raise Defect(f'tensor "{name}": rewritten before its payload was located; please report this')
+    return chunk
+
+
+def _but(shape: Shape, dim: int) -> Shape:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _brief(sizes: Sequence[int]) -> str:
+    return str(list(sizes)) if len(sizes) <= 8 else f"{len(sizes)} sizes, {sum(sizes)} in all,"
+
+
+def _check_dim(entry: TensorEntry, dim: int) -> None:
+    if dim >= len(entry.shape):
+        raise InputError(
+            f'tensor "{entry.name}": shape {list(entry.shape)}, needed one with a dim {dim}; it is of another model'
+        )
+
+
+def _check_alike(first: TensorEntry, other: TensorEntry, a: Shape, b: Shape) -> None:
+    if first.dtype is not other.dtype or a != b:
+        raise InputError(
+            f'tensor "{other.name}": {other.dtype} of shape {list(other.shape)}, needed to go together with '
+            f'"{first.name}", {first.dtype} of shape {list(first.shape)}; one of them is of another model'
+        )

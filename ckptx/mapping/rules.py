@@ -1,0 +1,352 @@
+"""Names of one checkpoint in those of another: which tensor goes into which, and the entries it gives.
+
+A checkpoint may come in several spellings that all load: as published, as saved today, in the model's own names, with
+or without the name of the base model in front. So names are never read off a table of one of them: each is looked up,
+and those of the model stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.region import Shape
+from ckptx.errors import InputError
+from ckptx.mapping.name_index import NameIndex, fill
+from ckptx.mapping.names import pattern_of
+from ckptx.mapping.ops import Columns, Conversion, convert
+
+ShapeOf = Callable[[str], "Shape | None"]
+
+
+class Renamed(NamedTuple):
+    """Tensors in other names.
+
+    Attributes:
+        tensors: By new name, in the order of their first sources.
+        sources: The old names that went into each, in the order of the conversion.
+        unknown: Names that no rule knows; their tensors pass through as they are.
+        notes: What the user should know.
+    """
+
+    tensors: dict[str, TensorEntry]
+    sources: dict[str, tuple[str, ...]]
+    unknown: list[str]
+    notes: list[str]
+
+
+class Place(NamedTuple):
+    """Where a tensor goes: into one run of a conversion.
+
+    Attributes:
+        conversion: Index of the conversion.
+        fixed: The indices that the whole run shares: its layer.
+        column: Index of the pattern on this side.
+        at: Position in a module list, 0 outside of one.
+    """
+
+    conversion: int
+    fixed: tuple[int, ...]
+    column: int
+    at: int = 0
+
+    @property
+    def run(self) -> tuple[int, tuple[int, ...]]:
+        """What the tensors that go together share."""
+        return self.conversion, self.fixed
+
+
+class NameRules:
+    """The rules between the spellings of a checkpoint ("disk") and one set of names ("model").
+
+    Attributes:
+        conversions: Disk to model. Where several give a model name, the first is what is written.
+        shape_of: Shape of a tensor of the model by its name, None where it is not known.
+    """
+
+    def __init__(
+        self,
+        conversions: Sequence[Conversion],
+        base_prefix: str = "",
+        model_patterns: Collection[str] = (),
+        *,
+        shape_of: ShapeOf | None = None,
+        is_extra: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Keep them.
+
+        Args:
+            conversions: Those that load, in order of preference. One without ops from a name to itself says that the
+                model's own name is also what is written.
+            base_prefix: Name of the base model inside the class; disk names may come with or without it.
+            model_patterns: The model's own names, with `*` for indices; the targets of the conversions are among them.
+            shape_of: Shape of a tensor of the model by its name, None where it is not known.
+            is_extra: True for a model name that the model does not want although a pattern fits (a layer behind the
+                last); such tensors are unknown.
+        """
+        self.conversions = tuple(conversions)
+        self._back = tuple(conversion.inverse for conversion in self.conversions)
+        self._prefix = f"{base_prefix}." if base_prefix else ""
+        self._patterns = frozenset(model_patterns).union(*(each.targets for each in self.conversions))
+        self.shape_of: ShapeOf = shape_of or (lambda name: None)
+        self._is_extra = is_extra or (lambda name: False)
+        self._sources = NameIndex(() if _is_identity(each) else each.sources for each in self.conversions)
+        self._targets = NameIndex(each.targets for each in self.conversions)
+        self._looked_up: dict[str, tuple[Place | None, str | None]] = {}
+        self._model_names: dict[str, str | None] = {}
+        self._known_patterns: dict[str, bool] = {}
+
+    # -- which tensor goes where
+
+    def model_name(self, disk_name: str) -> str | None:
+        """The model tensor that a disk tensor goes into, the first when there are several; None when it is unknown."""
+        if disk_name not in self._model_names:
+            place, plain = self._look_up(disk_name)
+            self._model_names[disk_name] = plain if place is None else next(self._target_names(place))
+        return self._model_names[disk_name]
+
+    def places(self, names: Iterable[str]) -> dict[str, Place | str | None]:
+        """For each disk name its place in a conversion, its model name when it only changes that, or None.
+
+        A name may be one of the model and of the disk: norm0 -> norm1 -> norm2. It is the model's when what it would
+        become is there already.
+        """
+        found: dict[str, Place | str | None] = {}
+        doubtful: dict[str, tuple[Place, str]] = {}
+        for name in names:
+            place, plain = self._look_up(name)
+            found[name] = place or plain
+            if place is not None and plain is not None:
+                doubtful[name] = place, plain
+        if doubtful:
+            taken = {plain for plain in found.values() if isinstance(plain, str)}
+            settled = False
+            while not settled:
+                settled = True
+                for name, (place, plain) in list(doubtful.items()):
+                    if any(target in taken for target in self._target_names(place)):
+                        found[name] = plain
+                        taken.add(plain)
+                        del doubtful[name]
+                        settled = False
+        return found
+
+    def _look_up(self, name: str) -> tuple[Place | None, str | None]:
+        """How a disk name is converted, and what it is called as one of the model's own; None for what it is not."""
+        known = self._looked_up.get(name)
+        if known is None:
+            known = self._looked_up[name] = self._found(name)
+        return known
+
+    def _found(self, name: str) -> tuple[Place | None, str | None]:
+        place = plain = None
+        for spelling in self._spellings(name):
+            for fit in self._sources.find(spelling):
+                place = self._place(fit.group, fit.column, fit.indices, self.conversions[fit.group].targets[0])
+                break
+            if self._is_known(spelling):
+                plain = spelling
+            if place or plain:
+                break
+        if place is not None and self._is_extra(next(self._target_names(place))):
+            place = None
+        if plain is not None and self._is_extra(plain):
+            plain = None
+        return place, plain
+
+    def _spellings(self, name: str) -> Iterator[str]:
+        yield name
+        if self._prefix:
+            if name.startswith(self._prefix):
+                yield name.removeprefix(self._prefix)
+            yield self._prefix + name
+
+    def _is_known(self, name: str) -> bool:
+        pattern = pattern_of(name)
+        known = self._known_patterns.get(pattern)
+        if known is None:
+            parts = pattern.split(".")
+            known = pattern in self._patterns or any(
+                ".".join(parts[:end]) + ".**" in self._patterns for end in range(1, len(parts))
+            )
+            self._known_patterns[pattern] = known
+        return known
+
+    @staticmethod
+    def _place(conversion: int, column: int, indices: tuple[int, ...], other_side: str) -> Place:
+        """The last index is a position in a module list when the other side has fewer."""
+        if len(indices) > other_side.count("*"):
+            return Place(conversion, indices[:-1], column, indices[-1])
+        return Place(conversion, indices, column)
+
+    def _target_names(self, place: Place) -> Iterator[str]:
+        """The model tensors of a run; of a module list the first."""
+        return (named(target, place.fixed, 0) for target in self.conversions[place.conversion].targets)
+
+    # -- catalogs
+
+    def to_model(self, tensors: Mapping[str, TensorEntry]) -> Renamed:
+        """The tensors of a checkpoint in model names.
+
+        Raises:
+            InputError: Part of what makes up a model tensor is missing, does not fit together, or two tensors claim
+                one name.
+            UnsupportedError: A conversion is none of ckptx's.
+        """
+        places = self.places(tensors)
+        renamed = _Rewrite(tensors, self.conversions, self.shape_of).run(places)
+        if self._prefix:
+            plain = [(old, new) for old, new in places.items() if isinstance(new, str)]
+            added = sum(new == self._prefix + old for old, new in plain)
+            removed = sum(old == self._prefix + new for old, new in plain)
+            for count, what in ((added, "added to"), (removed, "removed from")):
+                if count:
+                    renamed.notes.append(f'base model prefix "{self._prefix}" {what} {count} names')
+        return renamed
+
+    def to_disk(self, tensors: Mapping[str, TensorEntry], wanted: Iterable[str] | None = None) -> Renamed:
+        """Tensors in model names in those of a checkpoint.
+
+        Args:
+            tensors: By model name.
+            wanted: The names to come back to, as of the checkpoint that the tensors once came from. Tensors that none
+                of them speaks for, and all when it is None, get the names that `save_pretrained` writes.
+
+        Raises:
+            InputError: As `to_model`.
+            UnsupportedError: As `to_model`.
+        """
+        names: dict[Place, str] = {}
+        plain: dict[str, str] = {}
+        for name, place in self.places(wanted or ()).items():
+            if isinstance(place, Place):
+                names[place] = name
+            elif place is not None:
+                plain[place] = name
+        runs = {place.run for place in names}
+        places = {name: plain.get(name) or self._place_back(name, runs) for name in tensors}
+        return _Rewrite(tensors, self._back, lambda name: None, names).run(places)
+
+    def _place_back(self, name: str, runs: Collection[tuple[int, tuple[int, ...]]]) -> Place | str | None:
+        """Where a model tensor goes on its way to disk; one of `runs` if it can."""
+        fallback: Place | str | None = name if self._is_known(name) else None
+        first = True
+        for fit in self._targets.find(name):
+            place = self._place(fit.group, fit.column, fit.indices, self.conversions[fit.group].sources[0])
+            if place.run in runs:
+                return place
+            if first:
+                fallback = name if _is_identity(self.conversions[fit.group]) else place
+                first = False
+        return fallback
+
+
+class _Rewrite:
+    """One pass over a catalog: gathers the tensors of each run, converts them, names what comes out."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorEntry],
+        conversions: Sequence[Conversion],
+        shape_of: ShapeOf,
+        names: Mapping[Place, str] | None = None,
+    ) -> None:
+        self._tensors, self._conversions, self._shape_of = tensors, conversions, shape_of
+        self._names = names or {}
+        self._result = Renamed({}, {}, [], [])
+
+    def run(self, places: Mapping[str, Place | str | None]) -> Renamed:
+        """The tensors at their places; those without one pass through."""
+        runs = gather(places, self._conversions)
+        done = set()
+        for name, place in places.items():
+            if not isinstance(place, Place):
+                if place is None:
+                    self._result.unknown.append(name)
+                self._add(place or name, self._tensors[name], (name,))
+            elif place.run not in done:
+                done.add(place.run)
+                self._convert(place, runs[place.run])
+        return self._result
+
+    def _convert(self, place: Place, members: list[dict[int, str]]) -> None:
+        conversion = self._conversions[place.conversion]
+        check_complete(conversion, place.fixed, members)
+        columns: Columns = [[self._tensors[column[at]] for at in sorted(column)] for column in members]
+        names = [named(target, place.fixed, 0) for target in conversion.targets]
+        shapes = [self._shape_of(name) for name in names]
+        sources = tuple(column[at] for column in members for at in sorted(column))
+        results = convert(conversion, columns, shapes)
+        for number, (target, shape, column) in enumerate(zip(conversion.targets, shapes, results, strict=True)):
+            for at, entry in enumerate(column):
+                made = Place(place.conversion, place.fixed, number, at)
+                name = self._names.get(made) or named(target, place.fixed, at)
+                if shape is not None and conversion.ops and entry.shape != shape:
+                    raise InputError(
+                        f'tensor "{name}": made of {_counted(sources)} it has shape {list(entry.shape)}, needed '
+                        f"{list(shape)}; some are missing, or the config is of another model"
+                    )
+                self._add(name, entry, sources)
+
+    def _add(self, name: str, entry: TensorEntry, sources: tuple[str, ...]) -> None:
+        if name in self._result.tensors:
+            other = self._result.sources[name][0]
+            raise InputError(
+                f'tensors "{other}" and "{sources[0]}": both are "{name}" in the other spelling; remove one of them'
+            )
+        self._result.tensors[name] = entry if entry.name == name else entry._replace(name=name)
+        self._result.sources[name] = sources
+
+
+def gather(
+    places: Mapping[str, Place | str | None], conversions: Sequence[Conversion]
+) -> dict[tuple[int, tuple[int, ...]], list[dict[int, str]]]:
+    """The names of each run of a conversion, by column and position.
+
+    Raises:
+        InputError: Two names claim one place.
+    """
+    runs: dict[tuple[int, tuple[int, ...]], list[dict[int, str]]] = {}
+    for name, place in places.items():
+        if not isinstance(place, Place):
+            continue
+        columns = runs.get(place.run)
+        if columns is None:
+            columns = runs[place.run] = [{} for _ in conversions[place.conversion].sources]
+        other = columns[place.column].setdefault(place.at, name)
+        if other != name:
+            raise InputError(f'tensors "{other}" and "{name}": two spellings of one tensor; remove one of them')
+    return runs
+
+
+def check_complete(conversion: Conversion, fixed: tuple[int, ...], members: Sequence[Mapping[int, str]]) -> None:
+    """Refuses a run that lacks a tensor.
+
+    Raises:
+        InputError: It names the first one missing.
+    """
+    count = 1 + max(at for column in members for at in column)
+    for pattern, column in zip(conversion.sources, members, strict=True):
+        if len(column) == count:
+            continue
+        at = next(at for at in range(count) if at not in column)
+        present = next(name for column in members for name in column.values())
+        raise InputError(
+            f'tensor "{named(pattern, fixed, at)}": not in the checkpoint, but needed for '
+            f'"{named(conversion.targets[0], fixed, 0)}" together with "{present}"; the checkpoint is incomplete, '
+            "download it again"
+        )
+
+
+def named(pattern: str, fixed: tuple[int, ...], at: int) -> str:
+    """The name that a pattern of a run stands for; `at` counts for a module list only."""
+    return fill(pattern, fixed if pattern.count("*") == len(fixed) else (*fixed, at))
+
+
+def _is_identity(conversion: Conversion) -> bool:
+    return conversion.sources == conversion.targets and not conversion.ops
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f'"{names[0]}"' if len(names) == 1 else f'{len(names)} tensors, "{names[0]}" and more,'

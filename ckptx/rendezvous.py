@@ -1,0 +1,206 @@
+"""Several processes that make one output together, as torchrun starts them: they meet in a directory beside the target.
+
+    parent/.NAME.ckptx-ranks/rank-R        held by flock while rank R lives; says which meeting it came to
+                             open          written by rank 0: a number that tells this meeting from an earlier one
+                             N-R-TOPIC     what rank R has to say about a topic, as JSON; N is that number
+                             N-R-failed    rank R gave up, and why
+
+There is nothing but files in it, because nodes may share no more than a file system; torch is not imported.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptx.errors import CkptxError, Defect, EnvironmentProblem, exit_code_of
+from ckptx.storage import unwritable
+
+_POLL = 0.02  # seconds
+_PATIENCE = 300.0  # seconds that ranks may start apart
+_SETTLE = 0.2  # seconds after which what rank 0 wrote is not of an earlier meeting
+_FAREWELL = 60.0  # seconds that rank 0 waits for the others to hear how it ended
+
+
+class PeerFailure(CkptxError):
+    """Another rank failed; carries its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Rendezvous:
+    """The meeting of the ranks of one run.
+
+    Attributes:
+        rank: Of this process.
+        world_size: Processes in all.
+    """
+
+    def __init__(self, target: Path, rank: int, world_size: int) -> None:
+        """Joins, and waits for rank 0.
+
+        Raises:
+            OutputError: The place beside the target is not writable.
+            EnvironmentProblem: Rank 0 does not come.
+        """
+        self.rank, self.world_size = rank, world_size
+        resolved = Path(os.path.realpath(target))
+        self._root = resolved.parent / f".{resolved.name}.ckptx-ranks"
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._root / f"rank-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise unwritable(self._root, error) from error
+        self._take_lock()
+        self._number = self._open() if rank == 0 else self._wait_for_opening()
+        if rank:
+            self._sign(self._number)
+
+    @classmethod
+    def from_environment(cls, target: Path) -> Rendezvous | None:
+        """The meeting that torchrun's environment speaks of; None for a process on its own."""
+        rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        if not (rank.isdecimal() and world_size.isdecimal()) or int(world_size) < 2:
+            return None
+        return cls(target, int(rank), int(world_size))
+
+    def _take_lock(self) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                # Somebody looks whether this rank lives, or the same rank of an earlier run is not quite gone.
+                if time.monotonic() > deadline:
+                    raise EnvironmentProblem(
+                        f"{self._root}: rank {self.rank} is running already; wait for that run or stop it"
+                    ) from None
+                time.sleep(_POLL)
+
+    def _open(self) -> str:
+        """Clears away what an earlier meeting left, and opens this one."""
+        for path in self._root.iterdir():
+            if not path.name.startswith("rank-"):
+                path.unlink(missing_ok=True)
+        number = secrets.token_hex(8)
+        self._sign(number)
+        self._write("open", number)
+        return number
+
+    def _sign(self, number: str) -> None:
+        os.pwrite(self._lock, number.encode(), 0)
+
+    def _wait_for_opening(self) -> str:
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            number = self._read("open")
+            if isinstance(number, str) and not self._is_gone(0, number):
+                time.sleep(_SETTLE)
+                if self._read("open") == number:
+                    return number
+            time.sleep(_POLL)
+        raise EnvironmentProblem(
+            f"{self._root}: rank 0 did not come within {_PATIENCE:.0f} s; do all nodes see the same directory?"
+        )
+
+    def say(self, topic: str, what: Any) -> None:
+        """Tells all others."""
+        self._write(f"{self._number}-{self.rank}-{topic}", what)
+
+    def hear(self, rank: int, topic: str) -> Any:
+        """Waits for what a rank says.
+
+        Raises:
+            PeerFailure: It, or any other rank, failed.
+        """
+        while True:
+            said = self._read(f"{self._number}-{rank}-{topic}")
+            if said is not None:
+                return said
+            self.check()
+            time.sleep(_POLL)
+
+    def check(self) -> None:
+        """Looks after the others.
+
+        Raises:
+            PeerFailure: One failed or is gone.
+        """
+        for rank in range(self.world_size):
+            if rank == self.rank:
+                continue
+            failure = self._read(f"{self._number}-{rank}-failed")
+            if failure is not None:
+                raise PeerFailure(f"rank {rank}: {failure['message']}", failure["exit"])
+            # What it said last it said before it went, so look for that afterwards.
+            if self._is_gone(rank, self._number) and self._read(f"{self._number}-{rank}-end") is None:
+                raise PeerFailure(f"rank {rank}: ended without a word; look at its output", Defect.exit_code)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The work of this rank: whatever it raises, the others learn of; then they all leave."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, PeerFailure):
+                self.say("failed", {"message": str(error) or type(error).__name__, "exit": exit_code_of(error)})
+            raise
+        finally:
+            self.say("end", True)
+            self._leave()
+
+    def _leave(self) -> None:
+        """Rank 0 waits until all have heard the end, and removes the directory."""
+        if self.rank == 0:
+            deadline = time.monotonic() + _FAREWELL
+            while time.monotonic() < deadline and not all(
+                self._read(f"{self._number}-{rank}-end") is not None or self._is_gone(rank, self._number)
+                for rank in range(1, self.world_size)
+            ):
+                time.sleep(_POLL)
+            shutil.rmtree(self._root, ignore_errors=True)
+        os.close(self._lock)
+
+    def _is_gone(self, rank: int, number: str) -> bool:
+        """True when a rank came to the meeting with that number and does not live any more."""
+        try:
+            descriptor = os.open(self._root / f"rank-{rank}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            if os.pread(descriptor, 64, 0).decode(errors="replace") != number:
+                return False
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _write(self, name: str, what: Any) -> None:
+        """In one step, so that nobody reads half of it."""
+        temporary = self._root / f".{name}"
+        try:
+            temporary.write_text(json.dumps(what), encoding="utf-8")
+            os.replace(temporary, self._root / name)
+        except FileNotFoundError:
+            return  # rank 0 has closed the meeting
+        except OSError as error:
+            raise unwritable(self._root, error) from error
+
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads((self._root / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None

@@ -1,0 +1,229 @@
+"""Rules for what transformers leaves out: every row has a reason and a class, and cuts what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptx.architecture import table
+from ckptx.architecture.plan_overrides import ABSENT, OVERRIDES, override_keys, spelled_out
+from ckptx.architecture.spec import Architecture
+from ckptx.layout.placement import Placement
+from ckptx.layout.styles import STYLES
+from ckptx.layout.tensor_parallel_plan import Decision, decide
+
+
+def known(class_name: str) -> Architecture:
+    found = table.lookup(class_name)
+    assert found is not None, class_name
+    return found
+
+
+def decision(class_name: str, name: str, shape: tuple[int, ...], config: dict[str, Any]) -> Decision:
+    return decide(known(class_name).tensor_parallel_plan(config), name, shape, 2)
+
+
+def test_every_override_has_a_reason_and_a_style_that_is_known() -> None:
+    rows = [(kind, row) for kind, each in OVERRIDES.items() for row in each]
+    assert len({kind for kind, _ in rows}) > 30
+    for kind, row in rows:
+        assert row.reason and row.style in STYLES, (kind, row)
+        assert all(each.startswith(("@layers.*.", "@around.")) for each in spelled_out(row.patterns)), (kind, row)
+    assert all(row.reason for each in ABSENT.values() for row in each)
+
+
+def test_every_override_matches_a_class_of_its_model_type() -> None:
+    """Quantized forms aside, which no class has by itself."""
+    unmatched = {(kind, row.patterns) for kind, rows in OVERRIDES.items() for row in rows}
+    for class_name in table.class_names():
+        found = table.lookup(class_name)
+        if found is None or found.structure.text_type not in OVERRIDES:
+            continue
+        kind = found.structure.text_type
+        names = found.name_patterns | {name.rpartition(".")[0] for name in found.name_patterns}
+        for row in OVERRIDES[kind]:
+            if (kind, row.patterns) in unmatched:
+                for stack in found.structure.stacks:
+                    around = stack.path.rpartition(".")[0]
+                    text = row.patterns.replace("@layers", stack.path)
+                    if not names.isdisjoint(spelled_out(text.replace("@around.", f"{around}." if around else ""))):
+                        unmatched.discard((kind, row.patterns))
+    assert {patterns.rpartition("_")[2] for _, patterns in unmatched} <= {"blocks", "scales", "scales}"}
+
+
+def test_keys_of_overrides_have_defaults_in_the_table() -> None:
+    assert {"hidden_size", "num_attention_heads"} <= override_keys()["gpt2"]
+    assert known("GPT2LMHeadModel").structure.defaults["hidden_size"] == 768
+
+
+GPT2 = {"n_embd": 12, "n_head": 2, "n_layer": 3}
+FALCON = {"hidden_size": 32, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("class_name", "name", "shape", "config", "placement"),
+    [
+        ("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", (12, 36), GPT2, Placement(1, (12, 12, 12), 6)),
+        ("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.bias", (36,), GPT2, Placement(0, (12, 12, 12), 6)),
+        ("GPT2LMHeadModel", "transformer.h.0.attn.c_proj.weight", (12, 12), GPT2, Placement(0, (12,), 6)),
+        ("GPT2LMHeadModel", "transformer.h.0.attn.c_proj.bias", (12,), GPT2, None),
+        ("GPT2LMHeadModel", "transformer.h.0.mlp.c_fc.weight", (12, 48), GPT2, Placement(1, (48,))),
+        ("GPT2LMHeadModel", "transformer.h.0.mlp.c_proj.weight", (48, 12), GPT2, Placement(0, (48,))),
+        ("GPT2LMHeadModel", "transformer.wte.weight", (101, 12), GPT2, Placement(0, (101,))),
+        ("GPT2LMHeadModel", "lm_head.weight", (101, 12), GPT2, Placement(0, (101,))),
+        ("GPT2LMHeadModel", "transformer.wpe.weight", (64, 12), GPT2, None),
+        (
+            "FalconForCausalLM",
+            "transformer.h.0.self_attention.query_key_value.weight",
+            (48, 32),
+            {**FALCON, "multi_query": True},
+            Placement(0, (32, 8, 8), 8),
+        ),
+        (
+            "FalconForCausalLM",
+            "transformer.h.0.self_attention.query_key_value.weight",
+            (96, 32),
+            {**FALCON, "multi_query": False},
+            Placement(0, (96,), 24),
+        ),
+        (
+            "FalconForCausalLM",
+            "transformer.h.0.self_attention.query_key_value.weight",
+            (64, 32),
+            {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+            Placement(0, (64,), 32),
+        ),
+        (
+            "BloomForCausalLM",
+            "transformer.h.0.self_attention.query_key_value.weight",
+            (96, 32),
+            {"hidden_size": 32, "n_head": 4},
+            Placement(0, (96,), 24),
+        ),
+        (
+            "MptForCausalLM",
+            "transformer.blocks.0.attn.Wqkv.weight",
+            (96, 32),
+            {"d_model": 32, "n_heads": 4},
+            Placement(0, (32, 32, 32), 8),
+        ),
+        ("OPTForCausalLM", "model.decoder.layers.0.fc2.weight", (8, 32), {}, Placement(1, (32,))),
+        (
+            "Qwen3VLForConditionalGeneration",
+            "model.language_model.layers.0.mlp.down_proj.weight",
+            (8, 32),
+            {},
+            Placement(1, (32,)),
+        ),
+        ("Qwen3VLForConditionalGeneration", "model.visual.blocks.0.attn.qkv.weight", (96, 32), {}, None),
+        ("GptOssForCausalLM", "model.layers.0.self_attn.sinks", (64,), {}, Placement(0, (64,))),
+        (
+            "GptOssForCausalLM",
+            "model.layers.0.mlp.experts.gate_up_proj",
+            (4, 8, 20),
+            {"intermediate_size": 10},
+            Placement(2, (20,), 2),
+        ),
+        (
+            "GptOssForCausalLM",
+            "model.layers.0.mlp.experts.gate_up_proj_bias",
+            (4, 20),
+            {"intermediate_size": 10},
+            Placement(1, (20,), 2),
+        ),
+        ("GptOssForCausalLM", "model.layers.0.mlp.experts.down_proj", (4, 10, 8), {}, Placement(1, (10,))),
+        ("GptOssForCausalLM", "model.layers.0.mlp.experts.down_proj_bias", (4, 8), {}, None),
+        (
+            "GptOssForCausalLM",
+            "model.layers.0.mlp.experts.gate_up_proj_blocks",
+            (4, 20, 2, 16),
+            {"intermediate_size": 10},
+            Placement(1, (20,), 2),
+        ),
+        (
+            "GptOssForCausalLM",
+            "model.layers.0.mlp.experts.gate_up_proj_scales",
+            (4, 20, 2),
+            {"intermediate_size": 10},
+            Placement(1, (20,), 2),
+        ),
+        ("GptOssForCausalLM", "model.layers.0.mlp.experts.down_proj_blocks", (4, 8, 6, 16), {}, Placement(2, (6,))),
+        ("GptOssForCausalLM", "model.layers.0.mlp.experts.down_proj_scales", (4, 8, 6), {}, Placement(2, (6,))),
+        (
+            "DeepseekV3ForCausalLM",
+            "model.layers.0.self_attn.kv_b_proj.weight",
+            (96, 8),
+            {"num_attention_heads": 4, "qk_nope_head_dim": 16, "v_head_dim": 8},
+            Placement(0, (96,), 24),
+        ),
+        ("DeepseekV3ForCausalLM", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (96, 8), {}, None),
+        (
+            "MambaForCausalLM",
+            "backbone.layers.0.mixer.in_proj.weight",
+            (64, 16),
+            {"hidden_size": 16},
+            Placement(0, (32, 32)),
+        ),
+        (
+            "MambaForCausalLM",
+            "backbone.layers.0.mixer.conv1d.weight",
+            (32, 1, 4),
+            {"hidden_size": 16},
+            Placement(0, (32,)),
+        ),
+        ("MambaForCausalLM", "backbone.layers.0.mixer.A_log", (32, 16), {"hidden_size": 16}, Placement(0, (32,))),
+        (
+            "T5ForConditionalGeneration",
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            (32, 8),
+            {},
+            Placement(1, (8,)),
+        ),
+        (
+            "T5ForConditionalGeneration",
+            "decoder.block.1.layer.1.EncDecAttention.o.weight",
+            (8, 24),
+            {"num_heads": 6, "d_kv": 4},
+            Placement(1, (24,), 4),
+        ),
+        (
+            "WhisperForConditionalGeneration",
+            "model.encoder.layers.0.self_attn.out_proj.weight",
+            (8, 8),
+            {},
+            Placement(1, (8,)),
+        ),
+        (
+            "BertForMaskedLM",
+            "bert.encoder.layer.0.attention.self.query.weight",
+            (8, 8),
+            {"hidden_size": 8, "num_attention_heads": 2},
+            Placement(0, (8,), 4),
+        ),
+    ],
+)
+def test_overrides(
+    class_name: str, name: str, shape: tuple[int, ...], config: dict[str, Any], placement: Placement | None
+) -> None:
+    assert decision(class_name, name, shape, config).placement == placement
+
+
+def test_an_override_says_so_and_why() -> None:
+    found = decision("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", (12, 36), GPT2)
+    assert found.origin == "override" and "a Conv1D of [q|k|v]" in found.reason
+
+
+def test_heads_that_do_not_divide_are_told() -> None:
+    config = {**FALCON, "multi_query": True}
+    name = "transformer.h.0.self_attention.query_key_value.weight"
+    assert not decision("FalconForCausalLM", name, (48, 32), config).aligned, "the one key head is cut in two"
+    assert decision("FalconForCausalLM", name, (96, 32), {**FALCON, "multi_query": False}).aligned
+
+
+def test_the_ends_of_a_class_without_a_plan_are_cut_by_vocabulary() -> None:
+    found = decision("OPTForCausalLM", "model.decoder.embed_tokens.weight", (101, 8), {})
+    assert found.placement == Placement(0, (101,)) and found.origin == "override"
+    assert decision("OPTForCausalLM", "model.decoder.embed_positions.weight", (101, 8), {}).placement is None
+    llama = known("LlamaForCausalLM").tensor_parallel_plan({})
+    assert llama.fallback is None, "its own plan names both"

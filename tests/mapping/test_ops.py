@@ -1,0 +1,210 @@
+"""Rewritten entries, read from the files of their sources, against what the loader of transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.conversions import CASES, ONE, run_by_loader
+from support.stored import LAYOUTS, bits, numbers, read, several, store
+
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Region, coverage_fault, whole
+from ckptx.errors import Defect, InputError, UnsupportedError
+from ckptx.mapping.ops import Conversion, Op, convert
+from ckptx.mapping.rewrite import RegroupedRows, merge, narrow, permute_rope, regroup, split, transpose
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_conversion_gives_what_the_loader_gives_and_comes_back(case: str, layout: str, tmp_path: Path) -> None:
+    conversion, ops, shapes = CASES[case]
+    columns = [several(len(column), column[0]) for column in shapes]
+    columns = [[tensor + i for tensor in column] for i, column in enumerate(columns)]
+    stored = [
+        [store(tmp_path, f"{i}-{at}", tensor, layout) for at, tensor in enumerate(column)]
+        for i, column in enumerate(columns)
+    ]
+    expected = run_by_loader(conversion, ops, columns)
+
+    found = convert(conversion, stored, [None] * len(conversion.targets))
+
+    assert [len(column) for column in found] == [len(column) for column in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for entry, tensor in zip(ours, theirs, strict=True):
+            assert entry.shape == tensor.shape
+            assert torch.equal(bits(read(tmp_path, entry)), bits(tensor))
+
+    back = convert(conversion.inverse, found, [None] * len(conversion.sources))
+    for ours, column in zip(back, columns, strict=True):
+        for entry, tensor in zip(ours, column, strict=True):
+            assert torch.equal(bits(read(tmp_path, entry)), bits(tensor))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_way_back_is_that_of_the_loader(case: str, tmp_path: Path) -> None:
+    conversion, ops, shapes = CASES[case]
+    made = run_by_loader(conversion, ops, [several(len(column), column[0]) for column in shapes])
+    back = conversion.inverse
+    entries = [[store(tmp_path, f"{i}-{at}", each) for at, each in enumerate(column)] for i, column in enumerate(made)]
+    expected = run_by_loader(back, [op.reverse_op for op in reversed(ops)], made)
+    found = convert(back, entries, [None] * len(back.targets))
+    for ours, theirs in zip(found, expected, strict=True):
+        for entry, tensor in zip(ours, theirs, strict=True):
+            assert torch.equal(bits(read(tmp_path, entry)), bits(tensor))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_inverse_of_the_inverse_is_the_conversion(case: str) -> None:
+    conversion = CASES[case][0]
+    twice = conversion.inverse.inverse
+    assert (twice.sources, twice.targets) == (conversion.sources, conversion.targets)
+    assert [(op.kind, op.dim, op.other) for op in twice.ops] == [(op.kind, op.dim, op.other) for op in conversion.ops]
+
+
+def test_parts_of_given_sizes_come_back(tmp_path: Path) -> None:
+    conversion = Conversion((ONE,), ("q", "k", "v"), (Op("split", args=(8, 2, 2)),))
+    fused = numbers(12, 5)
+    parts = convert(conversion, [[store(tmp_path, "x", fused, "grid")]], [None] * 3)
+    for (entry,), tensor in zip(parts, fused.split([8, 2, 2]), strict=True):
+        assert torch.equal(bits(read(tmp_path, entry)), bits(tensor))
+    ((back,),) = convert(conversion.inverse, parts, [None])
+    assert torch.equal(bits(read(tmp_path, back)), bits(fused))
+
+
+def test_parts_may_take_their_sizes_from_the_model(tmp_path: Path) -> None:
+    conversion = Conversion((ONE,), ("q", "k"), (Op("split"),))
+    fused = numbers(12, 5)
+    parts = convert(conversion, [[store(tmp_path, "x", fused)]], [(10, 5), (2, 5)])
+    assert torch.equal(bits(read(tmp_path, parts[1][0])), bits(fused[10:]))
+    with pytest.raises(UnsupportedError, match=r'"x".*2 parts whose sizes are not known'):
+        convert(conversion, [[store(tmp_path, "x", fused)]], [(10, 5), None])
+
+
+def test_one_tensor_becomes_a_list(tmp_path: Path) -> None:
+    conversion = Conversion((ONE,), ("part.*",), (Op("chunk", args=(4,)),))
+    tensor = numbers(8, 3)
+    (parts,) = convert(conversion, [[store(tmp_path, "x", tensor)]], [None])
+    assert [entry.shape for entry in parts] == [(2, 3)] * 4
+    assert torch.equal(bits(read(tmp_path, parts[2])), bits(tensor[4:6]))
+
+
+def test_what_may_be_stored_transposed_is_told_by_its_shape(tmp_path: Path) -> None:
+    conversion = Conversion((ONE,), (ONE,), (Op("transpose", 1, 2, (1,)),))
+    tensor = numbers(3, 4, 6)
+    entry = store(tmp_path, "x", tensor)
+    ((kept,),) = convert(conversion, [[entry]], [(3, 4, 6)])
+    ((turned,),) = convert(conversion, [[entry]], [(3, 6, 4)])
+    assert kept == entry
+    assert torch.equal(bits(read(tmp_path, turned)), bits(tensor.transpose(1, 2)))
+    with pytest.raises(UnsupportedError, match='"x": may be stored transposed or not'):
+        convert(conversion, [[entry]], [None])
+    assert convert(conversion.inverse, [[turned]], [None]) == [[turned]]
+
+
+def test_checksums_travel_with_permuted_rows(tmp_path: Path) -> None:
+    tensor = numbers(24, 5)
+    entry = permute_rope(store(tmp_path, "x", tensor, "rows"), 4, back=False)
+    read(tmp_path, entry)
+    data = bytearray((tmp_path / "x.bin").read_bytes())
+    data[40] ^= 1
+    (tmp_path / "x.bin").write_bytes(data)
+    with pytest.raises(InputError, match="CRC-32"):
+        read(tmp_path, entry)
+
+
+def test_copies_of_a_tensor_are_rewritten_with_it(tmp_path: Path) -> None:
+    tensor = numbers(8, 6)
+    entry = store(tmp_path, "x", tensor)._replace(replicas=store(tmp_path, "copy", tensor, "rows").chunks)
+    pair = merge([entry, entry], 0)
+    for made in (transpose(pair, 0, 2), regroup(pair, 1, 2, 4), split(pair, 1, (3, 5))[1], pair):
+        assert made.replicas and {chunk.file for chunk in made.replicas} == {"copy.bin"}
+        copy = made._replace(chunks=made.replicas, replicas=())
+        assert torch.equal(bits(read(tmp_path, copy)), bits(read(tmp_path, made)))
+
+
+def test_permuted_rows_are_a_sequence(tmp_path: Path) -> None:
+    entry = permute_rope(store(tmp_path, "x", numbers(24, 5), "grid"), 4, back=True)
+    rows = entry.chunks
+    assert isinstance(rows, RegroupedRows) and len(rows) == 48
+    assert list(rows) == [rows[i] for i in range(48)] == list(rows[:]) and rows[-1] == rows[47]
+    with pytest.raises(IndexError):
+        rows[48]
+
+
+def test_whole_rows_of_a_chunk_stay_row_major(tmp_path: Path) -> None:
+    entry = store(tmp_path, "x", numbers(8, 6))
+    chunk = entry.chunks[0]
+    rows = narrow(chunk, Region((2, 0), (3, 6)), entry)
+    assert rows.strides is None and rows.offset == chunk.offset + 2 * 6 * 2 and rows.nbytes == 3 * 6 * 2
+    columns = narrow(chunk, Region((2, 1), (3, 2)), entry)
+    assert columns.strides == (6, 1) and columns.offset == chunk.offset + (2 * 6 + 1) * 2
+
+
+# -- refusals
+
+
+def entry_of(shape: tuple[int, ...], dtype: str = "BF16", name: str = "x") -> TensorEntry:
+    kind = BY_NAME[dtype]
+    numel = 1
+    for size in shape:
+        numel *= size
+    return TensorEntry(name, kind, shape, (Chunk(whole(shape), "f", 0, kind.nbytes(numel)),))
+
+
+@pytest.mark.parametrize(
+    ("op", "columns", "message"),
+    [
+        (Op("merge"), [[entry_of((4, 6)), entry_of((4, 5), name="y")]], '"y": BF16 of shape .4, 5., needed .* "x"'),
+        (Op("merge"), [[entry_of((4,)), entry_of((4,), "F32", "y")]], '"y": F32'),
+        (Op("concat", 1), [[entry_of((4, 6))], [entry_of((3, 6), name="y")]], '"y": BF16 of shape .3, 6.'),
+        (Op("concat", 2), [[entry_of((4, 6))]], "needed one with a dim 2"),
+        (Op("split", 0, args=(3, 2)), [[entry_of((4, 6))]], "needed parts of .3, 2. along dim 0"),
+        (Op("chunk", 0, args=(3,)), [[entry_of((4, 6))]], "needed 3 equal parts along dim 0"),
+        (Op("interleave", 1), [[entry_of((4, 5))]], "needed pairs along dim 1"),
+        (Op("permute_rope", args=(3, 0)), [[entry_of((16, 2))]], "3 heads of rotary pairs"),
+        (Op("transpose", 0, 1), [[entry_of((4,))]], "needed one with a dim 1"),
+        (Op("unmerge", 1), [[entry_of((4,))]], "needed one with a dim 1"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(op: Op, columns: list[list[TensorEntry]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        convert(Conversion(tuple("ab"[: len(columns)]), ("y",), (op,)), columns, [None])
+
+
+def test_an_unknown_op_is_refused_by_the_name_of_its_class() -> None:
+    conversion = Conversion(("x",), ("y",), (Op("unsupported:Conv3dToLinear"),))
+    assert conversion.unsupported == "Conv3dToLinear" and conversion.inverse.unsupported == "Conv3dToLinear"
+    with pytest.raises(UnsupportedError, match=r'"x".*Conv3dToLinear of transformers'):
+        convert(conversion, [[entry_of((2,))]], [None])
+
+
+def test_pairs_that_share_a_byte_are_not_parted() -> None:
+    entry = entry_of((4, 8), "F4")
+    assert [part.shape for part in split(entry, 1, (4, 4))] == [(4, 4)] * 2
+    assert split(entry, 1, (4, 4))[1].chunks[0].offset == 2
+    experts = transpose(entry_of((3, 4, 8), "F4"), 0, 1)
+    assert experts.chunks[0].strides == (4, 16, 1) and coverage_fault((4, 3, 8), [experts.chunks[0].region]) is None
+    with pytest.raises(UnsupportedError, match="share bytes"):
+        split(entry, 1, (3, 5))
+    with pytest.raises(UnsupportedError, match="share bytes"):
+        transpose(entry, 0, 1)
+    with pytest.raises(UnsupportedError, match="share bytes"):
+        regroup(entry, 1, 2, 4)
+
+
+def test_an_archive_that_was_not_opened_is_no_place_of_elements() -> None:
+    entry = entry_of((4, 8))
+    closed = entry._replace(chunks=(entry.chunks[0]._replace(archive=True),))
+    for op in (
+        Op("merge"),
+        Op("concat"),
+        Op("transpose", 0, 1),
+        Op("interleave"),
+        Op("unmerge"),
+        Op("chunk", args=(2,)),
+    ):
+        with pytest.raises(Defect, match="before its payload was located"):
+            convert(Conversion(("x",), ("y",), (op,)), [[closed]], [None])

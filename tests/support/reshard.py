@@ -1,0 +1,136 @@
+"""Cut checkpoints as stock torch and safetensors see them: which file holds which rectangle of which tensor."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from support import models
+from support.models import Recipe, build, load, read_file
+from support.stock import raw
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+Shape = tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """A rectangle of a tensor in a file."""
+
+    file: str
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(at, at + n) for at, n in zip(self.offsets, self.sizes, strict=True))
+
+
+Blocks = dict[str, list[Held]]
+
+
+def in_dcp(root: Path) -> Blocks:
+    """What `.metadata` says, read by stock torch."""
+    read = dcp.FileSystemReader(root).read_metadata()
+    entries, held = read.state_dict_metadata, defaultdict(list)
+    for index, info in read.storage_data.items():
+        entry = entries[index.fqn]
+        if isinstance(entry, TensorStorageMetadata):
+            sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+            held[index.fqn].append(Held(info.relative_path, tuple(index.offset), tuple(sizes)))
+    return dict(held)
+
+
+def in_shards(root: Path) -> Blocks:
+    """What the headers of sharded safetensors say."""
+    held = defaultdict(list)
+    for file in sorted(root.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            info = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for name in opened.keys():  # noqa: SIM118
+                sizes = tuple(opened.get_slice(name).get_shape())
+                held[name].append(Held(file.name, tuple(info[name]["saved_offsets"]), sizes))
+    return dict(held)
+
+
+def rank_of(file: str) -> int:
+    """The rank whose file this is, as the two formats number them."""
+    found = re.fullmatch(r"__(\d+)_\d+\.distcp|shard-(\d+)-model-\d+-of-\d+\.safetensors", file)
+    assert found, file
+    return int(found[1]) if found[1] else int(found[2]) - 1
+
+
+def fault_of_cover(shape: Shape, held: Iterable[Held], copies: int = 1) -> str | None:
+    """What is wrong with the rectangles of a tensor: every element must be there `copies` times, or once each."""
+    times = np.zeros(shape, int)
+    for rectangle in held:
+        if any(at + n > size for at, n, size in zip(rectangle.offsets, rectangle.sizes, shape, strict=True)):
+            return f"{rectangle} is outside {shape}"
+        times[rectangle.slices] += 1
+    if not times.size or (times.min() == times.max() and times.min() in (1, copies)):
+        return None
+    return f"elements are there {times.min()} to {times.max()} times"
+
+
+def fault_of_bytes(root: Path, held: Mapping[str, list[Held]], expected: Mapping[str, torch.Tensor]) -> str | None:
+    """The first rectangle in sharded safetensors that is not the same part of the whole tensor, replicas too."""
+    opened = {file.name: read_file(file) for file in root.glob("*.safetensors")}
+    for name, rectangles in held.items():
+        for rectangle in rectangles:
+            if raw(opened[rectangle.file][name]) != raw(expected[name][rectangle.slices]):
+                return f"{name} {rectangle}"
+    return None
+
+
+# Lists of layers that pipeline stages share, in the order they run; elsewhere it is the one in `_DECODER`.
+_DECODER = re.compile(r"(?:^|\.)(?:layers|h|block)\.(\d+)\.")
+_ENCODER_DECODER = re.compile(r"(?:^|\.)(encoder|decoder)\.(?:layers|block)\.(\d+)\.")
+_ENCODER = re.compile(r"(?:^|\.)encoder\.layer\.(\d+)\.")
+_TOWER = re.compile(r"vision|visual|audio")
+
+
+def layer_of(name: str, encoder_layers: int) -> int | None:
+    """The index of the layer that a tensor belongs to, counted over encoder and decoder; None outside of layers.
+
+    Args:
+        name: Of a tensor, on disk or in the model.
+        encoder_layers: 0 in a model that has no decoder beside it.
+    """
+    if _TOWER.search(name):
+        return None
+    both = _ENCODER_DECODER.search(name)
+    if both:
+        return int(both[2]) + (encoder_layers if both[1] == "decoder" else 0)
+    found = _ENCODER.search(name) or _DECODER.search(name)
+    return int(found[1]) if found else None
+
+
+def deeper(name: str, layers: int) -> Recipe:
+    """A recipe with more layers in its language model."""
+    recipe = models.EVERY[name]
+
+    def make() -> Any:
+        model = recipe.model()
+        config = copy.deepcopy(model.config)
+        text = config.get_text_config()
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = (text.layer_types * layers)[:layers]
+        return type(model)(config)
+
+    return replace(recipe, model=make)
+
+
+def state_of(recipe: Recipe, hf: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the model under its name there, tied ones under each, in the dtype it is saved in."""
+    model = load(hf) if recipe.add else build(recipe)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
