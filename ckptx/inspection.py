@@ -8,22 +8,36 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
+from ckptx.errors import InputError, OutputError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
+from ckptx.ranks import Layout, mesh_of, survey
+from ckptx.report.html import layout_page
+from ckptx.report.ranks import describe_layout
 from ckptx.report.report import Report, count_dtypes
-from ckptx.view import view_model
+from ckptx.view import ModelView, manifest_beside, view_model
 
 
-def inspect(path: Path, *, tensors: bool = False, match: str | None = None) -> Report:
+def inspect(
+    path: Path,
+    *,
+    tensors: bool = False,
+    match: str | None = None,
+    ranks: bool = False,
+    html: Path | None = None,
+) -> Report:
     """Describes a checkpoint; no tensor byte is read.
 
     Args:
         path: The checkpoint.
         tensors: List every tensor.
-        match: List only names that match this glob; implies `tensors`.
+        match: Only names that match this glob. Alone it implies `tensors`; with `ranks` or `html` it narrows them.
+        ranks: Say what each rank holds.
+        html: Draw that into this file, as one page that needs no other.
 
     Raises:
         InputError, UnsupportedError: It cannot be opened.
+        OutputError: The page cannot be written.
     """
     report = Report("inspect")
     catalog = open_checkpoint(path)
@@ -60,10 +74,39 @@ def inspect(path: Path, *, tensors: bool = False, match: str | None = None) -> R
         "unknown": view.unknown,
         "groups": [{"pattern": name, "tensors": groups[name], "bytes": sizes[name]} for name in groups],
     }
-    if tensors or match:
-        names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
+    names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
+    if tensors or (match and not (ranks or html)):
         report.details["listed"] = [_describe(catalog, name) for name in names]
+    if ranks or html is not None:
+        layout = _layout(view, names, report.warnings)
+        if ranks:
+            describe_layout(report, layout)
+        if html is not None:
+            _write(html, layout_page(report, layout))
+            report.details["html"] = str(html)
     return report.finish()
+
+
+def _layout(view: ModelView, names: list[str], notes: list[str]) -> Layout:
+    """Which rank or file holds what of the tensors `names`."""
+    catalog = view.catalog
+    try:
+        manifest = manifest_beside(catalog, notes)
+    except (InputError, UnsupportedError) as error:  # what the files say themselves is still worth a look
+        notes.append(str(error))
+        manifest = None
+    dims, doubt = mesh_of(manifest, catalog.files)
+    if doubt is not None:
+        notes.append(doubt)
+    short = {entry.name: name for name, entry in view.tensors.items()}
+    return survey(catalog, {name: short.get(name, name) for name in names}, dims)
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: the page cannot be written: {error.strerror}; name another file") from error
 
 
 def _describe(catalog: Catalog, name: str) -> dict[str, Any]:

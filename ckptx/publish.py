@@ -240,19 +240,22 @@ def has_contents(target: Path, job: Job, files: FilePool, max_memory: int) -> bo
 
 def _layout(plan: CopyPlan) -> str:
     """A digest of everything the plan writes where."""
+    known: dict[tuple[int, int], bytes] = {}
+
+    def places(chunks: Sequence[Chunk]) -> bytes:
+        if not isinstance(chunks, CutChunks):
+            return repr(tuple(chunks)).encode()
+        key = (id(chunks.files), id(chunks.blocks))  # which tensors that are cut alike share
+        if key not in known:
+            known[key] = leaf_digest(repr((chunks.files, chunks.blocks)).encode())
+        return known[key] + chunks.offsets.tobytes()
+
     files = (leaf_digest(repr((file.name, file.nbytes)).encode() + file.prologue) for file in plan.files)
     steps = (
-        leaf_digest(repr((step.target.name, step.target.dtype, *_places(step.target.chunks))).encode())
+        leaf_digest(repr((step.target.name, step.target.dtype.name)).encode() + places(step.target.chunks))
         for step in plan.steps()
     )
     return tree_digest([*files, *steps]).hex()
-
-
-def _places(chunks: Sequence[Chunk]) -> Iterator[tuple[object, ...]]:
-    if isinstance(chunks, CutChunks):
-        yield chunks.files, chunks.blocks, chunks.offsets.tobytes()
-    else:
-        yield from chunks
 
 
 def _allocated(tree: Path) -> int:

@@ -17,7 +17,7 @@ FLOORS = (
     ("errors", "version"),
     ("catalog", "storage", "staging", "rendezvous"),
     ("layout", "mapping"),
-    ("formats", "architecture", "transfer"),
+    ("formats", "architecture", "transfer", "ranks"),
     ("runtime", "report", "view", "cutting", "publish", "options"),
     ("conversion", "inspection", "difference", "verification"),
     ("robustness",),

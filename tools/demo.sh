@@ -16,6 +16,8 @@ cd "$work"
 run ckptx inspect model
 run ckptx convert hf2dcp model model-dcp
 run ckptx verify model model-dcp
-run ckptx convert dcp2hf model-dcp model-back
+run ckptx reshard model-dcp model-tp2-pp2 --tp 2 --pp 2
+run ckptx inspect model-tp2-pp2 --ranks
+run ckptx convert dcp2hf model-tp2-pp2 model-back
 run diff -r model model-back --exclude ckptx.json
 printf '\nThe files that came back are the files that went in.\n'

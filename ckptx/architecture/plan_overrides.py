@@ -174,7 +174,7 @@ _GEMMA4 = (
 )  # fmt: skip
 
 OVERRIDES: Mapping[str, tuple[Override, ...]] = {
-    **dict.fromkeys(("qwen3_vl_text", "stablelm", "hunyuan_v1_dense"), _LLAMA),
+    **dict.fromkeys(("emu3_text_model", "hunyuan_v1_dense", "hunyuan_vl_text", "qwen3_vl_text", "stablelm"), _LLAMA),
     **dict.fromkeys(
         ("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"), _attention("self_attn", _NO_ATTENTION)
     ),
@@ -198,6 +198,21 @@ OVERRIDES: Mapping[str, tuple[Override, ...]] = {
     ),
     **dict.fromkeys(("bloom", "persimmon"), _BY_HEAD),
     **dict.fromkeys(("falcon_mamba", "mamba"), _MAMBA),
+    # the mixers beside attention stay whole: several parts are fused in them
+    **dict.fromkeys(
+        ("bamba", "falcon_h1"),
+        (*_attention("self_attn", _NO_PLAN), *_mlp("feed_forward.{gate_proj,up_proj}", "feed_forward.down_proj")),
+    ),
+    **dict.fromkeys(
+        ("lfm2", "lfm3"),
+        (*_attention("self_attn", _NO_PLAN, "out_proj"), *_mlp("feed_forward.{w1,w3}", "feed_forward.w2")),
+    ),
+    "mllama_text_model": (
+        *_attention("{self_attn,cross_attn}", _NO_PLAN), *_mlp("mlp.{gate_proj,up_proj}", "mlp.down_proj"),
+    ),
+    # norms of all heads in one, or heads taken in pairs: attention stays whole
+    **dict.fromkeys(("chameleon", "diffllama"), _mlp("mlp.{gate_proj,up_proj}", "mlp.down_proj")),
+    "recurrent_gemma": _mlp("mlp_block.{gate_proj,up_proj}", "mlp_block.down_proj"),
     "mamba2": (
         Override(
             "@layers.*.mixer.{in_proj,conv1d,out_proj,norm}", "replicate",

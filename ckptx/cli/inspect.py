@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from ckptx.cli.options import (
@@ -20,19 +22,32 @@ from ckptx.cli.output import Output
     "inspect",
     cls=SectionedCommand,
     context_settings=SETTINGS,
-    sections=[Section("Output", ["tensors", "match", "as_json"]), HUB, GLOBAL],
-    examples=["ckptx inspect MODEL", "ckptx inspect step-1000 --match '*embed*'"],
+    sections=[Section("Output", ["tensors", "ranks", "match", "html", "as_json"]), HUB, GLOBAL],
+    examples=[
+        "ckptx inspect MODEL",
+        "ckptx inspect step-1000 --match '*embed*'",
+        "ckptx inspect MODEL-tp4-pp2 --ranks --html layout.html",
+    ],
 )
 @click.argument("path", metavar="PATH")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
-@click.option("--match", metavar="GLOB", help="List tensors whose name matches.")
+@click.option("--ranks", is_flag=True, help="Say what each rank holds, and how even that is.")
+@click.option("--match", metavar="GLOB", help="List tensors whose name matches; --ranks and --html keep to these.")
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the layout, which rank holds what, into FILE: one page, readable offline.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @hub_options
 @with_global_options
 def command(
     path: str,
     tensors: bool,
+    ranks: bool,
     match: str | None,
+    html: Path | None,
     as_json: bool,
     revision: str | None,
     token: str | None,
@@ -46,7 +61,11 @@ def command(
     return Output(as_json=as_json).run(
         "inspect",
         lambda report: inspect(
-            resolve(path, revision=revision, token=token, cache_dir=cache_dir), tensors=tensors, match=match
+            resolve(path, revision=revision, token=token, cache_dir=cache_dir),
+            tensors=tensors,
+            match=match,
+            ranks=ranks,
+            html=html,
         ),
         inspect_text,
     )

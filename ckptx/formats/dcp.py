@@ -38,8 +38,10 @@ def open_dcp(root: Path) -> Catalog:
         metadata = parse_metadata(_read_metadata(root), f"{root / METADATA}")
         catalog = Catalog(root, "dcp", {})
         unclaimed = dict(metadata.storage)
+        proved: set[tuple[Shape, tuple[Region, ...]]] = set()
         entries = [
-            _tensor(name, tensor, metadata.storage, unclaimed, root) for name, tensor in metadata.tensors.items()
+            _tensor(name, tensor, metadata.storage, unclaimed, proved, root)
+            for name, tensor in metadata.tensors.items()
         ]
         for name in metadata.objects:
             place = unclaimed.pop((name, None), None)
@@ -88,8 +90,10 @@ def _tensor(
     tensor: TensorMetadata,
     storage: Mapping[Key, StorageInfo],
     unclaimed: dict[Key, StorageInfo],
+    proved: set[tuple[Shape, tuple[Region, ...]]],
     root: Path,
 ) -> TensorEntry:
+    """One tensor; `proved` remembers the cuts that were found to cover their shape, which many tensors share."""
     dtype = BY_TORCH.get(tensor.dtype)
     if dtype is None:
         raise UnsupportedError(f'{root / METADATA}: tensor "{name}" has dtype {tensor.dtype}, which is not supported')
@@ -111,7 +115,10 @@ def _tensor(
         chunks.append(Chunk(_elements(dtype, region), place.path, place.offset, place.length, None, None, True))
     shape = _widen(dtype, tensor.size)
     if len(chunks) != 1 or chunks[0].region != whole(shape):
-        _check_coverage(name, shape, chunks, root)
+        cut = (shape, tuple([chunk.region for chunk in chunks]))
+        if cut not in proved:
+            _check_coverage(name, shape, chunks, root)
+            proved.add(cut)
     if dtype.pack > 1 and not shape:
         raise UnsupportedError(f'{root / METADATA}: tensor "{name}" is a 0-d {tensor.dtype}, which is not supported')
     chunks.sort(key=lambda chunk: chunk[1:3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
+from ckptx.report.ranks import rank_lines
 from ckptx.report.report import Report, counted, human_bytes
 
 T = TypeVar("T")
@@ -74,7 +75,10 @@ def _layout(report: Report) -> list[str]:
     for row in rules:
         counts[row["rule"], row["dim"] is not None] += row["tensors"]
     for (rule, is_cut), count in counts.items():
-        lines.append(f"  {counted(count, 'tensor')} {'cut' if is_cut else 'not cut'} by {rule}")
+        if rule == "default":
+            lines.append(f"  {counted(count, 'tensor')} not cut, no rule speaks of them")
+        else:
+            lines.append(f"  {counted(count, 'tensor')} {'cut' if is_cut else 'kept whole'} by {rule}")
     return lines
 
 
@@ -110,9 +114,13 @@ def inspect_text(report: Report) -> str:
                 for row in details["listed"]
             ]
         )
-    else:
+    elif "cut_tensors" not in details:
         rows = [[row["pattern"], str(row["tensors"]), human_bytes(row["bytes"])] for row in details["groups"]]
         lines += _table(_first(rows))
+    if "cut_tensors" in details:
+        lines += rank_lines(report)
+    if details.get("html"):
+        lines.append(f"  page          {details['html']}")
     return "\n".join(lines)
 
 

@@ -194,7 +194,7 @@ class Pass:
         while self._size > _LEAST_BLOCK and self._size * len(self._group.files) > _GROUP_BUFFERS:
             self._size //= 2
         self._outs: dict[str, OutFile] = {}
-        self._cuts: dict[tuple[int, DType, Shape], _Cut] = {}
+        self._cuts: dict[tuple[int, DType, Shape, bool], _Cut] = {}
         self._shared = copy.shared[run.group, run.first] if run.rows is not None else None
         self._finished: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
         share = "" if run.rows is None else f"-{run.rows[0]}"
@@ -255,14 +255,17 @@ class Pass:
     # ------------------------------------------------------------------------------------------------------- tensors
 
     def _cut_of(self, step: Step) -> _Cut:
-        chunks, dtype = step.target.chunks, step.target.dtype
-        if not isinstance(chunks, CutChunks):
+        chunks = step.target.chunks
+        blocks = chunks.blocks if isinstance(chunks, CutChunks) else None
+        if blocks is None and len(chunks) > 1:
             return self._make_cut(step, [chunk.region for chunk in chunks], False)
-        key = (id(chunks.blocks), dtype, step.target.shape)  # the plan keeps the blocks alive
+        # The plan keeps the blocks alive; one piece is always the whole tensor.
+        key = (id(blocks), step.target.dtype, step.target.shape, step.framed)
         cut = self._cuts.get(key)
         if cut is None:
-            replicas = any(block.replica for block in chunks.blocks)
-            cut = self._cuts[key] = self._make_cut(step, [block.region for block in chunks.blocks], replicas)
+            regions = [whole(step.target.shape)] if blocks is None else [block.region for block in blocks]
+            replicas = blocks is not None and any(block.replica for block in blocks)
+            cut = self._cuts[key] = self._make_cut(step, regions, replicas)
         return cut
 
     def _make_cut(self, step: Step, regions: list[Region], has_replicas: bool) -> _Cut:

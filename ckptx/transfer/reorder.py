@@ -11,7 +11,10 @@ from numpy.lib.stride_tricks import as_strided
 def weave(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
     """Lays the rows of a strip into a tile: `width` bytes every `pitch` bytes, to `column` of rows of `out_width`."""
     target = np.frombuffer(out, np.uint8).reshape(-1, out_width)
-    source = as_strided(np.frombuffer(rows, np.uint8), (target.shape[0], width), (pitch, 1))
+    if pitch == width:
+        source = np.frombuffer(rows, np.uint8)[: target.shape[0] * width].reshape(-1, width)
+    else:
+        source = as_strided(np.frombuffer(rows, np.uint8), (target.shape[0], width), (pitch, 1))
     target[:, column : column + width] = source
 
 

@@ -1,0 +1,382 @@
+"""Who holds what: the ranks of a checkpoint, what each of them stores, and how tensors are cut for them.
+
+Files say which rank wrote them: `__R_I.distcp`, `shard-RRRRR-model-IIIII-of-NNNNN.safetensors` (R counts from 1 there).
+Where a rank sits in the mesh only the manifest knows; without one, ranks that hold layers in common are taken for one
+pipeline stage. Where no file names a rank, the files themselves are the holders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import CutChunks, TensorEntry
+from ckptx.catalog.region import Region, Shape
+from ckptx.errors import UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.mapping.names import pattern_of
+
+Span = tuple[str, int, int]  # path of a list of layers, first, stop
+Layer = tuple[str, int]
+
+MOST_RANKS = 1 << 17  # a manifest that claims more is not believed
+
+_OF_RANK = re.compile(r"(?:.*/)?(?:__(\d{1,9})_\d+\.distcp|shard-(\d{5,9})-model-\d+-of-\d+\.safetensors)")
+_LAYER = re.compile(r"(.+?)\.([0-9]{1,9})\.")
+
+
+class Piece(NamedTuple):
+    """A rectangle of a tensor, the holder that has it, and whether another one counts for these elements."""
+
+    holder: int
+    region: Region
+    replica: bool
+
+
+class Cut(NamedTuple):
+    """How a tensor of `shape` lies on its holders, which count from the first of them: stages are cut alike."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class Group:
+    """Tensors whose names differ in numbers only, and that are cut alike.
+
+    Attributes:
+        pattern: Their name with `*` for each number.
+        dtype: Of all of them.
+        cut: Index of their cut.
+        members: First holder -> the numbers of each name, "3.17" for layer 3, expert 17; "" for a name without any.
+    """
+
+    pattern: str
+    dtype: DType
+    cut: int
+    members: dict[int, list[str]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Tensors in it."""
+        return sum(map(len, self.members.values()))
+
+
+@dataclass(slots=True)
+class Holder:
+    """A rank, or a file where no rank is known.
+
+    Attributes:
+        label: "rank 3", or the name of the file.
+        rank: None for a file.
+        stage: Pipeline stage; None when nothing tells.
+        dp: Place in the mesh, as `tp`; None without a manifest.
+        tp: See `dp`.
+        tensors: How many it holds a part of.
+        nbytes: Bytes of tensor data, names that share bytes counted once.
+        files: Files it wrote, in order.
+        layers: Layers it holds something of.
+    """
+
+    label: str
+    rank: int | None = None
+    stage: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    tensors: int = 0
+    nbytes: int = 0
+    files: list[str] = field(default_factory=list)
+    layers: set[Layer] = field(default_factory=set)
+
+    def spans(self) -> list[Span]:
+        """Its layers as ranges."""
+        return spans(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A checkpoint by holder.
+
+    Attributes:
+        holders: By rank, ranks without a tensor too where the mesh is known; or files by name.
+        dims: The mesh; None when no manifest tells.
+        cuts: How tensors are cut.
+        groups: Tensors by pattern and cut, in the order of the checkpoint.
+        outside: Stage -> names of tensors outside of layers.
+    """
+
+    holders: list[Holder]
+    dims: ParallelDims | None
+    cuts: list[Cut]
+    groups: list[Group]
+    outside: dict[int | None, list[str]]
+
+    @property
+    def by_rank(self) -> bool:
+        """False when holders are files."""
+        return bool(self.holders) and self.holders[0].rank is not None
+
+    @property
+    def cut_tensors(self) -> int:
+        """Tensors that lie in more than one piece, replicas not counted."""
+        return sum(group.count for group in self.groups if len(distinct(self.cuts[group.cut])) > 1)
+
+    def balance(self) -> dict[str, Any] | None:
+        """Bytes of a holder: mean, the most and the least with the ranks that have them; None without bytes."""
+        if not any(holder.nbytes for holder in self.holders):
+            return None
+        mean = sum(holder.nbytes for holder in self.holders) / len(self.holders)
+        most = max(self.holders, key=lambda holder: holder.nbytes)
+        least = min(self.holders, key=lambda holder: holder.nbytes)
+        return {
+            "mean": mean,
+            "max": most.nbytes,
+            "max_rank": most.rank,
+            "min": least.nbytes,
+            "min_rank": least.rank,
+            "max_over_mean": most.nbytes / mean,
+        }
+
+    def bands(self) -> list[tuple[int | None, list[Holder]]]:
+        """Holders by stage; those of no stage come last."""
+        stages = sorted({h.stage for h in self.holders}, key=lambda stage: (stage is None, stage))
+        return [(stage, [h for h in self.holders if h.stage == stage]) for stage in stages]
+
+
+def rank_of(file: str) -> int | None:
+    """The rank that wrote a file, from its name; None when the name does not tell."""
+    found = _OF_RANK.fullmatch(file)
+    if found is None:
+        return None
+    return int(found[1]) if found[1] else int(found[2]) - 1
+
+
+def layer_of(name: str) -> Layer | None:
+    """The outermost numbered module that holds a tensor.
+
+    Example:
+        model.layers.3.mlp.experts.5.up_proj.weight -> ("model.layers", 3)
+    """
+    found = _LAYER.match(name)
+    return None if found is None else (found[1], int(found[2]))
+
+
+def spans(layers: Iterable[Layer]) -> list[Span]:
+    """Layers as ranges, a path after the other."""
+    found: list[Span] = []
+    for path, index in sorted(layers):
+        if found and found[-1][0] == path and found[-1][2] == index:
+            found[-1] = (path, found[-1][1], index + 1)
+        else:
+            found.append((path, index, index + 1))
+    return found
+
+
+def spans_text(found: Sequence[tuple[str, int, int]]) -> str:
+    """Ranges as people write them: `model.layers 0-3, 8-11`; a dash for none."""
+    parts = [
+        f"{path} {', '.join(str(a) if stop == a + 1 else f'{a}-{stop - 1}' for _, a, stop in ranges)}"
+        for path, ranges in groupby(found, key=lambda span: span[0])
+    ]
+    return "; ".join(parts) or "-"
+
+
+def distinct(cut: Cut) -> dict[Region, list[int]]:
+    """Rectangles of a cut and who holds each, the one that counts first; empty ones are left out."""
+    held: dict[Region, list[int]] = {}
+    for piece in sorted(cut.pieces, key=lambda piece: piece.replica):
+        if piece.region.numel:
+            held.setdefault(piece.region, []).append(piece.holder)
+    return held
+
+
+def mesh_of(manifest: Mapping[str, Any] | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:
+    """The mesh a manifest speaks of, and why it is not believed when it is not.
+
+    A mesh of one rank says that nothing was cut for ranks, whatever the files are called.
+    """
+    if manifest is None:
+        return None, None
+    try:
+        layout = manifest["layout"]
+        sizes = [layout[axis] for axis in ("tp", "pp", "dp_shard")]
+        if not all(type(size) is int for size in sizes):
+            raise ValueError
+        dims = ParallelDims(*sizes)
+    except (KeyError, TypeError, ValueError, UsageError):
+        return None, "ckptx.json describes no mesh; ranks are taken from file names"
+    last = max((rank for rank in map(rank_of, files) if rank is not None), default=0)
+    if 1 < dims.world_size <= last or dims.world_size > MOST_RANKS:
+        return None, f"ckptx.json describes {dims.world_size} ranks, files go up to rank {last}; its mesh is ignored"
+    return dims, None
+
+
+def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None) -> Layout:
+    """Adds up what each rank or file holds.
+
+    Args:
+        catalog: The checkpoint.
+        names: Which of its tensors to look at: name on disk -> name by which layers are told.
+        dims: The mesh by the manifest, or None.
+    """
+    holders, holder_of = _holders(catalog, dims)
+    cuts = _Cuts(holder_of)
+    groups: dict[tuple[str, DType, int], Group] = {}
+    sums: dict[tuple[int, int, DType], _Sum] = {}
+    places: set[object] = set()
+    for name, short in names.items():
+        entry = catalog.tensors[name]
+        number, first = cuts.place(entry)
+        pattern, numbers = _split(name)
+        key = (pattern, entry.dtype, number)
+        groups.setdefault(key, Group(*key)).members.setdefault(first, []).append(numbers)
+        total = sums.setdefault((number, first, entry.dtype), _Sum())
+        total.tensors += 1
+        place = entry.chunks[0][1:3] if entry.numel else name
+        if place not in places:  # a name that shares the bytes of another adds nothing
+            places.add(place)
+            total.stored += 1
+        layer = layer_of(short)
+        if layer is None:
+            total.outside.append(short)
+        else:
+            total.layers.add(layer)
+    for (number, first, dtype), total in sums.items():
+        _add(holders, cuts.found[number], first, dtype, total)
+    _keep_files(catalog, holders, holder_of, cuts.files)
+    if dims is None:
+        _infer_stages(holders)
+    outside: dict[int | None, list[str]] = {}
+    for (number, first, _), total in sums.items():
+        if total.outside and holders and cuts.found[number].pieces:
+            outside.setdefault(holders[first].stage, []).extend(total.outside)
+    known = dims if dims is not None and dims.world_size > 1 else None
+    return Layout(holders, known, cuts.found, list(groups.values()), outside)
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Tensors that are cut alike and lie on the same holders."""
+
+    tensors: int = 0
+    stored: int = 0
+    layers: set[Layer] = field(default_factory=set)
+    outside: list[str] = field(default_factory=list)
+
+
+def _holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Holder], dict[str, int]]:
+    """Ranks, or files, and the index of the holder of each file."""
+    ranks = {file: rank_of(file) for file in catalog.files}
+    found = {rank for rank in ranks.values() if rank is not None}
+    if not found or None in ranks.values() or (dims is not None and dims.world_size == 1):
+        return [Holder(file) for file in catalog.files], {file: index for index, file in enumerate(catalog.files)}
+    if dims is not None:
+        found = set(range(dims.world_size))
+    index_of = {rank: index for index, rank in enumerate(sorted(found))}
+    holders = [Holder(f"rank {rank}", rank) for rank in index_of]
+    if dims is not None:
+        for holder in holders:
+            assert holder.rank is not None
+            holder.stage, holder.dp, holder.tp = dims.coordinates(holder.rank)
+    return holders, {file: index_of[rank] for file, rank in ranks.items() if rank is not None}
+
+
+def _add(holders: list[Holder], cut: Cut, first: int, dtype: DType, total: _Sum) -> None:
+    for index, pieces in groupby(sorted(cut.pieces, key=lambda piece: piece.holder), key=lambda piece: piece.holder):
+        holder = holders[first + index]
+        holder.tensors += total.tensors
+        holder.nbytes += total.stored * sum(dtype.nbytes(piece.region.numel) for piece in pieces)
+        holder.layers |= total.layers
+
+
+def _keep_files(catalog: Catalog, holders: list[Holder], holder_of: Mapping[str, int], touched: set[str]) -> None:
+    for file in catalog.files:
+        if file in touched:
+            holders[holder_of[file]].files.append(file)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A name as its pattern and its numbers; one that holds a star itself stays as it is."""
+    if "*" in name:
+        return name, ""
+    pattern = pattern_of(name)
+    return pattern, ".".join(a for a, b in zip(name.split("."), pattern.split("."), strict=True) if b == "*")
+
+
+class _Cuts:
+    """Cuts by number.
+
+    Attributes:
+        found: In the order they were met.
+        files: Every file that was met.
+    """
+
+    def __init__(self, holder_of: Mapping[str, int]) -> None:
+        self.found: list[Cut] = []
+        self.files: set[str] = set()
+        self._holder_of = holder_of
+        self._numbers: dict[Cut, int] = {}
+        self._known: dict[object, tuple[int, int]] = {}
+
+    def place(self, entry: TensorEntry) -> tuple[int, int]:
+        """The number of the cut of a tensor, and its first holder."""
+        chunks = entry.chunks
+        key: object
+        if isinstance(chunks, CutChunks):
+            key = (id(chunks.blocks), id(chunks.files))
+        else:
+            key = (entry.shape, *[chunk[:2] for chunk in chunks], None, *[chunk[:2] for chunk in entry.replicas])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._number(entry)
+        return known
+
+    def _number(self, entry: TensorEntry) -> tuple[int, int]:
+        pieces = list(self._pieces(entry))
+        first = min((piece[0] for piece in pieces), default=0)
+        cut = Cut(entry.shape, tuple(sorted(Piece(holder - first, *rest) for holder, *rest in pieces)))
+        number = self._numbers.setdefault(cut, len(self.found))
+        if number == len(self.found):
+            self.found.append(cut)
+        return number, first
+
+    def _pieces(self, entry: TensorEntry) -> Iterator[tuple[int, Region, bool]]:
+        chunks, holder_of = entry.chunks, self._holder_of
+        if isinstance(chunks, CutChunks):
+            self.files.update(chunks.files)
+            for block, file in zip(chunks.blocks, chunks.files, strict=True):
+                yield holder_of[file], block.region, block.replica
+            return
+        for chunk in chunks:
+            self.files.add(chunk.file)
+            yield holder_of[chunk.file], chunk.region, False
+        for chunk in entry.replicas:
+            self.files.add(chunk.file)
+            yield holder_of[chunk.file], chunk.region, True
+
+
+def _infer_stages(holders: list[Holder]) -> None:
+    """Ranks that hold a layer in common are of one stage; stages count in the order of their first ranks."""
+    parent = list(range(len(holders)))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = index = parent[parent[index]]
+        return index
+
+    owner: dict[Layer, int] = {}
+    for index, holder in enumerate(holders):
+        if holder.rank is None:
+            continue
+        for layer in holder.layers:
+            a, b = root(index), root(owner.setdefault(layer, index))
+            parent[max(a, b)] = min(a, b)
+    stages: dict[int, int] = {}
+    for index, holder in enumerate(holders):
+        if holder.rank is not None and holder.layers:
+            holder.stage = stages.setdefault(root(index), len(stages))

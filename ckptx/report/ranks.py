@@ -1,0 +1,166 @@
+"""What `inspect --ranks` says: rows for `--json`, and a table that stays readable for a thousand ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckptx.ranks import Holder, Layout, spans, spans_text
+from ckptx.report.report import Report, counted, human_bytes
+
+_MOST_RANKS = 64  # more are summed up by stage
+_EXTREMES = 3
+_MOST_LAYERS = 60  # characters
+
+
+def describe_layout(report: Report, layout: Layout) -> None:
+    """Puts mesh, ranks and balance into the report; where no file names a rank, files take the place of ranks."""
+    dims = layout.dims
+    details = report.details
+    details["layout"] = None
+    if dims is not None:
+        stages = [spans(_layers(holders)) for _, holders in layout.bands()]
+        details["layout"] = {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": stages}
+    details["cut_tensors"] = layout.cut_tensors
+    details["balance"] = layout.balance()
+    if layout.by_rank:
+        report.ranks = [
+            {
+                "rank": holder.rank,
+                "stage": holder.stage,
+                "dp": holder.dp,
+                "tp": holder.tp,
+                "layers": holder.spans(),
+                "tensors": holder.tensors,
+                "bytes": holder.nbytes,
+                "files": holder.files,
+            }
+            for holder in layout.holders
+        ]
+    else:
+        details["by_file"] = [
+            {"file": holder.label, "layers": holder.spans(), "tensors": holder.tensors, "bytes": holder.nbytes}
+            for holder in layout.holders
+        ]
+
+
+def mesh_text(layout: dict[str, Any] | None, ranks: int) -> str:
+    """The mesh in words, from what `describe_layout` put into the report."""
+    if not ranks:
+        return "not laid out for ranks"
+    if layout is None:
+        return f"unknown, {counted(ranks, 'rank')} by file names"
+    sizes = f"tp {layout['tp']} x dp_shard {layout['dp_shard']} x pp {layout['pp']}"
+    return f"{sizes}, {counted(ranks, 'rank')}"
+
+
+def rank_lines(report: Report) -> list[str]:
+    """The layout for a person."""
+    details, rows = report.details, report.ranks
+    mesh = mesh_text(details["layout"], len(rows))
+    if rows and details["layout"] is None:
+        mesh += "; stages by the layers that ranks have in common"
+    lines = [f"  mesh          {mesh}"]
+    cut = details["cut_tensors"]
+    said = f"{counted(cut, 'tensor')} in more than one piece" if cut else "nothing is cut: each tensor lies whole"
+    lines.append(f"  cut           {said}")
+    if not rows:
+        lines += _by_file(details["by_file"])
+    elif len(rows) <= _MOST_RANKS:
+        lines += _table(_RANK_HEAD, [_rank_row(row, details["balance"]) for row in rows])
+    else:
+        lines += _summary(rows, details["balance"])
+    if details["balance"]:
+        lines.append(f"  balance       {balance_text(details['balance'])}")
+    return lines
+
+
+def balance_text(balance: dict[str, Any]) -> str:
+    """Mean and extremes of the bytes of ranks."""
+    most, least = (
+        f"{human_bytes(balance[end])}{'' if rank is None else f' (rank {rank})'}"
+        for end, rank in (("max", balance["max_rank"]), ("min", balance["min_rank"]))
+    )
+    return f"mean {human_bytes(balance['mean'])}, max {most}, min {least}, max/mean {balance['max_over_mean']:.2f}"
+
+
+_RANK_HEAD = ("rank", "stage", "dp", "tp", "layers", "tensors", "bytes", "x mean", "files")
+
+
+def _rank_row(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
+    return [
+        str(row["rank"]),
+        *("-" if row[axis] is None else str(row[axis]) for axis in ("stage", "dp", "tp")),
+        _shortened(row["layers"]),
+        f"{row['tensors']:,}",
+        human_bytes(row["bytes"]),
+        f"{row['bytes'] / balance['mean']:.2f}" if balance else "-",
+        str(len(row["files"])),
+    ]
+
+
+def _by_file(rows: list[dict[str, Any]]) -> list[str]:
+    shown = rows[:_MOST_RANKS]
+    cells = [[r["file"], _shortened(r["layers"]), f"{r['tensors']:,}", human_bytes(r["bytes"])] for r in shown]
+    more = [f"    and {len(rows) - len(shown):,} more files, --json lists all"] if len(rows) > len(shown) else []
+    return _table(("file", "layers", "tensors", "bytes"), cells) + more
+
+
+def _summary(rows: list[dict[str, Any]], balance: dict[str, Any] | None) -> list[str]:
+    """A line for each stage, then the fullest and the emptiest ranks."""
+    by_stage: dict[int | None, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_stage.setdefault(row["stage"], []).append(row)
+    shown = sorted(by_stage.items(), key=lambda item: (item[0] is None, item[0]))
+    cells = []
+    for stage, members in shown[:_MOST_RANKS]:
+        sizes = [row["bytes"] for row in members]
+        layers = spans((path, i) for row in members for path, first, stop in row["layers"] for i in range(first, stop))
+        mean = sum(sizes) / len(sizes)
+        cells.append(
+            [
+                "-" if stage is None else str(stage),
+                ranges_text([row["rank"] for row in members]),
+                _shortened(layers),
+                human_bytes(min(sizes)),
+                human_bytes(mean),
+                human_bytes(max(sizes)),
+                f"{mean / balance['mean']:.2f}" if balance else "-",
+            ]
+        )
+    lines = _table(("stage", "ranks", "layers", "least", "mean", "most", "x mean"), cells)
+    if len(shown) > _MOST_RANKS:
+        lines.append(f"    and {len(shown) - _MOST_RANKS:,} more stages, --json lists all ranks")
+    ordered = sorted(rows, key=lambda row: (-row["bytes"], row["rank"]))
+    extremes = [*ordered[:_EXTREMES], *ordered[-_EXTREMES:]]
+    lines.append("    the fullest and the emptiest ranks; --json lists all")
+    return lines + _table(_RANK_HEAD, [_rank_row(row, balance) for row in extremes])
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Numbers as people write them: `0-3, 8`."""
+    return spans_text(spans(("", number) for number in set(numbers))).strip()
+
+
+def _layers(holders: list[Holder]) -> set[tuple[str, int]]:
+    return {layer for holder in holders for layer in holder.layers}
+
+
+def _shortened(layers: Sequence[tuple[str, int, int]]) -> str:
+    text = spans_text(layers)
+    return text if len(text) <= _MOST_LAYERS else f"{text[: _MOST_LAYERS - 4].rstrip(' ,;')} ..."
+
+
+_TO_THE_LEFT = {"layers", "file", "ranks"}
+
+
+def _table(head: Sequence[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        cells = (
+            cell.ljust(width) if title in _TO_THE_LEFT else cell.rjust(width)
+            for title, cell, width in zip(head, row, widths, strict=True)
+        )
+        lines.append("    " + "  ".join(cells).rstrip())
+    return lines
