@@ -132,13 +132,6 @@ class ConvertOptions:
         for name, known in _WORDS.items():
             if name in values and values[name] not in known:
                 raise UsageError(f'--{name}: "{values[name]}", needed one of {", ".join(known)}')
-        is_safetensors = command == "dcp2hf" or values.get("to") == "safetensors"
-        if is_safetensors and values.get("tied") == "alias":
-            raise UsageError("--tied alias: safetensors cannot let two names share bytes; use auto, copy or drop")
-        if is_safetensors and values.get("optimizer") == "keep":
-            raise UsageError("--optimizer keep: safetensors hold the model alone; use --to dcp to keep it")
-        if is_safetensors and "files" in values:
-            raise UsageError("--files: safetensors have as many files a rank as their tensors need")
         if "max_shard_size" in values:
             values["max_shard_size"] = parse_size(values["max_shard_size"], "--max-shard-size")
             values["max_shard_size_given"] = True
@@ -149,7 +142,23 @@ class ConvertOptions:
                 raise UsageError(f"--{name.replace('_', '-')}: {values[name]!r}, needed a positive number")
         if values["max_memory"] < (2 << 20) * values["workers"]:
             raise UsageError(f"--max-memory: {values['max_memory']} bytes, needed at least 2 MiB for each worker")
-        return cls(**values)
+        settings = cls(**values)
+        if command == "dcp2hf" or settings.to == "safetensors":
+            settings.refuse_what_safetensors_lack()
+        return settings
+
+    def refuse_what_safetensors_lack(self) -> None:
+        """Checks the options against an output in safetensors.
+
+        Raises:
+            UsageError: One asks for what such files cannot hold.
+        """
+        if self.tied == "alias":
+            raise UsageError("--tied alias: safetensors cannot let two names share bytes; use auto, copy or drop")
+        if self.optimizer == "keep":
+            raise UsageError("--optimizer keep: safetensors hold the model alone; use --to dcp to keep it")
+        if self.files is not None:
+            raise UsageError("--files: safetensors have as many files a rank as their tensors need; it is for a DCP")
 
     def fingerprint(self) -> dict[str, Any]:
         """The options that decide bytes beyond the layout itself."""

@@ -78,6 +78,10 @@ class FilePool:
         """Size of `name` in bytes."""
         return os.fstat(self.fd(name)).st_size
 
+    def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
+        """What there is of `nbytes` bytes of `name` from `offset` on."""
+        return os.pread(self.fd(name), nbytes, offset)
+
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes of `name` from `offset` on.
 

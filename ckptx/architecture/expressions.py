@@ -17,6 +17,10 @@ from ckptx.errors import InputError
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([A-Za-z_][A-Za-z0-9_.]*)|(\?\?|//|[-+*()]))")
 
 
+# In front of a key in `Scope.defaults`: its value where not only the key, but the whole sub-config is absent.
+MADE = "!"
+
+
 class Scope(NamedTuple):
     """Where keys get their values.
 
@@ -36,16 +40,20 @@ class Scope(NamedTuple):
         """The number of a dotted key, None where nothing says it.
 
         Some composites are published with the keys of their text model at the root: a sub-config that is absent is
-        read there.
+        read there. One that is nowhere is the one that the composite makes, whose values may be its own (`MADE`).
         """
         *path, last = key.split(".")
         node: Mapping[str, Any] = self.config
+        is_absent = False
         for part in (*self.root, *path):
             below = node.get(part)
+            is_absent = is_absent or not isinstance(below, Mapping)
             node = below if isinstance(below, Mapping) else node
         for name in (last, self.aliases.get(key, last)):
             if name in node:
                 return _number(node[name])
+        if is_absent and MADE + key in self.defaults:
+            return self.defaults[MADE + key]
         return self.defaults.get(key)
 
 

@@ -8,6 +8,7 @@ by name, for the order in which modules are registered does not tell (`_LAST`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.architecture.expressions import Scope, attempt, keys_of
+from ckptx.architecture.expressions import MADE, Scope, attempt, keys_of
 from ckptx.architecture.flags import config_tree, path_of
 from ckptx.architecture.structure import Change, Heads, LayerStack, Structure, below, is_live, under
 from ckptx.mapping.names import pattern_of
@@ -346,11 +347,23 @@ def _defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[dict[st
         if value is not None:
             defaults[key] = value
         resolved[key] = _whole(_read(config, name))
+        made = _whole(_read(config, name)) if path else None
+        if made is not None and made != _whole(_read(_plain(type(config)), name)):
+            defaults[MADE + key] = made
     # what the class works out in __init__ from other keys, where no expression says how
     for expression in sorted(expressions):
         if attempt(expression, Scope({}, defaults)) is None:
             defaults |= {key: resolved[key] for key in sorted(keys_of(expression)) if key not in defaults}
     return {key: value for key, value in sorted(defaults.items()) if value is not None}, aliases
+
+
+@functools.cache
+def _plain(config_class: Any) -> Any:
+    """A config of nothing but defaults."""
+    try:
+        return config_class()
+    except Exception:  # one that its defaults do not make
+        return None
 
 
 def _class_default(config: Any, name: str) -> int | None:
@@ -364,6 +377,8 @@ def _class_default(config: Any, name: str) -> int | None:
 
 def _read(config: Any, name: str) -> Any:
     """The value of a key for the model as a whole, also where single layers have values of their own."""
+    if config is None:
+        return None
     held = vars(config)
     spelled = getattr(config, "attribute_map", {}).get(name, name)
     if spelled in held:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckptx.architecture.expressions import MADE
+
 
 class LayerStack(NamedTuple):
     """One list of layers; see `ckptx.layout.stages.Stack`.
@@ -91,7 +93,7 @@ class Structure:
             transposed=self.transposed | other.transposed,
             changes=self.changes | other.changes,
             variants=(self.variants | other.variants) - self.changes - other.changes,
-            defaults={**other.defaults, **self.defaults},
+            defaults={**_of_given(other.defaults), **self.defaults},
             aliases={**other.aliases, **self.aliases},
         )
 
@@ -125,6 +127,11 @@ def _joined_stacks(ours: tuple[LayerStack, ...], theirs: tuple[LayerStack, ...])
         else stack
         for stack in ours
     )
+
+
+def _of_given(defaults: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Without the values of sub-configs that a composite makes: a variant has them from whoever varied them."""
+    return {key: value for key, value in defaults.items() if not key.startswith(MADE)}
 
 
 def op_parts(text: str) -> tuple[list[str], list[str]]:

@@ -42,8 +42,9 @@ def cutter_for(run: Conversion, view: ModelView, rules: NameRules | None, names:
         model_names = names if rules is None else [rules.model_name(name) or name for name in names]
         idle = plan.unmatched(model_names)
         if idle:
+            others = f", nor do {len(idle) - 1} more" if len(idle) > 1 else ""
             raise UsageError(
-                f'--tp-plan: "{idle[0]}" matches no tensor, nor do {len(idle) - 1} more; '
+                f'--tp-plan: "{idle[0]}" matches no tensor{others}; '
                 "patterns are names of the model's parameters or modules, with * for an index"
             )
     return Cutter(plan, dims, stages, rules, replicate)

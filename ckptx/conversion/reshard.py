@@ -45,6 +45,7 @@ def reshard(
         if (settings.to or _family(run.source.format)) == "dcp":
             to_dcp(run, home, cut=True)
         else:
+            settings.refuse_what_safetensors_lack()
             to_sharded(run, home)
 
     return started(src, dst, settings, report, on_progress, work)

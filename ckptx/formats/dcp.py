@@ -186,14 +186,38 @@ def open_payloads(catalog: Catalog, files: FilePool) -> Catalog:
         UnsupportedError: A conjugate or negative view, compressed or safetensors payloads.
     """
     tensors = {}
+    ahead = _ReadAhead(files)
     with without_garbage_collection():
         for name, entry in catalog.tensors.items():
-            chunks = tuple([_locate(entry, chunk, files) if chunk.archive else chunk for chunk in entry.chunks])
+            chunks = tuple([_locate(entry, chunk, ahead) if chunk.archive else chunk for chunk in entry.chunks])
             tensors[name] = TensorEntry(name, entry.dtype, entry.shape, chunks)
     return replace(catalog, tensors=tensors)
 
 
-def _locate(entry: TensorEntry, chunk: Chunk, files: FilePool) -> Chunk:
+class _ReadAhead:
+    """Reads a little more than asked: behind the end of one archive lies the head of the next."""
+
+    _NBYTES = 2560
+
+    def __init__(self, files: FilePool) -> None:
+        self.root = files.root
+        self._files = files
+        self._windows: dict[str, tuple[int, bytes]] = {}
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """As `FilePool.read`."""
+        begin, window = self._windows.get(file, (0, b""))
+        at = offset - begin
+        if at >= 0 and at + nbytes <= len(window):
+            return window[at : at + nbytes]
+        window = self._files.read_up_to(file, offset, max(nbytes, self._NBYTES))
+        if len(window) < nbytes:
+            return self._files.read(file, offset, nbytes)
+        self._windows[file] = offset, window
+        return window[:nbytes]
+
+
+def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAhead) -> Chunk:
     region, file, offset, length = chunk[:4]
     dtype, shape = entry.dtype, region.sizes
     if dtype.pack > 1:

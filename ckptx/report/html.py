@@ -1,4 +1,251 @@
-from ckptx.ranks import Layout
-from ckptx.report.report import Report
+"""The layout of a checkpoint as one HTML page: mesh, bytes of each rank, and how each tensor is cut.
+
+The page asks for nothing outside of itself and says so in its Content-Security-Policy; what it shows stands in it
+without scripts, which add search and the drawing of a tensor to scale. Names in a checkpoint are anybody's text: here
+they go through `escape`, in the data through `embedded`, and in the script into text nodes alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from urllib.parse import quote
+
+from ckptx.ranks import Group, Holder, Layout, spans, spans_text
+from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
+from ckptx.report.ranks import balance_text
+from ckptx.report.report import Report, counted, human_bytes
+
+_MOST_CELLS = 4096  # ranks drawn one by one
+_MOST_BARS = 2048
+_MOST_ROWS = 400  # patterns listed without a search
+_ROOMY = 64  # ranks that leave room for a number of bytes in each cell
+_MOST_OUTSIDE = 4
+
+
 def layout_page(report: Report, layout: Layout) -> str:
-    return ""
+    """The page.
+
+    Args:
+        report: Of `inspect`.
+        layout: Who holds what; a part of the checkpoint when a glob narrowed it.
+    """
+    script, style = _asset("layout.js"), _asset("layout.css")
+    title = escape(str(report.details["path"]).rstrip("/").rpartition("/")[2] or "checkpoint")
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{title} - layout</title>",
+            f"<style>{style}</style>",
+            "</head>",
+            "<body>",
+            thumbnails(layout, [group for _, group in _listed(layout)]),
+            *_header(report, layout, title),
+            "<main>",
+            *_mesh(layout),
+            *_bytes(layout),
+            *_tensors(layout),
+            "</main>",
+            f'<script type="application/json" id="data">{embedded(page_data(layout))}</script>',
+            f"<script>{script}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def _asset(name: str) -> str:
+    return (files("ckptx.report") / name).read_text(encoding="utf-8")
+
+
+def _header(report: Report, layout: Layout, title: str) -> Iterator[str]:
+    details = report.details
+    dtypes = " ".join(
+        f"<span class=chip>{escape(name)} <b>{count:,}</b></span>" for name, count in report.dtypes["before"].items()
+    )
+    facts = [
+        ("format", escape(details["format"])),
+        ("architecture", escape(details["architecture"] or "unknown")),
+        ("tensors", f"{report.tensors:,}"),
+        ("parameters", f"{details['parameters']:,}"),
+        ("size", human_bytes(details["bytes"])),
+        ("dtypes", dtypes),
+    ]
+    yield "<header>"
+    yield "<p class=eyebrow>checkpoint layout</p>"
+    yield f"<h1>{title}</h1>"
+    yield f"<p class=path>{escape(str(details['path']))}</p>"
+    yield f"<dl>{''.join(f'<div><dt>{term}</dt><dd>{value}</dd></div>' for term, value in facts)}</dl>"
+    shown = sum(group.count for group in layout.groups)
+    if shown < report.tensors:
+        yield f"<p class=note>This page is about {shown:,} of the {counted(report.tensors, 'tensor')}.</p>"
+    yield "</header>"
+
+
+def _mesh(layout: Layout) -> Iterator[str]:
+    yield '<section aria-labelledby="mesh">'
+    yield f'<h2 id="mesh">{"Mesh" if layout.by_rank else "Files"}</h2>'
+    yield f"<p class=lead>{_mesh_sentence(layout)}</p>"
+    bands = layout.bands()
+    if len(layout.holders) > _MOST_CELLS:
+        yield f"<p class=note>More than {_MOST_CELLS:,} ranks are not drawn one by one; --ranks --json lists them.</p>"
+    yield f'<div class="stages{"" if len(layout.holders) <= _ROOMY else " dense"}">'
+    for stage, holders in bands:
+        yield from _band(layout, stage, holders)
+    yield "</div>"
+    yield '<p class=readout id="holder" role="status">&nbsp;</p>'
+    yield "</section>"
+
+
+def _mesh_sentence(layout: Layout) -> str:
+    if not layout.by_rank:
+        said = "No file belongs to a rank"
+        return f"{said}; nothing is cut: each tensor lies whole in one file." if not layout.cut_tensors else f"{said}."
+    dims = layout.dims
+    if dims is None:
+        sentence = (
+            f"<b>{counted(len(layout.holders), 'rank')}</b> by the names of the files. The mesh is unknown without a "
+            "ckptx.json; ranks that hold layers in common are shown as one stage."
+        )
+    else:
+        sentence = (
+            f"<b>tp {dims.tp} &times; dp_shard {dims.dp_shard} &times; pp {dims.pp}</b> = "
+            f"{counted(dims.world_size, 'rank')}. In a stage, columns are tp and rows dp"
+            f"{'; hue tells tp, shade dp.' if dims.tp > 1 and dims.dp_shard > 1 else '.'}"
+        )
+    return sentence if layout.cut_tensors else f"{sentence} No tensor is cut: each lies whole on one rank."
+
+
+def _band(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> Iterator[str]:
+    dims = layout.dims
+    title = "files" if not layout.by_rank else "no stage" if stage is None else f"stage {stage}"
+    found = spans(layer for holder in holders for layer in holder.layers)
+    outside = layout.outside.get(stage, [])
+    names = [escape(name) for name in outside[:_MOST_OUTSIDE]]
+    if len(outside) > _MOST_OUTSIDE:
+        names.append(f"{len(outside) - _MOST_OUTSIDE:,} more")
+    total = sum(holder.nbytes for holder in holders)
+    yield "<article class=stage>"
+    yield f"<h3>{title} <span>{human_bytes(total)}</span></h3>"
+    yield f"<p class=layers>{escape(spans_text(found)) if found else 'no layers'}</p>"
+    if names:
+        yield f"<p class=outside>{'<br>'.join(names)}</p>"
+    if len(layout.holders) <= _MOST_CELLS:
+        if dims is None:
+            yield f'<div class="cells {"loose" if layout.by_rank else "names"}">'
+        else:
+            yield f'<div class="cells" style="--tp:{dims.tp}">'
+            yield "<i></i>" + "".join(f"<i>{'tp ' if tp == 0 else ''}{tp}</i>" for tp in range(dims.tp))
+        most = max(holder.nbytes for holder in layout.holders) or 1
+        colors = colors_of(layout)
+        first = layout.holders.index(holders[0])
+        for index, holder in enumerate(holders, start=first):
+            if dims is not None and holder.tp == 0:
+                yield f"<i>{'dp ' if holder.dp == 0 else ''}{holder.dp}</i>"
+            hue, light = colors[index % len(colors)]
+            yield _cell(holder, index, f"--h:{hue};--l:{light};--b:{holder.nbytes / most:.3f}")
+        yield "</div>"
+    yield "</article>"
+
+
+def _cell(holder: Holder, index: int, style: str) -> str:
+    size = human_bytes(holder.nbytes)
+    place = "".join(
+        f", {axis} {value}"
+        for axis, value in (("stage", holder.stage), ("dp", holder.dp), ("tp", holder.tp))
+        if value is not None
+    )
+    said = escape(f"{holder.label}{place}: {size}, {counted(holder.tensors, 'tensor')}")
+    return (
+        f'<a class=cell href="#rank={index}" data-h={index} style="{style}" title="{said}" aria-label="{said}">'
+        f"<b>{escape(holder.label if holder.rank is None else str(holder.rank))}</b><span>{size}</span></a>"
+    )
+
+
+def _bytes(layout: Layout) -> Iterator[str]:
+    balance = layout.balance()
+    if balance is None:
+        return
+    kind = "rank" if layout.by_rank else "file"
+    sizes = [holder.nbytes for holder in layout.holders]
+    step = -(-len(sizes) // _MOST_BARS)
+    bars = [max(sizes[at : at + step]) for at in range(0, len(sizes), step)]
+    colors = colors_of(layout)
+    gap = 0.12 if len(bars) <= 256 else 0.0
+    top = balance["max"]
+    said = escape(balance_text(balance))
+    yield '<section aria-labelledby="bytes">'
+    yield f'<h2 id="bytes">Bytes per {kind}</h2>'
+    yield f"<p class=lead>{said}</p>"
+    yield f"<div class=chart><span class=top>{human_bytes(top)}</span>"
+    yield (
+        f'<svg viewBox="0 0 {len(bars)} 100" preserveAspectRatio="none" role="img" '
+        f'aria-label="Bytes of tensor data per {kind}: {said}">'
+    )
+    for index, size in enumerate(bars):
+        hue, light = colors[index * step % len(colors)]
+        height = round(100 * size / top, 2)
+        mark = f" data-h={index}" if step == 1 else ""
+        yield (
+            f'<rect x="{index + gap:g}" y="{100 - height:g}" width="{1 - 2 * gap:g}" height="{height:g}"{mark} '
+            f'style="--h:{hue};--l:{light}"/>'
+        )
+    mean = round(100 - 100 * balance["mean"] / top, 2)
+    yield f'<line x1="0" x2="{len(bars)}" y1="{mean}" y2="{mean}"/></svg>'
+    last = layout.holders[-1]
+    ends = (layout.holders[0].label, last.label) if layout.by_rank else ("first file", "last file")
+    yield f"<span class=ends><span>{escape(ends[0])}</span><span>line: mean</span><span>{escape(ends[1])}</span></span>"
+    yield "</div></section>"
+
+
+def _tensors(layout: Layout) -> Iterator[str]:
+    groups = layout.groups
+    yield '<section aria-labelledby="tensors">'
+    yield '<h2 id="tensors">Tensors</h2>'
+    yield (
+        f"<p class=lead>{counted(sum(g.count for g in layout.groups), 'tensor')} of "
+        f"{counted(len({group.pattern for group in groups}), 'pattern')}; {layout.cut_tensors:,} in more than one piece. Pick one to see its cut.</p>"
+    )
+    yield '<div class=panes><div class=list><label id="search" hidden>Search names'
+    yield '<input type="search" placeholder="layers.3 q_proj" spellcheck="false" autocomplete="off"></label>'
+    yield '<nav id="rows" aria-label="tensors by pattern">'
+    for index, group in _listed(layout):
+        yield _row(layout, index, group)
+    yield "</nav>"
+    if len(groups) > _MOST_ROWS:
+        yield f"<p class=note>{len(groups) - _MOST_ROWS:,} more patterns; search finds them.</p>"
+    yield "</div>"
+    yield '<div class=detail id="detail"><noscript>Each row shows its cut in small; scripts draw it to scale.</noscript>'
+    yield "</div></div></section>"
+
+
+def _listed(layout: Layout) -> list[tuple[int, Group]]:
+    """Groups and their indices, those of one pattern one after another, as many as are listed without a search."""
+    order = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
+    return sorted(enumerate(layout.groups), key=lambda item: order[item[1].pattern])[:_MOST_ROWS]
+
+
+def _row(layout: Layout, index: int, group: Group) -> str:
+    first, members = next(iter(group.members.items()))
+    cut = layout.cuts[group.cut]
+    pattern = ".".join("<em>*</em>" if part == "*" else escape(part) for part in group.pattern.split("."))
+    count = f"<b>{group.count:,}&times;</b> " if group.count > 1 else ""
+    said = f"{count}{escape(group.dtype.name)} [{', '.join(map(str, cut.shape))}]"
+    target = quote(name_of(group.pattern, members[0]), safe="")
+    return (
+        f'<a class=row href="#tensor={target}" data-g={index}><svg viewBox="0 0 48 32" aria-hidden="true">'
+        f'<use href="#{symbol_id(layout, group.cut, first)}"/></svg><span class=name>{pattern}</span>'
+        f"<span class=meta>{said} <span>{escape(cut_text(cut))}</span></span></a>"
+    )

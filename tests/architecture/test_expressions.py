@@ -57,6 +57,13 @@ def test_a_sub_config_that_is_absent_is_read_at_the_root() -> None:
     assert evaluate("text_config.heads", Scope({}, {"text_config.heads": 2})) == 2
 
 
+def test_a_sub_config_that_a_composite_makes_has_values_of_its_own() -> None:
+    defaults = {"text_config.heads": 2, "!text_config.heads": 5}
+    assert evaluate("text_config.heads", Scope({}, defaults)) == 5
+    assert evaluate("text_config.heads", Scope({"text_config": {}}, defaults)) == 2
+    assert evaluate("text_config.heads", Scope({"heads": 6}, defaults)) == 6
+
+
 def test_aliases_and_a_root() -> None:
     assert evaluate("num_hidden_layers", Scope(CONFIG, aliases={"num_hidden_layers": "n_layer"})) == 3
     assert evaluate("heads", Scope(CONFIG, root=("text_config",))) == 4

@@ -17,7 +17,7 @@ from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.models.auto import modeling_auto
 
 from ckptx.architecture import meta_model, table
-from ckptx.architecture.meta_model_names import names_on_disk
+from ckptx.architecture.meta_model_names import loader, names_on_disk
 from ckptx.architecture.spec import Architecture
 from ckptx.layout.stages import StageMap
 from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
@@ -56,6 +56,15 @@ LANGUAGE = tuple(
 )
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LANGUAGE if name not in SAMPLE]
 EVERY = [*SAMPLE, *SLOW]
+
+
+# Some of their layers have heads of a number and size that no key of the config says: those cuts are not checked.
+TWO_KINDS = {
+    "Dots3NoteForCausalLM",
+    "Dots3NoteForConditionalGeneration",
+    "Glm5NextForConditionalGeneration",
+    "MiMoV2FlashForCausalLM",
+}
 
 
 def known(class_name: str) -> Architecture:
@@ -191,7 +200,7 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
 def test_nearly_every_language_model_has_its_layers() -> None:
     without = {name for name in LANGUAGE if not known(name).structure.stacks}
     assert without <= {
-        "BltForCausalLM", "HrmTextForCausalLM", "IdeficsForVisionText2Text", "ReformerModelWithLMHead",
+        "BltForCausalLM", "HrmTextForCausalLM", "IdeficsForVisionText2Text", "PI0ForConditionalGeneration", "ReformerModelWithLMHead",
         "UdopForConditionalGeneration", "XLMWithLMHeadModel",
     }  # fmt: skip
 
@@ -221,9 +230,10 @@ def test_every_name_on_disk_is_one_of_the_model_or_converted(class_name: str) ->
     conversions = known(class_name).conversions(config)
     sources = {pattern_of(name) for each in conversions for name in each.sources}
     targets = {pattern_of(name) for each in conversions for name in each.targets}
-    for names in names_on_disk(model):
-        unmapped = {pattern_of(name) for name in names if name not in own} - sources
-        assert not unmapped
+    written, *others = names_on_disk(model)
+    load = loader(model)
+    for names in (written, *([name for name in each if load(name) in own] for each in others)):
+        assert not {pattern_of(name) for name in names if name not in own} - sources
     assert targets <= known(class_name).model_names
 
 

@@ -1,0 +1,171 @@
+"""What the script of the layout page draws from: cuts once, tensors by reference; and the small pictures of cuts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from ckptx.catalog.region import Region
+from ckptx.ranks import Cut, Group, Layout, distinct, spans_text
+
+_WIDTH, _HEIGHT = 48, 32  # of a small picture
+_MOST_THUMBNAIL = 64  # rectangles in it
+_MOST_FILES = 6  # named for each rank
+
+
+class Axes(NamedTuple):
+    """Which dims of a tensor are drawn: down and across, None for a dim it does not have; `others` are left over."""
+
+    down: int | None
+    across: int | None
+    others: tuple[int, ...]
+
+
+def axes_of(cut: Cut) -> Axes:
+    """The two dims to draw: those that are cut first, then the longest; the first of them goes down."""
+    dims = range(len(cut.shape))
+    if len(dims) < 2:
+        return Axes(None, 0 if len(dims) else None, ())
+    is_cut = [len(_cuts_along(cut, dim)) > 1 for dim in dims]
+    chosen = sorted(sorted(dims, key=lambda dim: (not is_cut[dim], -cut.shape[dim], dim))[:2])
+    return Axes(chosen[0], chosen[1], tuple(dim for dim in dims if dim not in chosen))
+
+
+def cut_text(cut: Cut) -> str:
+    """A cut in words: `dim 0 in 4, dim 1 in 2`; `whole on 4`."""
+    held = distinct(cut)
+    parts = [(dim, len(_cuts_along(cut, dim))) for dim in range(len(cut.shape))]
+    said = ", ".join(f"dim {dim} in {count}" for dim, count in parts if count > 1) or "whole"
+    copies = max(map(len, held.values()), default=1)
+    return said if copies == 1 else f"{said}, {copies} copies"
+
+
+def _cuts_along(cut: Cut, dim: int) -> set[tuple[int, int]]:
+    return {(p.region.offsets[dim], p.region.sizes[dim]) for p in cut.pieces if p.region.numel}
+
+
+def colors_of(layout: Layout) -> list[tuple[int, float]]:
+    """Hue and lightness (OKLCH) of each slot of a stage, or of each holder where there is no mesh.
+
+    Hues part TP ranks as far as they go; FSDP ranks of one TP rank lie between it and the next. All are light enough
+    for dark text.
+    """
+    dims = layout.dims
+    if dims is None:
+        return [(round(255 + 137.508 * index) % 360, 0.77) for index in range(max(1, len(layout.holders)))]
+    tp, dp = (dims.tp, dims.dp_shard) if dims.tp > 1 else (dims.dp_shard, 1)
+    return [
+        (
+            round(255 + 360 * (slot % tp + 0.45 * (slot // tp) / dp) / tp) % 360,
+            round(0.72 + 0.16 * (slot // tp) / max(1, dp - 1), 3),
+        )
+        for slot in range(tp * dp)
+    ]
+
+
+def name_of(pattern: str, numbers: str) -> str:
+    """A tensor's name from its pattern and its numbers."""
+    left = iter(numbers.split(".") if numbers else ())
+    return ".".join(next(left, "*") if part == "*" else part for part in pattern.split("."))
+
+
+def page_data(layout: Layout) -> dict[str, Any]:
+    """The data of the page. Holders are indices; a cut counts them from the first holder of the tensor."""
+    return {
+        "unit": "rank" if layout.by_rank else "file",
+        "colors": colors_of(layout),
+        "holders": [
+            [
+                holder.label,
+                [holder.stage, holder.dp, holder.tp],
+                holder.nbytes,
+                holder.tensors,
+                spans_text(holder.spans()),
+                holder.files[:_MOST_FILES],
+                len(holder.files),
+            ]
+            for holder in layout.holders
+        ],
+        "bits": {group.dtype.name: group.dtype.bits for group in layout.groups},
+        "cuts": [_cut_row(cut) for cut in layout.cuts],
+        "groups": [
+            [group.pattern, group.dtype.name, group.cut, [[at, " ".join(m)] for at, m in group.members.items()]]
+            for group in layout.groups
+        ],
+    }
+
+
+def _cut_row(cut: Cut) -> dict[str, Any]:
+    axes = axes_of(cut)
+    return {
+        "shape": cut.shape,
+        "says": cut_text(cut),
+        "down": axes.down,
+        "across": axes.across,
+        "others": axes.others,
+        "pieces": [[holders, region.offsets, region.sizes] for region, holders in distinct(cut).items()],
+    }
+
+
+def embedded(data: dict[str, Any]) -> str:
+    """JSON that no name can end early: the three characters HTML could act on are escaped."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def symbol_id(layout: Layout, cut: int, first: int) -> str:
+    """The small picture of a cut whose first holder is `first`: stages share pictures, slots do not."""
+    return f"c{cut}-{first % len(colors_of(layout)) if layout.dims is not None else first}"
+
+
+def thumbnails(layout: Layout, groups: Iterable[Group]) -> str:
+    """The small pictures of these tensors, each once, to be used by reference."""
+    known: dict[str, str] = {}
+    for group in groups:
+        first = next(iter(group.members))
+        key = symbol_id(layout, group.cut, first)
+        if key not in known:
+            known[key] = "".join(_thumbnail(layout, layout.cuts[group.cut], first))
+    symbols = "".join(
+        f'<symbol id="{key}" viewBox="0 0 {_WIDTH} {_HEIGHT}">{shapes}</symbol>' for key, shapes in known.items()
+    )
+    hatch = (
+        '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="1.6" height="5" class="stripe"/></pattern>'
+    )
+    return f'<svg class=defs aria-hidden="true"><defs>{hatch}</defs>{symbols}</svg>'
+
+
+def _thumbnail(layout: Layout, cut: Cut, first: int) -> Iterator[str]:
+    colors, axes = colors_of(layout), axes_of(cut)
+    held = list(distinct(cut).items())
+    if held:
+        facet = _others(held[0][0], axes)
+        held = [item for item in held if _others(item[0], axes) == facet]
+    if not held or len(held) > _MOST_THUMBNAIL:
+        said = f"{len(held):,}" if held else "empty"
+        yield f'<rect class="many" width="{_WIDTH}" height="{_HEIGHT}" rx="2"/>'
+        yield f'<text x="{_WIDTH // 2}" y="20" text-anchor="middle">{said}</text>'
+        return
+    for region, holders in held:
+        x, width = _span(cut, region, axes.across, _WIDTH)
+        y, height = _span(cut, region, axes.down, _HEIGHT)
+        place = f'x="{x}" y="{y}" width="{width}" height="{height}"'
+        hue, light = colors[(first + holders[0]) % len(colors)]
+        yield f'<rect {place} style="--h:{hue};--l:{light}"/>'
+        if len(holders) > 1:
+            yield f'<rect {place} class="hatch"/>'
+
+
+def _others(region: Region, axes: Axes) -> tuple[tuple[int, int], ...]:
+    return tuple((region.offsets[dim], region.sizes[dim]) for dim in axes.others)
+
+
+def _span(cut: Cut, region: Region, dim: int | None, room: int) -> tuple[float, float]:
+    """Where a rectangle begins and how long it is, in a picture `room` wide; a hair is left between two."""
+    if dim is None:
+        return (0, room)
+    begin, size = region.offsets[dim] * room / cut.shape[dim], region.sizes[dim] * room / cut.shape[dim]
+    hair = 0.5 if size > 2 and region.sizes[dim] < cut.shape[dim] else 0
+    return round(begin, 2), round(max(size - hair, 0.3), 2)
