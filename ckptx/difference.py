@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.report import Report, count_dtypes
@@ -23,7 +24,7 @@ def diff(a: Path, b: Path) -> Report:
         InputError, UnsupportedError: One cannot be opened.
     """
     report = Report("diff")
-    first, second = in_common_names(*(view_model(open_checkpoint(path)) for path in (a, b)))
+    first, second = in_common_names(*(_headers_of(view_model(open_checkpoint(path))) for path in (a, b)))
     views = [first, second]
     report.tensors = len(first.tensors)
     report.dtypes = {
@@ -39,6 +40,16 @@ def diff(a: Path, b: Path) -> Report:
     if rows:
         report.exit = 1
     return report.finish()
+
+
+def _headers_of(view: ModelView) -> ModelView:
+    """The view with one chunk for each tensor that only says which bytes are whose; archives are not looked into."""
+    tensors = {}
+    for name, entry in view.tensors.items():
+        place = entry.chunks[0] if entry.chunks and entry.numel else None
+        said = name if place is None else f"{place.file}:{place.offset}"
+        tensors[name] = entry._replace(chunks=(Chunk(whole(entry.shape), said, 0, entry.nbytes),), replicas=())
+    return replace(view, tensors=tensors)
 
 
 def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
