@@ -49,6 +49,18 @@ class EnvironmentProblem(CkptxError):
     exit_code = 7
 
 
+class PeerFailure(CkptxError):
+    """Another process of the same run failed; carries its exit code.
+
+    Attributes:
+        is_said: True when somebody else tells the user: the rank that failed, or rank 0 of one that died.
+    """
+
+    def __init__(self, message: str, exit_code: int, is_said: bool = True) -> None:
+        super().__init__(message)
+        self.exit_code, self.is_said = exit_code, is_said
+
+
 class Terminated(BaseException):
     """SIGTERM arrived. Like KeyboardInterrupt it is no Exception: nothing may swallow it."""
 

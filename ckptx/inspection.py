@@ -11,9 +11,6 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.errors import InputError, OutputError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
-from ckptx.ranks import Layout, mesh_of, survey
-from ckptx.report.html import layout_page
-from ckptx.report.ranks import describe_layout
 from ckptx.report.report import Report, count_dtypes
 from ckptx.view import ModelView, manifest_beside, view_model
 
@@ -78,18 +75,16 @@ def inspect(
     if tensors or (match and not (ranks or html)):
         report.details["listed"] = [_describe(catalog, name) for name in names]
     if ranks or html is not None:
-        layout = _layout(view, names, report.warnings)
-        if ranks:
-            describe_layout(report, layout)
-        if html is not None:
-            _write(html, layout_page(report, layout))
-            report.details["html"] = str(html)
+        _add_layout(report, view, names, ranks, html)
     return report.finish()
 
 
-def _layout(view: ModelView, names: list[str], notes: list[str]) -> Layout:
+def _add_layout(report: Report, view: ModelView, names: list[str], ranks: bool, html: Path | None) -> None:
     """Which rank or file holds what of the tensors `names`."""
-    catalog = view.catalog
+    from ckptx.ranks import mesh_of, survey  # a look at the headers needs none of this
+    from ckptx.report.ranks import describe_layout
+
+    catalog, notes = view.catalog, report.warnings
     try:
         manifest = manifest_beside(catalog, notes)
     except (InputError, UnsupportedError) as error:  # what the files say themselves is still worth a look
@@ -99,12 +94,19 @@ def _layout(view: ModelView, names: list[str], notes: list[str]) -> Layout:
     if doubt is not None:
         notes.append(doubt)
     short = {entry.name: name for name, entry in view.tensors.items()}
-    return survey(catalog, {name: short.get(name, name) for name in names}, dims)
+    layout = survey(catalog, {name: short.get(name, name) for name in names}, dims)
+    if ranks:
+        describe_layout(report, layout)
+    if html is not None:
+        from ckptx.report.html import layout_page
+
+        _write(html, layout_page(report, layout))
+        report.details["html"] = str(html)
 
 
 def _write(path: Path, page: str) -> None:
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise OutputError(f"{path}: the page cannot be written: {error.strerror}; name another file") from error
 

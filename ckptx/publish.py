@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -78,7 +79,8 @@ def publish(
     """
     if ranks is not None and ranks.rank:
         return _assist(job, target, files, workers, max_memory, on_progress, ranks)
-    with Staging(target, overwrite=overwrite, resume=resume) as staging:
+    together = ranks.failing_together() if ranks is not None else nullcontext()
+    with Staging(target, overwrite=overwrite, resume=resume) as staging, together:
         before = fingerprint(job.source)
         if resume and is_complete(target, job) and has_contents(target, job, files, max_memory):
             staging.discard()

@@ -169,7 +169,7 @@ def layer_of(name: str) -> Layer | None:
 def spans(layers: Iterable[Layer]) -> list[Span]:
     """Layers as ranges, a path after the other."""
     found: list[Span] = []
-    for path, index in sorted(layers):
+    for path, index in sorted(set(layers)):
         if found and found[-1][0] == path and found[-1][2] == index:
             found[-1] = (path, found[-1][1], index + 1)
         else:
@@ -229,6 +229,7 @@ def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None
     groups: dict[tuple[str, DType, int], Group] = {}
     sums: dict[tuple[int, int, DType], _Sum] = {}
     places: set[object] = set()
+    outside: list[tuple[str, int]] = []
     for name, short in names.items():
         entry = catalog.tensors[name]
         number, first = cuts.place(entry)
@@ -242,21 +243,20 @@ def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None
             places.add(place)
             total.stored += 1
         layer = layer_of(short)
-        if layer is None:
-            total.outside.append(short)
-        else:
+        if layer is not None:
             total.layers.add(layer)
+        elif entry.chunks:
+            outside.append((short, first))
     for (number, first, dtype), total in sums.items():
         _add(holders, cuts.found[number], first, dtype, total)
     _keep_files(catalog, holders, holder_of, cuts.files)
     if dims is None:
         _infer_stages(holders)
-    outside: dict[int | None, list[str]] = {}
-    for (number, first, _), total in sums.items():
-        if total.outside and holders and cuts.found[number].pieces:
-            outside.setdefault(holders[first].stage, []).extend(total.outside)
+    by_stage: dict[int | None, list[str]] = {}
+    for short, first in outside:
+        by_stage.setdefault(holders[first].stage, []).append(short)
     known = dims if dims is not None and dims.world_size > 1 else None
-    return Layout(holders, known, cuts.found, list(groups.values()), outside)
+    return Layout(holders, known, cuts.found, list(groups.values()), by_stage)
 
 
 @dataclass(slots=True)
@@ -266,7 +266,6 @@ class _Sum:
     tensors: int = 0
     stored: int = 0
     layers: set[Layer] = field(default_factory=set)
-    outside: list[str] = field(default_factory=list)
 
 
 def _holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Holder], dict[str, int]]:
@@ -338,26 +337,24 @@ class _Cuts:
 
     def _number(self, entry: TensorEntry) -> tuple[int, int]:
         pieces = list(self._pieces(entry))
-        first = min((piece[0] for piece in pieces), default=0)
-        cut = Cut(entry.shape, tuple(sorted(Piece(holder - first, *rest) for holder, *rest in pieces)))
+        first = min((piece.holder for piece in pieces), default=0)
+        cut = Cut(entry.shape, tuple(sorted(piece._replace(holder=piece.holder - first) for piece in pieces)))
         number = self._numbers.setdefault(cut, len(self.found))
         if number == len(self.found):
             self.found.append(cut)
         return number, first
 
-    def _pieces(self, entry: TensorEntry) -> Iterator[tuple[int, Region, bool]]:
+    def _pieces(self, entry: TensorEntry) -> Iterator[Piece]:
         chunks, holder_of = entry.chunks, self._holder_of
         if isinstance(chunks, CutChunks):
             self.files.update(chunks.files)
             for block, file in zip(chunks.blocks, chunks.files, strict=True):
-                yield holder_of[file], block.region, block.replica
+                yield Piece(holder_of[file], block.region, block.replica)
             return
-        for chunk in chunks:
-            self.files.add(chunk.file)
-            yield holder_of[chunk.file], chunk.region, False
-        for chunk in entry.replicas:
-            self.files.add(chunk.file)
-            yield holder_of[chunk.file], chunk.region, True
+        for replica, found in ((False, chunks), (True, entry.replicas)):
+            for chunk in found:
+                self.files.add(chunk.file)
+                yield Piece(holder_of[chunk.file], chunk.region, replica)
 
 
 def _infer_stages(holders: list[Holder]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptx.errors import CkptxError, Defect, EnvironmentProblem, exit_code_of
+from ckptx.errors import Defect, EnvironmentProblem, PeerFailure, exit_code_of
 from ckptx.storage import unwritable
 
 _POLL = 0.02  # seconds
@@ -30,12 +29,8 @@ _SETTLE = 0.2  # seconds after which what rank 0 wrote is not of an earlier meet
 _FAREWELL = 60.0  # seconds that rank 0 waits for the others to hear how it ended
 
 
-class PeerFailure(CkptxError):
-    """Another rank failed; carries its exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+def _death(rank: int) -> PeerFailure:
+    return PeerFailure(f"rank {rank}: ended without a word; look at its output", Defect.exit_code, rank != 0)
 
 
 class Rendezvous:
@@ -52,6 +47,7 @@ class Rendezvous:
         Raises:
             OutputError: The place beside the target is not writable.
             EnvironmentProblem: Rank 0 does not come.
+            PeerFailure: It came and is gone.
         """
         self.rank, self.world_size = rank, world_size
         resolved = Path(os.path.realpath(target))
@@ -63,6 +59,7 @@ class Rendezvous:
             raise unwritable(self._root, error) from error
         self._take_lock()
         self._number = self._open() if rank == 0 else self._wait_for_opening()
+        self._all_here_by = time.monotonic() + _PATIENCE
         if rank:
             self._sign(self._number)
 
@@ -93,7 +90,7 @@ class Rendezvous:
         for path in self._root.iterdir():
             if not path.name.startswith("rank-"):
                 path.unlink(missing_ok=True)
-        number = secrets.token_hex(8)
+        number = os.urandom(8).hex()
         self._sign(number)
         self._write("open", number)
         return number
@@ -103,12 +100,15 @@ class Rendezvous:
 
     def _wait_for_opening(self) -> str:
         deadline = time.monotonic() + _PATIENCE
+        found = self._read("open")  # of an earlier meeting, or of this one
         while time.monotonic() < deadline:
             number = self._read("open")
             if isinstance(number, str) and not self._is_gone(0, number):
                 time.sleep(_SETTLE)
                 if self._read("open") == number:
                     return number
+            elif number is not None and number != found:
+                raise _death(0)
             time.sleep(_POLL)
         raise EnvironmentProblem(
             f"{self._root}: rank 0 did not come within {_PATIENCE:.0f} s; do all nodes see the same directory?"
@@ -136,7 +136,9 @@ class Rendezvous:
 
         Raises:
             PeerFailure: One failed or is gone.
+            EnvironmentProblem: One does not come.
         """
+        is_late = time.monotonic() > self._all_here_by
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
@@ -145,32 +147,55 @@ class Rendezvous:
                 raise PeerFailure(f"rank {rank}: {failure['message']}", failure["exit"])
             # What it said last it said before it went, so look for that afterwards.
             if self._is_gone(rank, self._number) and self._read(f"{self._number}-{rank}-end") is None:
-                raise PeerFailure(f"rank {rank}: ended without a word; look at its output", Defect.exit_code)
+                raise _death(rank)
+            if is_late and not self._has_come(rank):
+                raise EnvironmentProblem(
+                    f"{self._root}: rank {rank} did not come within {_PATIENCE:.0f} s; was it started, and do all "
+                    "nodes see the same directory?"
+                )
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """The work of this rank: whatever it raises, the others learn of; then they all leave."""
         try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, PeerFailure):
-                self.say("failed", {"message": str(error) or type(error).__name__, "exit": exit_code_of(error)})
-            raise
+            with self.failing_together():
+                yield
         finally:
             self.say("end", True)
             self._leave()
 
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Work whose failure ends that of all: when it is raised here, no other rank writes any more."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, PeerFailure):
+                self.say("failed", {"message": str(error) or type(error).__name__, "exit": exit_code_of(error)})
+            if self.rank == 0:
+                self._await_ends()
+            raise
+
     def _leave(self) -> None:
         """Rank 0 waits until all have heard the end, and removes the directory."""
         if self.rank == 0:
-            deadline = time.monotonic() + _FAREWELL
-            while time.monotonic() < deadline and not all(
-                self._read(f"{self._number}-{rank}-end") is not None or self._is_gone(rank, self._number)
-                for rank in range(1, self.world_size)
-            ):
-                time.sleep(_POLL)
+            self._await_ends()
             shutil.rmtree(self._root, ignore_errors=True)
         os.close(self._lock)
+
+    def _await_ends(self) -> None:
+        deadline = time.monotonic() + _FAREWELL
+        while time.monotonic() < deadline and not all(
+            self._read(f"{self._number}-{rank}-end") is not None or self._is_gone(rank, self._number)
+            for rank in range(1, self.world_size)
+        ):
+            time.sleep(_POLL)
+
+    def _has_come(self, rank: int) -> bool:
+        try:
+            return (self._root / f"rank-{rank}").read_text() == self._number
+        except OSError:
+            return False
 
     def _is_gone(self, rank: int, number: str) -> bool:
         """True when a rank came to the meeting with that number and does not live any more."""

@@ -114,6 +114,7 @@ def view_model(
         unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}
         view.unknown = [name for name in tensors if name in unknown] if unknown else []
     _refuse_lost_rows(view)
+    _refuse_lost_layers(view)
     return view
 
 
@@ -136,6 +137,25 @@ def _refuse_lost_rows(view: ModelView) -> None:
                     f'{view.catalog.root}: the shards of tensor "{name}" hold {entry.shape[0]} rows, config.json says '
                     f"vocab_size {words}; the last shards are missing, copy them again"
                 )
+
+
+def _refuse_lost_layers(view: ModelView) -> None:
+    """Nor do they say how many layers there are; without the shards of the last stage the model is only shorter.
+
+    Raises:
+        InputError: The last layers that config.json speaks of are not there.
+    """
+    if view.catalog.format != "sharded" or view.architecture is None or view.config is None:
+        return
+    for stack in view.architecture.stacks(view.config):
+        lead = f"{stack.path}."
+        indices = (name[len(lead) :].partition(".")[0] for name in view.tensors if name.startswith(lead))
+        found = max((int(index) + 1 for index in indices if index.isdecimal()), default=stack.count)
+        if found < stack.count:
+            raise InputError(
+                f"{view.catalog.root}: the shards hold {found} layers of {stack.path}, config.json says {stack.count}; "
+                "the last shards are missing, copy them again"
+            )
 
 
 def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | None) -> tuple[Unwrapped, Roles]:

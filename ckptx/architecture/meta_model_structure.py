@@ -8,16 +8,15 @@ by name, for the order in which modules are registered does not tell (`_LAST`).
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.architecture.expressions import MADE, Scope, attempt, keys_of
+from ckptx.architecture.expressions import Scope, attempt, keys_of
 from ckptx.architecture.flags import config_tree, path_of
+from ckptx.architecture.meta_model_configs import class_default, class_defaults, config_around, read
 from ckptx.architecture.structure import Change, Heads, LayerStack, Structure, below, is_live, under
 from ckptx.mapping.names import pattern_of
 
@@ -115,7 +114,7 @@ def structure_of(
     )
     keys = {key for each in bare.expressions() for key in keys_of(each)}
     keys |= {below(bare.text, key) for key in more_keys.get(bare.text_type, ())}
-    defaults, aliases = _defaults(keys, model.config, bare.expressions())
+    defaults, aliases = class_defaults(keys, model.config, bare.expressions())
     return dataclasses.replace(bare, defaults=defaults, aliases=aliases)
 
 
@@ -185,16 +184,16 @@ def _main(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
 
 def _count(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) -> str | None:
     """The config key whose value is the length of the list, as an expression."""
-    config = _config_around(model, path)
+    config = config_around(model, path)
     if config is None:
         return None
     place = ".".join(path_of(config, tree))
     length = len(model.get_submodule(path))
-    keys = [key for key in _COUNTS_BY_ROLE[role] if _read(config, key) == length]
+    keys = [key for key in _COUNTS_BY_ROLE[role] if read(config, key) == length]
     if not keys:
         return None
     # T5: as many layers in the decoder as in the encoder, if nothing is said
-    fallbacks = keys[1:2] if keys[0] not in _COUNTS and _class_default(config, keys[0]) is None else []
+    fallbacks = keys[1:2] if keys[0] not in _COUNTS and class_default(config, keys[0]) is None else []
     return under(" ?? ".join([keys[0], *fallbacks]), place)
 
 
@@ -248,7 +247,7 @@ def _heads(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any])
         config = getattr(module, "config", None)
         if not ("Attention" in kind or "Attn" in kind or kind.endswith("DeltaNet")):
             continue
-        config = config if isinstance(config, PreTrainedConfig) else _config_around(model, path)
+        config = config if isinstance(config, PreTrainedConfig) else config_around(model, path)
         if config is None:
             continue
         for name, value in module.named_parameters():
@@ -262,7 +261,7 @@ def _heads(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any])
 
 
 def _fitting(dims: set[int], place: str, config: Any) -> Heads:
-    scope = Scope({key: _read(config, key) for key in _CANDIDATE_KEYS})
+    scope = Scope({key: read(config, key) for key in _CANDIDATE_KEYS})
     found: list[tuple[str, str]] = []
     for count, size in _CANDIDATES:
         numbers = attempt(count, scope), attempt(size, scope)
@@ -299,101 +298,25 @@ def _size_as_expression(
 ) -> str | None:
     """The size of a tensor along `dim` as one of `keys`, or as heads of attention."""
     path = next(name for name in model.state_dict(keep_vars=True) if pattern_of(name) == target)
-    config = _config_around(model, path)
+    config = config_around(model, path)
     if config is None:
         return None
     size, place = model.get_parameter(path).shape[dim], ".".join(path_of(config, tree))
     for key in keys:
-        if _read(config, key) == size:
+        if read(config, key) == size:
             return under(key, place)
     fitting = _fitting({size}, place, config)
     return "({}) * ({})".format(*fitting[0]) if fitting else None
 
 
-# ---------------------------------------------------------------------------------------- configs
+# ---------------------------------------------------------------------------------------- modules
 
 
 def _text_config(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
     """The config of the language model: of the module around the input embedding."""
     path = _path_of(model, _call(model, "get_decoder"))
-    config = _config_around(model, below(path, "x")) if path is not None else model.config
+    config = config_around(model, below(path, "x")) if path is not None else model.config
     return (path_of(config, tree), config) if config is not None else ((), model.config)
-
-
-def _config_around(model: PreTrainedModel, path: str) -> Any:
-    """The config of the nearest module around `path` that has one."""
-    while path:
-        path = path.rpartition(".")[0]
-        config = getattr(model.get_submodule(path), "config", None)
-        if isinstance(config, PreTrainedConfig):
-            return config
-    return None
-
-
-def _defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[dict[str, int | None], dict[str, str]]:
-    """What the config classes take for absent keys, and the other spelling of keys."""
-    defaults: dict[str, int | None] = {}
-    aliases: dict[str, str] = {}
-    resolved: dict[str, int | None] = {}
-    for key in sorted(keys):
-        *path, name = key.split(".")
-        config = root
-        for part in path:
-            config = getattr(config, part)
-        spelled = getattr(config, "attribute_map", {}).get(name, name)
-        if spelled != name:
-            aliases[key] = spelled
-        value = _class_default(config, spelled)
-        if value is not None:
-            defaults[key] = value
-        resolved[key] = _whole(_read(config, name))
-        made = _whole(_read(config, name)) if path else None
-        if made is not None and made != _whole(_read(_plain(type(config)), name)):
-            defaults[MADE + key] = made
-    # what the class works out in __init__ from other keys, where no expression says how
-    for expression in sorted(expressions):
-        if attempt(expression, Scope({}, defaults)) is None:
-            defaults |= {key: resolved[key] for key in sorted(keys_of(expression)) if key not in defaults}
-    return {key: value for key, value in sorted(defaults.items()) if value is not None}, aliases
-
-
-@functools.cache
-def _plain(config_class: Any) -> Any:
-    """A config of nothing but defaults."""
-    try:
-        return config_class()
-    except Exception:  # one that its defaults do not make
-        return None
-
-
-def _class_default(config: Any, name: str) -> int | None:
-    """The default that the config class declares, before its __init__ works anything out."""
-    declared = inspect.getattr_static(type(config), name, None)
-    if _whole(declared) is not None:
-        return _whole(declared)
-    parameter = inspect.signature(type(config).__init__).parameters.get(name)
-    return _whole(parameter.default) if parameter is not None else None
-
-
-def _read(config: Any, name: str) -> Any:
-    """The value of a key for the model as a whole, also where single layers have values of their own."""
-    if config is None:
-        return None
-    held = vars(config)
-    spelled = getattr(config, "attribute_map", {}).get(name, name)
-    if spelled in held:
-        return held[spelled]
-    try:
-        return getattr(config, spelled, None)
-    except Exception:  # a property that refuses
-        return None
-
-
-def _whole(value: Any) -> int | None:
-    return int(value) if isinstance(value, int) else None
-
-
-# ---------------------------------------------------------------------------------------- modules
 
 
 def _call(model: Any, method: str) -> Any:

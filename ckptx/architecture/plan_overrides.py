@@ -203,10 +203,8 @@ OVERRIDES: Mapping[str, tuple[Override, ...]] = {
         ("bamba", "falcon_h1"),
         (*_attention("self_attn", _NO_PLAN), *_mlp("feed_forward.{gate_proj,up_proj}", "feed_forward.down_proj")),
     ),
-    **dict.fromkeys(
-        ("lfm2", "lfm3"),
-        (*_attention("self_attn", _NO_PLAN, "out_proj"), *_mlp("feed_forward.{w1,w3}", "feed_forward.w2")),
-    ),
+    "lfm2": (*_attention("self_attn", _NO_PLAN, "out_proj"), *_mlp("feed_forward.{w1,w3}", "feed_forward.w2")),
+    "lfm3": _mlp("feed_forward.{w1,w3}", "feed_forward.w2"),  # gates of attention: attention stays whole
     "mllama_text_model": (
         *_attention("{self_attn,cross_attn}", _NO_PLAN), *_mlp("mlp.{gate_proj,up_proj}", "mlp.down_proj"),
     ),

@@ -12,8 +12,7 @@ from typing import Any
 
 import click
 
-from ckptx.errors import CkptxError, Defect, Terminated, UsageError, exit_code_of
-from ckptx.rendezvous import PeerFailure
+from ckptx.errors import CkptxError, Defect, PeerFailure, Terminated, UsageError, exit_code_of
 from ckptx.report.report import Report, human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -50,7 +49,7 @@ class Output:
             report = work(report)
         except CkptxError as error:
             report.exit, report.error = error.exit_code, str(error)
-            report.is_echo = isinstance(error, PeerFailure)
+            report.is_echo = isinstance(error, PeerFailure) and error.is_said
             self._trace()
         except (KeyboardInterrupt, Terminated) as error:
             interrupted = error

@@ -86,7 +86,8 @@ def _header(report: Report, layout: Layout, title: str) -> Iterator[str]:
     yield "<header>"
     yield "<p class=eyebrow>checkpoint layout</p>"
     yield f"<h1>{title}</h1>"
-    yield f"<p class=path>{escape(str(details['path']))}</p>"
+    if (path := escape(str(details["path"]))) != title:
+        yield f"<p class=path>{path}</p>"
     yield f"<dl>{''.join(f'<div><dt>{term}</dt><dd>{value}</dd></div>' for term, value in facts)}</dl>"
     shown = sum(group.count for group in layout.groups)
     if shown < report.tensors:
@@ -101,11 +102,12 @@ def _mesh(layout: Layout) -> Iterator[str]:
     bands = layout.bands()
     if len(layout.holders) > _MOST_CELLS:
         yield f"<p class=note>More than {_MOST_CELLS:,} ranks are not drawn one by one; --ranks --json lists them.</p>"
-    yield f'<div class="stages{"" if len(layout.holders) <= _ROOMY else " dense"}">'
+    tp = 1 if layout.dims is None else layout.dims.tp
+    yield f'<div class="stages{"" if len(layout.holders) <= _ROOMY else " dense"}" style="--tp:{tp}">'
     for stage, holders in bands:
         yield from _band(layout, stage, holders)
     yield "</div>"
-    yield '<p class=readout id="holder" role="status">&nbsp;</p>'
+    yield '<p class=readout id="holder" role="status"></p>'
     yield "</section>"
 
 
@@ -146,7 +148,7 @@ def _band(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> Itera
         if dims is None:
             yield f'<div class="cells {"loose" if layout.by_rank else "names"}">'
         else:
-            yield f'<div class="cells" style="--tp:{dims.tp}">'
+            yield "<div class=cells>"
             yield "<i></i>" + "".join(f"<i>{'tp ' if tp == 0 else ''}{tp}</i>" for tp in range(dims.tp))
         most = max(holder.nbytes for holder in layout.holders) or 1
         colors = colors_of(layout)
@@ -212,11 +214,13 @@ def _bytes(layout: Layout) -> Iterator[str]:
 
 def _tensors(layout: Layout) -> Iterator[str]:
     groups = layout.groups
+    patterns = counted(len({group.pattern for group in groups}), "pattern")
     yield '<section aria-labelledby="tensors">'
     yield '<h2 id="tensors">Tensors</h2>'
     yield (
-        f"<p class=lead>{counted(sum(g.count for g in layout.groups), 'tensor')} of "
-        f"{counted(len({group.pattern for group in groups}), 'pattern')}; {layout.cut_tensors:,} in more than one piece. Pick one to see its cut.</p>"
+        f"<p class=lead>{counted(sum(g.count for g in groups), 'tensor')} of {patterns}; "
+        f"{f'{layout.cut_tensors:,}' if layout.cut_tensors else 'none'} in more than one piece. Pick one to see where "
+        "it lies.</p>"
     )
     yield '<div class=panes><div class=list><label id="search" hidden>Search names'
     yield '<input type="search" placeholder="layers.3 q_proj" spellcheck="false" autocomplete="off"></label>'
@@ -227,7 +231,8 @@ def _tensors(layout: Layout) -> Iterator[str]:
     if len(groups) > _MOST_ROWS:
         yield f"<p class=note>{len(groups) - _MOST_ROWS:,} more patterns; search finds them.</p>"
     yield "</div>"
-    yield '<div class=detail id="detail"><noscript>Each row shows its cut in small; scripts draw it to scale.</noscript>'
+    yield '<div class=detail id="detail">'
+    yield "<noscript>Each row shows its cut in small; scripts draw it to scale.</noscript>"
     yield "</div></div></section>"
 
 
@@ -243,7 +248,7 @@ def _row(layout: Layout, index: int, group: Group) -> str:
     pattern = ".".join("<em>*</em>" if part == "*" else escape(part) for part in group.pattern.split("."))
     count = f"<b>{group.count:,}&times;</b> " if group.count > 1 else ""
     said = f"{count}{escape(group.dtype.name)} [{', '.join(map(str, cut.shape))}]"
-    target = quote(name_of(group.pattern, members[0]), safe="")
+    target = quote(name_of(group.pattern, members[0]), safe="", errors="surrogatepass")
     return (
         f'<a class=row href="#tensor={target}" data-g={index}><svg viewBox="0 0 48 32" aria-hidden="true">'
         f'<use href="#{symbol_id(layout, group.cut, first)}"/></svg><span class=name>{pattern}</span>'

@@ -4,8 +4,8 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const { colors, holders, cuts, groups, bits, unit } = data;
   const pick = (id) => document.getElementById(id);
-  const detail = pick("detail"), rows = pick("rows"), searchBox = pick("search"), said = pick("holder");
-  const MOST_HITS = 200, WIDTH = 600, TALL = 420, SVG = "http://www.w3.org/2000/svg";
+  const detail = pick("detail"), rows = pick("rows"), searchBox = pick("search"), words = searchBox.querySelector("input"), said = pick("holder");
+  const MOST_HITS = 200, MOST_OPEN = 16, WIDTH = 600, TALL = 420, SVG = "http://www.w3.org/2000/svg";
 
   // ---- words
 
@@ -122,10 +122,10 @@
       const rect = draw("rect", { ...place, class: "piece", style: tint(first + held[0]), "data-p": index });
       svg.append(rect);
       shapes.push(rect);
-      if (held.length > 1) svg.append(draw("rect", { ...place, class: "hatch" }));
+      if (held.length > 1) svg.append(draw("rect", { ...place, class: "hatch", "data-p": index }));
       const long = ranges(held.map((at) => first + at)), short = numberOf(first + held[0]) + (held.length > 1 ? "+" : "");
       const label = h < 14 ? "" : long.length * 7 + 8 < w ? long : short.length * 7 + 4 < w ? short : "";
-      if (label) svg.append(draw("text", { class: "on-fill", x: left + x0 * sx + w / 2, y: top + y0 * sy + h / 2 }, label));
+      if (label) svg.append(draw("text", { class: "on-fill", "data-p": index, x: left + x0 * sx + w / 2, y: top + y0 * sy + h / 2 }, label));
     }
     if (cut.across !== null) {
       svg.append(draw("text", { x: left, y: 11 }, `dim ${cut.across} \u2192 ${cut.shape[cut.across].toLocaleString("en")}`));
@@ -188,8 +188,8 @@
     if (facets.length > 16) asides.push(`${facets.length - 16} more slices in the table`);
     if (facets.length === 1 && cut.others.length) asides.push(cut.others.map((dim) => `dim ${dim} of ${cut.shape[dim]} is not drawn, it is whole`).join("; "));
     if (!cut.pieces.length) asides.push("it has no elements");
-    else if (!boxOf(cut)[2]) asides.push("the longer side is drawn shorter than to scale");
-    if (cut.pieces.some(([at]) => at.length > 1)) asides.push("hatched: several hold the same elements");
+    else if (!boxOf(cut)[2]) asides.push("not to scale: the shorter side is drawn longer");
+    if (cut.pieces.some(([at]) => at.length > 1)) asides.push(`hatched: several ${unit}s hold the same elements`);
     const facts = make("p", { class: "facts" }, make("b", {}, `${dtype} ${list(cut.shape)}`), ` \u00b7 ${human(nbytes(dtype, cut.shape))} \u00b7 `, make("b", {}, cut.says), held.length ? ` \u00b7 ${ranges(held)}` : "");
     const table = make("details", {}, make("summary", {}, `${counted(cut.pieces.reduce((n, [at]) => n + at.length, 0), "piece")} as a table`));
     table.addEventListener("toggle", () => table.open && table.children.length === 1 && table.append(tableOf(cut, dtype, first)));
@@ -202,12 +202,13 @@
       on.onclick = () => go({ tensor: all[index + 1].name });
       detail.append(make("div", { class: "steps" }, back, on, `${(index + 1).toLocaleString("en")} of ${counted(all.length, "tensor")} cut alike`));
     }
-    detail.append(figure, readout);
+    table.open = cut.pieces.length > 1 && cut.pieces.length <= MOST_OPEN;
+    detail.append(make("div", { class: "drawn" }, figure, table), readout);
     if (asides.length) detail.append(make("p", { class: "note" }, `${asides.join("; ")}.`));
-    detail.append(table);
-    markHolders(held, rank);
-    for (const rect of figure.querySelectorAll(".piece")) {
-      rect.classList.toggle("faint", rank !== null && held.includes(rank) && !cut.pieces[rect.dataset.p][0].includes(rank - first));
+    markHolders(asked().has("tensor") ? held : [], rank);
+    const parted = rank !== null && held.includes(rank);
+    for (const node of figure.querySelectorAll("[data-p]")) {
+      node.classList.toggle("faint", parted && !cut.pieces[node.dataset.p][0].includes(rank - first));
     }
     for (const row of rows.querySelectorAll(".row")) row.classList.toggle("on", Number(row.dataset.g) === g);
     for (const hit of rows.querySelectorAll(".hit")) hit.classList.toggle("on", hit.textContent === name);
@@ -223,7 +224,7 @@
   };
 
   const showHolder = (index) => {
-    said.textContent = "\u00a0";
+    said.textContent = "";
     if (index === null) return;
     const [label, place, bytes, tensors, layers, files, count] = holders[index];
     const where = ["stage", "dp", "tp"].map((axis, i) => (place[i] === null ? "" : `, ${axis} ${place[i]}`)).join("");
@@ -232,7 +233,20 @@
     said.textContent = `${label}${where} \u00b7 ${human(bytes)} \u00b7 ${counted(tensors, "tensor")} \u00b7 layers: ${layers}${wrote}`;
   };
 
-  // ---- the address says what is shown: #tensor=NAME&rank=INDEX
+  // ---- search
+
+  const patterns = [...rows.childNodes];
+  const search = (text) => {
+    const parts = text.toLowerCase().split(/\s+/).filter(Boolean);
+    if (!parts.length) return rows.replaceChildren(...patterns);
+    const hits = everything().filter(({ name }) => parts.every((part) => name.toLowerCase().includes(part)));
+    rows.replaceChildren(
+      make("p", { class: "note", role: "status" }, hits.length > MOST_HITS ? `${counted(hits.length, "tensor")}, the first ${MOST_HITS}:` : counted(hits.length, "tensor")),
+      ...hits.slice(0, MOST_HITS).map(({ name }) => make("a", { class: "hit", href: `#tensor=${encodeURIComponent(name)}` }, name)),
+    );
+  };
+
+  // ---- the address says what is shown: #tensor=NAME&rank=INDEX&find=WORDS
 
   const asked = () => new URLSearchParams(location.hash.slice(1));
   const go = (changes) => {
@@ -252,8 +266,9 @@
     } else if (groups.length) showTensor(start, index);
   };
 
-  // The tensor to begin with: the largest of those in most pieces.
-  const rankOf = ([, dtype, c]) => [cuts[c].pieces.length > 1 ? 1 : 0, cuts[c].others.length ? 0 : 1, groups.length, nbytes(dtype, cuts[c].shape)];
+  // The tensor to begin with: one cut along most dims, the largest of these.
+  const spread = (cut) => cut.shape.filter((_, dim) => new Set(cut.pieces.map((piece) => piece[1][dim])).size > 1).length;
+  const rankOf = ([, dtype, c]) => [spread(cuts[c]), nbytes(dtype, cuts[c].shape)];
   let best = 0;
   groups.forEach((group, g) => {
     const [a, b] = [rankOf(group), rankOf(groups[best])];
@@ -271,18 +286,9 @@
     else go({ tensor: wanted.get("tensor") });
   });
 
-  const patterns = [...rows.childNodes];
-  const search = (text) => {
-    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    if (!words.length) return rows.replaceChildren(...patterns);
-    const hits = everything().filter(({ name }) => words.every((word) => name.toLowerCase().includes(word)));
-    rows.replaceChildren(
-      make("p", { class: "note", role: "status" }, hits.length > MOST_HITS ? `${counted(hits.length, "tensor")}, the first ${MOST_HITS}:` : counted(hits.length, "tensor")),
-      ...hits.slice(0, MOST_HITS).map(({ name }) => make("a", { class: "hit", href: `#tensor=${encodeURIComponent(name)}` }, name)),
-    );
-  };
   searchBox.hidden = false;
-  searchBox.querySelector("input").addEventListener("input", (event) => search(event.target.value));
+  words.addEventListener("input", () => search(words.value));
+  if (asked().has("find")) search((words.value = asked().get("find")));
   window.addEventListener("hashchange", show);
   show();
 })();

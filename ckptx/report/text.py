@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
-from ckptx.report.ranks import rank_lines
 from ckptx.report.report import Report, counted, human_bytes
 
 T = TypeVar("T")
@@ -118,6 +117,8 @@ def inspect_text(report: Report) -> str:
         rows = [[row["pattern"], str(row["tensors"]), human_bytes(row["bytes"])] for row in details["groups"]]
         lines += _table(_first(rows))
     if "cut_tensors" in details:
+        from ckptx.report.ranks import rank_lines  # which other texts do without
+
         lines += rank_lines(report)
     if details.get("html"):
         lines.append(f"  page          {details['html']}")

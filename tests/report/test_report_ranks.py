@@ -1,0 +1,72 @@
+"""The table of `inspect --ranks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.ranks import Holder, Layout
+from ckptx.report.ranks import describe_layout, ranges_text
+from ckptx.report.report import Report
+from ckptx.report.text import inspect_text
+
+
+def said(dims: ParallelDims | None, holders: Sequence[Holder]) -> list[str]:
+    report = Report("inspect", tensors=9, dtypes={"before": {"BF16": 9}})
+    report.details = {
+        "path": "made", "format": "dcp", "files": {}, "architecture": None, "chunks": 9, "bytes": 1, "parameters": 1,
+        "prefix": "", "optimizer": {"tensors": 0, "bytes": 0}, "other": [], "objects": 0, "shared": [], "unknown": [],
+        "sidecars": [], "groups": [{"pattern": "w", "tensors": 9, "bytes": 1}],
+    }  # fmt: skip
+    describe_layout(report, Layout(list(holders), dims, [], [], {}))
+    return inspect_text(report).splitlines()
+
+
+def ranks_of(dims: ParallelDims) -> list[Holder]:
+    holders = []
+    for rank in range(dims.world_size):
+        pp, dp, tp = dims.coordinates(rank)
+        holders.append(Holder(f"rank {rank}", rank, pp, dp, tp, 3, 1024 + rank, [f"__{rank}_0.distcp"]))
+        holders[-1].layers = {("layers", pp)}
+    return holders
+
+
+def test_a_row_for_each_rank() -> None:
+    lines = said(dims := ParallelDims(2, 2), ranks_of(dims))
+    assert lines[6] == "  mesh          tp 2 x dp_shard 1 x pp 2, 4 ranks"
+    assert " ".join(lines[8].split()) == "rank stage dp tp layers tensors bytes x mean files"
+    assert " ".join(lines[11].split()) == "2 1 0 0 layers 1 3 1.00 KiB 1.00 1"
+    assert lines[-1] == "  balance       mean 1.00 KiB, max 1.00 KiB (rank 3), min 1.00 KiB (rank 0), max/mean 1.00"
+    assert not any(line.split()[:1] == ["w"] for line in lines)
+
+
+def test_many_ranks_are_summed_up_by_stage() -> None:
+    lines = said(dims := ParallelDims(8, 16, 8), ranks_of(dims))
+    assert len(lines) < 40
+    (stage,) = [line for line in lines if line.split()[:2] == ["3", "192-255"]]
+    assert stage.split()[2:4] == ["layers", "3"]
+    rows = [line.split()[0] for line in lines[-7:-1]]
+    assert rows == ["1023", "1022", "1021", "2", "1", "0"]
+
+
+def test_what_is_unknown_is_a_dash() -> None:
+    lines = said(None, [Holder("rank 0", 0, tensors=1, nbytes=4), Holder("rank 7", 7)])
+    assert "  mesh          unknown, 2 ranks by file names; stages by the layers that ranks have in common" in lines
+    assert "  cut           nothing is cut: each tensor lies whole" in lines
+    assert " ".join(lines[-2].split()) == "7 - - - - 0 0 B 0.00 0"
+
+
+def test_files_are_listed_where_there_are_no_ranks() -> None:
+    lines = said(None, [Holder(f"model-{i:05d}.safetensors", tensors=1, nbytes=4) for i in range(70)])
+    assert "  mesh          not laid out for ranks" in lines
+    assert lines[-2] == "    and 6 more files, --json lists all"
+    assert lines[-3].split() == ["model-00063.safetensors", "-", "1", "4", "B"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([0], "0"), ([3, 1, 2], "1-3"), ([0, 2, 3], "0, 2-3"), (range(64, 128), "64-127")]
+)
+def test_numbers_as_ranges(numbers: Sequence[int], text: str) -> None:
+    assert ranges_text(numbers) == text

@@ -1,0 +1,372 @@
+"""Processes that make one output together: they meet, fail together, and leave nothing; with torchrun and without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptx import rendezvous
+from ckptx.errors import EnvironmentProblem, InputError, PeerFailure
+from ckptx.rendezvous import Rendezvous
+from tests.writers import LLAMA, llama, names_in, write_dcp, write_hf
+
+CONFIG = {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 16}
+MEETING, STAGING = ".cut.ckptx-ranks", ".cut.ckptx-partial"
+
+
+def together(*ranks: Callable[[], Any]) -> list[Any]:
+    """Runs each in a thread; what they return, or raise."""
+    results: list[Any] = [None] * len(ranks)
+
+    def call(at: int) -> None:
+        try:
+            results[at] = ranks[at]()
+        except BaseException as error:
+            results[at] = error
+
+    threads = [threading.Thread(target=call, args=(at,), daemon=True) for at in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "still waiting"
+    return results
+
+
+def session(
+    target: Path, rank: int, size: int, work: Callable[[Rendezvous], Any], late: float = 0
+) -> Callable[[], Any]:
+    """A rank that comes after `late` seconds, does its work, and leaves."""
+
+    def attend() -> Any:
+        time.sleep(late)
+        here = Rendezvous(target, rank, size)
+        with here.session():
+            return work(here)
+
+    return attend
+
+
+def exchange(here: Rendezvous) -> list[Any]:
+    """Says something and hears all."""
+    here.say("word", here.rank * 10)
+    return [here.hear(rank, "word") for rank in range(here.world_size)]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("late", [0, size_late := 1])
+def test_all_ranks_hear_each_other_and_leave_nothing(tmp_path: Path, size: int, late: int) -> None:
+    """Whoever is late, rank 0 or the last one."""
+    ranks = [
+        session(tmp_path / "cut", rank, size, exchange, 0.2 * (rank == (0 if late == size_late else size - 1)))
+        for rank in range(size)
+    ]
+    assert together(*ranks) == [[rank * 10 for rank in range(size)]] * size
+    assert names_in(tmp_path) == []
+
+
+def stale(tmp_path: Path, *, with_rank_0: bool = True) -> None:
+    """What a killed run of three leaves: its number, its words, and that one of it failed."""
+    root = tmp_path / MEETING
+    root.mkdir()
+    (root / "open").write_text('"0123456789abcdef"')
+    for rank in range(0 if with_rank_0 else 1, 3):
+        (root / f"rank-{rank}").write_text("0123456789abcdef")
+    (root / "0123456789abcdef-1-failed").write_text('{"message": "long ago", "exit": 3}')
+    (root / "0123456789abcdef-0-word").write_text("77")
+    (root / ".0123456789abcdef-2-word").write_text("[1, 2")
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_what_an_earlier_run_left_is_not_believed(tmp_path: Path, late: int) -> None:
+    stale(tmp_path)
+    ranks = [session(tmp_path / "cut", rank, 3, exchange, 0.5 * (rank == late)) for rank in range(3)]
+    assert together(*ranks) == [[0, 10, 20]] * 3
+    assert names_in(tmp_path) == []
+
+
+def test_two_runs_one_after_the_other(tmp_path: Path) -> None:
+    for _ in range(3):
+        found = together(*(session(tmp_path / "cut", rank, 2, exchange) for rank in range(2)))
+        assert found == [[0, 10]] * 2
+
+
+def fail(here: Rendezvous) -> None:
+    raise InputError("a.safetensors: is damaged; restore it")
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_all_fail_with_the_one_that_fails(tmp_path: Path, failing: int) -> None:
+    ranks = [
+        session(tmp_path / "cut", rank, 3, fail if rank == failing else lambda here: here.hear(failing, "word"))
+        for rank in range(3)
+    ]
+    for rank, found in enumerate(together(*ranks)):
+        assert found.exit_code == 3
+        assert isinstance(found, InputError if rank == failing else PeerFailure)
+        if rank != failing:
+            assert str(found) == f"rank {failing}: a.safetensors: is damaged; restore it"
+    assert names_in(tmp_path) == []
+
+
+def test_progress_looks_after_the_others(tmp_path: Path) -> None:
+    """A rank that waits for nobody notices too."""
+
+    def busy(here: Rendezvous) -> None:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            here.check()
+            time.sleep(0.01)
+
+    first, second = together(session(tmp_path / "cut", 0, 2, busy), session(tmp_path / "cut", 1, 2, fail))
+    assert isinstance(first, PeerFailure) and isinstance(second, InputError)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies_without_a_word_is_noticed(tmp_path: Path, dying: int) -> None:
+    def die() -> None:
+        here = Rendezvous(tmp_path / "cut", dying, 2)
+        here.hear(1 - dying, "word")
+        os.close(here._lock)  # as the system does it
+
+    def listen(here: Rendezvous) -> None:
+        here.say("word", 1)
+        here.hear(dying, "word")
+
+    found = together(die, session(tmp_path / "cut", 1 - dying, 2, listen))[1]
+    assert isinstance(found, PeerFailure)
+    assert (found.exit_code, str(found)) == (70, f"rank {dying}: ended without a word; look at its output")
+
+
+def test_a_rank_0_that_opens_and_dies_at_once_is_noticed(tmp_path: Path) -> None:
+    """Another that waits from before, and looks too late to find it alive."""
+    stale(tmp_path)
+
+    def open_and_die() -> None:
+        time.sleep(0.2)
+        os.close(Rendezvous(tmp_path / "cut", 0, 2)._lock)
+
+    found = together(open_and_die, lambda: Rendezvous(tmp_path / "cut", 1, 2).hear(0, "word"))[1]
+    assert isinstance(found, PeerFailure)
+    assert str(found) == "rank 0: ended without a word; look at its output"
+
+
+def test_rank_0_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.2)
+    stale(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="rank 0 did not come within 0 s"):
+        Rendezvous(tmp_path / "cut", 1, 2)
+
+
+def test_another_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.2)
+    monkeypatch.setattr(rendezvous, "_FAREWELL", 0.1)
+    stale(tmp_path)
+    found = together(session(tmp_path / "cut", 0, 3, lambda here: here.hear(1, "word")))[0]
+    assert isinstance(found, EnvironmentProblem)
+    assert "rank 1 did not come within 0 s" in str(found)
+    assert names_in(tmp_path) == []
+
+
+def test_a_rank_cannot_be_there_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.2)
+    first = Rendezvous(tmp_path / "cut", 0, 2)
+    with pytest.raises(EnvironmentProblem, match="rank 0 is running already"):
+        Rendezvous(tmp_path / "cut", 0, 2)
+    os.close(first._lock)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "is_meeting"),
+    [(None, None, False), ("0", "1", False), ("0", "2", True), ("0", None, False), ("", "2", False), ("x", "2", False)],
+)
+def test_the_environment_says_whether_there_are_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str | None, size: str | None, is_meeting: bool
+) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    found = Rendezvous.from_environment(tmp_path / "cut")
+    assert (found is not None) == is_meeting == (MEETING in names_in(tmp_path))
+
+
+# Processes
+
+KILLED = """
+import os, signal, sys, time
+import ckptx.publish
+from ckptx.cli.main import main
+def killed(*arguments, **named):
+    time.sleep(0.7)  # the others have come
+    os.kill(os.getpid(), signal.SIGKILL)
+ckptx.publish.execute = killed
+main()
+"""
+
+
+def start(arguments: list[object], rank: int, size: int, code: str | None = None) -> subprocess.Popen[str]:
+    """One rank, as torchrun would start it; with `code` in place of the command."""
+    program = ["-m", "ckptx"] if code is None else ["-c", code]
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return subprocess.Popen(
+        [sys.executable, *program, "reshard", *map(str, arguments)],
+        env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit code and stderr of each."""
+    found = []
+    for process in processes:
+        _, said = process.communicate(timeout=60)
+        found.append((process.returncode, said))
+    return found
+
+
+def assert_said_once(found: list[tuple[int, str]]) -> None:
+    """The rank that fails says why, rank 0 that another one did, and nobody else anything."""
+    assert found[0][1].startswith("error: ")
+    assert sum(said.count("\n") for _, said in found) == (1 if not found[0][1].startswith("error: rank ") else 2)
+
+
+def bytes_in(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(root.iterdir())}
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    return write_hf(tmp_path / "in" / "hf", llama(), shards=2, config=CONFIG)
+
+
+@pytest.fixture
+def alone(hf: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What one process writes."""
+    assert finish([start([hf, tmp_path / "in" / "alone", "--tp", 2, "--pp", 2], 0, 1)])[0][0] == 0
+    return bytes_in(tmp_path / "in" / "alone")
+
+
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "cut"
+
+
+@pytest.mark.parametrize(
+    ("size", "to"), [(2, "safetensors"), (2, "dcp"), pytest.param(4, "dcp", marks=pytest.mark.slow)]
+)
+def test_several_processes_write_what_one_writes(hf: Path, tmp_path: Path, size: int, to: str) -> None:
+    dst, options = place(tmp_path), ["--to", to, "--tp", 2, "--pp", 2]
+    assert finish([start([hf, tmp_path / "in" / "alone", *options], 0, 1)])[0] == (0, "")
+    assert finish([start([hf, dst, *options], rank, size) for rank in range(size)]) == [(0, "")] * size
+    assert bytes_in(dst) == bytes_in(tmp_path / "in" / "alone")
+    assert names_in(dst.parent) == ["cut"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_other_options_on_a_rank_fail_all(hf: Path, tmp_path: Path, failing: int) -> None:
+    dst = place(tmp_path)
+    processes = [start([hf, dst, "--tp", 4 if rank == failing else 2], rank, 2) for rank in range(2)]
+    for code, said in finish(processes):
+        assert code == 3
+        assert "rank 1 sees another checkpoint or was given other options than rank 0" in said
+    assert names_in(dst.parent) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_source_that_one_rank_does_not_see_fails_all(hf: Path, tmp_path: Path, failing: int) -> None:
+    dst = place(tmp_path)
+    sources = [tmp_path / "gone" if rank == failing else hf for rank in range(2)]
+    found = finish([start([source, dst, "--tp", 2], rank, 2) for rank, source in enumerate(sources)])
+    assert [code for code, _ in found] == [3, 3]
+    assert f"{tmp_path / 'gone'}: no such file or directory" in found[failing][1]
+    assert_said_once(found)
+    assert names_in(dst.parent) == []
+
+
+def test_bytes_that_one_rank_finds_damaged_fail_all(tmp_path: Path) -> None:
+    """Each rank writes files of its own, so that one alone meets the block."""
+    tensors = llama()
+    source = write_dcp(tmp_path / "in" / "dcp", tensors, config=CONFIG)
+    path = source / "__0_0.distcp"
+    data = path.read_bytes()
+    wanted = tensors["model.layers.1.mlp.up_proj.weight"][2]
+    assert data.count(wanted) == 1
+    path.write_bytes(data.replace(wanted, bytes([wanted[0] ^ 1]) + wanted[1:]))
+    dst = place(tmp_path)
+    found = finish([start([source, dst, "--pp", 2], rank, 2) for rank in range(2)])
+    assert [code for code, _ in found] == [3, 3]
+    assert "model.layers.1.mlp.up_proj.weight" in found[0][1]
+    assert_said_once(found)
+    assert names_in(dst.parent) == []
+
+
+def test_a_killed_rank_fails_all_and_leaves_nothing(hf: Path, tmp_path: Path) -> None:
+    dst = place(tmp_path)
+    arguments: list[object] = [hf, dst, "--tp", 2, "--pp", 2]
+    found = finish([start(arguments, 0, 3), start(arguments, 1, 3, KILLED), start(arguments, 2, 3)])
+    assert [code for code, _ in found] == [70, -signal.SIGKILL, 70]
+    assert [said for _, said in found] == ["error: rank 1: ended without a word; look at its output\n", "", ""]
+    assert names_in(dst.parent) == []
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_after_rank_0_was_killed_the_next_run_publishes(
+    hf: Path, tmp_path: Path, alone: dict[str, bytes], options: list[object]
+) -> None:
+    dst = place(tmp_path)
+    arguments: list[object] = [hf, dst, "--tp", 2, "--pp", 2]
+    found = finish([start(arguments, 0, 2, KILLED), start(arguments, 1, 2)])
+    assert [code for code, _ in found] == [-signal.SIGKILL, 70]
+    assert "rank 0: ended without a word" in found[1][1]
+    assert set(names_in(dst.parent)) <= {MEETING, STAGING}
+    assert finish([start([*arguments, *options], rank, 2) for rank in range(2)]) == [(0, "")] * 2
+    assert bytes_in(dst) == alone
+    assert names_in(dst.parent) == ["cut"]
+
+
+def test_a_dry_run_of_several_writes_nothing(hf: Path, tmp_path: Path) -> None:
+    dst = place(tmp_path)
+    assert finish([start([hf, dst, "--tp", 2, "--dry-run"], rank, 2) for rank in range(2)]) == [(0, "")] * 2
+    assert names_in(dst.parent) == []
+
+
+def test_only_rank_0_talks(hf: Path, tmp_path: Path) -> None:
+    dst = place(tmp_path)
+    processes = [start([hf, dst, "--tp", 3, "--json"], rank, 2) for rank in range(2)]
+    said = [process.communicate(timeout=60) for process in processes]
+    assert said[0][0].startswith("{") and said[1] == ("", "")
+
+
+def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "-m", "ckptx", "reshard"]
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_torchrun_writes_what_one_process_writes(hf: Path, tmp_path: Path, alone: dict[str, bytes], size: int) -> None:
+    dst = place(tmp_path)
+    done = torchrun(size, hf, dst, "--tp", 2, "--pp", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote 21 tensors") == 1
+    assert bytes_in(dst) == alone
+    assert names_in(dst.parent) == ["cut"]
+
+
+@pytest.mark.slow
+def test_torchrun_fails_when_a_rank_fails(hf: Path, tmp_path: Path) -> None:
+    dst = place(tmp_path)
+    (hf / "model-00002-of-00002.safetensors").unlink()
+    done = torchrun(2, hf, dst, "--tp", 2)
+    assert done.returncode != 0
+    assert "model-00002-of-00002.safetensors" in done.stderr
+    assert names_in(dst.parent) == []
