@@ -59,7 +59,7 @@ class Rendezvous:
             raise unwritable(self._root, error) from error
         self._take_lock()
         self._number = self._open() if rank == 0 else self._wait_for_opening()
-        self._all_here_by = time.monotonic() + _PATIENCE
+        self._all_here_by, self._gone_by = time.monotonic() + _PATIENCE, 0.0
         if rank:
             self._sign(self._number)
 
@@ -184,8 +184,8 @@ class Rendezvous:
         os.close(self._lock)
 
     def _await_ends(self) -> None:
-        deadline = time.monotonic() + _FAREWELL
-        while time.monotonic() < deadline and not all(
+        self._gone_by = self._gone_by or time.monotonic() + _FAREWELL
+        while time.monotonic() < self._gone_by and not all(
             self._read(f"{self._number}-{rank}-end") is not None or self._is_gone(rank, self._number)
             for rank in range(1, self.world_size)
         ):

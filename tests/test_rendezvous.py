@@ -214,6 +214,31 @@ main()
 """
 
 
+DAMAGED = """
+import ckptx.publish
+from ckptx.cli.main import main
+from ckptx.errors import InputError
+def damaged(*arguments, **named):
+    raise InputError("a.safetensors: is damaged; restore it")
+ckptx.publish.execute = damaged
+main()
+"""
+SLOW = """
+import time
+import ckptx.publish
+from ckptx.cli.main import main
+def slow(plan, files, tree, journal, *, on_progress, **named):
+    for at in range(1000):
+        for place in (tree, journal):
+            (place / f"late-{at}").write_bytes(b"late")
+        if at % 50 == 49:
+            on_progress(at)
+        time.sleep(0.01)
+ckptx.publish.execute = slow
+main()
+"""
+
+
 def start(arguments: list[object], rank: int, size: int, code: str | None = None) -> subprocess.Popen[str]:
     """One rank, as torchrun would start it; with `code` in place of the command."""
     program = ["-m", "ckptx"] if code is None else ["-c", code]
@@ -261,7 +286,8 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("size", "to"), [(2, "safetensors"), (2, "dcp"), pytest.param(4, "dcp", marks=pytest.mark.slow)]
+    ("size", "to"),
+    [(2, "dcp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "safetensors"), (4, "dcp")))],
 )
 def test_several_processes_write_what_one_writes(hf: Path, tmp_path: Path, size: int, to: str) -> None:
     dst, options = place(tmp_path), ["--to", to, "--tp", 2, "--pp", 2]
@@ -271,7 +297,7 @@ def test_several_processes_write_what_one_writes(hf: Path, tmp_path: Path, size:
     assert names_in(dst.parent) == ["cut"]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_other_options_on_a_rank_fail_all(hf: Path, tmp_path: Path, failing: int) -> None:
     dst = place(tmp_path)
     processes = [start([hf, dst, "--tp", 4 if rank == failing else 2], rank, 2) for rank in range(2)]
@@ -281,7 +307,7 @@ def test_other_options_on_a_rank_fail_all(hf: Path, tmp_path: Path, failing: int
     assert names_in(dst.parent) == []
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_source_that_one_rank_does_not_see_fails_all(hf: Path, tmp_path: Path, failing: int) -> None:
     dst = place(tmp_path)
     sources = [tmp_path / "gone" if rank == failing else hf for rank in range(2)]
@@ -309,6 +335,14 @@ def test_bytes_that_one_rank_finds_damaged_fail_all(tmp_path: Path) -> None:
     assert names_in(dst.parent) == []
 
 
+def test_nothing_is_removed_while_a_rank_still_writes(hf: Path, tmp_path: Path) -> None:
+    dst = place(tmp_path)
+    arguments: list[object] = [hf, dst, "--tp", 2]
+    found = finish([start(arguments, 0, 2, DAMAGED), start(arguments, 1, 2, SLOW)])
+    assert found == [(3, "error: a.safetensors: is damaged; restore it\n"), (3, "")]
+    assert names_in(dst.parent) == []
+
+
 def test_a_killed_rank_fails_all_and_leaves_nothing(hf: Path, tmp_path: Path) -> None:
     dst = place(tmp_path)
     arguments: list[object] = [hf, dst, "--tp", 2, "--pp", 2]
@@ -318,7 +352,7 @@ def test_a_killed_rank_fails_all_and_leaves_nothing(hf: Path, tmp_path: Path) ->
     assert names_in(dst.parent) == []
 
 
-@pytest.mark.parametrize("options", [[], ["--resume"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--resume"], marks=pytest.mark.slow)])
 def test_after_rank_0_was_killed_the_next_run_publishes(
     hf: Path, tmp_path: Path, alone: dict[str, bytes], options: list[object]
 ) -> None:
@@ -333,12 +367,14 @@ def test_after_rank_0_was_killed_the_next_run_publishes(
     assert names_in(dst.parent) == ["cut"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_several_writes_nothing(hf: Path, tmp_path: Path) -> None:
     dst = place(tmp_path)
     assert finish([start([hf, dst, "--tp", 2, "--dry-run"], rank, 2) for rank in range(2)]) == [(0, "")] * 2
     assert names_in(dst.parent) == []
 
 
+@pytest.mark.slow
 def test_only_rank_0_talks(hf: Path, tmp_path: Path) -> None:
     dst = place(tmp_path)
     processes = [start([hf, dst, "--tp", 3, "--json"], rank, 2) for rank in range(2)]

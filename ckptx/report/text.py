@@ -60,10 +60,8 @@ def _layout(report: Report) -> list[str]:
     layout, rules = report.details["layout"], report.details["rules"]
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
-    lines = [
-        f"layout: tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}, {human_bytes(mean)} a rank, "
-        f"the largest {human_bytes(max(sizes))}"
-    ]
+    mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
+    lines = [f"layout: {mesh}, {human_bytes(mean)} a rank, the largest {human_bytes(max(sizes))}"]
     if layout["pp"] > 1:
         for stage, spans in enumerate(layout["stages"][:_MOST_ROWS]):
             said = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"

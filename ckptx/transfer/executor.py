@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ckptx.storage import FilePool, create
 from ckptx.transfer import digest
-from ckptx.transfer.digest import leaf_digest, tree_digest
-from ckptx.transfer.passes import Buffers, Cancelled, Pass
+from ckptx.transfer.digest import TreeDigest, tree_digest
+from ckptx.transfer.passes import BLOCK, Buffers, Cancelled, Pass
 from ckptx.transfer.plan import CopyPlan, Run
 from ckptx.transfer.shared import SharedStep
 from ckptx.transfer.stream import TensorReader
@@ -168,16 +168,41 @@ class Copy:
     def _digest_files(self) -> None:
         """Joins the digests of file blocks; blocks that straddle two runs are read back, they are in the page cache."""
         size = digest.LEAF
-        buffer = bytearray()
+        missing: deque[tuple[int, int]] = deque()
         for index in self.files:
-            file, leaves, descriptor = self.plan.files[index], self.leaves[index], self.descriptors[index]
-            os.ftruncate(descriptor, file.nbytes)
-            count = -(-file.nbytes // size)
-            for leaf in range(count):
-                if leaf not in leaves:
-                    if not buffer:
-                        buffer = bytearray(min(size, max(self.plan.files[i].nbytes for i in self.files)))
-                    view = memoryview(buffer)[: min(size, file.nbytes - leaf * size)]
-                    os.preadv(descriptor, [view], leaf * size)
-                    leaves[leaf] = leaf_digest(view)
-            self.outcome.file_digests[file.name] = tree_digest(leaves[leaf] for leaf in range(count)).hex()
+            nbytes, leaves = self.plan.files[index].nbytes, self.leaves[index]
+            os.ftruncate(self.descriptors[index], nbytes)
+            missing += [(index, leaf) for leaf in range(-(-nbytes // size)) if leaf not in leaves]
+        readers = [
+            threading.Thread(target=self._read_back, args=(missing,), daemon=True)
+            for _ in range(min(self.workers, len(missing)))
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        if self.errors:
+            raise self.errors[0]
+        for index in self.files:
+            file, leaves = self.plan.files[index], self.leaves[index]
+            self.outcome.file_digests[file.name] = tree_digest(leaves[leaf] for leaf in sorted(leaves)).hex()
+
+    def _read_back(self, missing: deque[tuple[int, int]]) -> None:
+        """Digests blocks of files, until none is left."""
+        buffer = memoryview(bytearray(BLOCK))
+        try:
+            while missing:
+                try:
+                    index, leaf = missing.popleft()
+                except IndexError:
+                    return
+                begin = leaf * digest.LEAF
+                end = min(begin + digest.LEAF, self.plan.files[index].nbytes)
+                tree = TreeDigest()
+                for at in range(begin, end, BLOCK):
+                    view = buffer[: min(BLOCK, end - at)]
+                    os.preadv(self.descriptors[index], [view], at)
+                    tree.update(view, last=at + len(view) == end)
+                (self.leaves[index][leaf],) = tree.leaves
+        except BaseException as error:  # handed to the calling thread
+            self.errors.append(error)

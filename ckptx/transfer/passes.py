@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 20
 _LEAST_BLOCK = 64 << 10
-# Buffers of all files of a group together, so that memory does not grow with the mesh.
-_GROUP_BUFFERS = 32 << 20
+# Buffers of all files of a group together: what is cut apart should still be in the cache when it is written.
+_GROUP_BUFFERS = 1 << 20
 _DIRECT = 64 << 10  # a row of a block this long is worth a system call
 
 _LEAF_NBYTES, _HASH_NBYTES = 16, 8  # of digests in the journal
@@ -342,7 +342,7 @@ class Pass:
         cost more than the bytes.
         """
         source, target, nbytes = step.source, step.target, cut.grid.nbytes
-        if not 0 < nbytes <= self._size // 2 or target.dtype is not source.dtype:
+        if not 0 < nbytes <= BLOCK // 2 or max(cut.sizes) > self._size or target.dtype is not source.dtype:
             return False
         if not self._reader.is_simple(source):
             return False

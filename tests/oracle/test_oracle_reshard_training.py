@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import reshard_ranks, training
-from support.models import read_file, write
+from support.models import load, read_file, write
 from support.pool import GlooPool
 from support.reshard import deeper, fault_of_cover, in_dcp, rank_of
 from support.stock import assert_same_tensors, metadata, raw
@@ -133,12 +133,20 @@ def test_merged_again_it_is_what_the_trainer_saved(pool: GlooPool, hf: Path, tmp
         assert {name for name in report.aliases if name.startswith("optim.")} == head
 
 
-def test_every_state_is_cut_as_its_parameter(pool: GlooPool, untied: Path, tmp_path: Path) -> None:
-    saved = train(pool, untied, tmp_path)
-    ckptx.reshard(saved, tmp_path / "cut", base=str(untied), tp=2, pp=2, dp_shard=2)
+@pytest.mark.parametrize(
+    "name", ["llama-untied", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "qwen3-moe"))]
+)
+def test_every_state_is_cut_as_its_parameter(pool: GlooPool, tmp_path: Path, name: str) -> None:
+    """Experts of all of a layer are in fused tensors here, as the model has them, and fused projections in groups."""
+    hf = tmp_path / "hf"
+    write(deeper(name, LAYERS), hf)
+    saved = train(pool, hf, tmp_path)
+    ckptx.reshard(saved, tmp_path / "cut", base=str(hf), tp=2, pp=2, dp_shard=2)
+    assert_same_training(tmp_path / "cut", saved)
     held, shapes = in_dcp(tmp_path / "cut"), {name: tuple(each.size) for name, each in metadata(saved).items()}
     assert held.keys() == shapes.keys()
     assert [name for name, shape in shapes.items() if fault_of_cover(shape, held[name])] == []
+    cut = 0
     for name, blocks in held.items():
         if name.startswith("optim."):
             parameter = held["model." + name.removeprefix("optim.state.").rpartition(".")[0]]
@@ -147,6 +155,31 @@ def test_every_state_is_cut_as_its_parameter(pool: GlooPool, untied: Path, tmp_p
                 assert rank_of(blocks[0].file) // 4 == rank_of(parameter[0].file) // 4
             else:
                 assert [tuple(each) for each in blocks] == [tuple(each) for each in parameter]
+                cut += len({rank_of(each.file) for each in blocks}) == 4
+    assert cut > 20
+
+
+def test_states_of_experts_cannot_follow_names_on_disk(pool: GlooPool, tmp_path: Path) -> None:
+    """There each expert is a tensor of its own, and no trainer has state for it."""
+    write(deeper("mixtral", LAYERS), tmp_path / "hf")
+    saved = train(pool, tmp_path / "hf", tmp_path)
+    options = {"base": str(tmp_path / "hf"), "names": "disk", **MESH}
+    with pytest.raises(UnsupportedError, match="belongs to a parameter that takes another form"):
+        ckptx.reshard(saved, tmp_path / "cut", **options)
+    ckptx.reshard(saved, tmp_path / "cut", optimizer="drop", **options)
+    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", base=str(tmp_path / "hf"))
+    reference = load(tmp_path / "hf")
+    reference.load_state_dict(read_expected(tmp_path))
+    assert_same_tensors(dict(load(tmp_path / "back").state_dict()), dict(reference.state_dict()))
+
+
+def test_a_cast_leaves_the_optimizer_alone(pool: GlooPool, tmp_path: Path) -> None:
+    write(deeper("llama-fp32", LAYERS), tmp_path / "hf")
+    saved = train(pool, tmp_path / "hf", tmp_path)
+    ckptx.reshard(saved, tmp_path / "cut", base=str(tmp_path / "hf"), dtype="bf16", **MESH)
+    before, after = stock_load(saved), stock_load(tmp_path / "cut")
+    expected = {name: tensor.bfloat16() if name.startswith("model.") else tensor for name, tensor in before.items()}
+    assert_same_tensors({name: after[name] for name in before}, expected)
 
 
 # Layouts of trainers
@@ -211,8 +244,6 @@ def save(state: dict[str, Any], path: Path) -> Path:
 
 
 def trained(hf: Path) -> tuple[Any, torch.optim.Optimizer]:
-    from support.models import load
-
     model = load(hf)
     return model, training.step(model)
 
