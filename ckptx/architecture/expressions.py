@@ -1,8 +1,9 @@
 """Numbers that follow from ``config.json``, as data: ``head_dim ?? hidden_size // num_attention_heads``.
 
 An expression holds whole numbers, keys, ``+ - * //``, parentheses, and ``a ?? b`` for "a, or b where the config does
-not say a", which binds weakest. A key with dots goes into sub-configs: ``text_config.hidden_size``. A key that
-``config.json`` leaves out has the default of its config class, which the table records; ``null`` has no value.
+not say a", which binds weakest. A key with dots goes into sub-configs: ``text_config.hidden_size``; ``#key`` is the
+length of a list. A key that ``config.json`` leaves out has the default of its config class, which the table records;
+``null`` has no value.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckptx.errors import InputError
 
-_TOKEN = re.compile(r"\s*(?:([0-9]+)|([A-Za-z_][A-Za-z0-9_.]*)|(\?\?|//|[-+*()]))")
+_TOKEN = re.compile(r"\s*(?:([0-9]+)|(#?[A-Za-z_][A-Za-z0-9_.]*)|(\?\?|//|[-+*()]))")
 
 
 # In front of a key in `Scope.defaults`: its value where not only the key, but the whole sub-config is absent.
@@ -37,12 +38,13 @@ class Scope(NamedTuple):
     root: tuple[str, ...] = ()
 
     def value(self, key: str) -> int | None:
-        """The number of a dotted key, None where nothing says it.
+        """The number of a dotted key, or with `#` in front the length of its list; None where nothing says it.
 
         Some composites are published with the keys of their text model at the root: a sub-config that is absent is
         read there. One that is nowhere is the one that the composite makes, whose values may be its own (`MADE`).
         """
-        *path, last = key.split(".")
+        kind = _length if key.startswith("#") else _number
+        *path, last = key.removeprefix("#").split(".")
         node: Mapping[str, Any] = self.config
         is_absent = False
         for part in (*self.root, *path):
@@ -51,7 +53,7 @@ class Scope(NamedTuple):
             node = below if isinstance(below, Mapping) else node
         for name in (last, self.aliases.get(key, last)):
             if name in node:
-                return _number(node[name])
+                return kind(node[name])
         if is_absent and MADE + key in self.defaults:
             return self.defaults[MADE + key]
         return self.defaults.get(key)
@@ -81,7 +83,7 @@ def attempt(expression: str, scope: Scope) -> int | None:
 
 def keys_of(expression: str) -> frozenset[str]:
     """The dotted keys that an expression reads."""
-    return frozenset(found[2] for found in _TOKEN.finditer(expression) if found[2])
+    return frozenset(found[2].removeprefix("#") for found in _TOKEN.finditer(expression) if found[2])
 
 
 # A number, a key, or an operator between two of these.
@@ -158,9 +160,13 @@ def _atom(tokens: list[str]) -> tuple[_Tree, list[str]]:
         return tree, rest[1:]
     if first.isdecimal():
         return int(first), rest
-    if not (first[0].isalpha() or first[0] == "_"):
+    if not (first[0].isalpha() or first[0] in "#_"):
         raise ValueError(f'expression: found "{first}", needed a number or a key')
     return first, rest
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, list) else None
 
 
 def _number(value: Any) -> int | None:

@@ -192,9 +192,17 @@ def _count(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) ->
     keys = [key for key in _COUNTS_BY_ROLE[role] if read(config, key) == length]
     if not keys:
         return None
-    # T5: as many layers in the decoder as in the encoder, if nothing is said
-    fallbacks = keys[1:2] if keys[0] not in _COUNTS and class_default(config, keys[0]) is None else []
-    return under(" ?? ".join([keys[0], *fallbacks]), place)
+    has_default = class_default(config, getattr(config, "attribute_map", {}).get(keys[0], keys[0])) is not None
+    lists: list[str] = []
+    fallbacks: list[str] = []
+    if not has_default and keys[0] in _COUNTS:
+        # a property of the config class: the length of the list that says what each layer is
+        lists = [f"#{key}" for key, value in vars(config).items() if isinstance(value, list) and len(value) == length][
+            :1
+        ]
+    elif not has_default:
+        fallbacks = keys[1:2]  # T5: as many layers in the decoder as in the encoder, if nothing is said
+    return under(" ?? ".join([*lists, keys[0], *fallbacks]), place)
 
 
 def _stack(model: PreTrainedModel, path: str, count: str, other: str, role: str) -> LayerStack:

@@ -45,9 +45,15 @@ class Owners:
     _spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, on_disk: Mapping[str, str]) -> Owners:
-        """Of parameters by the view's name -> name on disk; the longest spelling is found first."""
-        names = {name: name for name in on_disk}
+    def of(cls, on_disk: Mapping[str, str], prefix: str = "") -> Owners:
+        """Of parameters by the view's name -> name on disk; the longest spelling is found first.
+
+        Args:
+            on_disk: The names.
+            prefix: What names of the model begin with on disk, and those of its state do not; wrappers they share.
+        """
+        names = {disk.removeprefix(prefix): name for name, disk in on_disk.items()} if prefix else {}
+        names |= {name: name for name in on_disk}
         names |= {disk: name for name, disk in on_disk.items()}
         return cls(names)
 

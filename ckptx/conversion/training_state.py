@@ -69,7 +69,8 @@ class _Carrier:
     ) -> None:
         self.run, self.model, self.outward, self.mesh = run, model, outward, mesh
         self.on_disk = {name: entry.name for name, entry in view.tensors.items()}
-        self.owners = Owners.of(self.on_disk)
+        self.owners = Owners.of(self.on_disk, view.prefix)
+        self.optimizer = frozenset(view.optimizer)
         self.state = TrainingState()
         self.apart: list[str] = []
         self.reader = TensorReader(run.files)
@@ -83,6 +84,7 @@ class _Carrier:
                 loose.append(name)
             else:
                 owned.setdefault(self._out(found), []).append(found)
+        self._list_orphans([name for name in loose if name in self.optimizer])
         for name in loose:
             self._add(name, name, None)
         shared = {**self.model.aliases, **self.model.copies}
@@ -100,6 +102,16 @@ class _Carrier:
                 f'{counted(len(self.apart), "tensor")}, "{self.apart[0]}"'
             )
         return self.state
+
+    def _list_orphans(self, names: list[str]) -> None:
+        """Says which tensors of the optimizer stay whole because nobody knows what they belong to."""
+        orphans = [name for name in names if self.run.source.tensors[name].numel > 1]
+        if orphans and self.mesh is not None and self.mesh.dims.world_size > 1:
+            self.run.report.details["state_without_parameter"] = orphans
+            self.run.report.warnings.append(
+                f"optimizer state of no known parameter, whole on rank 0: {counted(len(orphans), 'tensor')}, "
+                f'"{orphans[0]}"'
+            )
 
     def _out(self, state: State) -> str:
         """The name in the output of the parameter of a state."""

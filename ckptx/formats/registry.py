@@ -200,7 +200,7 @@ def _locate_directory(path: Path) -> Located | None:
 
 
 def _has_shards(path: Path) -> bool:
-    return path.is_dir() and any(is_shard(entry.name) for entry in os.scandir(path))
+    return path.is_dir() and any(is_shard(name) for name in os.listdir(path))
 
 
 def _weights_in(path: Path, names: set[str]) -> Located | None:

@@ -8,6 +8,7 @@ of workers or their timing.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -21,6 +22,9 @@ from ckptx.transfer.passes import BLOCK, Buffers, Cancelled, Pass
 from ckptx.transfer.plan import CopyPlan, Run
 from ckptx.transfer.shared import SharedStep
 from ckptx.transfer.stream import TensorReader
+
+# Workers wait for the interpreter after each system call, at most so long; the default is as long as ten of them take.
+_SWITCH = 0.0002  # seconds
 
 
 @dataclass(slots=True)
@@ -120,6 +124,8 @@ class Copy:
 
     def run(self, on_progress: Callable[[int], None]) -> Outcome:
         """Does it all; raises what the first failing worker raised."""
+        patience = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH)
         try:
             for index in self.files:
                 self.descriptors[index] = create(self.tree / self.plan.files[index].name)
@@ -141,6 +147,7 @@ class Copy:
                 raise self.errors[0]
             self._digest_files()
         finally:
+            sys.setswitchinterval(patience)
             for descriptor in self.descriptors.values():
                 os.close(descriptor)
         self.outcome.bytes_written = sum(self.written)

@@ -76,22 +76,29 @@ class Block:
         nbytes: Bytes of this share.
         frame: Around the block, or None.
         crc: Of the bytes so far, when there is a frame.
-        hash: Of the bytes so far; None when the digest of the tensor says as much.
+        hash: Of the bytes so far, when there is no CRC and the digest of the tensor does not say as much.
     """
 
-    __slots__ = ("at", "begin", "crc", "frame", "hash", "left", "nbytes", "out")
+    __slots__ = ("at", "begin", "crc", "frame", "hash", "is_hashed", "left", "nbytes", "out")
 
     def __init__(self, out: OutFile, at: int, begin: int, nbytes: int, frame: Frame | None, is_hashed: bool) -> None:
         self.out, self.at, self.begin, self.nbytes, self.frame = out, at, begin, nbytes, frame
         self.left = nbytes
         self.crc = 0
-        self.hash = block_digest() if is_hashed else None
+        self.is_hashed = is_hashed
+        self.hash = block_digest() if is_hashed and frame is None else None
+
+    def evidence(self) -> bytes:
+        """What the journal notes of it; nothing for a block that is the whole tensor."""
+        if not self.is_hashed:
+            return b""
+        return _crc_note(self.crc) if self.hash is None else self.hash.digest()
 
     def add(self, view: memoryview) -> None:
         """Takes note of bytes that were put into the buffer of `out`."""
         if self.frame is not None:
             self.crc = crc32(view, self.crc)
-        if self.hash is not None:
+        elif self.hash is not None:
             self.hash.update(view)
         self.at += len(view)
         self.left -= len(view)
@@ -179,6 +186,10 @@ class _Tiles:
         self._row += rows if last == grid.width else 0
         if self._missing:
             self._size = self._next_size()
+
+
+def _crc_note(crc: int) -> bytes:
+    return crc.to_bytes(_HASH_NBYTES, "little")
 
 
 class Pass:
@@ -387,8 +398,8 @@ class Pass:
                 view[:] = rows[cell.left : cell.right]
             else:
                 cut_rows(view, rows, grid.width, cell.left, cell.right - cell.left)
-            hashes += hash_of(view)
             crc = crc32(view) if frame is not None else 0
+            hashes += hash_of(view) if frame is None else _crc_note(crc)
             out.advance(nbytes)
             if frame is not None:
                 out.write(frame.tail(crc))
@@ -400,7 +411,7 @@ class Pass:
     ) -> None:
         """All of the tensor, or of its share, is in buffers or written."""
         note = b"".join(tree.leaves) or leaf_digest(b"")
-        note += b"".join([block.hash.digest() for block in blocks.values() if block.hash is not None])
+        note += b"".join([block.evidence() for block in blocks.values()])
         self._finished.append(([(block.out, block.at) for block in blocks.values()], note))
         if records is None:
             self._copy.outcome.digests[step.target.name] = tree.digest().hex()
@@ -487,7 +498,8 @@ class Pass:
             tree, hashed, crc = self._read_back(descriptor, start, cell.nbytes)
             if cut.is_whole and tree != leaves:
                 return False
-            hashes += b"" if cut.is_whole else hashed
+            if not cut.is_whole:
+                hashes += hashed if frame is None else _crc_note(crc)
             if frame is not None and not cell.begin and os.pread(descriptor, len(frame.head), offset) != frame.head:
                 return False
             if frame is not None and self._shared is None:

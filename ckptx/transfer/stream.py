@@ -255,7 +255,7 @@ class TensorReader:
             starts[-1] //= entry.dtype.pack
             sizes[-1] //= entry.dtype.pack
         row_dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
-        row_bytes = max(1, prod(sizes[row_dim + 1 :])) * itemsize
+        row_bytes = max(prod(sizes[row_dim + 1 :]), *strides[row_dim : row_dim + 1], 1) * itemsize  # or what it spans
         step = max(1, min(sizes[row_dim], self._max_memory // (2 * row_bytes)))
         for first in range(0, sizes[row_dim], step):
             rows = [*sizes[:row_dim], min(step, sizes[row_dim] - first), *sizes[row_dim + 1 :]]

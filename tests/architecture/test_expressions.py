@@ -16,6 +16,7 @@ CONFIG: dict[str, Any] = {
     "kv": None,
     "flag": True,
     "n_layer": 3,
+    "kinds": ["a", "b"],
     "text_config": {"heads": 4, "deep": {"size": 7}},
 }
 SIZE = "head_dim ?? size // heads"
@@ -38,6 +39,9 @@ SIZE = "head_dim ?? size // heads"
         ("gone ?? kv ?? 5", 5),
         ("gone ?? heads + 1", 7),
         ("1 - flag", 0),
+        ("#kinds ?? heads", 2),
+        ("#text_config.kinds ?? heads", 6),
+        ("#heads ?? 4", 4),
     ],
 )
 def test_expressions(expression: str, expected: int) -> None:
@@ -86,3 +90,4 @@ def test_keys() -> None:
     assert keys_of(SIZE) == {"head_dim", "size", "heads"}
     assert under(SIZE, "text_config") == "text_config.head_dim ?? text_config.size // text_config.heads"
     assert under(SIZE, "") == SIZE
+    assert keys_of("#kinds") == {"kinds"} and under("#kinds", "text_config") == "#text_config.kinds"

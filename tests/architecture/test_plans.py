@@ -211,6 +211,12 @@ def test_stacks(class_name: str, config: dict[str, Any], expected: list[tuple[An
     ]
 
 
+def test_layers_may_be_counted_by_the_list_of_their_kinds() -> None:
+    nemotron = known("NemotronHForCausalLM")
+    assert nemotron.stacks({"layers_block_type": ["mlp", "moe", "mlp"]})[0].count == 3
+    assert nemotron.stacks({"num_hidden_layers": 52, "hybrid_override_pattern": "M-" * 26})[0].count == 52
+
+
 def test_a_number_of_layers_that_nothing_says_is_refused() -> None:
     bare = dataclasses.replace(known("LlamaForCausalLM"), structure=Structure(stacks=(LayerStack("layers", "depth"),)))
     with pytest.raises(InputError, match=r"config\.json: depth"):

@@ -60,7 +60,9 @@ def steps_of(hf: Path, root: Path, kinds: tuple[str, ...]) -> list[Path]:
     return made[1:]
 
 
-@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize(
+    "kinds", ["dcp", "both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("safetensors", "other"))]
+)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_chain_ends_where_it_began(hf_of: Callable[[str], Path], tmp_path: Path, name: str, kinds: str) -> None:
     hf = hf_of(name)

@@ -280,6 +280,20 @@ def test_states_of_another_shape_are_whole_and_listed(untied: Path, tmp_path: Pa
         assert rank_of(held[name][0].file) // 2 == rank_of(held[parameter][0].file) // 2
 
 
+def test_states_of_nothing_known_are_whole_and_listed(untied: Path, tmp_path: Path) -> None:
+    model, _ = trained(untied)
+    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    state |= {
+        "optim.state.elsewhere.weight.exp_avg": torch.ones(6, 4),
+        "optim.state.elsewhere.weight.step": torch.ones(()),
+    }
+    saved = save(state | {"rng": torch.arange(9)}, tmp_path / "saved")
+    report = ckptx.reshard(saved, tmp_path / "cut", base=str(untied), **MESH)
+    assert_same_training(tmp_path / "cut", saved)
+    assert report.details["state_without_parameter"] == ["optim.state.elsewhere.weight.exp_avg"]
+    assert any(warning.startswith("optimizer state of no known parameter") for warning in report.warnings)
+
+
 @pytest.mark.parametrize("layout", ["model-optim", "two-directories"])
 def test_a_dropped_optimizer_is_gone(pool: GlooPool, untied: Path, tmp_path: Path, layout: str) -> None:
     saved = train(pool, untied, tmp_path, layout)
