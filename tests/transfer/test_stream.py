@@ -273,9 +273,9 @@ def test_a_few_columns_of_wide_rows_keep_to_their_memory(tmp_path: Path) -> None
 
 
 def test_a_row_that_spans_more_than_the_memory_is_refused(tmp_path: Path) -> None:
-    array = numbers((1, 600), 2)
-    files = Files(tmp_path, "BF16", (1, 600))
-    files.add(whole((1, 600)), *stored(array, whole((1, 600)), step=4))
+    array = numbers((2, 600), 2)
+    files = Files(tmp_path, "BF16", (2, 600))
+    files.add(whole((2, 600)), *stored(array, whole((2, 600)), step=4))
     with pytest.raises(UnsupportedError, match=r'f0: tensor "x" is stored with strides .* raise --max-memory'):
         files.stream(max_memory=256)
 
