@@ -76,6 +76,7 @@ class Rendezvous:
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(self._lock, 0)  # what an earlier rank signed must not seem to be alive
                 return
             except BlockingIOError:
                 # Somebody looks whether this rank lives, or the same rank of an earlier run is not quite gone.
@@ -105,7 +106,7 @@ class Rendezvous:
             number = self._read("open")
             if isinstance(number, str) and not self._is_gone(0, number):
                 time.sleep(_SETTLE)
-                if self._read("open") == number:
+                if self._read("open") == number and self._has_come(0, number):
                     return number
             elif number is not None and number != found:
                 raise _death(0)
@@ -148,7 +149,7 @@ class Rendezvous:
             # What it said last it said before it went, so look for that afterwards.
             if self._is_gone(rank, self._number) and self._read(f"{self._number}-{rank}-end") is None:
                 raise _death(rank)
-            if is_late and not self._has_come(rank):
+            if is_late and not self._has_come(rank, self._number):
                 raise EnvironmentProblem(
                     f"{self._root}: rank {rank} did not come within {_PATIENCE:.0f} s; was it started, and do all "
                     "nodes see the same directory?"
@@ -191,9 +192,9 @@ class Rendezvous:
         ):
             time.sleep(_POLL)
 
-    def _has_come(self, rank: int) -> bool:
+    def _has_come(self, rank: int, number: str) -> bool:
         try:
-            return (self._root / f"rank-{rank}").read_text() == self._number
+            return (self._root / f"rank-{rank}").read_text() == number
         except OSError:
             return False
 

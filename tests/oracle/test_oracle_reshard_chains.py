@@ -28,6 +28,8 @@ RECIPES: dict[str, Recipe] = {
     "experts-of-some-layers": deeper("deepseek-v3", 5),
     "conv1d": deeper("gpt2", 4),
 }
+SLOW = ("both-equal", "tied-tower", "experts-of-some-layers", "conv1d")
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECIPES]
 MESHES: tuple[dict[str, int], ...] = ({"tp": 4, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 4})
 # What each step of a chain writes.
 KINDS = {
@@ -63,7 +65,7 @@ def steps_of(hf: Path, root: Path, kinds: tuple[str, ...]) -> list[Path]:
 @pytest.mark.parametrize(
     "kinds", ["dcp", "both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("safetensors", "other"))]
 )
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_chain_ends_where_it_began(hf_of: Callable[[str], Path], tmp_path: Path, name: str, kinds: str) -> None:
     hf = hf_of(name)
     steps = steps_of(hf, tmp_path, KINDS[kinds])
@@ -77,7 +79,7 @@ def test_a_chain_ends_where_it_began(hf_of: Callable[[str], Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("kinds", ["dcp", pytest.param("safetensors", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_chain_without_manifests_ends_in_the_same_tensors(
     hf_of: Callable[[str], Path], tmp_path: Path, name: str, kinds: str
 ) -> None:
@@ -111,7 +113,10 @@ def load_into_model(recipe: Recipe, root: Path) -> dict[str, torch.Tensor]:
     return {key: tensor.detach() for key, tensor in state.items()}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "llava", "gemma3-vlm", "qwen3-moe", "gpt-neox", "llama-tied"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "llava", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3-vlm", "qwen3-moe", "gpt-neox"))],
+)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}])
 def test_names_of_the_model_load_into_it(
     hf_of: Callable[[str], Path], tmp_path: Path, name: str, mesh: dict[str, int]

@@ -185,7 +185,9 @@ def test_a_cast_leaves_the_optimizer_alone(pool: GlooPool, tmp_path: Path) -> No
 # Layouts of trainers
 
 
-@pytest.mark.parametrize("layout", ["model-optim", "state", "app", "flattened"])
+@pytest.mark.parametrize(
+    "layout", ["state", "flattened", *(pytest.param(n, marks=pytest.mark.slow) for n in ("model-optim", "app"))]
+)
 def test_prefixes_objects_and_nesting_are_carried(pool: GlooPool, untied: Path, tmp_path: Path, layout: str) -> None:
     saved = train(pool, untied, tmp_path, layout)
     ckptx.reshard(saved, tmp_path / "cut", base=str(untied), **MESH)
@@ -216,7 +218,7 @@ def assert_same_nested(a: Any, b: Any) -> None:
         assert a == b
 
 
-@pytest.mark.parametrize("layout", ["two-directories", "accelerate"])
+@pytest.mark.parametrize("layout", ["two-directories", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_model_and_optimizer_side_by_side_stay_so(pool: GlooPool, hf: Path, tmp_path: Path, layout: str) -> None:
     saved = train(pool, hf, tmp_path, layout)
     ckptx.reshard(saved, tmp_path / "cut", base=str(hf), **MESH)
