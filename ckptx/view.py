@@ -220,19 +220,24 @@ def manifest_beside(source: Catalog, notes: list[str]) -> dict[str, Any] | None:
     return manifest
 
 
-def locate_payloads(view: ModelView, files: FilePool) -> None:
-    """Looks into the archives of the model's tensors, and of no other; formats without archives have nothing to do."""
+def locate_payloads(view: ModelView, files: FilePool, *, later: bool = False) -> None:
+    """Looks into the archives of the model's tensors, and of no other; formats without archives have nothing to do.
+
+    `later` is as in `open_payloads`.
+    """
     if view.catalog.format != "dcp":
         return
     names = {entry.name: name for name, entry in view.tensors.items()}
-    located = open_payloads(replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names}), files)
+    located = open_payloads(
+        replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names}), files, later=later
+    )
     view.tensors = {short: located.tensors[name] for name, short in names.items()}
     view.catalog = replace(view.catalog, tensors=view.catalog.tensors | located.tensors)
 
 
-def locate_all(view: ModelView, files: FilePool) -> None:
+def locate_all(view: ModelView, files: FilePool, *, later: bool = False) -> None:
     """Looks into every archive, of optimizer state too."""
-    located = open_payloads(view.catalog, files)
+    located = open_payloads(view.catalog, files, later=later)
     view.tensors = {name: located.tensors[entry.name] for name, entry in view.tensors.items()}
     view.catalog = located
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import subprocess
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import ckptx
 from ckptx import staging as staging_module
@@ -24,9 +27,9 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, OutputError, SpaceError, UnsupportedError
 from ckptx.formats.huggingface import refuse_adapters
-from ckptx.formats.torch_zip import archive_head, archive_tail
+from ckptx.formats.torch_zip import archive_head, archive_length, archive_tail
 from ckptx.report.report import Report
-from tests.writers import LLAMA, Value, llama, names_in, tree_bytes, tree_digest, value, write_dcp, write_hf
+from tests.writers import LLAMA, Value, flip, llama, names_in, tree_bytes, tree_digest, value, write_dcp, write_hf
 
 
 @pytest.fixture
@@ -167,6 +170,33 @@ def test_a_wrong_checksum_is_found_in_small_and_large_tensors(tmp_path: Path, sh
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match='tensor "w": CRC-32'):
         ckptx.convert("dcp2hf", tmp_path / "in", tmp_path / "out" / "hf", base="none")
+    assert names_in(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("side", [8, 900])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_archive_of_the_right_length_may_hold_a_transposed_tensor(tmp_path: Path, side: int, workers: int) -> None:
+    """Its strides take as many bytes as those of a row-major one."""
+    tensor = torch.arange(side * side, dtype=torch.float32).reshape(side, side)
+    stream = io.BytesIO()
+    torch.save(tensor.t(), stream)
+    held = ("F32", (side, side), tensor.t().contiguous().numpy().tobytes())
+    write_dcp(tmp_path / "dcp", {"v": value("F32", 2), "w": held}, payloads={"w": stream.getvalue()})
+    assert len(stream.getvalue()) == archive_length(BY_NAME["F32"], (side, side))
+    ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", base="none", workers=workers)
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], tensor.t())
+
+
+@pytest.mark.parametrize("side", [8, 900])
+@pytest.mark.parametrize("at", [3, 80])
+def test_a_damaged_head_is_found_where_it_is_read(tmp_path: Path, side: int, at: int) -> None:
+    write_dcp(tmp_path / "in", {"v": value("F32", 2), "w": value("F32", side, side)})
+    flip(tmp_path / "in" / "__0_0.distcp", archive_length(BY_NAME["F32"], (2,)) + at, 0xFF)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match='tensor "w"'):
+        ckptx.convert("dcp2hf", tmp_path / "in", tmp_path / "out" / "hf", base="none")
+    with pytest.raises(InputError, match='tensor "w"'):
+        ckptx.convert("dcp2hf", tmp_path / "in", tmp_path / "out" / "hf", base="none", dry_run=True)
     assert names_in(tmp_path / "out") == []
 
 

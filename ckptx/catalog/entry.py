@@ -105,6 +105,57 @@ class CutChunks(Sequence[Chunk]):
         return Chunk(region, file, self.offsets[index], self.lengths[index], archive=self.archive)
 
 
+class ArchivedChunks(Sequence[Chunk]):
+    """The chunks of one tensor whose archives are as long as they should be, but were not looked into yet.
+
+    Asking for a chunk looks. A reader that reads an archive anyway looks at what it has read instead, and saves itself
+    two reads for each of them.
+
+    Attributes:
+        archives: The archives.
+        frame_of: What should be around the elements of each.
+    """
+
+    __slots__ = ("_locate", "_located", "archives", "frame_of")
+
+    def __init__(
+        self,
+        archives: tuple[Chunk, ...],
+        frame_of: Callable[[DType, Shape], Frame],
+        locate: Callable[[tuple[Chunk, ...]], tuple[Chunk, ...]],
+    ) -> None:
+        """`locate` gives the chunks that the archives hold; it raises what opening them raises."""
+        self.archives, self.frame_of = archives, frame_of
+        self._locate = locate
+        self._located: tuple[Chunk, ...] | None = None
+
+    @property
+    def located(self) -> tuple[Chunk, ...]:
+        """The chunks themselves."""
+        if self._located is None:
+            self._located = self._locate(self.archives)
+        return self._located
+
+    def __len__(self) -> int:
+        return len(self.archives)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.located)
+
+    def __eq__(self, other: object) -> bool:
+        return self.archives == other.archives if isinstance(other, ArchivedChunks) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.archives)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        return self.located[index]
+
+
 class TensorEntry(NamedTuple):
     """A logical tensor. `chunks` tile `shape` exactly; opening a checkpoint proves it.
 
@@ -152,8 +203,11 @@ class Frame(NamedTuple):
         head: Bytes before the elements.
         tail: Gives the bytes after them from their CRC-32; always `tail_nbytes` long.
         tail_nbytes: Length of the tail, known before any element is read.
+        around_crc: How the tail begins: what stands before the CRC-32 of the elements, and what right behind it. Empty
+            for a block without elements.
     """
 
     head: bytes
     tail: Callable[[int], bytes]
     tail_nbytes: int
+    around_crc: tuple[bytes, bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
 import sys
 from types import FrameType
@@ -60,6 +61,7 @@ def cli(**_: object) -> None:
 def main() -> None:
     """Runs the command line and exits with the code that `cli.md` promises."""
     signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only moves bytes here, but would start threads
     gc.disable()  # catalogs are many small objects without cycles; looking for some costs a third of the start
     try:
         code = cli.main(standalone_mode=False)
@@ -74,6 +76,18 @@ def main() -> None:
     except Terminated:
         code = 143
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def run() -> None:
+    """What the shell starts: `main`, and out, without taking apart catalogs of a hundred thousand tensors first."""
+    try:
+        main()
+    except SystemExit as leave:
+        if "torch" in sys.modules:  # has processes and devices to take leave of
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(leave.code if isinstance(leave.code, int) else 0)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ckptx.errors import CkptxError, Defect, PeerFailure, Terminated, UsageError, exit_code_of
+from ckptx.errors import CkptxError, Defect, OutputError, PeerFailure, Terminated, UsageError, exit_code_of
 from ckptx.report.report import Report, human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -76,7 +76,7 @@ class Output:
                 say_error(f"{self.report_file}: the report cannot be written: {error.strerror}")
                 report.exit = report.exit or 5
         if self.as_json and self._is_first:
-            _print(report.to_json())
+            report.exit = _print(report.to_json()) or report.exit
         if report.error is not None and not (report.is_echo and not self._is_first):
             say_error(report.error)
         if not self.as_json:
@@ -84,7 +84,7 @@ class Output:
                 for warning in report.warnings:
                     click.echo(f"note: {warning}", err=True)
             if report.error is None and self._is_first and (not self.quiet or report.exit):
-                _print(text(report) + "\n")
+                report.exit = _print(text(report) + "\n") or report.exit
 
     def _trace(self) -> None:
         context = click.get_current_context(silent=True)
@@ -113,13 +113,18 @@ class Output:
             self._bar = None
 
 
-def _print(text: str) -> None:
-    """Writes a result to stdout; that whoever read it has gone is no error."""
+def _print(text: str) -> int:
+    """Writes a result to stdout; gives the exit code if that fails. That whoever read it has gone is no failure."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at the end
+        say_error(f"stdout: cannot be written: {error.strerror}")
+        return OutputError.exit_code
+    return 0
 
 
 def say_error(message: str, *, as_json: bool = False) -> None:

@@ -54,15 +54,25 @@ def kept_origin(view: ModelView, notes: list[str]) -> Origin | None:
         view: Of the checkpoint.
         notes: Gets what the user should know about its manifest.
     """
-    source = view.catalog
-    if source.format == "huggingface":
-        return remembered(source)
-    manifest = manifest_beside(source, notes)
+    if view.catalog.format == "huggingface":
+        return remembered(view.catalog)
+    manifest = kept_manifest(view, notes)
+    return None if manifest is None else manifest["origin"]
+
+
+def kept_manifest(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
+    """The manifest beside a checkpoint that remembers the files it came from, where it still is what it describes.
+
+    Args:
+        view: Of the checkpoint.
+        notes: Gets what the user should know about its manifest.
+    """
+    manifest = manifest_beside(view.catalog, notes)
     if manifest is None or "tensors" not in (manifest["origin"] or {}):
         return None
     rows = manifest["tensors"]
     on_disk = {entry.name: entry for entry in view.tensors.values()}
-    return manifest["origin"] if on_disk.keys() == rows.keys() and _are_as_recorded(on_disk, rows) else None
+    return manifest if on_disk.keys() == rows.keys() and _are_as_recorded(on_disk, rows) else None
 
 
 def names_on_disk(origin: Origin | None) -> list[str] | None:

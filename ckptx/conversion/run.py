@@ -51,7 +51,7 @@ class Conversion:
         options, report = self.options, self.report
         view = view_model(self.source, config=config, prefix=prefix, trust_remote_code=options.trust_remote_code)
         report.warnings.extend(self.source.notes)
-        locate_payloads(view, self.files)
+        locate_payloads(view, self.files, later=not options.dry_run)
         compare_replicas(view.catalog, self.files)
         self.source = view.catalog
         decisions = decide_ties(view, self.files, tie_missing=options.tie_missing)

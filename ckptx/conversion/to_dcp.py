@@ -14,6 +14,7 @@ from ckptx.conversion.training_state import TrainingState, carry_state
 from ckptx.cutting import Mesh
 from ckptx.formats import dcp_layout
 from ckptx.formats.dcp import METADATA
+from ckptx.formats.torch_zip import archive_frame
 from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
 from ckptx.transfer.planner import plan_copy
@@ -39,7 +40,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
     origin = kept_origin(view, report.warnings)
     keeps_state = is_dcp and options.optimizer != "drop"
     if keeps_state:
-        locate_all(view, run.files)
+        locate_all(view, run.files, later=not options.dry_run)
         run.source = view.catalog
     elif is_dcp:
         run.drop_training_state(view, "dropped as asked")
@@ -67,7 +68,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
         run.source,
         output.catalog,
         {**target.origin, **state.target.origin, **state.object_origin},
-        frame_of=dcp_layout.archive_frame,
+        frame_of=archive_frame,
         groups=output.groups,
     )
     edits = dtype_edits(view.config, options.dtype) if was_cast else []

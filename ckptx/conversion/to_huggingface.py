@@ -9,7 +9,7 @@ from ckptx.architecture.tied import TieDecision, config_edits
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.config import Home
 from ckptx.conversion.manifest import manifest_of
-from ckptx.conversion.memory import Memory, kept_origin, recall
+from ckptx.conversion.memory import Memory, kept_manifest, recall
 from ckptx.conversion.names import respell
 from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target, cast, share
@@ -21,7 +21,7 @@ from ckptx.publish import Job
 from ckptx.storage import FilePool
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
-from ckptx.view import ModelView, manifest_beside
+from ckptx.view import ModelView
 
 
 def to_huggingface(run: Conversion, home: Home) -> None:
@@ -69,10 +69,10 @@ def _recall(run: Conversion, view: ModelView, home: Home) -> tuple[Memory | None
     asked = options.dtype != "auto" or options.max_shard_size_given or options.tied != "auto" or view.prefix
     if asked or home.base is not None or home.config is None or options.names not in (None, "disk"):
         return None, None
-    origin = kept_origin(view, run.report.warnings)
-    manifest = manifest_beside(run.source, []) if origin is not None else None
-    if origin is None or manifest is None:
+    manifest = kept_manifest(view, run.report.warnings)
+    if manifest is None:
         return None, None
+    origin = manifest["origin"]
     before, target = run.source, Target.of(view.tensors)
     spelling = respell(run, view, target, by_default="disk", original=list(origin["tensors"]))
     old = {new: name for name, new in spelling.renamed(view).items()}

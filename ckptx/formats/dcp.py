@@ -7,18 +7,18 @@ an archive are the elements is looked up in a second step, by those who want to 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH, DType
-from ckptx.catalog.entry import BytesEntry, Chunk, TensorEntry
+from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.dcp_metadata import Key, StorageInfo, TensorMetadata, parse_metadata
-from ckptx.formats.torch_zip import locate_payload
+from ckptx.formats.dcp_metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.torch_zip import archive_frame, archive_length, locate_payload
 from ckptx.formats.unpickle import without_garbage_collection
 from ckptx.storage import FilePool, inside, unreadable
 
@@ -37,19 +37,15 @@ def open_dcp(root: Path) -> Catalog:
     with without_garbage_collection():
         metadata = parse_metadata(_read_metadata(root), f"{root / METADATA}")
         catalog = Catalog(root, "dcp", {})
-        unclaimed = dict(metadata.storage)
         proved: set[tuple[Shape, tuple[Region, ...]]] = set()
-        entries = [
-            _tensor(name, tensor, metadata.storage, unclaimed, proved, root)
-            for name, tensor in metadata.tensors.items()
-        ]
+        entries = [_tensor(name, tensor, metadata.storage, proved, root) for name, tensor in metadata.tensors.items()]
         for name in metadata.objects:
-            place = unclaimed.pop((name, None), None)
+            place = metadata.storage.get((name, None))
             if place is None:
                 raise InputError(f'{root / METADATA}: object "{name}" has no place in any file; save it again')
             catalog.objects[name] = BytesEntry(name, place.path, place.offset, place.length)
-        if unclaimed:
-            name, offsets = next(iter(unclaimed))
+        if len(metadata.storage) > len(catalog.objects) + sum(len(entry.chunks) for entry in entries):
+            name, offsets = _unclaimed(metadata)
             raise InputError(
                 f'{root / METADATA}: bytes are stored for "{name}" at {offsets}, which no tensor has a chunk for; '
                 "the checkpoint is damaged"
@@ -62,6 +58,14 @@ def open_dcp(root: Path) -> Catalog:
     elif metadata.planner_data is not None:
         catalog.notes.append(f"planner_data of type {type(metadata.planner_data).__name__} ignored: needed a dict")
     return catalog
+
+
+def _unclaimed(metadata: DcpMetadata) -> Key:
+    """The first entry of the storage that nothing refers to."""
+    claimed: set[Key] = {(name, None) for name in metadata.objects}
+    for name, tensor in metadata.tensors.items():
+        claimed.update((name, region.offsets) for region in tensor.chunks)
+    return next(key for key in metadata.storage if key not in claimed)
 
 
 def _read_metadata(root: Path) -> bytes:
@@ -89,7 +93,6 @@ def _tensor(
     name: str,
     tensor: TensorMetadata,
     storage: Mapping[Key, StorageInfo],
-    unclaimed: dict[Key, StorageInfo],
     proved: set[tuple[Shape, tuple[Region, ...]]],
     root: Path,
 ) -> TensorEntry:
@@ -106,13 +109,14 @@ def _tensor(
                 f'{root / METADATA}: chunk {region} of tensor "{name}" has no place in any file; '
                 "the checkpoint is incomplete, save it again"
             )
-        unclaimed.pop(key, None)
-        if place.transforms:
+        path, offset, length, transforms = place
+        if transforms:
             raise UnsupportedError(
-                f'{root / place.path}: tensor "{name}" went through {", ".join(place.transforms)} when saved; '
+                f'{root / path}: tensor "{name}" went through {", ".join(transforms)} when saved; '
                 "save it without stream transforms"
             )
-        chunks.append(Chunk(_elements(dtype, region), place.path, place.offset, place.length, None, None, True))
+        elements = region if dtype.pack == 1 else _elements(dtype, region)
+        chunks.append(Chunk(elements, path, offset, length, None, None, True))
     shape = _widen(dtype, tensor.size)
     if len(chunks) != 1 or chunks[0].region != whole(shape):
         cut = (shape, tuple([chunk.region for chunk in chunks]))
@@ -130,9 +134,12 @@ def _widen(dtype: DType, sizes: Shape) -> Shape:
     return sizes if dtype.pack == 1 or not sizes else (*sizes[:-1], sizes[-1] * dtype.pack)
 
 
+def _narrow(dtype: DType, shape: Shape) -> Shape:
+    """Elements to torch elements."""
+    return shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack)
+
+
 def _elements(dtype: DType, region: Region) -> Region:
-    if dtype.pack == 1:
-        return region
     return Region(_widen(dtype, region.offsets), _widen(dtype, region.sizes))
 
 
@@ -178,8 +185,13 @@ def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, in
     return sizes
 
 
-def open_payloads(catalog: Catalog, files: FilePool) -> Catalog:
+def open_payloads(catalog: Catalog, files: FilePool, *, later: bool = False) -> Catalog:
     """The same catalog with every chunk located: offset and strides of its elements, and the record to check.
+
+    Args:
+        catalog: As `open_dcp` gives it.
+        files: Its files; open as long as the result is used.
+        later: Look into an archive that is as long as torch 2.13 writes it only when somebody asks for its chunk.
 
     Raises:
         InputError: An archive is damaged, or holds another dtype or shape than `.metadata` says.
@@ -187,11 +199,44 @@ def open_payloads(catalog: Catalog, files: FilePool) -> Catalog:
     """
     tensors = {}
     ahead = _ReadAhead(files)
+    expected = _ExpectedLengths()
+    chunks: Sequence[Chunk]
     with without_garbage_collection():
         for name, entry in catalog.tensors.items():
-            chunks = tuple([_locate(entry, chunk, ahead) if chunk.archive else chunk for chunk in entry.chunks])
+            chunks = entry.chunks
+            if isinstance(chunks, ArchivedChunks):
+                if not later:
+                    assert chunks.located
+            elif later and expected.fit(entry):
+                chunks = ArchivedChunks(tuple(chunks), archive_frame, partial(_locate_all, entry, files))
+            else:
+                chunks = tuple([_locate(entry, chunk, ahead) if chunk.archive else chunk for chunk in chunks])
             tensors[name] = TensorEntry(name, entry.dtype, entry.shape, chunks)
     return replace(catalog, tensors=tensors)
+
+
+class _ExpectedLengths:
+    """Lengths of archives by the dtype and the sizes of what is in them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[DType, Shape], int] = {}
+
+    def fit(self, entry: TensorEntry) -> bool:
+        """True when the chunks of `entry` are archives of the lengths that torch 2.13 gives them."""
+        dtype, known = entry.dtype, self._known
+        for region, _, _, nbytes, _, _, archive in entry.chunks:
+            key = (dtype, region.sizes)
+            length = known.get(key)
+            if length is None:
+                length = known[key] = archive_length(dtype, _narrow(dtype, region.sizes))
+            if length != nbytes or not archive:
+                return False
+        return True
+
+
+def _locate_all(entry: TensorEntry, files: FilePool, archives: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    ahead = _ReadAhead(files)
+    return tuple([_locate(entry, archive, ahead) for archive in archives])
 
 
 class _ReadAhead:
@@ -219,9 +264,8 @@ class _ReadAhead:
 
 def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAhead) -> Chunk:
     region, file, offset, length = chunk[:4]
-    dtype, shape = entry.dtype, region.sizes
-    if dtype.pack > 1:
-        shape = (*shape[:-1], shape[-1] // dtype.pack)
+    dtype = entry.dtype
+    shape = _narrow(dtype, region.sizes)
     where = f'{files.root}/{file}: tensor "{entry.name}"'
     found = locate_payload(partial(files.read, file), offset, length, where, dtype, shape)
     if found.dtype is not dtype or found.shape != shape:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, Frame, TensorEntry
+from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.cut import Cut, by_stage
 from ckptx.formats.dcp_metadata import StorageInfo, TensorMetadata
-from ckptx.formats.dcp_metadata_writer import Stored, emit
-from ckptx.formats.torch_zip import archive_head, archive_length, archive_tail
+from ckptx.formats.dcp_metadata_writer import Stored, StoredCut, emit
+from ckptx.formats.torch_zip import archive_length
 from ckptx.layout.parallel_dims import ParallelDims
 
 # Two writers on one file wait for each other, so files are what workers share out. Their number depends on the
@@ -53,15 +51,6 @@ def torch_shape(dtype: DType, shape: Shape, name: str) -> Shape:
             f'tensor "{name}" has dtype {dtype} and shape {shape}; torch holds {dtype} in pairs along the last dim'
         )
     return (*shape[:-1], shape[-1] // dtype.pack)
-
-
-@lru_cache(maxsize=4096)
-def archive_frame(dtype: DType, shape: Shape) -> Frame:
-    """The torch archive around the elements of one chunk."""
-    sizes = torch_shape(dtype, shape, "")
-    head = archive_head(dtype, sizes)
-    tail_nbytes = archive_length(dtype, sizes) - len(head) - dtype.nbytes(prod(shape))
-    return Frame(head, lambda crc: archive_tail(dtype, sizes, crc), tail_nbytes)
 
 
 def file_count(nbytes: int) -> int:
@@ -247,16 +236,16 @@ def _describe(entry: TensorEntry) -> TensorMetadata:
     return TensorMetadata(dtype.torch, torch_shape(dtype, entry.shape, name), regions)
 
 
-def _storage(catalog: Catalog, described: Mapping[str, TensorMetadata], stored: Mapping[str, str]) -> Iterator[Stored]:
+def _storage(
+    catalog: Catalog, described: Mapping[str, TensorMetadata], stored: Mapping[str, str]
+) -> Iterator[Stored | StoredCut]:
     for name, on_disk in stored.items():
-        chunks = catalog.tensors[on_disk].chunks
-        places: Iterable[tuple[str, int, int]]
+        chunks, regions = catalog.tensors[on_disk].chunks, described[name].chunks
         if isinstance(chunks, CutChunks):
-            places = zip(chunks.files, chunks.offsets, chunks.lengths, strict=True)
-        else:
-            places = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
-        for index, (region, place) in enumerate(zip(described[name].chunks, places, strict=True)):
-            yield Stored(name, index, region.offsets, StorageInfo(*place))
+            yield StoredCut(name, regions, chunks.files, chunks.offsets, chunks.lengths)
+            continue
+        for index, (region, chunk) in enumerate(zip(regions, chunks, strict=True)):
+            yield Stored(name, index, region.offsets, StorageInfo(chunk.file, chunk.offset, chunk.nbytes))
     for name, pickled in catalog.objects.items():
         yield Stored(name, None, None, StorageInfo(pickled.file, pickled.offset, pickled.nbytes))
 

@@ -8,11 +8,11 @@ asked for.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import NamedTuple
 
-from ckptx.catalog.region import Shape
+from ckptx.catalog.region import Region, Shape
 from ckptx.errors import UnsupportedError
 from ckptx.formats.dcp_metadata import (
     FILESYSTEM_MODULE,
@@ -31,6 +31,19 @@ class Stored(NamedTuple):
     hint: int | None
     offsets: Shape | None
     place: StorageInfo
+
+
+class StoredCut(NamedTuple):
+    """The lines of a cut tensor. Tensors that are cut alike share all but `fqn` and `offsets`, as the same objects.
+
+    `chunks` are in torch elements; `files`, `offsets` and `lengths` say where the bytes of each lie.
+    """
+
+    fqn: str
+    chunks: tuple[Region, ...]
+    files: tuple[str, ...]
+    offsets: Sequence[int]
+    lengths: tuple[int, ...]
 
 
 def emit_metadata(metadata: DcpMetadata) -> bytes:
@@ -56,7 +69,7 @@ def _stored(metadata: DcpMetadata) -> Iterator[Stored]:
 def emit(
     tensors: Mapping[str, TensorMetadata],
     objects: Iterable[str],
-    storage: Iterable[Stored],
+    storage: Iterable[Stored | StoredCut],
     planner_data: object = None,
 ) -> bytes:
     """The `.metadata` file, from storage lines that are asked for one by one.
@@ -64,7 +77,7 @@ def emit(
     Args:
         tensors: By FQN.
         objects: FQNs of pickled objects.
-        storage: One line for each chunk and object.
+        storage: A line for each chunk and object, or all those of a cut tensor together.
         planner_data: None becomes the flat state dict {fqn: (fqn,)}: torch's conversion to `torch.save` needs it.
 
     Raises:
@@ -98,21 +111,56 @@ def emit(
     return file.getvalue()
 
 
-def _emit_storage(storage: Iterable[Stored], out: _Emitter) -> Iterator[bytes]:
+def _emit_storage(storage: Iterable[Stored | StoredCut], out: _Emitter) -> Iterator[bytes]:
     key = out.new(METADATA_MODULE, "MetadataIndex") + out.text("fqn")
-    hint = out.text("index")
-    at = out.text("offset")
-    info = b"ub" + out.new(FILESYSTEM_MODULE, "_StorageInfo") + out.text("relative_path")
-    size = out.text("length")
-    text, shape = out.text, out.size
-    for fqn, number, offsets, (path, offset, length, transforms) in storage:
-        name = text(fqn)
-        which = b"N" if offsets is None else pickled_int(number or 0) + at + shape(offsets)
-        where = (info, text(path), at, pickled_int(offset), size, pickled_int(length))
-        yield b"".join((key, name, hint, which, *where))
-        if transforms:
-            yield text("transform_descriptors") + out.plain(list(transforms))
-        yield b"ub"
+    lines = _Lines(out)
+    alike: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # the objects live as long as the catalog
+    for each in storage:
+        name = key + out.text(each.fqn)
+        if isinstance(each, Stored):
+            begin, end = lines.around(each.hint, each.offsets, each.place)
+            yield name + begin + pickled_int(each.place.offset) + end
+            continue
+        _, chunks, files, offsets, lengths = each
+        cut = (id(chunks), id(files), id(lengths))
+        known = alike.get(cut)
+        if known is None:
+            for begin, end, at in lines.of_cut(each):
+                yield name + begin + pickled_int(at) + end
+            alike[cut] = [(begin, end) for begin, end, _ in lines.of_cut(each)]  # shorter, as in `emit`
+            continue
+        yield b"".join(
+            [
+                code
+                for (begin, end), at in zip(known, offsets, strict=True)
+                for code in (name, begin, pickled_int(at), end)
+            ]
+        )
+
+
+class _Lines:
+    """What stands around the offset in a line of `storage_data`, the name left out."""
+
+    def __init__(self, out: _Emitter) -> None:
+        self._out = out
+        self._hint, self._at = out.text("index"), out.text("offset")
+        self._info = b"ub" + out.new(FILESYSTEM_MODULE, "_StorageInfo") + out.text("relative_path")
+        self._size = out.text("length")
+
+    def around(self, number: int | None, offsets: Shape | None, place: StorageInfo) -> tuple[bytes, bytes]:
+        out = self._out
+        which = b"N" if offsets is None else pickled_int(number or 0) + self._at + out.size(offsets)
+        begin = self._hint + which + self._info + out.text(place.path) + self._at
+        end = self._size + pickled_int(place.length)
+        if place.transforms:
+            end += out.text("transform_descriptors") + out.plain(list(place.transforms))
+        return begin, end + b"ub"
+
+    def of_cut(self, cut: StoredCut) -> Iterator[tuple[bytes, bytes, int]]:
+        """For each line what stands before and after its offset, and the offset."""
+        places = zip(cut.chunks, cut.files, cut.offsets, cut.lengths, strict=True)
+        for number, (region, file, at, length) in enumerate(places):
+            yield *self.around(number, region.offsets, StorageInfo(file, at, length)), at
 
 
 _CLASSES = (

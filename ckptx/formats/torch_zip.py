@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pickle import encode_long
 from typing import Any, NamedTuple
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Record
+from ckptx.catalog.entry import Frame, Record
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.unpickle import Refused, TensorRef, load_torch
@@ -45,6 +45,7 @@ _DESCRIPTOR = 0x0008
 
 # A hash of the member names, which are the same in every archive of one tensor.
 _SERIALIZATION_ID = b"15728199511854643026"
+_SERIALIZATION_CRC = zlib.crc32(_SERIALIZATION_ID)
 _ID_LENGTH = 40
 
 
@@ -71,10 +72,21 @@ def archive_length(dtype: DType, shape: Shape) -> int:
 
 def archive_tail(dtype: DType, shape: Shape, crc: int) -> bytes:
     """The archive after its last element. `crc` is the CRC-32 of the elements; 0 for a tensor without any."""
-    frame = _frame(dtype, shape)
+    return _tail(_frame(dtype, shape), crc)
+
+
+@lru_cache(maxsize=4096)
+def archive_frame(dtype: DType, shape: Shape) -> Frame:
+    """What is around the elements of a row-major tensor. `shape` counts elements, also where torch counts pairs."""
+    frame = _frame(dtype, shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack))
+    around_crc = (frame.tail[0], frame.tail[1][: frame.descriptor - 8]) if frame.nbytes else (b"", b"")
+    return Frame(frame.head, partial(_tail, frame), frame.length - len(frame.head) - frame.nbytes, around_crc)
+
+
+def _tail(frame: _Frame, crc: int) -> bytes:
     first, second, third, fourth, fifth, sixth = frame.tail
     digits = b"%020d" % _mix(_mix(frame.mixed, crc) if frame.nbytes else frame.mixed, _VERSION_CRC)
-    identity = zlib.crc32(_SERIALIZATION_ID + digits).to_bytes(4, "little")
+    identity = zlib.crc32(digits, _SERIALIZATION_CRC).to_bytes(4, "little")
     checksum = crc.to_bytes(4, "little")
     in_descriptor = checksum if frame.nbytes else b""
     return b"".join((first, in_descriptor, second, digits, third, identity, fourth, checksum, fifth, identity, sixth))

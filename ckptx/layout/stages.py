@@ -108,12 +108,16 @@ class StageMap:
         self._stacks = tuple(stacks)
         self._firsts = tuple(accumulate((stack.count for stack in stacks), initial=0))  # global index of layer 0
         self._stage_of_layer = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
-        self._stack_at = {stack.path: index for index, stack in enumerate(stacks)}
+        leads = [(f"{stack.path}.", index) for index, stack in enumerate(stacks)]
+        self._leads = sorted(leads, key=lambda lead: -len(lead[0]))  # the innermost first
         self._stage_at: dict[str, int] = {}
         for index, stack in enumerate(stacks):
             first = self._stage(index, 0) if index else 0
             last = self._stage(index, stack.count - 1) if index < len(stacks) - 1 else pp - 1
             self._stage_at |= dict.fromkeys(stack.before, first) | dict.fromkeys(stack.after, last)
+        self._is_plain = [
+            not any(path.startswith(f"{stack.path}.") for path in self._stage_at) for stack in stacks
+        ]  # nothing before or after a stack lies inside of one of its layers
 
     def stage_of(self, name: str) -> int:
         """The stage that holds a tensor, by the longest path that is known.
@@ -123,6 +127,8 @@ class StageMap:
         on stage 0.
         """
         layer = self._layer_of(name)
+        if layer is not None and self._is_plain[layer[0]]:
+            return self._stage(*layer)
         path = self._longest(name)
         if layer is not None and len(path) <= len(self._stacks[layer[0]].path):
             return self._stage(*layer)
@@ -151,11 +157,11 @@ class StageMap:
 
     def _layer_of(self, name: str) -> tuple[int, int] | None:
         """The stack, and the index in it, of the innermost layer that holds a tensor."""
-        parts = name.split(".")
-        for depth in range(len(parts) - 1, 0, -1):
-            stack = self._stack_at.get(".".join(parts[:depth]))
-            if stack is not None and parts[depth].isdecimal():
-                return stack, int(parts[depth])
+        for lead, stack in self._leads:
+            if name.startswith(lead):
+                index = name[len(lead) :].partition(".")[0]
+                if index.isdecimal():
+                    return stack, int(index)
         return None
 
     def _longest(self, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ckptx.mapping.names import pattern_of
@@ -53,6 +54,11 @@ class NameIndex:
                 numbers = tuple(None if part == "*" else int(part) for part in parts if part == "*" or part.isdigit())
                 self._entries.setdefault(pattern_of(pattern), []).append(_Entry(group, column, numbers))
 
+    def counts(self, name: str) -> bool:
+        """True when it may depend on the numbers in `name` which patterns it fits."""
+        entries = self._entries.get(pattern_of(name), ())
+        return bool(self._embedded) or any(number is not None for entry in entries for number in entry.numbers)
+
     def find(self, name: str) -> Iterator[Fit]:
         """The patterns that `name` fits, in the order of their groups, those with a star in a component last."""
         entries = self._entries.get(pattern_of(name))
@@ -80,6 +86,10 @@ def fill(pattern: str, indices: Sequence[int]) -> str:
         >>> fill("model.layers.*.mlp.experts.*.up_proj.weight", (3, 17))
         'model.layers.3.mlp.experts.17.up_proj.weight'
     """
-    parts = pattern.split("*")
-    assert len(parts) == len(indices) + 1, (pattern, indices)
-    return parts[0] + "".join([f"{index}{part}" for index, part in zip(indices, parts[1:], strict=True)])
+    assert pattern.count("*") == len(indices), (pattern, indices)
+    return _template(pattern) % tuple(indices)
+
+
+@lru_cache(maxsize=4096)
+def _template(pattern: str) -> str:
+    return pattern.replace("%", "%%").replace("*", "%d")

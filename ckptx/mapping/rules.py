@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError
-from ckptx.mapping.name_index import NameIndex, fill
+from ckptx.mapping.name_index import NameIndex, fill, indices_of
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Columns, Conversion, convert
 
@@ -57,6 +57,23 @@ class Place(NamedTuple):
         return self.conversion, self.fixed
 
 
+class _Alike(NamedTuple):
+    """What is found for every name of one pattern, whatever its numbers.
+
+    Attributes:
+        conversion: Index of the conversion, None when there is none.
+        column: As in `Place`.
+        in_list: True when the last index is a position in a module list.
+        plain: What to put in front of the name, and how much of it to leave out, to make it one of the model's own;
+            None when it is none.
+    """
+
+    conversion: int | None
+    column: int
+    in_list: bool
+    plain: tuple[str, int] | None
+
+
 class NameRules:
     """The rules between the spellings of a checkpoint ("disk") and one set of names ("model").
 
@@ -90,12 +107,14 @@ class NameRules:
         self._prefix = f"{base_prefix}." if base_prefix else ""
         self._patterns = frozenset(model_patterns).union(*(each.targets for each in self.conversions))
         self.shape_of: ShapeOf = shape_of or (lambda name: None)
-        self._is_extra = is_extra or (lambda name: False)
+        self._is_extra, self._asks_extra = is_extra or (lambda name: False), is_extra is not None
         self._sources = NameIndex(() if _is_identity(each) else each.sources for each in self.conversions)
         self._targets = NameIndex(each.targets for each in self.conversions)
         self._looked_up: dict[str, tuple[Place | None, str | None]] = {}
         self._model_names: dict[str, str | None] = {}
         self._known_patterns: dict[str, bool] = {}
+        self._alike: dict[str, _Alike | None] = {}
+        self._run_names: dict[tuple[int, tuple[int, ...]], str] = {}
 
     # -- which tensor goes where
 
@@ -103,8 +122,15 @@ class NameRules:
         """The model tensor that a disk tensor goes into, the first when there are several; None when it is unknown."""
         if disk_name not in self._model_names:
             place, plain = self._look_up(disk_name)
-            self._model_names[disk_name] = plain if place is None else next(self._target_names(place))
+            self._model_names[disk_name] = plain if place is None else self._run_name(place)
         return self._model_names[disk_name]
+
+    def _run_name(self, place: Place) -> str:
+        """The first model tensor of a run, which thousands of experts may share."""
+        name = self._run_names.get(place.run)
+        if name is None:
+            name = self._run_names[place.run] = next(self._target_names(place))
+        return name
 
     def places(self, names: Iterable[str]) -> dict[str, Place | str | None]:
         """For each disk name its place in a conversion, its model name when it only changes that, or None.
@@ -140,6 +166,37 @@ class NameRules:
         return known
 
     def _found(self, name: str) -> tuple[Place | None, str | None]:
+        pattern = pattern_of(name)
+        if pattern not in self._alike:
+            found = self._found_for(name)
+            self._alike[pattern] = None if self._counts(name) else self._generalised(name, *found)
+            return found
+        alike = self._alike[pattern]
+        if alike is None:
+            return self._found_for(name)
+        plain = None if alike.plain is None else alike.plain[0] + name[alike.plain[1] :]
+        if alike.conversion is None:
+            return None, plain
+        indices = indices_of(name)
+        if alike.in_list:
+            return Place(alike.conversion, indices[:-1], alike.column, indices[-1]), plain
+        return Place(alike.conversion, indices, alike.column), plain
+
+    def _counts(self, name: str) -> bool:
+        """True when it may depend on the numbers in a name what is found for it."""
+        if self._asks_extra or any(self._sources.counts(spelling) for spelling in self._spellings(name)):
+            return True
+        return bool(indices_of(self._prefix))
+
+    def _generalised(self, name: str, place: Place | None, plain: str | None) -> _Alike:
+        change = None
+        if plain is not None:
+            change = (self._prefix, 0) if len(plain) > len(name) else ("", len(name) - len(plain))
+        if place is None:
+            return _Alike(None, 0, False, change)
+        return _Alike(place.conversion, place.column, len(place.fixed) < len(indices_of(name)), change)
+
+    def _found_for(self, name: str) -> tuple[Place | None, str | None]:
         place = plain = None
         for spelling in self._spellings(name):
             for fit in self._sources.find(spelling):

@@ -17,12 +17,13 @@ from ckptx.catalog.entry import CutChunks, Frame
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.storage import create, write_at
 from ckptx.transfer import digest
-from ckptx.transfer.digest import TreeDigest, block_digest, crc32, hash_of, leaf_digest, tree_digest
+from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
 from ckptx.transfer.grid import Grid, grid_of
 from ckptx.transfer.outfile import OutFile
 from ckptx.transfer.plan import Run, Step
 from ckptx.transfer.shared import Part, RecordPart, joined
 from ckptx.transfer.sinks import stream_as
+from ckptx.transfer.small import HASH_NBYTES, SmallCopies, SmallCut, crc_note, small_cut
 from ckptx.transfer.stream import TensorReader
 from ckptx.transfer.strips import cut_rows
 
@@ -35,7 +36,7 @@ _LEAST_BLOCK = 64 << 10
 _GROUP_BUFFERS = 1 << 20
 _DIRECT = 64 << 10  # a row of a block this long is worth a system call
 
-_LEAF_NBYTES, _HASH_NBYTES = 16, 8  # of digests in the journal
+_LEAF_NBYTES = 16  # of a digest in the journal
 
 
 class Cancelled(Exception):
@@ -56,13 +57,17 @@ class Buffers:
 
 
 class _Cut(NamedTuple):
-    """How a tensor is cut, the same for all that are cut alike; `is_whole` says that one block is all of it."""
+    """How a tensor is cut, the same for all that are cut alike.
+
+    `is_whole` says that one block is all of it; `small` is there for what fits into a buffer.
+    """
 
     grid: Grid
     frames: tuple[Frame | None, ...]
     sizes: tuple[int, ...]
     has_replicas: bool
     is_whole: bool
+    small: SmallCut | None
 
 
 class Block:
@@ -92,7 +97,7 @@ class Block:
         """What the journal notes of it; nothing for a block that is the whole tensor."""
         if not self.is_hashed:
             return b""
-        return _crc_note(self.crc) if self.hash is None else self.hash.digest()
+        return crc_note(self.crc) if self.hash is None else self.hash.digest()
 
     def add(self, view: memoryview) -> None:
         """Takes note of bytes that were put into the buffer of `out`."""
@@ -188,8 +193,12 @@ class _Tiles:
             self._size = self._next_size()
 
 
-def _crc_note(crc: int) -> bytes:
-    return crc.to_bytes(_HASH_NBYTES, "little")
+def _is_buffered(ends: list[tuple[OutFile, int]]) -> bool:
+    """True when some of the blocks that end there is not written yet."""
+    for out, end in ends:  # noqa: SIM110 (any() takes thrice as long)
+        if out.position < end and out.fill:
+            return True
+    return False
 
 
 class Pass:
@@ -205,6 +214,7 @@ class Pass:
         while self._size > _LEAST_BLOCK and self._size * len(self._group.files) > _GROUP_BUFFERS:
             self._size //= 2
         self._outs: dict[str, OutFile] = {}
+        self._small = SmallCopies(reader, buffers.get(0), self._outs, self._out)
         self._cuts: dict[tuple[int, DType, Shape, bool], _Cut] = {}
         self._shared = copy.shared[run.group, run.first] if run.rows is not None else None
         self._finished: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
@@ -267,7 +277,7 @@ class Pass:
 
     def _cut_of(self, step: Step) -> _Cut:
         chunks = step.target.chunks
-        blocks = chunks.blocks if isinstance(chunks, CutChunks) else None
+        blocks = chunks.blocks if type(chunks) is CutChunks else None
         if blocks is None and len(chunks) > 1:
             return self._make_cut(step, [chunk.region for chunk in chunks], False)
         # The plan keeps the blocks alive; one piece is always the whole tensor.
@@ -285,12 +295,14 @@ class Pass:
         frames = tuple([frame_of(dtype, region.sizes) if frame_of else None for region in regions])
         sizes = tuple([dtype.nbytes(region.numel) for region in regions])
         is_whole = len(regions) == 1 and regions[0].sizes == shape
-        return _Cut(grid_of(dtype, shape, regions), frames, sizes, has_replicas, is_whole)
+        grid = grid_of(dtype, shape, regions)
+        small = small_cut(grid, frames) if 0 < grid.nbytes <= BLOCK // 2 else None
+        return _Cut(grid, frames, sizes, has_replicas, is_whole, small)
 
     def _places(self, step: Step) -> Iterator[tuple[str, int]]:
         """File and offset of each block, frame included."""
         chunks = step.target.chunks
-        if isinstance(chunks, CutChunks):
+        if type(chunks) is CutChunks:
             return zip(chunks.files, chunks.offsets, strict=True)
         return ((chunk.file, chunk.offset) for chunk in chunks)
 
@@ -347,64 +359,19 @@ class Pass:
             block.at += len(tail)
 
     def _copy_small(self, step: Step, cut: _Cut) -> bool:
-        """Copies a tensor that fits into the buffer; False when it does not, or is no simple one.
-
-        What `_copy_step` does in general, in a third of the time: in a checkpoint of many small tensors the calls
-        cost more than the bytes.
-        """
-        source, target, nbytes = step.source, step.target, cut.grid.nbytes
-        if not 0 < nbytes <= BLOCK // 2 or max(cut.sizes) > self._size or target.dtype is not source.dtype:
+        """Copies a tensor that fits into the buffer; False when it does not, or is no simple one."""
+        source, target, small = step.source, step.target, cut.small
+        if small is None or small.largest > self._size or target.dtype is not source.dtype:
             return False
         if not self._reader.is_simple(source):
             return False
-        if cut.is_whole:
-            leaf, ends = self._copy_small_whole(step, cut)
-            note = leaf
-        else:
-            leaf, ends, hashes = self._copy_small_cut(step, cut)
-            note = leaf + hashes
+        copied = self._small.copy(target, source, small, cut.is_whole)
+        if copied is None:
+            return False
+        leaf, hashes, ends = copied
         self._copy.outcome.digests[target.name] = tree_digest([leaf]).hex()
-        self._finished.append((ends, note))
+        self._finished.append((ends, leaf + hashes))
         return True
-
-    def _copy_small_whole(self, step: Step, cut: _Cut) -> tuple[bytes, list[tuple[OutFile, int]]]:
-        """Reads into the buffer that is written next."""
-        ((name, offset),) = self._places(step)
-        out, frame, nbytes = self._out(name, offset), cut.frames[0], cut.sizes[0]
-        if frame is not None:
-            out.write(frame.head)
-        view = out.reserve(nbytes)
-        self._reader.read_all(step.source, view)
-        leaf = leaf_digest(view)
-        crc = crc32(view) if frame is not None else 0
-        out.advance(nbytes)
-        if frame is not None:
-            out.write(frame.tail(crc))
-        return leaf, [(out, out.end)]
-
-    def _copy_small_cut(self, step: Step, cut: _Cut) -> tuple[bytes, list[tuple[OutFile, int]], bytes]:
-        """Reads all of it, then cuts."""
-        grid = cut.grid
-        tile = self._buffers.get(0)[: grid.nbytes]
-        self._reader.read_all(step.source, tile)
-        ends, hashes = [], b""
-        for cell, frame, (name, offset) in zip(grid.cells, cut.frames, self._places(step), strict=True):
-            out, nbytes = self._out(name, offset), cell.nbytes
-            if frame is not None:
-                out.write(frame.head)
-            view = out.reserve(nbytes)
-            rows = tile[cell.top * grid.width : cell.bottom * grid.width]
-            if grid.rows == 1:
-                view[:] = rows[cell.left : cell.right]
-            else:
-                cut_rows(view, rows, grid.width, cell.left, cell.right - cell.left)
-            crc = crc32(view) if frame is not None else 0
-            hashes += hash_of(view) if frame is None else _crc_note(crc)
-            out.advance(nbytes)
-            if frame is not None:
-                out.write(frame.tail(crc))
-            ends.append((out, out.end))
-        return leaf_digest(tile), ends, hashes
 
     def _finish(
         self, step: Step, cut: _Cut, blocks: dict[int, Block], tree: TreeDigest, records: list[RecordPart] | None
@@ -453,12 +420,8 @@ class Pass:
     def _note_finished(self) -> None:
         """Journals the tensors of which nothing is left in a buffer."""
         done = b""
-        while self._finished:
-            ends, note = self._finished[0]
-            if any(out.fill and out.position < end for out, end in ends):
-                break
-            done += note
-            self._finished.popleft()
+        while self._finished and not _is_buffered(self._finished[0][0]):
+            done += self._finished.popleft()[1]
         if done:
             write_at(self._journal, done, self._journal_at, self._journal_path)
             self._journal_at += len(done)
@@ -475,8 +438,8 @@ class Pass:
             grid = self._share(step, cut)
             count = max(1, -(-grid.nbytes // digest.LEAF))
             hashes = 0 if cut.is_whole else len(grid.cells)
-            note = recorded[at : at + count * _LEAF_NBYTES + hashes * _HASH_NBYTES]
-            if len(note) < count * _LEAF_NBYTES + hashes * _HASH_NBYTES or not self._is_on_disk(step, cut, grid, note):
+            note = recorded[at : at + count * _LEAF_NBYTES + hashes * HASH_NBYTES]
+            if len(note) < count * _LEAF_NBYTES + hashes * HASH_NBYTES or not self._is_on_disk(step, cut, grid, note):
                 return number, at
             at += len(note)
         return len(steps), at
@@ -499,7 +462,7 @@ class Pass:
             if cut.is_whole and tree != leaves:
                 return False
             if not cut.is_whole:
-                hashes += hashed if frame is None else _crc_note(crc)
+                hashes += hashed if frame is None else crc_note(crc)
             if frame is not None and not cell.begin and os.pread(descriptor, len(frame.head), offset) != frame.head:
                 return False
             if frame is not None and self._shared is None:

@@ -80,7 +80,7 @@ def _as_tensor(place: BytesEntry) -> TensorEntry:
 
 
 def _first_file(entry: TensorEntry) -> str:
-    return entry.chunks.files[0] if isinstance(entry.chunks, CutChunks) else entry.chunks[0].file
+    return entry.chunks.files[0] if type(entry.chunks) is CutChunks else entry.chunks[0].file
 
 
 class _Proof:
@@ -97,7 +97,7 @@ class _Proof:
                 f"{_REPORT}"
             )
         chunks = target.chunks
-        if isinstance(chunks, CutChunks):
+        if type(chunks) is CutChunks:
             key = (id(chunks.blocks), target.shape)  # the plan keeps the blocks alive
             if key not in self._proved:
                 self._proved.add(key)
@@ -127,7 +127,7 @@ def _check_files(
     for step in steps:
         chunks = step.target.chunks
         places: Iterable[tuple[str, int, int]]
-        if isinstance(chunks, CutChunks):
+        if type(chunks) is CutChunks:
             places = zip(chunks.files, chunks.offsets, chunks.lengths, strict=True)
         else:
             places = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)

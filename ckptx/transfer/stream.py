@@ -7,12 +7,13 @@ the way the CRC-32 that the source recorded is checked; stock torch never looks 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Chunk, Record, TensorEntry
+from ckptx.catalog.entry import ArchivedChunks, Chunk, Frame, Record, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage import FilePool
@@ -42,6 +43,21 @@ def push(sink: Sink, data: memoryview) -> None:
         data = data[len(view) :]
 
 
+class _FrameBuffers(NamedTuple):
+    """What should stand around the elements of an archive, and memory for what does."""
+
+    head: bytes
+    before_crc: bytes
+    behind_crc: bytes
+    first: bytearray
+    after: bytearray
+
+    @classmethod
+    def of(cls, frame: Frame) -> _FrameBuffers:
+        before, behind = frame.around_crc
+        return cls(frame.head, before, behind, bytearray(len(frame.head)), bytearray(len(before) + 4 + len(behind)))
+
+
 class TensorReader:
     """Streams tensors of one checkpoint; one reader per thread.
 
@@ -59,6 +75,7 @@ class TensorReader:
         self._tile: memoryview | None = None
         self._strip: memoryview | None = None
         self._grids: dict[tuple[DType, Shape, tuple[Region, ...]], Grid | None] = {}
+        self._frames: dict[tuple[DType, Shape], _FrameBuffers] = {}
 
     def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordPart] | None = None) -> None:
         """Sends `region` of `entry` to `sink`.
@@ -94,25 +111,33 @@ class TensorReader:
 
     def is_simple(self, entry: TensorEntry) -> bool:
         """True for what `read_all` reads: chunks are row-major, and their checksums are those of their bytes."""
-        for chunk in entry.chunks:
+        chunks = entry.chunks
+        if type(chunks) is ArchivedChunks:
+            return len(chunks) == 1 or self._grid(entry, chunks.archives) is not None
+        for chunk in chunks:
             record = chunk.record
             if chunk.strides is not None:
                 return False
             if record is not None and (record.offset != chunk.offset or record.nbytes != chunk.nbytes):
                 return False
-        return len(entry.chunks) == 1 or self._grid(entry) is not None
+        return len(chunks) == 1 or self._grid(entry, chunks) is not None
 
-    def read_all(self, entry: TensorEntry, view: memoryview) -> None:
+    def read_all(self, entry: TensorEntry, view: memoryview) -> bool:
         """Fills `view` with a simple tensor, each chunk by one read; for small ones, of which there are many.
+
+        Returns:
+            False when an archive is not laid out as its length promised: `stream` finds out what it is.
 
         Raises:
             InputError: As `stream`.
         """
         chunks = entry.chunks
+        if type(chunks) is ArchivedChunks:
+            return self._read_archives(entry, chunks, view)
         if len(chunks) == 1:
             self._read_chunk(entry, chunks[0], view)
-            return
-        grid = self._grid(entry)
+            return True
+        grid = self._grid(entry, chunks)
         assert grid is not None
         for chunk, cell in zip(chunks, grid.cells, strict=True):
             if not cell.nbytes:
@@ -125,6 +150,52 @@ class TensorReader:
             strip = self._strip_buffer(cell.nbytes)[: cell.nbytes]
             self._read_chunk(entry, chunk, strip)
             weave_rows(rows, grid.width, cell.left, strip, width, width)
+        return True
+
+    def _read_archives(self, entry: TensorEntry, chunks: ArchivedChunks, view: memoryview) -> bool:
+        """`read_all` of archives, which are looked into as they are read."""
+        archives = chunks.archives
+        if len(archives) == 1:
+            return self._read_archive(entry, archives[0], chunks.frame_of, view)
+        grid = self._grid(entry, archives)
+        assert grid is not None
+        whole_width, is_row = grid.width, grid.rows == 1
+        for archive, (_, top, bottom, left, right, _) in zip(archives, grid.cells, strict=True):
+            rows = view[top * whole_width : bottom * whole_width]
+            width = right - left
+            if width == whole_width or is_row:
+                part = rows[left : left + (bottom - top) * width]
+                if not self._read_archive(entry, archive, chunks.frame_of, part):
+                    return False
+                continue
+            strip = self._strip_buffer((bottom - top) * width)[: (bottom - top) * width]
+            if not self._read_archive(entry, archive, chunks.frame_of, strip):
+                return False
+            weave_rows(rows, whole_width, left, strip, width, width)
+        return True
+
+    def _read_archive(
+        self, entry: TensorEntry, archive: Chunk, frame_of: Callable[[DType, Shape], Frame], view: memoryview
+    ) -> bool:
+        """Fills `view` with the elements in an archive; False when they are not where they should be."""
+        key = (entry.dtype, archive.region.sizes)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = _FrameBuffers.of(frame_of(*key))
+        head, before, behind, first, after = frame
+        if not before or len(view) + len(head) + len(after) > archive.nbytes:
+            return False
+        got = os.preadv(self.files.fd(archive.file), [first, view, after], archive.offset)
+        if got != len(head) + len(view) + len(after) or first != head or after[:4] != before or after[8:] != behind:
+            return False
+        self.bytes_read += len(view)
+        recorded = int.from_bytes(after[4:8], "little")
+        if not recorded:
+            self._count_unrecorded(archive.file, Record(archive.offset + len(head), len(view), None))
+        elif (crc := crc32(view)) != recorded:
+            record = Record(archive.offset + len(head), len(view), recorded)
+            raise self.crc_error(entry.name, archive.file, record, crc)
+        return True
 
     def _read_chunk(self, entry: TensorEntry, chunk: Chunk, view: memoryview) -> None:
         record = chunk.record
@@ -135,9 +206,9 @@ class TensorReader:
             elif (crc := crc32(view)) != record.crc:
                 raise self.crc_error(entry.name, chunk.file, record, crc)
 
-    def _grid(self, entry: TensorEntry) -> Grid | None:
+    def _grid(self, entry: TensorEntry, chunks: Sequence[Chunk]) -> Grid | None:
         """How the chunks of a tensor lie in it; None when no grid says it. Tensors that are cut alike share it."""
-        regions = tuple([chunk.region for chunk in entry.chunks])
+        regions = tuple([chunk.region for chunk in chunks])
         key = (entry.dtype, entry.shape, regions)
         if key not in self._grids:
             self._grids[key] = grid_of(*key) if is_grid(entry.shape, regions) else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 # A slice costs the interpreter as much as a kilobyte costs the memory. Narrower rows are left to numpy, which takes
 # longer to import than most checkpoints without such rows take in all.
 _WIDE = 1024
@@ -25,9 +28,7 @@ def cut_rows(out: memoryview, rows: memoryview, pitch: int, column: int, width: 
             out[at : at + width] = rows[begin : begin + width]
             at += width
     else:
-        from ckptx.transfer import reorder
-
-        reorder.cut(out, rows, pitch, column, width)
+        _reorder().cut(out, rows, pitch, column, width)
 
 
 def weave_rows(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
@@ -40,6 +41,11 @@ def weave_rows(out: memoryview, out_width: int, column: int, rows: memoryview, p
             out[at : at + width] = rows[begin : begin + width]
             begin += pitch
     else:
-        from ckptx.transfer import reorder
+        _reorder().weave(out, out_width, column, rows, pitch, width)
 
-        reorder.weave(out, out_width, column, rows, pitch, width)
+
+@cache
+def _reorder() -> ModuleType:
+    from ckptx.transfer import reorder
+
+    return reorder

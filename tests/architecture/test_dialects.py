@@ -17,7 +17,7 @@ from ckptx.architecture.dialects import torchtitan
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats import dcp_layout
+from ckptx.formats import dcp_layout, torch_zip
 from ckptx.formats.registry import open_checkpoint
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
@@ -207,7 +207,7 @@ def test_the_executor_writes_rewritten_tensors_as_any_other(workers: int, tmp_pa
     target = dcp_layout.allocate(tmp_path / "titan", ours.tensors.values(), 3)
     plan = plan_copy(
         replace(source, tensors=ours.tensors), target, {name: name for name in ours.tensors},
-        frame_of=dcp_layout.archive_frame,
+        frame_of=torch_zip.archive_frame,
     )  # fmt: skip
     for path in ("titan", "journal"):
         (tmp_path / path).mkdir()

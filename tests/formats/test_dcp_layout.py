@@ -18,7 +18,6 @@ from ckptx.formats.dcp_layout import (
     DcpLayout,
     allocate,
     allocate_cut,
-    archive_frame,
     deal,
     extended,
     file_count,
@@ -27,6 +26,8 @@ from ckptx.formats.dcp_layout import (
     torch_shape,
 )
 from ckptx.formats.dcp_metadata import parse_metadata
+from ckptx.formats.dcp_metadata_writer import emit_metadata
+from ckptx.formats.torch_zip import archive_frame
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage import FilePool
 from tests.formats.cut_writer import Blocks, along, cuts, grid, halves, once, write_cut_dcp
@@ -124,6 +125,22 @@ OBJECTS = {"rng": b"\x80\x02N.", "lr_scheduler": b"\x80\x02K\x01."}
 def cut(parts: int | None = None, objects: bool = True) -> DcpLayout:
     pickled = [BytesEntry(name, "elsewhere", 7, len(data)) for name, data in OBJECTS.items()] if objects else []
     return allocate_cut(Path("x"), cuts(TENSORS, PLAN), DIMS, pickled, parts)
+
+
+def test_cut_tensors_are_described_as_chunk_by_chunk() -> None:
+    """Tensors that are cut alike are written from one template; line by line they come out the same."""
+    alike = {f"expert.{i}": value("BF16", 10, 3, seed=i) for i in range(40)}
+    plan = {name: (0, halves((10, 3), 4)) for name in alike}
+    shared = plan["expert.0"]
+    catalog = allocate_cut(
+        Path("x"), cuts({**TENSORS, **alike}, {**PLAN, **dict.fromkeys(plan, shared)}), DIMS, (), 1
+    ).catalog
+    data = metadata_bytes(catalog, {"twin": "expert.3"})
+    assert emit_metadata(parse_metadata(data, "x")) == data
+    found = parse_metadata(data, "x").storage
+    for name in ("expert.0", "expert.39", "twin", "head"):
+        for chunk in catalog.tensors["expert.3" if name == "twin" else name].chunks:
+            assert found[name, chunk.region.offsets] == (chunk.file, chunk.offset, chunk.nbytes, None)
 
 
 def test_every_rank_has_its_file() -> None:

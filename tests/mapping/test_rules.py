@@ -53,6 +53,10 @@ def check_both_ways(name: str, tmp_path: Path, **settings: Any) -> None:
     assert_reads(tmp_path, renamed.tensors, wanted_by(model, renamed.tensors))
     assert {each for members in renamed.sources.values() for each in members} == set(disk)
     assert all(rules.model_name(each) in renamed.tensors for each in disk)
+    # Names of one pattern share what is found for the first of them.
+    alone = {each: rules_of(model, tmp_path).places([each]) for each in disk}
+    assert all(rules.places([each]) == alone[each] for each in disk)
+    assert all(rules.model_name(each) == rules_of(model, tmp_path).model_name(each) for each in disk)
 
     back = rules.to_disk(renamed.tensors, wanted=list(disk))
     assert not back.unknown

@@ -16,7 +16,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, Chunk, CutChunks, Record, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import Defect, InputError
-from ckptx.formats import dcp_layout
+from ckptx.formats import torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
 from ckptx.storage import FilePool
@@ -96,7 +96,7 @@ def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue
         blocks = cut(shape, placement, dims, replicate)
         lengths, offsets = [], array("q")
         for block in blocks:
-            frame = dcp_layout.archive_frame(dtype, block.region.sizes) if framed else None
+            frame = torch_zip.archive_frame(dtype, block.region.sizes) if framed else None
             nbytes = dtype.nbytes(block.region.numel) + (len(frame.head) + frame.tail_nbytes if frame else 0)
             file = names[block.slot]
             offsets.append(ends[file])
@@ -113,7 +113,7 @@ def planned(source: Catalog, target: Catalog, framed: bool, prologue: bytes = b"
         source,
         target,
         {name: name for name in target.tensors},
-        frame_of=dcp_layout.archive_frame if framed else None,
+        frame_of=torch_zip.archive_frame if framed else None,
         prologues=dict.fromkeys(target.files, prologue),
         groups=[tuple(target.files)],
     )
@@ -127,7 +127,7 @@ def expected(target: Catalog, framed: bool, prologue: bytes = b"") -> dict[str, 
         for block, chunk in zip(entry.chunks.blocks, entry.chunks, strict=True):
             piece = sliced(ARRAYS[name], block.region).tobytes() if entry.shape else data_of(name)
             if framed:
-                frame = dcp_layout.archive_frame(entry.dtype, block.region.sizes)
+                frame = torch_zip.archive_frame(entry.dtype, block.region.sizes)
                 piece = frame.head + piece + frame.tail(zlib.crc32(piece))
             files[chunk.file] += piece
     return files
@@ -297,7 +297,7 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(tmp_p
         merged.files |= {f"stage{number}-{file}": size for file, size in stage.files.items()}
         groups.append(tuple(f"stage{number}-{file}" for file in stage.files))
     origin = {name: name.partition(".")[2] for name in merged.tensors}
-    plan = plan_copy(source, merged, origin, frame_of=dcp_layout.archive_frame, groups=groups)
+    plan = plan_copy(source, merged, origin, frame_of=torch_zip.archive_frame, groups=groups)
     digests: dict[str, str] = {}
     for group in range(2):
         (tmp_path / "journal").mkdir(exist_ok=True)

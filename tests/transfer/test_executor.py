@@ -13,7 +13,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import Defect, InputError
-from ckptx.formats import dcp_layout, huggingface_layout
+from ckptx.formats import dcp_layout, huggingface_layout, torch_zip
 from ckptx.formats.huggingface import open_huggingface
 from ckptx.storage import FilePool
 from ckptx.transfer import digest as digest_module
@@ -41,7 +41,7 @@ def planned(root: Path, files: int = 2) -> tuple[CopyPlan, Catalog]:
     source = open_huggingface(root, "model.safetensors")
     target = dcp_layout.allocate(root, source.tensors.values(), files)
     origin = {name: name for name in target.tensors}
-    return plan_copy(source, target, origin, frame_of=dcp_layout.archive_frame), target
+    return plan_copy(source, target, origin, frame_of=torch_zip.archive_frame), target
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_cast_on_the_way(hf: Path, tmp_path: Path) -> None:
     source = open_huggingface(hf, "model.safetensors")
     narrow = source.tensors["a"]._replace(dtype=BY_NAME["BF16"])
     target = dcp_layout.allocate(tmp_path, [narrow], 1)
-    outcome = copy(plan_copy(source, target, {"a": "a"}, frame_of=dcp_layout.archive_frame), hf, tmp_path)
+    outcome = copy(plan_copy(source, target, {"a": "a"}, frame_of=torch_zip.archive_frame), hf, tmp_path)
     from ckptx.transfer.cast import cast
 
     data = bytes(cast(memoryview(TENSORS["a"][2]), BY_NAME["F32"], BY_NAME["BF16"]))
@@ -219,7 +219,7 @@ def test_a_finished_tensor_that_rotted_is_copied_again(hf: Path, tmp_path: Path,
     copy(plan, hf, tmp_path)
     entry = target.tensors[name]
     (chunk,) = entry.chunks
-    frame = dcp_layout.archive_frame(entry.dtype, entry.shape)
+    frame = torch_zip.archive_frame(entry.dtype, entry.shape)
     at = {
         "head": chunk.offset + 70,
         "elements": chunk.offset + len(frame.head) + entry.nbytes // 2,
@@ -283,7 +283,7 @@ def test_a_wrong_plan_is_caught_before_a_byte_moves(hf: Path, how: str) -> None:
     _, target = planned(hf)
     target.tensors = dict(broken(target, how))
     with pytest.raises(Defect):
-        plan_copy(source, target, {name: name for name in target.tensors}, frame_of=dcp_layout.archive_frame)
+        plan_copy(source, target, {name: name for name in target.tensors}, frame_of=torch_zip.archive_frame)
 
 
 def test_a_file_longer_than_its_blocks_is_a_wrong_plan(hf: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_file_longer_than_its_blocks_is_a_wrong_plan(hf: Path) -> None:
     _, target = planned(hf)
     target.files["__0_0.distcp"] += 1
     with pytest.raises(Defect, match="planned"):
-        plan_copy(source, target, {name: name for name in target.tensors}, frame_of=dcp_layout.archive_frame)
+        plan_copy(source, target, {name: name for name in target.tensors}, frame_of=torch_zip.archive_frame)
 
 
 def test_archives_carry_the_crc_of_what_was_copied(hf: Path, tmp_path: Path) -> None:

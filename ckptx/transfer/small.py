@@ -1,0 +1,142 @@
+"""Tensors that fit into a buffer. A checkpoint of experts has tens of thousands, and their calls cost more than bytes.
+
+What a pass does in general, in a third of the time: such a tensor is read at once, each of its blocks is cut out of
+memory, and a block enters the buffer of its file together with its frame.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ckptx.catalog.entry import CutChunks, Frame, TensorEntry
+from ckptx.transfer.digest import crc32, hash_of, leaf_digest
+from ckptx.transfer.grid import Grid
+from ckptx.transfer.outfile import OutFile
+from ckptx.transfer.stream import TensorReader
+from ckptx.transfer.strips import cut_rows
+
+HASH_NBYTES = 8  # of a block, in the journal
+
+
+def crc_note(crc: int) -> bytes:
+    """A CRC-32 as the journal notes it."""
+    return crc.to_bytes(HASH_NBYTES, "little")
+
+
+class _Strip(NamedTuple):
+    """A block as the part of a tensor in memory: `width` bytes at `column` of each row of `pitch` bytes.
+
+    `begin` and `end` are the rows it is in, as bytes; `total` counts its frame, too.
+    """
+
+    begin: int
+    end: int
+    pitch: int
+    column: int
+    width: int
+    frame: Frame | None
+    nbytes: int
+    total: int
+
+
+class SmallCut(NamedTuple):
+    """How a small tensor is cut; `largest` is the length of its longest block, frame included."""
+
+    strips: tuple[_Strip, ...]
+    nbytes: int
+    largest: int
+
+
+class Copied(NamedTuple):
+    """What was found out: the digest of the tensor, hash or CRC of each block, and where in its file each ends."""
+
+    leaf: bytes
+    hashes: bytes
+    ends: list[tuple[OutFile, int]]
+
+
+def small_cut(grid: Grid, frames: Sequence[Frame | None]) -> SmallCut:
+    """The blocks of a grid, in its order."""
+    strips = []
+    for cell, frame in zip(grid.cells, frames, strict=True):
+        around = 0 if frame is None else len(frame.head) + frame.tail_nbytes
+        row = grid.width
+        if grid.rows == 1:
+            begin, end, pitch, column = cell.left, cell.right, cell.right - cell.left, 0
+        else:
+            begin, end, pitch, column = cell.top * row, cell.bottom * row, row, cell.left
+        width = cell.right - cell.left
+        strips.append(_Strip(begin, end, pitch, column, width, frame, cell.nbytes, cell.nbytes + around))
+    return SmallCut(tuple(strips), grid.nbytes, max(strip.total for strip in strips))
+
+
+class SmallCopies:
+    """Copies small tensors of one pass."""
+
+    def __init__(
+        self, reader: TensorReader, tile: memoryview, outs: dict[str, OutFile], open_out: Callable[[str, int], OutFile]
+    ) -> None:
+        """Keep them.
+
+        Args:
+            reader: Of the source.
+            tile: Memory for a tensor.
+            outs: Files that were opened, by name.
+            open_out: Opens one, to go on at a position.
+        """
+        self._reader, self._tile, self._outs, self._open_out = reader, tile, outs, open_out
+
+    def copy(self, target: TensorEntry, source: TensorEntry, cut: SmallCut, is_whole: bool) -> Copied | None:
+        """Copies `source`, which is simple, into the blocks of `target`; None when it turns out not to be simple."""
+        if is_whole:
+            return self._copy_whole(target, source, cut)
+        tile = self._tile[: cut.nbytes]
+        if not self._reader.read_all(source, tile):
+            return None
+        outs, ends, hashes = self._outs, [], []
+        chunks = target.chunks
+        if type(chunks) is CutChunks:
+            files, offsets = chunks.files, chunks.offsets
+        else:
+            files, offsets = tuple([chunk.file for chunk in chunks]), array("q", [chunk.offset for chunk in chunks])
+        for strip, name, offset in zip(cut.strips, files, offsets, strict=True):
+            begin, end, pitch, column, width, frame, nbytes, total = strip
+            out = outs.get(name)
+            if out is None:
+                out = self._open_out(name, offset)
+            elif out.position + out.fill != offset:
+                out.seek(offset)
+            room = out.reserve(total)
+            if frame is None:
+                cut_rows(room, tile[begin:end], pitch, column, width)
+                hashes.append(hash_of(room))
+            else:
+                head = len(frame.head)
+                room[:head] = frame.head
+                view = room[head : head + nbytes]
+                cut_rows(view, tile[begin:end], pitch, column, width)
+                crc = crc32(view)
+                room[head + nbytes :] = frame.tail(crc)
+                hashes.append(crc_note(crc))
+            out.advance(total)
+            ends.append((out, offset + total))
+        return Copied(leaf_digest(tile), b"".join(hashes), ends)
+
+    def _copy_whole(self, target: TensorEntry, source: TensorEntry, cut: SmallCut) -> Copied | None:
+        """Reads into the buffer that is written next."""
+        (strip,), (chunk,) = cut.strips, target.chunks
+        offset, frame = chunk.offset, strip.frame
+        out = self._open_out(chunk.file, offset)
+        room = out.reserve(strip.total)
+        head = 0 if frame is None else len(frame.head)
+        view = room[head : head + strip.nbytes]
+        if not self._reader.read_all(source, view):
+            return None
+        if frame is not None:
+            room[:head] = frame.head
+            room[head + strip.nbytes :] = frame.tail(crc32(view))
+        leaf = leaf_digest(view)
+        out.advance(strip.total)
+        return Copied(leaf, b"", [(out, offset + strip.total)])
