@@ -67,8 +67,6 @@ class Conversion:
             report.details["architecture"] = {"class": architecture.class_name, "known_from": architecture.origin}
         if architecture is None and view.config is not None:
             report.warnings.append("config.json names no architecture: ties are unknown, tensors are taken as they are")
-        for wrapper, count in view.wrappers.items():
-            report.warnings.append(f'wrapper "{wrapper}." removed from {count} names')
         if view.prefix:
             report.details["prefix"] = view.prefix
         if view.unknown and architecture is not None:
@@ -78,6 +76,13 @@ class Conversion:
                 f'"{view.unknown[0]}"{" and more" if len(view.unknown) > 1 else ""}'
             )
         return view, decisions
+
+    def note_wrappers(self, view: ModelView, *, kept: bool = False) -> None:
+        """Says what became of the wrappers in names."""
+        done = "kept in" if kept else "removed from"
+        self.report.warnings.extend(
+            f'wrapper "{wrapper}." {done} {count} names' for wrapper, count in view.wrappers.items()
+        )
 
     def drop_training_state(self, view: ModelView, reason: str) -> None:
         """Enters what is not the model into the ledger by name, and into one line of the summary."""

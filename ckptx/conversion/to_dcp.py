@@ -51,6 +51,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
     spelling = respell(run, view, target, by_default=default, original=names_on_disk(origin))
     was_cast = cast(run, view, target, home.base)
     outward = _outward(run, view, target, spelling)
+    run.note_wrappers(view, kept=not spelling.sources)
     mesh = None
     if cut:
         cutter = cutter_for(run, view, spelling.rules, list(target.tensors), replicate=False)

@@ -34,6 +34,7 @@ def to_huggingface(run: Conversion, home: Home) -> None:
     options, root = run.options, run.source.root
     is_sharded = run.source.format == "sharded"
     view, decisions = run.view(home.config, options.prefix)
+    run.note_wrappers(view)
     run.drop_training_state(view, "is not converted to HF")
     if not view.tensors:
         raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")

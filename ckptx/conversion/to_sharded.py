@@ -30,6 +30,7 @@ def to_sharded(run: Conversion, home: Home) -> None:
     """
     options, report, root = run.options, run.report, run.source.root
     view, decisions = run.view(home.config, options.prefix if run.source.format == "dcp" else None)
+    run.note_wrappers(view)
     if not view.tensors:
         raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
     if run.source.format == "dcp":

@@ -103,16 +103,27 @@ class _Cutter:
         begin, sizes = self.region
         strided = any(self.entry.chunks[i].strides is not None for i, _ in self.shares)
         outer_dims = self.cut_dim if strided else self.row_dim
+        at_first = self._by_first_index() if outer_dims else {}
         for outer in product(*(range(b, b + n) for b, n in zip(begin, sizes[:outer_dims], strict=False))):
-            inside = [
-                (i, share)
-                for i, share in self.shares
-                if all(o <= at < o + n for o, n, at in zip(*share, outer, strict=False))
-            ]
+            inside = at_first[outer[0]] if outer else self.shares
+            if len(outer) > 1:
+                inside = [
+                    (i, share)
+                    for i, share in inside
+                    if all(o <= at < o + n for o, n, at in zip(*share, outer, strict=False))
+                ]
             if strided or self.cut_dim == self.row_dim:
                 yield from self._bands(outer, inside, strided)
             else:
                 yield from self._rows(outer, inside)
+
+    def _by_first_index(self) -> dict[int, list[tuple[int, Region]]]:
+        """The shares that hold each index of dim 0: of hundreds of experts, one at a time."""
+        found: dict[int, list[tuple[int, Region]]] = {}
+        for i, share in self.shares:
+            for at in range(share.offsets[0], share.offsets[0] + share.sizes[0]):
+                found.setdefault(at, []).append((i, share))
+        return found
 
     def _bands(self, outer: Shape, inside: list[tuple[int, Region]], strided: bool) -> Iterator[Segment]:
         """Shares one after the other along the cut dim."""
@@ -180,10 +191,10 @@ def _row_bands(inside: list[tuple[int, Region]], dim: int) -> Iterator[tuple[int
     points = sorted(
         {point for _, share in inside for point in (share.offsets[dim], share.offsets[dim] + share.sizes[dim])}
     )
+    waiting = sorted(inside, key=lambda item: item[1].offsets[dim], reverse=True)
+    members: list[tuple[int, Region]] = []
     for low, high in pairwise(points):
-        members = [
-            (i, share)
-            for i, share in inside
-            if share.offsets[dim] <= low and high <= share.offsets[dim] + share.sizes[dim]
-        ]
+        members = [(i, share) for i, share in members if low < share.offsets[dim] + share.sizes[dim]]
+        while waiting and waiting[-1][1].offsets[dim] <= low:
+            members.append(waiting.pop())
         yield low, high, members

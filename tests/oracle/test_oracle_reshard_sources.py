@@ -109,7 +109,8 @@ def test_names_with_wrappers_stay_as_the_trainer_wants_them(hf: Path, tmp_path: 
         wrapped = f"_orig_mod.{name.replace('.self_attn.', '.self_attn._checkpoint_wrapped_module.')}"
         state[f"model.{wrapped}"] = tensor
         state[f"optim.state.{wrapped}.exp_avg"] = tensor.float()
-    ckptx.reshard(save(state, tmp_path / "saved"), tmp_path / "cut", base=str(hf), tp=2, pp=2)
+    report = ckptx.reshard(save(state, tmp_path / "saved"), tmp_path / "cut", base=str(hf), tp=2, pp=2)
+    assert f'wrapper "_orig_mod." kept in {len(state)} names' in report.warnings
     assert_same_tensors(stock_load(tmp_path / "cut"), state)
     held = in_dcp(tmp_path / "cut")
     name = "_orig_mod.model.layers.3.self_attn._checkpoint_wrapped_module.q_proj.weight"
