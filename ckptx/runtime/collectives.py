@@ -1,0 +1,231 @@
+"""The six differentiable collectives of tensor parallelism, over one process group.
+
+Activations and gradients are either the same on all ranks ("whole") or one slice per rank, and a gradient may be
+partial: each rank has its own summand. Forward and backward of each function (Megatron-LM, arXiv 1909.08053 and
+2205.05198):
+
+    copy_in         whole -> whole          backward: sum over ranks
+    sum_out         partial -> whole        backward: nothing
+    gather          slices -> whole         backward: own slice
+    split           whole -> own slice      backward: gather
+    gather_partial  slices -> whole         backward: sum over ranks, own slice
+    scatter_sum     partial -> own slice    backward: gather
+
+Slices are ceil-chunks as `torch.chunk` makes them, so the last ones may be shorter or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptx.catalog.region import Region
+from ckptx.layout.placement import ceil_chunks
+
+# torch 2.13 renamed both
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+class Ranks(NamedTuple):
+    """The TP ranks.
+
+    Attributes:
+        mesh: One dim.
+        group: Their process group.
+        rank: Of this process among them.
+        size: How many they are.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Ranks:
+        """Of a mesh of one dim."""
+        return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+
+def all_reduce(x: torch.Tensor, op: str, ranks: Ranks) -> torch.Tensor:
+    """The reduction over ranks, in a new tensor; no gradient."""
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, ranks.group))
+
+
+def all_gather(x: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+    """Slices of ceil-chunks put together along `dim`, which is `total` long; no gradient."""
+    chunks = ceil_chunks(total, ranks.size)
+    width = chunks[0][1]
+    padded = _padded(x.movedim(dim, 0), width)
+    gathered = functional.wait_tensor(_all_gather(padded, 0, ranks.group))
+    return gathered[:total].movedim(0, dim)  # only the end is padding: chunks before a short one are full
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    """This rank's ceil-chunk along `dim` of the sum over ranks; no gradient."""
+    chunks = ceil_chunks(x.shape[dim], ranks.size)
+    padded = _padded(x.movedim(dim, 0), chunks[0][1] * ranks.size)
+    own = functional.wait_tensor(_reduce_scatter(padded, "sum", 0, ranks.group))
+    return own[: chunks[ranks.rank][1]].movedim(0, dim)
+
+
+def own_slice(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    """This rank's ceil-chunk along `dim`."""
+    begin, length = ceil_chunks(x.shape[dim], ranks.size)[ranks.rank]
+    return x.narrow(dim, begin, length)
+
+
+def own_part(full: torch.Tensor, dim: int, regions: Sequence[Region]) -> torch.Tensor:
+    """The rectangles of a tensor one after the other along `dim`: what a rank holds of it."""
+    parts = [full.narrow(dim, region.offsets[dim], region.sizes[dim]) for region in regions]
+    return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+
+
+def gather_parts(
+    local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: Ranks
+) -> torch.Tensor:
+    """The whole tensor from what the ranks hold of it; no gradient.
+
+    Args:
+        local: What this rank holds.
+        shape: Of the whole tensor.
+        dim: The dim it is cut along.
+        regions: By rank, its rectangles in their order.
+        ranks: Who they are.
+    """
+    widths = [sum(region.sizes[dim] for region in held) for held in regions]
+    padded = _padded(local.movedim(dim, 0), max(widths))
+    gathered = functional.wait_tensor(_all_gather(padded, 0, ranks.group)).movedim(0, dim)
+    full = local.new_empty(tuple(shape))
+    for rank, held in enumerate(regions):
+        begin = rank * max(widths)
+        for region in held:
+            width = region.sizes[dim]
+            full.narrow(dim, region.offsets[dim], width).copy_(gathered.narrow(dim, begin, width))
+            begin += width
+    return full
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Contiguous, with zeros at the end of dim 0."""
+    if x.shape[0] == rows:
+        return x.contiguous()
+    padded = x.new_zeros((rows, *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    return padded
+
+
+class _CopyIn(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grads[0], "sum", ctx.ranks), None
+
+
+class _SumOut(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        return all_reduce(x, "sum", ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, total: int, is_partial: bool, ranks: Ranks) -> torch.Tensor:
+        ctx.dim, ctx.is_partial, ctx.ranks = dim, is_partial, ranks
+        return all_gather(x, dim, total, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        if ctx.is_partial:
+            return reduce_scatter(grads[0], ctx.dim, ctx.ranks), None, None, None, None
+        return own_slice(grads[0], ctx.dim, ctx.ranks), None, None, None, None
+
+
+class _Split(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, is_partial: bool, ranks: Ranks) -> torch.Tensor:
+        ctx.dim, ctx.total, ctx.ranks = dim, x.shape[dim], ranks
+        # a copy: a view made in a custom function may not be changed in place
+        return reduce_scatter(x, dim, ranks) if is_partial else own_slice(x, dim, ranks).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_gather(grads[0], ctx.dim, ctx.total, ctx.ranks), None, None, None
+
+
+class _GatherParts(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        shape: Sequence[int],
+        dim: int,
+        regions: Sequence[Sequence[Region]],
+        ranks: Ranks,
+    ) -> torch.Tensor:
+        ctx.dim, ctx.held = dim, regions[ranks.rank]
+        return gather_parts(local, shape, dim, regions, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return own_part(grads[0], ctx.dim, ctx.held), None, None, None, None
+
+
+def copy_in(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """A whole tensor that enters computations that differ by rank: their gradients are summed."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    found: torch.Tensor = _CopyIn.apply(x, ranks)
+    return found
+
+
+def sum_out(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum of what the ranks computed."""
+    found: torch.Tensor = _SumOut.apply(x, ranks)
+    return found
+
+
+def gather(x: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+    """The slices of all ranks, for computations that are the same on all of them."""
+    found: torch.Tensor = _Gather.apply(x, dim, total, False, ranks)
+    return found
+
+
+def gather_partial(x: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+    """The slices of all ranks, for computations that differ by rank."""
+    found: torch.Tensor = _Gather.apply(x, dim, total, True, ranks)
+    return found
+
+
+def split(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    """This rank's slice."""
+    found: torch.Tensor = _Split.apply(x, dim, False, ranks)
+    return found
+
+
+def scatter_sum(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    """This rank's slice of the sum of what the ranks computed."""
+    found: torch.Tensor = _Split.apply(x, dim, True, ranks)
+    return found
+
+
+def whole_parameter(
+    local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: Ranks
+) -> torch.Tensor:
+    """The whole of a parameter, for computations that are the same on all ranks: no gradient is summed."""
+    found: torch.Tensor = _GatherParts.apply(local, shape, dim, regions, ranks)
+    return found

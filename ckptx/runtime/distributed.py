@@ -1,0 +1,143 @@
+"""The processes of a run: their group, their mesh, and what they say to each other.
+
+torch.distributed does all of it; here is only which backend, which device, and which rank is where.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ckptx.errors import CkptxError, Defect, EnvironmentProblem, UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.launch import is_launched
+
+MESH_DIMS = ("pp", "dp_shard", "tp")  # row-major, so that rank = (pp * dp_shard + dp_index) * tp + tp_index
+_TIMEOUT = timedelta(minutes=10)
+
+
+class Place(NamedTuple):
+    """Where this process is.
+
+    Attributes:
+        rank: Among all processes.
+        world_size: Their number.
+        device: What it computes on.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def device_of(wanted: str, local_rank: int = 0) -> torch.device:
+    """The device that `--device` asks for.
+
+    Raises:
+        EnvironmentProblem: There is no such device.
+    """
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not has_cuda):
+        return torch.device("cpu")
+    if not has_cuda or local_rank >= torch.cuda.device_count():
+        found = torch.cuda.device_count() if has_cuda else 0
+        raise EnvironmentProblem(f"--device {wanted}: found {found} CUDA devices, needed {local_rank + 1}; use cpu")
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Place]:
+    """This process in its group, which ends with the block unless it was there before.
+
+    A process that nobody launched is a group of its own.
+
+    Args:
+        device: auto, cpu or cuda.
+        backend: auto, gloo or nccl; auto is nccl on CUDA and gloo on CPU.
+
+    Raises:
+        EnvironmentProblem: There is no such device or backend.
+    """
+    if dist.is_initialized():
+        yield Place(dist.get_rank(), dist.get_world_size(), device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
+        return
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    place = Place(rank, world_size, device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    if backend == "auto":
+        backend = "nccl" if place.device.type == "cuda" else "gloo"
+    if backend == "nccl" and place.device.type != "cuda":
+        raise EnvironmentProblem("--backend nccl: needs CUDA devices, found none; use gloo")
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    if is_launched():
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    try:
+        yield place
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
+    """The mesh of a layout, with dims `MESH_DIMS`.
+
+    Raises:
+        UsageError: There are not as many processes as ranks.
+    """
+    if dist.get_world_size() != dims.world_size:
+        raise UsageError(
+            f"tp {dims.tp} x pp {dims.pp} x dp_shard {dims.dp_shard}: found {dist.get_world_size()} processes, needed "
+            f"{dims.world_size}; start one for each rank, or none and they are started for you"
+        )
+    return init_device_mesh(device_type, (dims.pp, dims.dp_shard, dims.tp), mesh_dim_names=MESH_DIMS)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What one rank cannot do fails on all of them, with the words of the first that could not."""
+    error: BaseException | None = None
+    try:
+        yield
+    except (CkptxError, KeyboardInterrupt) as caught:
+        error = caught
+    except Exception as caught:
+        error = Defect(f"{type(caught).__name__}: {caught}; please report this")
+        error.__cause__ = caught
+    said = everywhere(None if error is None else (type(error), str(error)))
+    if error is not None:
+        raise error
+    first = next((each for each in said if each is not None), None)
+    if first is not None:
+        raise first[0](first[1])
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The value of each rank, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def told(value: Any) -> Any:
+    """The value of rank 0."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def broadcast(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> torch.Tensor:
+    """A tensor of rank 0."""
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype, device=place.device)
+    tensor = tensor.contiguous()
+    if place.world_size > 1:
+        dist.broadcast(tensor, src=0)
+    return tensor

@@ -1,0 +1,88 @@
+"""Starts the ranks of a run on this machine, for those who did not start them with torchrun.
+
+Nothing here imports torch: the process that starts the ranks only waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptx.errors import EnvironmentProblem
+
+_GRACE = 20.0  # seconds that the others get to say what they have to say once one has failed
+_POLL = 0.05
+_LAST_WORDS = 2000  # characters of stderr
+
+
+def is_launched() -> bool:
+    """True when torchrun, or anything that speaks as it does, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(arguments: Sequence[str], world_size: int) -> dict[str, Any]:
+    """Runs `python -m ckptx ARGUMENTS` on `world_size` processes of this machine.
+
+    Returns:
+        The report of rank 0, as `--report` writes it; its `exit` and `error` say how it ended.
+
+    Raises:
+        EnvironmentProblem: A process died without a word.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckptx-run-") as directory:
+        report = Path(directory, "report.json")
+        command = [sys.executable, "-m", "ckptx", *arguments, "--report", str(report), "-q"]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
+        shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // world_size))
+        processes = []
+        words = [Path(directory, f"stderr-{rank}") for rank in range(world_size)]
+        for rank, said in enumerate(words):
+            environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with said.open("wb") as stderr:
+                processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr))
+        codes = _wait(processes)
+        if report.is_file():
+            document: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+            return document
+        rank = next((rank for rank, code in enumerate(codes) if code), 0)
+        last = words[rank].read_text(errors="replace")[-_LAST_WORDS:].strip()
+        raise EnvironmentProblem(
+            f"rank {rank} of {world_size} ended with code {codes[rank]}, needed a report; it said: {last or 'nothing'}"
+        )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Their exit codes; when one fails the others have a while, then they are ended."""
+    deadline: float | None = None
+    try:
+        while any(process.poll() is None for process in processes):
+            if deadline is None and any(process.poll() for process in processes):
+                deadline = time.monotonic() + _GRACE
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(_POLL)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return [process.returncode for process in processes]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

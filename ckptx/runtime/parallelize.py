@@ -1,0 +1,120 @@
+"""The order in which a model is made parallel, stated once.
+
+    TP                          first: it changes what a layer computes, and the rest must see the shards
+    activation checkpointing    then: what is recomputed includes the collectives of TP
+    compile                     then: the graph of a layer includes its recomputation
+    FSDP2                       last: its hooks gather parameters before, and free them after, all of the above
+
+The model is on the meta device while this happens, so that no rank ever holds what is not its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ckptx.errors import UnsupportedError
+from ckptx.runtime.activation_checkpointing import checkpoint_activations
+from ckptx.runtime.layers import layer_groups
+from ckptx.runtime.plans import Plan
+from ckptx.runtime.tensor_parallel import TensorParallelLayout, apply
+
+
+class Parallelized(NamedTuple):
+    """What was done to a model.
+
+    Attributes:
+        layout: What TP did, None without TP.
+        wrapped_layers: Layers whose activations are checkpointed.
+        sharded_modules: Modules that FSDP2 shards as units of their own, the root included.
+    """
+
+    layout: TensorParallelLayout | None
+    wrapped_layers: int
+    sharded_modules: int
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | None,
+    *,
+    activation_checkpointing: str = "none",
+    scope: str = "all",
+    compile: bool = False,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+) -> Parallelized:
+    """Makes a model parallel, in place.
+
+    Args:
+        model: On the meta device; a pipeline stage is a model that owns some of the layers.
+        mesh: With the dims "tp" and "dp_shard", and "dp_replicate" for HSDP.
+        plan: For TP; needed where "tp" has more than one rank.
+        activation_checkpointing: none, full, submodule or selective.
+        scope: all, language, vision or audio.
+        compile: Compile each layer by itself.
+        mixed_precision: What FSDP2 casts; None computes in the dtype of the parameters.
+
+    Raises:
+        UnsupportedError: The model cannot be made parallel so.
+    """
+    layout = None
+    if mesh["tp"].size() > 1:
+        assert plan is not None
+        layout = apply(model, mesh["tp"], plan)
+    wrapped = checkpoint_activations(model, activation_checkpointing, scope, compile=compile)
+    if compile:
+        for layer in _layers(model):
+            layer.compile()
+    count = shard(model, mesh, mixed_precision)
+    return Parallelized(layout, wrapped, count)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> int:
+    """FSDP2: each layer is a unit, and the root is one with the rest; gives the number of units.
+
+    The root is not resharded after forward: its backward begins at once with what it would gather again. Parameters
+    that no layer holds (embeddings, norms, heads, towers without layers) are in it. Nothing is done on a mesh of one
+    rank, unless precisions are mixed, which FSDP2 does too.
+    """
+    names = mesh.mesh_dim_names or ()
+    replicate = mesh["dp_replicate"].size() if "dp_replicate" in names else 1
+    if mesh["dp_shard"].size() * replicate == 1 and mixed_precision is None:
+        return 0
+    data = mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"]
+    policy = mixed_precision or MixedPrecisionPolicy()
+    layers = _layers(model)
+    try:
+        for layer in layers:
+            fully_shard(layer, mesh=data, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
+    except (ValueError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard"
+        ) from error
+    return len(layers) + 1
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of all groups, wrappers included, each once."""
+    found: dict[int, nn.Module] = {}
+    for layers in layer_groups(model).values():
+        found.update((id(layer.module), layer.module) for layer in layers)
+    return list(found.values())
+
+
+def local_bytes(model: nn.Module) -> Mapping[torch.device, int]:
+    """Bytes of parameters and buffers on this rank, by device; shared ones count once."""
+    seen: dict[int, torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = getattr(tensor, "_local_tensor", tensor)
+        seen[id(local)] = local
+    found: dict[torch.device, int] = {}
+    for local in seen.values():
+        found[local.device] = found.get(local.device, 0) + local.numel() * local.element_size()
+    return found

@@ -1,0 +1,333 @@
+"""A checkpoint as the model in it, whatever its format and names; and regions of it read into torch's memory."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptx.architecture.dialects.spoken import dialect_of, in_dialect
+from ckptx.architecture.find import find_architecture
+from ckptx.architecture.spec import Architecture
+from ckptx.architecture.tied import Stored, resolve_ties
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import BY_TORCH, DType
+from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.region import Region
+from ckptx.errors import UnsupportedError
+from ckptx.formats.dcp import open_payloads
+from ckptx.formats.registry import open_checkpoint
+from ckptx.mapping.names import assign_roles, pattern_of, strip_wrappers
+from ckptx.mapping.ops import Conversion
+from ckptx.mapping.rules import NameRules, Renamed
+from ckptx.storage import FilePool
+from ckptx.transfer.sinks import digest_of, stream_as
+from ckptx.transfer.stream import TensorReader
+
+_BAND = 4 << 20  # bytes that are staged at a time where a tensor cannot be filled in place
+_MAX_STRIDED = 32 << 20  # bytes a reader may hold for a tensor that is not stored row-major
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An open checkpoint in the names of the model.
+
+    Attributes:
+        catalog: As it was opened.
+        files: Its files.
+        tensors: By model name. Those that no rule knows have the name they have on disk.
+        stored: The names on disk of what each is made of.
+        unread: Names on disk of what is not part of the model, with the reason.
+        architecture: Of the class in the config; None when there is no config.
+        config: The config used.
+        by_stored_name: The tensors of the model by name on disk, without wrappers and prefix.
+    """
+
+    catalog: Catalog
+    files: FilePool
+    tensors: dict[str, TensorEntry]
+    stored: dict[str, tuple[str, ...]]
+    unread: dict[str, str]
+    architecture: Architecture | None
+    config: Mapping[str, Any] | None
+    by_stored_name: dict[str, TensorEntry]
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether the class drops a tensor of this name when it loads."""
+        if self.architecture is None or self.config is None:
+            return False
+        pattern = pattern_of(name)
+        if any(re.search(each, pattern) for each in self.architecture.ignored):
+            return True
+        return self.architecture.lacks(name, self.config)
+
+    def untied(self) -> tuple[str, ...]:
+        """Model names that the config ties to others, but that are stored with a value of their own.
+
+        Bytes are read only where both names of a pair are stored apart.
+
+        Raises:
+            InputError: A name is missing that nothing stored can stand for.
+        """
+        if self.architecture is None or self.config is None:
+            return ()
+        entries = self.by_stored_name
+        reader = TensorReader(self.files)
+
+        def is_equal(a: str, b: str) -> bool:
+            first, second = entries[a], entries[b]
+            if first.chunks == second.chunks:
+                return True
+            return digest_of(reader, first, first.dtype).leaves == digest_of(reader, second, second.dtype).leaves
+
+        known = {name: Stored(entry.shape, entry.dtype.name) for name, entry in entries.items()}
+        decisions = resolve_ties(self.architecture, self.config, known, is_equal)
+        apart = zip(self.architecture.ties, decisions, strict=True)
+        return tuple(
+            pair.spellings[0][0] for pair, decision in apart if decision.declared and decision.action == "keep-both"
+        )
+
+
+@contextmanager
+def open_source(
+    path: Path, *, config: Mapping[str, Any] | None = None, prefix: str | None = None, trust_remote_code: bool = False
+) -> Iterator[Source]:
+    """Opens a checkpoint of any format ckptx reads; headers only.
+
+    Args:
+        path: Of the checkpoint.
+        config: Overrides the `config.json` beside it.
+        prefix: Of the model's names in a training checkpoint; None finds it.
+        trust_remote_code: As in `build_model`.
+
+    Raises:
+        InputError: There is no checkpoint, or it is damaged or incomplete.
+        UnsupportedError: It is of a kind that ckptx does not read.
+    """
+    catalog = open_checkpoint(path)
+    config = config if config is not None else catalog.config
+    architecture = None
+    if config is not None:
+        architecture = find_architecture(config, config_dir=catalog.root, trust_remote_code=trust_remote_code)
+    with FilePool(catalog.root) as files:
+        yield _source(catalog, files, architecture, config, prefix)
+
+
+def _source(
+    catalog: Catalog,
+    files: FilePool,
+    architecture: Architecture | None,
+    config: Mapping[str, Any] | None,
+    prefix: str | None,
+) -> Source:
+    dialect: tuple[Conversion, ...] = ()
+    spoken = architecture
+    if architecture is not None and config is not None:
+        dialect = dialect_of(architecture, config, catalog.tensors)
+        spoken = in_dialect(architecture, dialect) if dialect else architecture
+    names, unread = _names_of_model(catalog, spoken.name_patterns if spoken is not None else frozenset(), prefix)
+    entries = {stored: catalog.tensors[stored] for stored in names.values()}
+    if catalog.format == "dcp":
+        entries = open_payloads(replace(catalog, tensors=entries), files, later=True).tensors
+    short = {name: entries[stored] for name, stored in names.items()}
+    renamed = Renamed(dict(short), {name: (name,) for name in short}, [], [])
+    if dialect:
+        patterns = {name for each in dialect for name in each.targets} - {n for each in dialect for n in each.sources}
+        renamed = _then(renamed, NameRules(dialect, "", patterns).to_model(renamed.tensors))
+    if architecture is not None and config is not None and architecture.name_patterns:
+        rules = NameRules(architecture.conversions(config), architecture.base_prefix, architecture.model_names)
+        renamed = _then(renamed, rules.to_model(renamed.tensors))
+    stored_names = {name: tuple(names[each] for each in sources) for name, sources in renamed.sources.items()}
+    return Source(catalog, files, renamed.tensors, stored_names, unread, spoken, config, short)
+
+
+def _names_of_model(
+    catalog: Catalog, patterns: frozenset[str], prefix: str | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Names without wrappers and prefix -> names on disk; and what is not the model, with the reason.
+
+    An HF checkpoint and sharded safetensors hold nothing but the model, and its names are as they are.
+    """
+    if catalog.format != "dcp":
+        return {name: name for name in catalog.tensors}, {}
+    unwrapped = strip_wrappers(catalog.tensors, patterns)
+    stored = {short: name for name, short in unwrapped.names.items()}
+    roles = assign_roles(unwrapped.names.values(), patterns or None, prefix)
+    unread = {stored[name]: "optimizer state" for name in roles.optimizer}
+    unread |= {stored[name]: "not of the model" for name in roles.other}
+    return {name: stored[full] for name, full in roles.model.items()}, unread
+
+
+def _then(first: Renamed, second: Renamed) -> Renamed:
+    """One renaming after another."""
+    sources = {
+        name: tuple(dict.fromkeys(old for each in names for old in first.sources[each]))
+        for name, names in second.sources.items()
+    }
+    return Renamed(second.tensors, sources, second.unknown, [*first.notes, *second.notes])
+
+
+# ----------------------------------------------------------------------------------------- bytes
+
+
+class MemorySink:
+    """A stream that goes straight to where it shall be: into a row-major tensor of the CPU."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._memory, self._at = _memory_of(target), 0
+
+    def space(self, nbytes: int) -> memoryview:
+        return self._memory[self._at : self._at + nbytes]
+
+    def commit(self, view: memoryview) -> None:
+        self._at += len(view)
+
+
+class StagedSink:
+    """A stream into a row-major tensor of a device, by way of a buffer of the CPU."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._bytes, self._at = _bytes_of(target), 0
+        self._buffer = torch.empty(min(_BAND, max(1, self._bytes.numel())), dtype=torch.uint8)
+        self._memory = memoryview(self._buffer.numpy())
+
+    def space(self, nbytes: int) -> memoryview:
+        return self._memory[:nbytes]
+
+    def commit(self, view: memoryview) -> None:
+        self._bytes[self._at : self._at + len(view)].copy_(self._buffer[: len(view)])
+        self._at += len(view)
+
+
+class Reading:
+    """Reads regions into tensors, from any number of threads."""
+
+    def __init__(self, files: FilePool) -> None:
+        self._files = files
+        self._here = threading.local()
+        self._readers: list[TensorReader] = []
+        self._unchecked: list[int] = []
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the files so far, gaps between the rows of narrow regions included."""
+        return sum(reader.bytes_read for reader in self._readers)
+
+    @property
+    def unchecked(self) -> int:
+        """Bytes read from records whose CRC-32 speaks of more bytes than were wanted."""
+        return sum(self._unchecked)
+
+    def _reader(self) -> TensorReader:
+        reader: TensorReader | None = getattr(self._here, "reader", None)
+        if reader is None:
+            reader = self._here.reader = TensorReader(self._files, _MAX_STRIDED)
+            self._readers.append(reader)
+        return reader
+
+    def fill(self, entry: TensorEntry, region: Region, target: Tensor) -> None:
+        """Reads `region` of `entry` into `target`, of the shape of the region, cast to its dtype.
+
+        Memory of the CPU that is row-major is filled in place; what is not row-major, in bands.
+
+        Raises:
+            InputError: The file ends early or is corrupt.
+            UnsupportedError: The dtypes differ, and not both are plain floats.
+        """
+        dtype = castable(entry, target.dtype)
+        entry = self._without_partial_records(entry, region)
+        if target.is_contiguous():
+            sink = MemorySink(target) if target.device.type == "cpu" else StagedSink(target)
+            stream_as(self._reader(), entry, region, dtype, sink)
+            return
+        for band in bands(region, max(1, _BAND // dtype.itemsize)):
+            _part_of(target, region, band).copy_(self._staged(entry, band, target.dtype, dtype))
+
+    def is_equal(self, entry: TensorEntry, region: Region, target: Tensor) -> bool:
+        """Whether `region` of `entry` would put the bytes into `target` that it holds already."""
+        dtype = castable(entry, target.dtype)
+        entry = self._without_partial_records(entry, region)
+        for band in bands(region, max(1, _BAND // dtype.itemsize)):
+            held = _part_of(target, region, band).cpu().contiguous()
+            if _memory_of(held) != _memory_of(self._staged(entry, band, target.dtype, dtype)):
+                return False
+        return True
+
+    def _staged(self, entry: TensorEntry, band: Region, torch_dtype: torch.dtype, dtype: DType) -> Tensor:
+        staged = torch.empty(band.sizes, dtype=torch_dtype)
+        stream_as(self._reader(), entry, band, dtype, MemorySink(staged))
+        return staged
+
+    def _without_partial_records(self, entry: TensorEntry, region: Region) -> TensorEntry:
+        """The entry without the checksums of records that are read in part.
+
+        Checking one means to read all of it: every rank would read the whole model. Who wants that runs `verify`.
+        """
+        chunks = []
+        for chunk in entry.chunks:
+            common = chunk.region.intersect(region)
+            if common is None:
+                continue
+            if chunk.record is not None and common != chunk.region:
+                self._unchecked.append(entry.dtype.nbytes(common.numel))
+                chunk = chunk._replace(record=None)
+            chunks.append(chunk)
+        return entry._replace(chunks=tuple(chunks))
+
+
+def castable(entry: TensorEntry, target: torch.dtype) -> DType:
+    """The dtype of `target`, which the elements of `entry` can be read as.
+
+    Raises:
+        UnsupportedError: They cannot.
+    """
+    name = str(target).removeprefix("torch.")
+    dtype = BY_TORCH.get(name)
+    if dtype is None or (dtype is not entry.dtype and not (dtype.cast and entry.dtype.cast)):
+        found = entry.dtype.torch or entry.dtype.name
+        raise UnsupportedError(
+            f'tensor "{entry.name}": is {found} on disk, needed {name}; only plain floats are cast, so it must be '
+            "converted (dequantized) first"
+        )
+    return dtype
+
+
+def bands(region: Region, numel: int) -> Iterator[Region]:
+    """`region` in parts of at most `numel` elements, in row-major order, cut along the first dims."""
+    if region.numel <= numel:
+        if region.numel:
+            yield region
+        return
+    dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
+    step = max(1, numel // prod(region.sizes[dim + 1 :]))
+    for at in range(0, region.sizes[dim], step):
+        size = min(step, region.sizes[dim] - at)
+        part = Region(
+            (*region.offsets[:dim], region.offsets[dim] + at, *region.offsets[dim + 1 :]),
+            (*region.sizes[:dim], size, *region.sizes[dim + 1 :]),
+        )
+        yield from bands(part, numel)
+
+
+def _part_of(target: Tensor, region: Region, part: Region) -> Tensor:
+    for dim, (origin, begin, size) in enumerate(zip(region.offsets, part.offsets, part.sizes, strict=True)):
+        target = target.narrow(dim, begin - origin, size)
+    return target
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A row-major tensor as its bytes; one of a single element may have any stride."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """The same on the CPU, for whoever reads files; it keeps the tensor alive."""
+    return memoryview(_bytes_of(tensor).numpy()) if tensor.numel() else memoryview(bytearray())

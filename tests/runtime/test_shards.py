@@ -1,0 +1,75 @@
+"""Which rectangles a rank holds: against the layout of files, and against torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from ckptx.catalog.region import Region
+from ckptx.errors import Defect
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.placement import Placement, tp_rectangles
+from ckptx.layout.placement import cut as cut_of_files
+from ckptx.runtime.shards import Cut, Piece, pieces
+
+SHAPES = [(12, 4), (7, 5), (1, 3), (9, 8)]
+
+
+def assembled(whole: torch.Tensor, held: list[Piece], shape: tuple[int, ...]) -> torch.Tensor:
+    """The local tensor that the pieces make up; NaN where none is."""
+    local = torch.full(shape, float("nan"))
+    for region, there in held:
+        source = whole[tuple(slice(at, at + n) for at, n in zip(*region, strict=True))]
+        local[tuple(slice(at, at + n) for at, n in zip(*there, strict=True))] = source
+    return local
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dims", [(0, 0), (0, 1), (1, 0)])
+def test_plain_shards_are_those_of_torch(shape: tuple[int, int], dims: tuple[int, int]) -> None:
+    placements = [Shard(dim) for dim in dims]
+    for sizes in itertools.product((1, 2, 3), (1, 2, 4)):
+        for at in itertools.product(*map(range, sizes)):
+            held, local = pieces(shape, [Cut(*each) for each in zip(dims, sizes, at, strict=True)])
+            expected, offsets = _compute_local_shape_and_global_offset(shape, sizes, list(at), placements)
+            assert local == tuple(expected)
+            if 0 not in local:
+                assert held == [Piece(Region(tuple(offsets), local), Region((0, 0), local))]
+            else:
+                assert held == []
+
+
+@pytest.mark.parametrize("placement", [Placement(0, (9,)), Placement(1, (8,)), Placement(0, (4, 3, 2)), None])
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_fsdp_inside_tp_is_as_files_are_cut(placement: Placement | None, dp: int) -> None:
+    shape = (9, 8)
+    dims = ParallelDims(tp=2, dp_shard=dp)
+    blocks = cut_of_files(shape, placement, dims, True)
+    for dp_rank, tp_rank in itertools.product(range(dp), range(2)):
+        held, _ = pieces(shape, [Cut(0, dp, dp_rank)], tp_rectangles(shape, placement, 2)[tp_rank])
+        assert [piece.region for piece in held] == [
+            block.region for block in blocks if block.slot == dims.slot(dp_rank, tp_rank)
+        ]
+
+
+def test_fused_groups_lie_one_after_another() -> None:
+    whole = torch.arange(24.0).reshape(6, 4)
+    held, shape = pieces((6, 4), [], [Region((0, 0), (6, 1)), Region((0, 2), (6, 2))])
+    assert torch.equal(assembled(whole, held, shape), whole[:, [0, 2, 3]])
+    held, shape = pieces((6, 4), [Cut(0, 2, 1)], [Region((0, 0), (1, 4)), Region((3, 0), (3, 4))])
+    assert torch.equal(assembled(whole, held, shape), whole[[4, 5]])
+
+
+def test_equal_groups_are_cut_one_by_one() -> None:
+    whole = torch.arange(24.0).reshape(12, 2)
+    held, shape = pieces((12, 2), [Cut(0, 2, 1, groups=3)])
+    assert torch.equal(assembled(whole, held, shape), torch.cat([part.chunk(2)[1] for part in whole.chunk(3)]))
+
+
+def test_rectangles_that_lie_anyhow_are_refused() -> None:
+    with pytest.raises(Defect, match="do not lie along one dim"):
+        pieces((4, 4), [], [Region((0, 0), (2, 2)), Region((2, 2), (2, 2))])

@@ -1,0 +1,64 @@
+"""Trains tiny models with checkpointed layers, and compares the outcome to the bit."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from support.models import EVERY, VOCAB, Recipe, build
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+from ckptx.runtime.activation_checkpointing import KVSharingFallback, canonical_name, checkpoint_activations
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+def microbatch(recipe: Recipe, index: int) -> dict[str, torch.Tensor]:
+    """The inputs of a recipe, with other tokens for each microbatch where these are plain."""
+    inputs = recipe.inputs()
+    if set(inputs) == {"input_ids"}:
+        inputs["input_ids"] = (inputs["input_ids"] + index) % VOCAB
+    return inputs
+
+
+def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    found: torch.Tensor = model(**inputs)[0]
+    return found.float().square().mean()
+
+
+def train(model: nn.Module, recipe: Recipe, microbatches: int = 1) -> tuple[list[float], Gradients]:
+    """Losses and gradients; the next forward runs before the last backward, as in 1F1B."""
+    torch.manual_seed(7)
+    waiting: list[torch.Tensor] = []
+    losses = []
+    for index in range(microbatches):
+        waiting.append(loss_of(model, microbatch(recipe, index)))
+        losses.append(waiting[-1].item())
+        if len(waiting) == 2:
+            waiting.pop(0).backward()
+    for loss in waiting:
+        loss.backward()
+    return losses, {canonical_name(name): parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(found: tuple[list[float], Gradients], wanted: tuple[list[float], Gradients]) -> None:
+    assert found[0] == wanted[0]
+    assert found[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        other = found[1][name]
+        assert (other is None) == (gradient is None), name
+        assert gradient is None or (other is not None and torch.equal(other, gradient)), name
+    assert any(gradient is not None and gradient.any() for gradient in wanted[1].values())
+
+
+def prepared(name: str, mode: str, scope: str = "all") -> nn.Module:
+    model: nn.Module = build(EVERY[name]).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KVSharingFallback)
+        checkpoint_activations(model, mode, scope)
+    return model
+
+
+def wrappers(model: nn.Module) -> list[str]:
+    return [canonical_name(name) for name, each in model.named_modules() if isinstance(each, CheckpointWrapper)]

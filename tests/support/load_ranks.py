@@ -1,0 +1,186 @@
+"""What the ranks in the tests of `load` do: cut a model on the meta device, load it, compare with torch's shards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from support.stock import raw
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ckptx.catalog.region import Region
+from ckptx.layout.placement import Placement, tp_rectangles
+from ckptx.runtime.build import build_model, materialize
+from ckptx.runtime.load import load
+
+Answer = tuple[str | None, int, int]  # what is wrong, bytes of this rank's shards, bytes read for them
+Regions = Callable[[str], "list[Region] | None"]
+
+
+def stock(path: Path) -> Any:
+    """The model as transformers loads it."""
+    import transformers
+
+    name = json.loads((path / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name).from_pretrained(path, dtype="auto")
+
+
+def cut(model: nn.Module, mesh: DeviceMesh, layout: str) -> Regions:
+    """Replaces every matrix by a DTensor over `mesh`, along "rows" or "columns", or rows of three unequal parts.
+
+    Returns:
+        What this rank holds by name, for "packed"; nothing for what torch can say itself.
+    """
+    held: dict[str, list[Region]] = {}
+    made: dict[int, nn.Parameter] = {}
+    for path, module in list(model.named_modules()):
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.dim() < 2:
+                continue
+            name = f"{path}.{leaf}"
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(_shard(parameter.detach(), mesh, layout, name, held))
+            module._parameters[leaf] = made[id(parameter)]
+    return lambda name: held.get(name)
+
+
+def _shard(tensor: torch.Tensor, mesh: DeviceMesh, layout: str, name: str, held: dict[str, list[Region]]) -> Any:
+    if layout != "packed":
+        dim = 0 if layout == "rows" else tensor.dim() - 1
+        return distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
+    rows, rank, size = tensor.shape[0], mesh.get_local_rank(), mesh.size()
+    groups = (rows // 2, rows // 4, rows - rows // 2 - rows // 4)
+    parts = tensor.split(groups)
+    local = torch.cat([part.chunk(size)[rank] for part in parts])  # torch's words for it, not ckptx's
+    held[name] = list(tp_rectangles(tuple(tensor.shape), Placement(0, groups), size)[rank])
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def fault(model: nn.Module, expected: nn.Module) -> str | None:
+    """The first tensor whose local part has other bytes than that of `expected`."""
+    theirs = expected.state_dict()
+    mine = model.state_dict()
+    if mine.keys() != theirs.keys():
+        return f"names {mine.keys() ^ theirs.keys()}"
+    return next((name for name in mine if raw(_local(mine[name])) != raw(_local(theirs[name]))), None)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous()
+
+
+def load_sharded(rank: int, world_size: int, hf: Path, path: Path, layout: str) -> Answer:
+    """TP alone."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    expected = stock(hf)
+    cut(expected, mesh, layout)
+    model = build_model(hf)
+    regions = cut(model, mesh, layout)
+    materialize(model)
+    ledger = load(model, path, regions=regions)
+    return fault(model, expected), ledger.nbytes, ledger.bytes_read
+
+
+def load_fsdp_in_tp(rank: int, world_size: int, hf: Path, path: Path, layout: str) -> Answer:
+    """TP of 2, FSDP in it; layers and the rest are FSDP units."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
+    expected, model = stock(hf), build_model(hf)
+    cut(expected, mesh["tp"], layout)
+    regions = cut(model, mesh["tp"], layout)
+    for each in (expected, model):
+        for module in [module for name, module in each.named_modules() if name.rpartition(".")[2].isdecimal()]:
+            if any(True for _ in module.parameters()):
+                fully_shard(module, mesh=mesh["dp_shard"])
+        fully_shard(each, mesh=mesh["dp_shard"])
+    materialize(model)
+    ledger = load(model, path, regions=regions)
+    return fault(model, expected), ledger.nbytes, ledger.bytes_read
+
+
+def load_tied_fsdp(rank: int, world_size: int, hf: Path) -> str | None:
+    """FSDP shares a tied parameter, and goes on doing so; the forward pass is the stock one."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    ids = torch.arange(3, 17).reshape(2, 7)
+    expected = stock(hf)(ids).logits
+    model = build_model(hf)
+    fully_shard(model, mesh=mesh)
+    materialize(model)
+    load(model, hf)
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
+        return "not tied before"
+    found = model(ids).logits
+    model.reshard()
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
+        return "not tied after"
+    return None if torch.equal(found, expected) else "other logits"
+
+
+def load_wrong_shard(rank: int, world_size: int, hf: Path) -> str | None:
+    """Each rank is told that it holds what the other one does."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    expected, model = stock(hf), build_model(hf)
+    cut(expected, mesh, "rows")
+    cut(model, mesh, "rows")
+    materialize(model)
+
+    def regions(name: str) -> list[Region] | None:
+        if "q_proj" not in name:
+            return None
+        rows, columns = model.get_parameter(name).shape
+        return [Region(((1 - rank) * rows // 2, 0), (rows // 2, columns))]
+
+    load(model, hf, regions=regions)
+    return fault(model, expected)
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+def write_large(path: Path) -> None:
+    """A Llama of 310 MB: its largest tensor alone is 130 MB."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32768, hidden_size=1024, intermediate_size=2816, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=8, tie_word_embeddings=False, dtype="float32", architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    path.mkdir(parents=True)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    save_file(
+        {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}, path / "model.safetensors"
+    )
+    (path / "config.json").write_text(json.dumps(config.to_dict()))
+
+
+def _rss(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def main() -> None:
+    """Prints by how much memory grows while rank 0 of 2 loads, and how much it holds then."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hf, path, layout = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model = build_model(hf)
+    regions = cut(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), layout)
+    before = _rss("VmRSS")
+    materialize(model)
+    ledger = load(model, path, regions=regions)
+    print(_rss("VmHWM") - before, ledger.nbytes)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

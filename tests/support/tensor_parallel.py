@@ -1,0 +1,470 @@
+"""What a rank computes with a model that tensor parallelism cut, against the same model as it was built.
+
+Functions for the workers of the gloo pool: their first arguments are rank and world size.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from support.models import EVERY, Inputs, build, randomise, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ckptx.architecture.find import find_architecture
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import TensorEntry
+from ckptx.cutting import Cutter, plan_of
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.stages import StageMap
+from ckptx.runtime import styles
+from ckptx.runtime.activation_checkpointing import checkpoint_activations
+from ckptx.runtime.collectives import Ranks, gather_parts, own_part
+from ckptx.runtime.loss import causal_lm_loss
+from ckptx.runtime.plans import find_plan
+from ckptx.runtime.tensor_parallel import TensorParallelLayout, apply
+
+Placed = dict[str, tuple[int, tuple[int, ...]] | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The largest differences to the uncut model, relative to the largest value of each tensor.
+
+    Attributes:
+        logits: Of the logits, gathered.
+        loss: Of the loss.
+        gradients: By parameter, gathered.
+        gathered: Modules around which parameters are gathered.
+        sharded_logits: Whether the logits stay sharded.
+        loss_by_model: Of the loss that `model(labels=...)` gives, None where nobody asked.
+    """
+
+    logits: float
+    loss: float
+    gradients: dict[str, float]
+    gathered: tuple[str, ...]
+    sharded_logits: bool
+    loss_by_model: float | None = None
+
+    @property
+    def worst(self) -> float:
+        return max(self.logits, self.loss, *self.gradients.values())
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """As `config.json` has it."""
+    return {**model.config.to_dict(), "architectures": [type(model).__name__]}
+
+
+def tiny(name: str) -> Any:
+    """The model of a recipe in float32, without dropout or cache."""
+    model = build(EVERY[name]).float().eval()
+    model.config.use_cache = False
+    return model
+
+
+def labels_of(logits: torch.Tensor) -> torch.Tensor:
+    """Labels for these logits: random ones, one that is ignored, the last of the vocabulary."""
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(0, logits.shape[-1], logits.shape[:2], generator=generator)
+    labels[0, -1] = logits.shape[-1] - 1
+    if labels.shape[1] > 2:
+        labels[0, 1] = -100
+    return labels
+
+
+def compute(model: Any, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, whole or sharded, and a loss."""
+    found = model(**{key: value.float() if value.is_floating_point() else value for key, value in inputs.items()})
+    logits = next(found[key] for key in ("logits", "prediction_logits", "last_hidden_state") if key in found)
+    if logits.dim() == 2:
+        logits = logits[:, None].expand(-1, 2, -1)  # of a classifier
+    return logits, causal_lm_loss(logits, labels_of(logits))
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-30) -> float:
+    """The largest difference over the largest value, or over `floor` where that is larger."""
+    assert found.shape == expected.shape
+    return float((found - expected).detach().abs().max() / max(float(expected.detach().abs().max()), floor))
+
+
+def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLayout, ranks: Ranks) -> Any:
+    """The gradient of a parameter, put together from the ranks' rectangles."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return gradient
+    placement = layout.decisions[name].placement
+    assert placement is not None
+    regions = [layout.local_regions(name, rank) or [] for rank in range(layout.tp)]
+    return gather_parts(gradient.to_local(), layout.shapes[name], placement.dim, regions, ranks)
+
+
+def gradient_differences(model: nn.Module, cut: nn.Module, layout: TensorParallelLayout, ranks: Ranks) -> Any:
+    """By parameter; also proves that the same parameters have gradients."""
+    expected = dict(model.named_parameters())
+    # the gradient of a key bias is zero but for rounding: softmax does not see what is added to all keys
+    floor = 1e-2 * max(float(each.grad.abs().max()) for each in expected.values() if each.grad is not None)
+    differences = {}
+    for key, parameter in cut.named_parameters():
+        key = key.replace("_checkpoint_wrapped_module.", "")
+        reference = expected[key].grad
+        gradient = whole_gradient(key, parameter, layout, ranks)
+        if reference is None:
+            assert gradient is None or not gradient.any(), key
+        else:
+            assert gradient is not None, key
+            differences[key] = relative(gradient, reference, floor)
+    return differences
+
+
+def outcome(
+    rank: int,
+    world_size: int,
+    name: str,
+    user: dict[str, str] | None = None,
+    sequence_parallel: bool = False,
+    checkpointing: str = "none",
+    is_foreign: bool = False,
+    defect: str = "",
+    microbatches: int = 1,
+) -> Outcome:
+    """Forward and backward of both models.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of TP ranks.
+        name: A recipe.
+        user: A plan on top.
+        sequence_parallel: See `find_plan`.
+        checkpointing: A mode of activation checkpointing for the cut model.
+        is_foreign: Let the cut model be of a class of somebody else that has the same bare name.
+        defect: A function of `styles` that does nothing.
+        microbatches: How often gradients are accumulated.
+    """
+    model = tiny(name)
+    inputs = EVERY[name].inputs()
+    if sequence_parallel:
+        inputs = {key: value[:, :6] for key, value in inputs.items()}  # an even number of tokens
+    cut = copy.deepcopy(model)
+    if is_foreign:
+        stock = type(model)
+        cut.__class__ = type(
+            stock.__name__, (stock,), {"forward": lambda self, **kwargs: stock.forward(self, **kwargs)}
+        )
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    plan = find_plan(cut, config_of(model), user, sequence_parallel)
+    with mock.patch.object(styles, defect or "colwise", _nothing if defect else styles.colwise):
+        layout = apply(cut, mesh, plan)
+    if checkpointing != "none":
+        checkpoint_activations(cut, checkpointing)
+    for _ in range(microbatches):
+        logits, loss = compute(model, inputs)
+        loss.backward()
+        found, found_loss = compute(cut, inputs)
+        found_loss.backward()
+    differences = gradient_differences(model, cut, layout, Ranks.of(mesh))
+    is_sharded = isinstance(found, DTensor)
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    by_model = None
+    if is_sharded and inputs.keys() == {"input_ids"}:
+        labels = labels_of(logits)
+        by_model = relative(cut(**inputs, labels=labels).loss, model(**inputs, labels=labels).loss)
+    return Outcome(
+        relative(whole, logits), relative(found_loss, loss), differences, layout.gathered, is_sharded, by_model
+    )
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A style that was forgotten."""
+
+
+def on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, list[Any]], list[str]]:
+    """A model cut before it is loaded: placements, this rank's rectangles, and faults that were found."""
+    with torch.device("meta"):
+        model = EVERY[name].model()
+    shared = {id(p): n for n, p in model.named_parameters()}
+    tied = {n: shared[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if shared[id(p)] != n}
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    layout = apply(model, mesh, find_plan(model, config_of(model)))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    faults = [
+        f"{alias} is no longer {source}"
+        for alias, source in tied.items()
+        if parameters[alias] is not parameters[source]
+    ]
+    for key, placement in layout.placements.items():
+        parameter, regions = parameters[key], layout.local_regions(key)
+        assert regions is not None
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if isinstance(parameter, DTensor) != (placement is not None):
+            faults.append(f"{key}: {type(parameter).__name__} for {placement}")
+        if tuple(parameter.shape) != layout.shapes[key] or not local.is_meta:
+            faults.append(f"{key}: {tuple(parameter.shape)} on {local.device}")
+        if local.numel() != sum(region.numel for region in regions):
+            faults.append(f"{key}: holds {tuple(local.shape)} for {regions}")
+    placed = {key: None if each is None else each[:2] for key, each in layout.placements.items()}
+    held = {key: layout.local_regions(key) or [] for key in placed}
+    return placed, held, faults
+
+
+def reshard_regions(model: nn.Module, config: dict[str, Any], tp: int) -> dict[str, list[list[Any]]]:
+    """By parameter and TP rank the rectangles that `ckptx reshard` gives it."""
+    cutter = Cutter(plan_of(find_architecture(config), config, None), ParallelDims(tp), StageMap([], 1), None, True)
+    shapes = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    entries = {key: TensorEntry(key, BY_NAME["F32"], shape, ()) for key, shape in shapes.items()}
+    placed = cutter.place(entries, ()).placed
+    return {
+        key: [[tuple(block.region) for block in placed[key].blocks if block.slot == slot] for slot in range(tp)]
+        for key in shapes
+    }
+
+
+def stock_classes() -> list[str]:
+    """Classes of transformers with an output head, that their default config builds."""
+    from transformers.models.auto import modeling_auto
+
+    found = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return sorted({name for names in found for name in names.values() if isinstance(name, str)})
+
+
+def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[str, str], int, int]:
+    """Every so-many-th stock class: faults by class, how many were cut, how many of these without gathering."""
+    faults: dict[str, str] = {}
+    cut, free = 0, 0
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    for name in stock_classes()[part::parts]:
+        try:
+            cls = getattr(transformers, name)
+            with torch.device("meta"):
+                model = cls(cls.config_class())
+            config = config_of(model)
+            expected = reshard_regions(model, config, world_size)
+        except Exception:  # a default config that builds nothing, a package that is missing
+            continue
+        try:
+            layout = apply(model, mesh, find_plan(model, config))
+        except Exception as error:
+            faults[name] = f"{type(error).__name__}: {error}"
+            continue
+        held = {key: [tuple(each) for each in layout.local_regions(key) or []] for key in expected}
+        if held != {key: each[rank] for key, each in expected.items()}:
+            faults[name] = "holds other rectangles than reshard gives"
+        is_cut = any(placement is not None for placement in layout.placements.values())
+        cut, free = cut + is_cut, free + (is_cut and not layout.gathered)
+    return faults, cut, free
+
+
+def with_fsdp(rank: int, world_size: int, name: str) -> tuple[float, float]:
+    """TP inside FSDP2 on a square mesh: the worst differences of logits and of gradients that torch can gather."""
+    model = tiny(name)
+    inputs = EVERY[name].inputs()
+    cut = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
+    layout = apply(cut, mesh["tp"], find_plan(cut, config_of(model)))
+    for layer in cut.model.layers:
+        fully_shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=True)
+    fully_shard(cut, mesh=mesh["dp_shard"])
+    logits, loss = compute(model, inputs)
+    loss.backward()
+    found, found_loss = compute(cut, inputs)
+    found_loss.backward()
+    expected = dict(model.named_parameters())
+    worst = 0.0
+    for key, parameter in cut.named_parameters():
+        placement = layout.placements[key]
+        if placement is None or len(placement.groups) == 1:
+            gradient = parameter.grad
+            assert isinstance(gradient, DTensor)
+            worst = max(worst, relative(gradient.full_tensor(), expected[key].grad))
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    return relative(whole, logits), worst
+
+
+def full_tensors(rank: int, world_size: int, name: str) -> list[str]:
+    """Parameters that `DTensor.full_tensor` does not give back as they were."""
+    model = tiny(name)
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    apply(model, mesh, find_plan(model, config_of(model)))
+    return [
+        key
+        for key, value in model.named_parameters()
+        if isinstance(value, DTensor) and not torch.equal(value.full_tensor(), before[key])
+    ]
+
+
+class Small(nn.Module):
+    """Every style that a small module can have, with sizes that leave the last of four ranks nothing."""
+
+    def __init__(self, tp_plan: dict[str, str]) -> None:
+        super().__init__()
+        self.tp_plan = tp_plan
+        self.embed = nn.Embedding(5, 8, padding_idx=3)
+        self.vectors = nn.Embedding(7, 8)
+        self.up = nn.Linear(8, 5)
+        self.down = nn.Linear(5, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.vectors(ids)
+        found: torch.Tensor = self.head(x + self.down(torch.tanh(self.up(x))))
+        return found
+
+
+def small(rank: int, world_size: int, tp_plan: dict[str, str]) -> tuple[float, tuple[str, ...]]:
+    """The worst difference of outputs and gradients, and what is gathered."""
+    torch.manual_seed(1)
+    model = Small(tp_plan)
+    cut = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    layout = apply(cut, mesh, find_plan(cut, {}))
+    ids = torch.tensor([[0, 1, 2], [3, 4, 4]])
+    expected, found = model(ids), cut(ids)
+    for each in (expected, found):
+        each.pow(2).sum().backward()
+    differences = gradient_differences(model, cut, layout, Ranks.of(mesh))
+    return max(relative(found, expected), *differences.values()), layout.gathered
+
+
+def losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Differences of loss and gradient to transformers' on whole logits: plain, with a count, with shifted labels."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    generator = torch.Generator().manual_seed(2)
+    whole = (torch.randn(2, 6, vocabulary, generator=generator) * 30).to(dtype)  # some exponentials overflow
+    labels = torch.randint(0, vocabulary, (2, 6), generator=generator)
+    labels[0, 2:4], labels[1, 5] = -100, vocabulary - 1
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    ranks = Ranks.of(mesh)
+    found = []
+    for options in ({}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": labels.roll(1, 1)}):
+        expected_logits = whole.clone().requires_grad_()
+        expected = ForCausalLMLoss(expected_logits, labels, vocabulary, **options)
+        local = _slice(whole, ranks).requires_grad_()
+        sharded = styles._as_dtensor(local, vocabulary, ranks)
+        loss = causal_lm_loss(sharded, labels, vocabulary, **options)
+        expected.backward(), loss.backward()
+        assert expected_logits.grad is not None and local.grad is not None
+        found.append(
+            (
+                relative(loss, expected),
+                relative(local.grad, _slice(expected_logits.grad, ranks), 1e-6) if local.numel() else 0.0,
+            )
+        )
+    return found
+
+
+def _slice(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """This rank's slice of the last dim, cut by torch."""
+    chunks = whole.detach().chunk(ranks.size, -1)
+    return chunks[ranks.rank].clone() if ranks.rank < len(chunks) else whole[..., :0].clone()
+
+
+def odd_sequence(rank: int, world_size: int) -> str:
+    """What is said of a sequence that cannot be cut evenly."""
+    model = tiny("llama-tied")
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    apply(model, mesh, find_plan(model, config_of(model), None, True))
+    try:
+        model(torch.arange(7)[None])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def applied(rank: int, world_size: int, name: str, user: dict[str, str] | None = None) -> str:
+    """What is said when a model is cut."""
+    model = tiny(name)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    try:
+        apply(model, mesh, find_plan(model, config_of(model), user))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def parts(rank: int, world_size: int) -> bool:
+    """Whether what is taken apart by rectangles of groups of unequal width is put together again."""
+    from ckptx.layout.placement import Placement, tp_rectangles
+
+    full = torch.arange(33.0).reshape(11, 3)
+    regions = tp_rectangles((11, 3), Placement(0, (5, 3, 3)), world_size)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    ranks = Ranks.of(mesh)
+    return torch.equal(gather_parts(own_part(full, 0, regions[rank]), (11, 3), 0, regions, ranks), full)
+
+
+# Small in every size; a config takes those keys that it has.
+_SMALL: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "shared_expert_intermediate_size": 24, "sliding_window": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "d_model": 32, "d_ff": 48,
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "ffn_dim": 48, "word_embed_proj_dim": 32,
+    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "rotary_dim": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+
+
+def small_classes() -> list[str]:
+    """Language models of transformers."""
+    from transformers.models.auto import modeling_auto
+
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return sorted({name for name in names if isinstance(name, str)})
+
+
+def _small_stock(name: str) -> Any:
+    """A small model of a class in float32, None where these sizes do not make one that computes."""
+    cls = getattr(transformers, name)
+    try:
+        default = cls.config_class()
+        keys = {key: value for key, value in _SMALL.items() if isinstance(vars(default).get(key), (int, float))}
+        torch.manual_seed(0)
+        config = cls.config_class(**keys)
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            if sum(each.numel() for each in cls(config).parameters()) > 2_000_000:
+                return None  # a size that has another name there
+        model = randomise(cls(config).float()).eval()
+        model.config.use_cache = False
+        logits, loss = compute(model, tokens())
+        return model if logits.isfinite().all() and loss.isfinite() else None
+    except Exception:  # sizes that do not fit each other, a package that is missing
+        return None
+
+
+def many_small(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[str, str], dict[str, float], list[str]]:
+    """Small models of every so-many-th class: what failed, the worst difference of the others, what was not built."""
+    failed: dict[str, str] = {}
+    worst: dict[str, float] = {}
+    skipped: list[str] = []
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    for name in small_classes()[part::parts]:
+        model = _small_stock(name)
+        if model is None:
+            skipped.append(name)
+            continue
+        try:
+            cut = _small_stock(name)  # some hold states of what they computed, which cannot be copied
+            layout = apply(cut, mesh, find_plan(cut, config_of(model)))
+            logits, loss = compute(model, tokens())
+            loss.backward()
+            found, found_loss = compute(cut, tokens())
+            found_loss.backward()
+            differences = gradient_differences(model, cut, layout, Ranks.of(mesh))
+            whole = found.full_tensor() if isinstance(found, DTensor) else found
+            worst[name] = max(relative(whole, logits), *differences.values())
+        except Exception as error:  # every rank fails alike: what follows is still in step
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed, worst, skipped
