@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptx.difference import diff
     from ckptx.formats.registry import open_checkpoint
     from ckptx.inspection import inspect
-    from ckptx.verification.bits import verify
+    from ckptx.verification.verify import verify
 
 __all__ = ["__version__", "convert", "diff", "inspect", "open_checkpoint", "reshard", "verify"]
 
@@ -27,7 +27,7 @@ _HOMES = {
     "inspect": "ckptx.inspection",
     "open_checkpoint": "ckptx.formats.registry",
     "reshard": "ckptx.conversion.reshard",
-    "verify": "ckptx.verification.bits",
+    "verify": "ckptx.verification.verify",
 }
 
 

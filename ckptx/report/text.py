@@ -51,7 +51,7 @@ def conversion_text(report: Report) -> str:
             f"ledger: {ledger['source']} in the source = {ledger['written']} written + {ledger['alias']} aliases + "
             f"{ledger['dropped']} dropped"
         )
-    lines.append(_cost(report))
+    lines.append(cost(report))
     return "\n".join(lines)
 
 
@@ -143,7 +143,7 @@ def verify_text(report: Report) -> str:
         lines.append(f"equal: {compared} compared bit for bit, {human_bytes(report.bytes_read)} read")
     else:
         lines.append(f"DIFFERENT: {counted(len(rows), 'tensor')} of {compared} compared")
-    lines.append(_cost(report))
+    lines.append(cost(report))
     return "\n".join(lines)
 
 
@@ -162,7 +162,7 @@ def _differing(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _cost(report: Report) -> str:
+def cost(report: Report) -> str:
     speed = f", {report.gb_per_s:.2f} GB/s" if report.bytes_written and not report.details.get("dry_run") else ""
     return f"{report.seconds:.2f} s{speed}, peak memory {human_bytes(report.peak_rss)}"
 

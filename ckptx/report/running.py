@@ -1,0 +1,75 @@
+"""What `verify --run` says to a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptx.report.report import Report, counted, human_bytes
+from ckptx.report.text import cost
+
+_LEVELS = ("bytes", "forward", "gradients")  # what comes first causes what comes after
+_MOST_OF_A_LEVEL = 8
+
+
+def run_text(report: Report) -> str:
+    """The differences, each tensor once, then what was measured."""
+    details = report.details
+    lines = _differences(details["differing"])
+    first = details["first_divergence"]
+    if first is not None:
+        lines.append(f"first module that differs: {first['module']}, by {_number(first['max_abs'])}")
+    layout = details["layout"]
+    mesh = f"tp {layout['tp']} x dp_shard {layout['dp_shard']}, {counted(details['world_size'], 'rank')}"
+    lines.append(f"ran on {mesh}; {counted(report.tensors, 'tensor')} on each, {human_bytes(report.bytes_read)} read")
+    if details["wrapped_layers"]:
+        lines.append(f"activations of {counted(details['wrapped_layers'], 'layer')} checkpointed")
+    lines.append(
+        f"logits     max abs {_number(details['max_abs'])} (allowed {_number(details['max_abs_limit'])}), "
+        f"KL {_number(details['kl'])}, cosine {float(details['cosine']):.9g}"
+    )
+    loss, reference = float(details["loss"]), float(details["loss_reference"])
+    lines.append(f"loss       {loss:.7g}, {abs(loss - reference):.3g} away (allowed {_number(details['loss_limit'])})")
+    with_gradients = details["grad_max_abs"] is not None
+    if with_gradients:
+        name, share = details["grad_of_limit"]
+        nearest = f", {name} at {float(share):.0%} of what it may" if name and not report.exit else ""
+        lines.append(f"gradients  {details['gradients']} compared, max abs {_number(details['grad_max_abs'])}{nearest}")
+    if report.exit:
+        found = {row["level"] for row in details["differing"]}
+        lines.append(f"DIFFERENT: {', '.join(level for level in _LEVELS if level in found)}")
+    else:
+        lines.append(f"equal: bytes, forward{', gradients' if with_gradients else ''}")
+    lines.append(cost(report))
+    return "\n".join(lines)
+
+
+def _differences(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for level in _LEVELS:
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["level"] == level:
+                by_name.setdefault(row["name"], []).append(row)
+        for name, found in list(by_name.items())[:_MOST_OF_A_LEVEL]:
+            called = f" ({found[0]['model_name']} in the model)" if "model_name" in found[0] else ""
+            lines.append(f"{level}: {name}{called}: {_what(level, found)} ({_ranks(found)})")
+        if len(by_name) > _MOST_OF_A_LEVEL:
+            lines.append(f"{level}: and {counted(len(by_name) - _MOST_OF_A_LEVEL, 'tensor')} more, --json lists all")
+    return lines
+
+
+def _what(level: str, found: list[dict[str, Any]]) -> str:
+    if level == "bytes":
+        return "is not what the reference has"
+    worst = max(found, key=lambda row: float(row["max_abs"]))
+    return worst.get("what") or f"max abs {_number(worst['max_abs'])}, allowed {_number(worst['limit'])}"
+
+
+def _ranks(found: list[dict[str, Any]]) -> str:
+    ranks = sorted({row["rank"] for row in found})
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _number(value: float | str) -> str:
+    """A measured number; one that is not finite is a text in the report, as JSON has no name for it."""
+    return f"{float(value):.3g}"

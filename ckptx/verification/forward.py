@@ -1,0 +1,308 @@
+"""`verify --run`: what a checkpoint computes under TP x FSDP2, held against the reference model.
+
+Three levels, the cheap ones first:
+
+    bytes       what each rank loaded, against the slices of the reference that belong there
+    forward     logits and loss on the same inputs
+    gradients   of one backward step, parameter by parameter
+
+Sums that TP and FSDP put into another order round otherwise. How much that may be is not chosen but measured, on the
+reference, in the same run: see `ckptx.runtime.noise`. On one rank nothing is reordered: results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptx.catalog.region import Region
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.report import Report
+from ckptx.runtime import execution, noise
+from ckptx.runtime.build import build_model, materialize
+from ckptx.runtime.comparison import Comparison, Reference, difference, furthest
+from ckptx.runtime.distributed import Place, everywhere, mesh_of, process_group, together
+from ckptx.runtime.execution import observed, run
+from ckptx.runtime.inputs import Inputs, inputs_for
+from ckptx.runtime.load import RegionsOf, differing, load_from
+from ckptx.runtime.parallelize import Parallelized, parallelize
+from ckptx.runtime.plans import check_heads, find_plan
+from ckptx.runtime.reading import Source, open_source
+
+_ROWS = 2  # of each batch
+_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run.
+
+    Attributes:
+        dims: The mesh.
+        tp_plan: Pattern -> style of the user, or None.
+        device: auto, cpu or cuda.
+        backend: auto, gloo or nccl.
+        dtype: Of the parameters on both sides: bf16, fp16 or fp32; auto takes that of each config.
+        activation_checkpointing: none, full, submodule or selective.
+        scope: all, language, vision or audio.
+        compile: Compile each layer.
+        backward: Compare gradients, too.
+        trust_remote_code: Whether Python files of the checkpoints may be executed.
+    """
+
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    tp_plan: dict[str, str] | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    dtype: str = "auto"
+    activation_checkpointing: str = "none"
+    scope: str = "all"
+    compile: bool = False
+    backward: bool = True
+    trust_remote_code: bool = False
+
+
+def verify_run(reference: Path, checkpoint: Path, options: RunOptions, report: Report) -> Report:
+    """Compares what two checkpoints compute; every rank of the mesh calls it.
+
+    Args:
+        reference: What the other should compute.
+        checkpoint: Loaded under the layout of `options`. One without a config.json gets that of the reference.
+        options: How to run.
+        report: Filled while working, on every rank alike. Its `exit` is 1 when something differs.
+
+    Raises:
+        UnsupportedError: The class cannot run like that; the message says why.
+        InputError: A checkpoint is incomplete.
+        CkptxError: Whatever else is in the way, on whichever rank.
+    """
+    if options.dims.pp > 1:
+        raise UnsupportedError("--pp with --run: pipeline stages are not run yet; leave out --pp")
+    with process_group(options.device, options.backend) as place:
+        mesh = mesh_of(options.dims, place.device.type)
+        first, second = _Side(reference, reference, options), _Side(checkpoint, reference, options)
+        with together():
+            batches = second.batches()
+        with together():
+            expected = _run_reference(first, batches, place, options) if place.rank == 0 else None
+        with together():
+            model, done, source_of = second.build(mesh)
+            materialize(model, place.device)
+            regions = _regions_of(done)
+            with second.opened() as source:
+                ledger = load_from(model, source, regions=regions)
+        with together(), first.opened() as source:
+            wrong = differing(model, source, regions=regions)
+        rows = [difference("bytes", place.rank, name, source_of) for name in wrong]
+        index = mesh["dp_shard"].get_local_rank()
+        with together():
+            found = run(model, [batches[index]], backward=options.backward)
+        comparison = Comparison(place, source_of, is_exact=place.world_size == 1 and not options.compile)
+        comparison.forward(expected, found, index, len(batches))
+        if options.backward:
+            comparison.backward(expected, model, regions)
+        rows += comparison.rows
+        numbers = comparison.numbers
+        if any(everywhere(any(row["level"] == "forward" for row in rows))):
+            with together():
+                numbers["first_divergence"] = _first_divergence(first, model, batches[0], index, place)
+        share = {"rows": rows, "read": ledger.bytes_read, "nbytes": ledger.nbytes, **numbers}
+        everyone = everywhere(share)
+    report.tensors = len(ledger.loaded)
+    return _fill(report, options, done, everyone)
+
+
+# ------------------------------------------------------------------------------------------------------ the two sides
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two checkpoints; `fallback` has the config of one without."""
+
+    path: Path
+    fallback: Path
+    options: RunOptions
+
+    @contextmanager
+    def opened(self) -> Iterator[Source]:
+        trust = self.options.trust_remote_code
+        with open_source(self.path, trust_remote_code=trust) as source:
+            if source.config is not None or self.fallback == self.path:
+                yield source
+                return
+        with open_source(self.fallback, trust_remote_code=trust) as other:
+            config = other.config
+        with open_source(self.path, config=config, trust_remote_code=trust) as source:
+            yield source
+
+    def _home(self, source: Source) -> Path:
+        """The directory of the config."""
+        if source.catalog.config is not None:
+            return source.catalog.root
+        with open_source(self.fallback, trust_remote_code=self.options.trust_remote_code) as other:
+            if other.catalog.config is None:
+                raise InputError(
+                    f"{self.path}: found no config.json beside it or the reference, needed one to build it"
+                )
+            return other.catalog.root
+
+    def model(self, source: Source) -> nn.Module:
+        """On the meta device."""
+        options = self.options
+        return build_model(
+            self._home(source),
+            dtype=_DTYPES[options.dtype],
+            trust_remote_code=options.trust_remote_code,
+            untied=source.untied(),
+        )
+
+    def batches(self) -> list[Inputs]:
+        """Refuses what cannot work before anything is built; gives a batch for each data-parallel rank."""
+        options = self.options
+        with self.opened() as source:
+            if source.architecture is None or source.config is None:
+                raise UnsupportedError(f"{self.path}: its class is unknown, needed one of transformers to run it")
+            check_heads(source.config, options.dims.tp, source.architecture)
+            config = self.model(source).config.to_dict()  # with the defaults of the class
+        return [inputs_for(config, rows=_ROWS, seed=index) for index in range(options.dims.dp_shard)]
+
+    def whole(self, place: Place) -> nn.Module:
+        """Loaded, in one piece."""
+        with self.opened() as source:
+            model = self.model(source)
+            materialize(model, place.device)
+            load_from(model, source)
+        return model
+
+    def build(self, mesh: DeviceMesh) -> tuple[nn.Module, Parallelized, dict[str, tuple[str, ...]]]:
+        """Parallel and without storage; and the names on disk of each tensor."""
+        options = self.options
+        with self.opened() as source:
+            assert source.config is not None
+            model = self.model(source)
+            plan = find_plan(model, source.config, options.tp_plan) if options.dims.tp > 1 else None
+            stored = dict(source.stored)
+        done = parallelize(
+            model,
+            mesh,
+            plan,
+            activation_checkpointing=options.activation_checkpointing,
+            scope=options.scope,
+            compile=options.compile,
+        )
+        return model, done, stored
+
+
+def _regions_of(done: Parallelized) -> RegionsOf | None:
+    layout = done.layout
+    if layout is None:
+        return None
+
+    def regions(name: str) -> list[Region] | None:
+        return layout.local_regions(name) if layout.placements.get(name) is not None else None
+
+    return regions
+
+
+def _run_reference(side: _Side, batches: Sequence[Inputs], place: Place, options: RunOptions) -> Reference:
+    """The reference on one device, and with its embeddings moved by one unit in the last place."""
+    model = side.whole(place)
+    outcome = run(model, batches, backward=options.backward)
+    moved = Reference(outcome, 0.0, 0.0, dict.fromkeys(outcome.gradients, 0.0))
+    for draw in range(noise.DRAWS):
+        with noise.moved_embeddings(model, draw):
+            other = run(model, batches, backward=options.backward)
+        moved = Reference(
+            outcome,
+            max(moved.logits, *(furthest(a, b) for a, b in zip(outcome.logits, other.logits, strict=True))),
+            max(moved.loss, abs(outcome.loss - other.loss)),
+            {name: max(before, furthest(outcome.gradients[name], other.gradients[name]))
+             for name, before in moved.gradients.items()},
+        )  # fmt: skip
+    return moved
+
+
+def _first_divergence(side: _Side, model: nn.Module, inputs: Inputs, index: int, place: Place) -> dict[str, Any] | None:
+    """The first module, in the order of the reference, whose output is further away than its noise allows.
+
+    Outputs are compared where they have the shape of the reference's: not inside of modules that TP cuts. Ranks of the
+    first data-parallel group run the same batch as the reference.
+    """
+    ours: dict[str, torch.Tensor] = {}
+    observed(model, inputs, lambda name, output: ours.__setitem__(name, execution.whole(output).cpu()))
+    if place.rank:
+        return None
+    reference = side.whole(place)
+    seen: list[tuple[str, torch.Tensor]] = []
+    observed(reference, inputs, lambda name, output: seen.append((name, output.cpu())))
+    other: dict[str, torch.Tensor] = {}
+    with noise.moved_embeddings(reference, 0):
+        observed(reference, inputs, lambda name, output: other.__setitem__(name, output.cpu()))
+    for name, output in seen:
+        found = ours.get(name)
+        if found is None or found.shape != output.shape:
+            continue
+        limit = 0.0 if place.world_size == 1 else noise.ALLOWED * furthest(output, other[name])
+        distance = furthest(output, found)
+        if not distance <= limit:
+            return {"module": name, "max_abs": distance, "limit": limit}
+    return None
+
+
+def _fill(report: Report, options: RunOptions, done: Parallelized, everyone: list[dict[str, Any]]) -> Report:
+    """What all ranks found, in one report."""
+    dims = options.dims
+    rows = [row for share in everyone for row in share["rows"]]
+    first = everyone[0]
+    report.bytes_read = sum(share["read"] for share in everyone)
+    report.ranks = [
+        {"rank": rank, "bytes_read": share["read"], "bytes": share["nbytes"],
+         "differing": len(share["rows"])}
+        for rank, share in enumerate(everyone)
+    ]  # fmt: skip
+    report.details = {
+        "run": True,
+        "compared": report.tensors,
+        "differing": rows,
+        "world_size": dims.world_size,
+        "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard},
+        "stages": 1,
+        "wrapped_layers": done.wrapped_layers,
+        "bytes_read_per_rank": [share["read"] for share in everyone],
+        "max_abs": max(share["max_abs"] for share in everyone),
+        "max_abs_limit": first["max_abs_limit"],
+        "kl": max(share["kl"] for share in everyone),
+        "cosine": min(share["cosine"] for share in everyone),
+        "loss": first["loss"],
+        "loss_reference": first["loss_reference"],
+        "loss_limit": first["loss_limit"],
+        "gradients": first.get("gradients"),
+        "grad_max_abs": max((share["grad_max_abs"] for share in everyone), default=None) if options.backward else None,
+        "grad_of_limit": max((share["grad_of_limit"] for share in everyone), key=lambda worst: worst[1])
+        if options.backward
+        else None,
+        "first_divergence": first.get("first_divergence"),
+    }
+    report.details = {name: _plain(value) for name, value in report.details.items()}
+    report.exit = 1 if rows else 0
+    return report.finish()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: numbers that are not finite become texts."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value

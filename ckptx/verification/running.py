@@ -1,0 +1,116 @@
+"""`verify --run` as a command: the options, and who starts the ranks.
+
+Under torchrun this process is one of the ranks. Alone it is rank 0 of one, or it starts as many as the mesh needs and
+reads what they found.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptx.cutting import read_plan
+from ckptx.errors import EnvironmentProblem, UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.report import Report
+from ckptx.runtime.launch import is_launched, launch
+
+_CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "backend": ("auto", "gloo", "nccl"),
+    "compute_dtype": ("auto", "bf16", "fp16", "fp32"),
+    "activation_checkpointing": ("none", "full", "submodule", "selective"),
+    "ac_scope": ("all", "language", "vision", "audio"),
+}
+_STANDARD = frozenset(Report("").to_dict())
+
+
+def verify_running(
+    reference: Path,
+    checkpoint: Path,
+    *,
+    tp: int = 1,
+    dp_shard: int = 1,
+    tp_plan: str | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+    compute_dtype: str = "auto",
+    activation_checkpointing: str = "none",
+    ac_scope: str = "all",
+    compile: bool = False,
+    backward: bool = True,
+    trust_remote_code: bool = False,
+    report: Report | None = None,
+) -> Report:
+    """Builds both models, loads the checkpoint under a mesh, and compares what they compute.
+
+    Args:
+        reference: What the other should compute.
+        checkpoint: What to check.
+        tp: Ranks that share each tensor.
+        dp_shard: FSDP ranks inside each TP rank.
+        tp_plan: JSON file {"pattern": "style"}, on top of the plan of the model.
+        device: auto, cpu or cuda.
+        backend: auto, gloo or nccl.
+        compute_dtype: Of the parameters of both sides; auto takes that of each config.
+        activation_checkpointing: none, full, submodule or selective.
+        ac_scope: Which layers: all, language, vision or audio.
+        compile: Compile each layer.
+        backward: Compare the gradients of one step, too.
+        trust_remote_code: Run code from the checkpoints for an unknown class.
+        report: Filled while working.
+
+    Raises:
+        UsageError: An option has a value it cannot have.
+        UnsupportedError: The class cannot run like that.
+        EnvironmentProblem: torch or transformers are missing, or there is no such device.
+        InputError: A checkpoint is damaged or incomplete.
+    """
+    given: dict[str, Any] = {
+        "device": device,
+        "backend": backend,
+        "compute_dtype": compute_dtype,
+        "activation_checkpointing": activation_checkpointing,
+        "ac_scope": ac_scope,
+    }
+    for name, value in given.items():
+        if value not in _CHOICES[name]:
+            raise UsageError(f'--{name.replace("_", "-")}: "{value}", needed one of {", ".join(_CHOICES[name])}')
+    dims = ParallelDims(tp=tp, dp_shard=dp_shard)
+    user = dict(read_plan(tp_plan)) if tp_plan is not None else None
+    report = report or Report("verify")
+    if dims.world_size > 1 and not is_launched():
+        arguments = ["verify", str(reference), str(checkpoint), "--run", "--tp", str(tp), "--dp-shard", str(dp_shard)]
+        for name, value in given.items():
+            arguments += [f"--{name.replace('_', '-')}", value]
+        arguments += [] if tp_plan is None else ["--tp-plan", tp_plan]
+        arguments += ["--compile"] if compile else []
+        arguments += [] if backward else ["--no-backward"]
+        arguments += ["--trust-remote-code"] if trust_remote_code else []
+        return _adopt(report, launch(arguments, dims.world_size))
+    try:
+        from ckptx.verification.forward import RunOptions, verify_run
+    except ImportError as error:
+        raise EnvironmentProblem(f"--run: the package {error.name} is missing; install it") from error
+    options = RunOptions(
+        dims,
+        user,
+        device,
+        backend,
+        compute_dtype,
+        activation_checkpointing,
+        ac_scope,
+        compile,
+        backward,
+        trust_remote_code,
+    )
+    return verify_run(reference, checkpoint, options, report)
+
+
+def _adopt(report: Report, document: dict[str, Any]) -> Report:
+    """Makes what rank 0 reported the report of this process; time and memory stay our own."""
+    for name in ("exit", "error", "tensors", "bytes_read", "dtypes", "ranks", "warnings"):
+        setattr(report, name, document[name])
+    report.details = {name: value for name, value in document.items() if name not in _STANDARD}
+    report.details["peak_rss_rank_0"] = document["peak_rss"]
+    return report.finish()

@@ -1,0 +1,335 @@
+"""`verify --run` on real gloo ranks: models under TP x FSDP2 compute what they compute in one piece, and every planted
+defect is found and named at its level."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from support.models import EVERY, write
+from support.pool import GlooPool
+
+import ckptx
+from ckptx.cli.main import cli
+from ckptx.errors import CkptxError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.report import Report
+from ckptx.report.running import run_text
+
+# Different builds, in every run: tied, multimodal, shared keys and values, experts, latent attention, Conv1D.
+RUN = ("llama-tied", "gemma3-vlm", "gemma4-shared-kv", "qwen3-moe", "deepseek-v3", "gpt2", "phi3", "qwen2.5-vl")
+# Cannot be run, each with the word that says why.
+CANNOT = {"whisper": "cannot be run on input_ids"}
+MORE = tuple(name for name in EVERY if name not in RUN and name not in CANNOT)
+
+
+def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, settings: dict[str, Any]) -> Any:
+    """One rank of `verify --run`: the report, or the class and text of its refusal."""
+    from ckptx.verification.forward import RunOptions, verify_run
+
+    torch.set_num_threads(1)
+    planted = settings.pop("plant", None)
+    dims = ParallelDims(tp=settings.pop("tp", 1), dp_shard=settings.pop("dp_shard", 1))
+    options = RunOptions(dims=dims, **settings)
+    report = Report("verify")
+    try:
+        with _PLANTS[planted]():
+            verify_run(Path(reference), Path(checkpoint), options, report)
+    except CkptxError as error:
+        return type(error).__name__, str(error)
+    document = report.to_dict()
+    json.loads(json.dumps(document, allow_nan=False))
+    return document, run_text(report)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _FlippedSlice:
+    """One bit of what rank 1 loaded changes after loading."""
+
+    def __enter__(self) -> None:
+        from ckptx.verification import forward
+
+        self._load = forward.load_from
+
+        def load_from(model: Any, source: Any, **settings: Any) -> Any:
+            ledger = self._load(model, source, **settings)
+            name = "model.layers.1.mlp.up_proj.weight"
+            parameter = dict(model.named_parameters()).get(name)
+            if torch.distributed.get_rank() == 1 and hasattr(parameter, "to_local"):
+                local = parameter.to_local().detach().view(torch.int32)  # type: ignore[union-attr]
+                local[0, 0] ^= 1
+            return ledger
+
+        forward.load_from = load_from  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        from ckptx.verification import forward
+
+        forward.load_from = self._load
+
+
+class _ZeroedGradient:
+    """The gradient of one parameter is lost on its way, on every rank that holds some of it."""
+
+    def __enter__(self) -> None:
+        from ckptx.verification import forward
+
+        self._run = forward.run
+
+        def run(model: Any, batches: Any, **settings: Any) -> Any:
+            outcome = self._run(model, batches, **settings)
+            for name, parameter in model.named_parameters():
+                if name == "model.layers.0.self_attn.o_proj.weight" and hasattr(parameter, "to_local"):
+                    parameter.grad = None if parameter.grad is None else parameter.grad * 0
+            return outcome
+
+        forward.run = run
+
+    def __exit__(self, *_: object) -> None:
+        from ckptx.verification import forward
+
+        forward.run = self._run
+
+
+_PLANTS: dict[str | None, Any] = {None: _Nothing, "slice": _FlippedSlice, "gradient": _ZeroedGradient}
+
+
+def verified(
+    pool: GlooPool, reference: Path, checkpoint: Path, tp: int = 2, dp_shard: int = 2, **settings: Any
+) -> tuple[dict[str, Any], str]:
+    options = {"tp": tp, "dp_shard": dp_shard, **settings}
+    found = pool.run(verify_on_rank, tp * dp_shard, str(reference), str(checkpoint), options)
+    assert all(type(each[0]) is type(found[0][0]) for each in found), "one rank fails alone"
+    document, text = found[0]
+    return document, text
+
+
+@pytest.fixture(scope="module")
+def hf_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def hf(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("run") / name
+            write(replace(EVERY[name], dtype=torch.float32), made[name])
+        return made[name]
+
+    return hf
+
+
+def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wrapped: int = 0) -> None:
+    assert document["exit"] == 0, text
+    assert (document["differing"], document["world_size"]) == ([], dims.world_size)
+    assert document["wrapped_layers"] == wrapped
+    assert len(document["bytes_read_per_rank"]) == dims.world_size
+    assert document["gradients"] > 0
+    assert text.splitlines()[-2] == "equal: bytes, forward, gradients"
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_model_computes_the_same_on_a_mesh(
+    pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    ckptx.convert("hf2dcp", hf_of(name), tmp_path / "dcp")
+    document, text = verified(pool, hf_of(name), tmp_path / "dcp")
+    assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
+    assert document["max_abs"] < 1e-4, "a sum in another order, in float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_every_model_computes_the_same_on_a_mesh(
+    pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    test_a_model_computes_the_same_on_a_mesh(pool, hf_of, tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*RUN, "gemma2", "qwen2", "mixtral", "llava", "mistral3", "gemma4-vlm"])
+def test_bfloat16_stays_within_its_own_noise(
+    pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    document, text = verified(pool, hf_of(name), hf_of(name), dtype="bf16")
+    assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
+
+
+@pytest.mark.parametrize("name", sorted(CANNOT))
+def test_what_cannot_be_run_says_so(pool: GlooPool, hf_of: Callable[[str], Path], name: str) -> None:
+    kind, said = verified(pool, hf_of(name), hf_of(name), tp=1, dp_shard=2)
+    assert kind == "UnsupportedError"
+    assert CANNOT[name] in said
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_a_cut_checkpoint_is_run_as_it_is(
+    pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path, to: str
+) -> None:
+    hf = hf_of("llama-tied")
+    ckptx.reshard(hf, tmp_path / "cut", to=to, tp=2, pp=2)
+    document, text = verified(pool, hf, tmp_path / "cut", tp=2, dp_shard=1)
+    assert_equal(document, text, ParallelDims(tp=2))
+
+
+@pytest.mark.parametrize("mode", ["full", "submodule", "selective"])
+def test_recomputing_changes_nothing(pool: GlooPool, hf_of: Callable[[str], Path], mode: str) -> None:
+    hf = hf_of("llama-untied")
+    plain, _ = verified(pool, hf, hf)
+    document, text = verified(pool, hf, hf, activation_checkpointing=mode)
+    assert_equal(document, text, ParallelDims(tp=2, dp_shard=2), wrapped=2)
+    for number in ("max_abs", "loss", "grad_max_abs"):
+        assert document[number] == plain[number]
+
+
+def test_on_one_rank_results_are_equal_bit_for_bit(hf_of: Callable[[str], Path], tmp_path: Path) -> None:
+    ckptx.convert("hf2dcp", hf_of("mixtral"), tmp_path / "dcp")
+    arguments = [str(hf_of("mixtral")), str(tmp_path / "dcp"), "--run", "--json"]
+    result = CliRunner().invoke(cli, ["verify", *arguments], standalone_mode=False)
+    document = json.loads(result.stdout)
+    assert (result.return_value, document["exit"], document["world_size"]) == (0, 0, 1)
+    assert document["max_abs"] == document["max_abs_limit"] == document["grad_max_abs"] == 0.0
+
+
+def test_the_python_function_runs_models_too(hf_of: Callable[[str], Path]) -> None:
+    report = ckptx.verify(hf_of("llama-tied"), hf_of("llama-tied"), run=True, backward=False)
+    assert (report.exit, report.details["run"], report.details["grad_max_abs"]) == (0, True, None)
+    with pytest.raises(TypeError, match="nonsense"):
+        ckptx.verify(hf_of("llama-tied"), hf_of("llama-tied"), nonsense=1)
+
+
+# ------------------------------------------------------------------------------------------------------ planted defects
+
+
+def changed(hf: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(hf, to)
+    index = to / "model.safetensors.index.json"
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(to.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    index.unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def levels(document: dict[str, Any]) -> set[str]:
+    return {row["level"] for row in document["differing"]}
+
+
+def test_a_flipped_bit_in_a_slice_is_named_with_its_rank(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
+    document, text = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), plant="slice")
+    assert document["exit"] == 1
+    found = [(row["rank"], row["name"]) for row in document["differing"] if row["level"] == "bytes"]
+    assert found == [(1, "model.layers.1.mlp.up_proj.weight")]
+    assert "bytes: model.layers.1.mlp.up_proj.weight: is not what the reference has (rank 1)" in text
+
+
+def test_another_eps_in_the_config_shows_in_the_forward_pass_alone(
+    pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    other = changed(hf_of("llama-untied"), tmp_path / "eps", lambda tensors: None)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    document, text = verified(pool, hf_of("llama-untied"), other)
+    assert document["exit"] == 1
+    assert "forward" in levels(document) and "bytes" not in levels(document)
+    assert document["first_divergence"]["module"] == "model.layers.0.input_layernorm"
+    assert "first module that differs: model.layers.0.input_layernorm" in text
+
+
+def test_a_lost_gradient_is_named(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
+    document, _ = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), plant="gradient")
+    assert levels(document) == {"gradients"}
+    assert {row["name"] for row in document["differing"]} == {"model.layers.0.self_attn.o_proj.weight"}
+    assert {row["rank"] for row in document["differing"]} == {0, 1, 2, 3}
+
+
+def test_exchanged_projections_are_named(pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path) -> None:
+    first, second = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv")
+
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[first], tensors[second] = tensors[second].clone(), tensors[first].clone()
+
+    document, _ = verified(pool, hf_of("llama-untied"), changed(hf_of("llama-untied"), tmp_path / "swapped", swap))
+    assert levels(document) == {"bytes", "forward", "gradients"}
+    assert {row["name"] for row in document["differing"] if row["level"] == "bytes"} == {first, second}
+
+
+def test_what_is_not_a_number_is_found_before_anything_else(
+    pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+
+    spoiled = changed(hf_of("llama-untied"), tmp_path / "nan", spoil)
+    document, text = verified(pool, hf_of("llama-untied"), spoiled)
+    first = next(row for row in document["differing"] if row["level"] == "forward")
+    assert first["what"].endswith("not finite, checkpoint")
+    assert document["kl"] == "nan"
+    assert "not finite" in text
+    both, _ = verified(pool, spoiled, spoiled)
+    assert both["exit"] == 1, "that both are not numbers does not make them equal"
+
+
+def test_a_missing_tensor_is_refused_on_every_rank(
+    pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    lacking = changed(hf_of("llama-untied"), tmp_path / "lacking", lambda tensors: tensors.__delitem__(name))
+    kind, said = verified(pool, hf_of("llama-untied"), lacking)
+    assert (kind, name in said) == ("InputError", True)
+
+
+def test_heads_that_do_not_divide_are_refused_before_anything_is_built(
+    pool: GlooPool, hf_of: Callable[[str], Path]
+) -> None:
+    kind, said = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), tp=3, dp_shard=1)
+    assert kind == "UnsupportedError"
+    assert "num_attention_heads is 4" in said
+    kind, said = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), tp=4, dp_shard=1)
+    assert (kind, "num_key_value_heads is 2" in said) == ("UnsupportedError", True)
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tp", "2"], "--tp: is about running the models, needed --run"),
+        (["--run", "--dtype", "bf16"], "--compute-dtype"),
+        (["--run", "--device", "tpu"], '--device: "tpu", needed one of auto, cpu, cuda'),
+        (["--run", "--activation-checkpointing", "some"], "needed one of none, full, submodule, selective"),
+        (["--run", "--tp", "0"], "tp is 0"),
+        (["--run", "--tp-plan", "gone.json"], "gone.json"),
+    ],
+)
+def test_options_that_cannot_be(hf_of: Callable[[str], Path], options: list[str], said: str) -> None:
+    hf = str(hf_of("llama-untied"))
+    result = CliRunner().invoke(cli, ["verify", hf, hf, *options], standalone_mode=False)
+    assert result.return_value == 2
+    assert said in result.stderr
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_ranks_itself(hf_of: Callable[[str], Path], tmp_path: Path) -> None:
+    hf = str(hf_of("llama-untied"))
+    result = CliRunner().invoke(cli, ["verify", hf, hf, "--run", "--tp", "2"], standalone_mode=False)
+    assert result.return_value == 0, result.stderr
+    assert "ran on tp 2 x dp_shard 1, 2 ranks" in result.stdout
+    result = CliRunner().invoke(cli, ["verify", hf, hf, "--run", "--tp", "3"], standalone_mode=False)
+    assert result.return_value == 4
+    assert "num_attention_heads is 4" in result.stderr
