@@ -1,0 +1,294 @@
+"""Measures what one card can show of the runtime, with random weights that it makes itself.
+
+    python benchmarks/gpu.py [--tiny] [--device cuda|cpu] [--parts verify,activation_checkpointing,tensor_parallel]
+
+verify: a Llama of 1.03 B parameters, converted to DCP, loaded and run on the card, against the stock model.
+activation_checkpointing: memory and time of a training step in each mode, Llama 3.1 8B and a dense Gemma 4.
+tensor_parallel: memory and time of rank 0 of 4 with Llama 3.1 8B, logits gathered and sharded over the vocabulary. The
+other ranks are torch's fake process group: shapes and memory are true, values are not, and sending takes no time.
+
+Each measurement is a case of its own, and gpu.json and gpu.md are written after each, so that nothing measured is lost.
+A case that fails, or finds something wrong, is shown, and the exit code is 1. Cases that no time is left for are shown
+as not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+from cases import Benchmark, Case, Columns, Part, Row, ended
+from checkpoints import llama
+from measure import HERE
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training_step import Shape, built, fitted, gemma4_31b, llama_8b, llama_of, measured
+
+import ckptx
+from ckptx.errors import CkptxError
+from ckptx.report.report import Report
+from ckptx.runtime import tensor_parallel
+from ckptx.runtime.activation_checkpointing import MODES, checkpoint_activations
+from ckptx.runtime.distributed import device_of
+from ckptx.runtime.layers import layer_groups
+from ckptx.runtime.plans import find_plan
+from ckptx.verification.forward import RunOptions, verify_run
+
+_TP = 4
+_REPEATS = 5
+_LIMIT = 400  # seconds after which no case begins
+GRACE = 70.0  # seconds more, after which everything ends
+_NEEDED = 8 << 30  # bytes that `verify` may write: the checkpoint twice, and as much again
+# Peak before and after, in GB, that the authors of NeMo Automodel published for their plan.
+_PUBLISHED = (51.93, 35.66)
+_DEFAULT, _OPTIMIZED = "default plan", "optimized plan"
+
+
+class Settings(NamedTuple):
+    """How to measure.
+
+    Attributes:
+        device: Where models are.
+        is_tiny: Small shapes, one repeat.
+        work: For checkpoints.
+    """
+
+    device: torch.device
+    is_tiny: bool
+    work: Path
+
+    @property
+    def repeats(self) -> int:
+        """Of a training step."""
+        return 1 if self.is_tiny else _REPEATS
+
+
+# ----------------------------------------------------------------------------------------------------------- the parts
+
+
+def verifying(settings: Settings) -> Part:
+    """`verify --run` of a DCP against the checkpoint it was made from."""
+    shape = llama_of(llama().config, is_tiny=settings.is_tiny)
+
+    def measure() -> Row:
+        source, dcp = settings.work / "source", settings.work / "dcp"
+        model = built(shape, settings.device)
+        parameters = sum(each.numel() for each in model.parameters())
+        model.save_pretrained(source, max_shard_size="1GB")
+        del model
+        ckptx.convert("hf2dcp", source, dcp)
+        report = verify_run(source, dcp, RunOptions(device=settings.device.type), Report("verify"))
+        found = report.to_dict()
+        names = ("exit", "seconds", "max_abs", "kl", "cosine", "loss", "loss_reference", "gradients", "grad_max_abs")
+        row = {"parameters": parameters, **{name: found[name] for name in names}}
+        return row | {"differing": len(found["differing"]), "first_differing": found["differing"][:3]}
+
+    columns: Columns = {
+        "parameters": lambda row: f"{row['parameters']:,}",
+        "exit": lambda row: str(row["exit"]),
+        "logits max abs": lambda row: f"{row['max_abs']:.3g}",
+        "KL": lambda row: f"{row['kl']:.3g}",
+        "cosine": lambda row: f"{row['cosine']:.6f}",
+        "loss": lambda row: f"{row['loss']:.6f}",
+        "of the reference": lambda row: f"{row['loss_reference']:.6f}",
+        "gradients": lambda row: str(row["gradients"]),
+        "their max abs": lambda row: f"{row['grad_max_abs']:.3g}",
+        "seconds": lambda row: f"{row['seconds']:.1f}",
+    }
+    title = "`verify --run`: a DCP on one rank against the HF checkpoint it was made from, bf16"
+    return Part(title, [Case(shape.name, measure)], columns, wrong_outcomes)
+
+
+def wrong_outcomes(rows: list[Row]) -> list[str]:
+    """Of `verify`: what it found, it says in its rows."""
+    return [f"{row['case']}: verify gives exit {row['exit']}, needed 0" for row in rows if row["exit"]]
+
+
+def checkpointing(settings: Settings) -> Part:
+    """A training step in each mode of activation checkpointing."""
+
+    def case(whole: Shape, mode: str) -> Case:
+        def measure() -> Row:
+            shape = fitted(whole, settings.device)
+            model = built(shape, settings.device)
+            wrapped = checkpoint_activations(model, mode)
+            layers = sum(len(group) for group in layer_groups(model).values())
+            row = measured(model, shape, settings.device, settings.repeats)
+            return row | {"model": shape.name, "mode": mode, "wrapped": wrapped, "layers": layers}
+
+        return Case(f"{whole.name}, {mode}", measure)
+
+    columns: Columns = {
+        **_MODEL_COLUMNS,
+        "checkpointed": lambda row: str(row["wrapped"]),
+        **_STEP_COLUMNS,
+        "loss": lambda row: f"{row['loss']:.6f}",
+        "gradient norm": lambda row: f"{row['gradient_norm']:.6g}",
+    }
+    shapes = (llama_8b(1, is_tiny=settings.is_tiny), gemma4_31b(is_tiny=settings.is_tiny))
+    cases = [case(shape, mode) for shape in shapes for mode in MODES]
+    return Part("Activation checkpointing, forward and backward, bf16", cases, columns, wrong_checkpointing)
+
+
+def wrong_checkpointing(rows: list[Row]) -> list[str]:
+    """Layers that are not checkpointed, and losses that the mode changed."""
+    found = []
+    for row in rows:
+        needed = 0 if row["mode"] == "none" else row["layers"]
+        if row["wrapped"] != needed:
+            found.append(f"{row['case']}: {row['wrapped']} layers are checkpointed, needed {needed}")
+        first = next(each for each in rows if each["model"] == row["model"])
+        if row["loss"] != first["loss"] or not math.isfinite(row["loss"]):
+            found.append(f"{row['case']}: loss {row['loss']!r}, needed {first['loss']!r} as in {first['case']}")
+        if not row["gradient_norm"] > 0:
+            found.append(f"{row['case']}: gradient norm {row['gradient_norm']!r}, needed more than 0")
+    return found
+
+
+def sharding(settings: Settings) -> Part:
+    """One rank of four: logits gathered, as the plan of the class has it, and sharded, as ours has it."""
+    shape = llama_8b(4, is_tiny=settings.is_tiny)
+
+    def case(name: str, wanted: str, *, on_sequence: bool = False) -> Case:
+        def measure() -> Row:
+            with one_rank_of(_TP):
+                mesh = init_device_mesh(settings.device.type, (_TP,), mesh_dim_names=("tp",))
+                model = built(shape, settings.device)
+                config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+                plan = find_plan(model, config, sequence_parallel=on_sequence)
+                if wanted == "whole":
+                    plan = dataclasses.replace(plan, sharded_head="")
+                tensor_parallel.apply(model, mesh, plan)
+                checkpoint_activations(model, "full")  # a smaller card has no room else
+                row = measured(model, shape, settings.device, settings.repeats)
+            del row["loss"], row["gradient_norm"]  # nothing was exchanged: they mean nothing
+            return row | {"model": shape.name, "tp": _TP, "wanted": wanted}
+
+        return Case(name, measure)
+
+    columns: Columns = {**_MODEL_COLUMNS, "logits": lambda row: row["logits"], **_STEP_COLUMNS}
+    cases = [
+        case(_DEFAULT, "whole"),
+        case(_OPTIMIZED, "sharded"),
+        case(f"{_OPTIMIZED}, sequence parallel", "sharded", on_sequence=True),
+    ]
+    title = f"{shape.name}, rank 0 of TP={_TP} (fake group), forward and backward, full activation checkpointing, bf16"
+    return Part(title, cases, columns, wrong_logits, _beside_published)
+
+
+def wrong_logits(rows: list[Row]) -> list[str]:
+    """Plans that did not decide what they were to decide."""
+    return [
+        f"{row['case']}: the logits are {row['logits']}, needed {row['wanted']}"
+        for row in rows
+        if row["logits"] != row["wanted"]
+    ]
+
+
+def _beside_published(rows: list[Row]) -> str:
+    before, after = _PUBLISHED
+    said = f"Published for Llama 3.1 8B, FSDP2 and TP=4 on eight cards: {before} -> {after} GB, {after - before:+.2f}."
+    peaks = {row["case"]: row["peak_gib"] for row in rows}
+    if _DEFAULT in peaks and _OPTIMIZED in peaks:
+        whole, cut = peaks[_DEFAULT], peaks[_OPTIMIZED]
+        said += (
+            f" Here, {rows[0]['model']} without FSDP2 and optimizer: {whole:.4g} -> {cut:.4g} GiB, {cut - whole:+.4g}."
+        )
+    return said
+
+
+_MODEL_COLUMNS: Columns = {
+    "layers": lambda row: str(row["layers"]),
+    "batch": lambda row: f"{row['rows']} x {row['length']}",
+}
+_STEP_COLUMNS: Columns = {
+    "weights GiB": lambda row: f"{row['weights_gib']:.4g}",
+    "peak GiB": lambda row: f"{row['peak_gib']:.4g}",
+    "above weights": lambda row: f"{row['step_gib']:.4g}",
+    "ms a step": lambda row: f"{row['seconds'] * 1e3:.0f}",
+}
+PARTS: dict[str, Callable[[Settings], Part]] = {
+    "verify": verifying,
+    "activation_checkpointing": checkpointing,
+    "tensor_parallel": sharding,
+}
+
+
+@contextmanager
+def one_rank_of(size: int) -> Iterator[None]:
+    """Rank 0 of a group whose other ranks are not there: collectives give the right shapes and any values."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def machine_of(device: torch.device, is_tiny: bool) -> Row:
+    """What the figures were taken on; nothing that names a host."""
+    found: Row = {"card": "none"}
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        found = {"card": card.name, "card_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+    return found | {
+        "shapes": "tiny" if is_tiny else "full",
+        "memory": "max_memory_allocated" if device.type == "cuda" else "allocations the profiler of torch saw",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "ckptx": ckptx.__version__,
+    }
+
+
+def home() -> str | None:
+    """Where checkpoints are written: a RAM disk with room for them, else the directory for temporary files."""
+    ram = Path("/dev/shm")
+    return str(ram) if ram.is_dir() and shutil.disk_usage(ram).free > _NEEDED else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts asked for; 1 when something failed or is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for a try on a CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds after which no case begins")
+    options = parser.parse_args(arguments)
+    wanted = options.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu: these models are for a card; add --tiny")
+    try:
+        device = device_of(options.device)
+    except CkptxError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    transformers.utils.logging.disable_progress_bar()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # shapes too small for more
+    with tempfile.TemporaryDirectory(dir=home(), prefix="ckptx-bench-") as directory:
+        settings = Settings(device, options.tiny, Path(directory))
+        parts = {name: make(settings) for name, make in PARTS.items() if name in wanted}
+        benchmark = Benchmark("gpu", parts, machine_of(device, options.tiny), options.results)
+        with ended(benchmark, settings.work, options.limit + GRACE):
+            benchmark.run(options.limit)
+    print(benchmark.markdown())
+    return 1 if benchmark.findings() else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

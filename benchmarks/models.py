@@ -1,0 +1,129 @@
+"""Runs every tiny model of the tests under TP x FSDP2 on four gloo ranks, and tables how far it is from one piece.
+
+    python benchmarks/models.py [--tp 2] [--dp-shard 2] [--dtypes fp32,bf16] [--results DIR] [MODEL ...]
+
+Not a matter of time but of differences: beside each stands what the model's own rounding allows, measured in the same
+run. A model that cannot be run is listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
+
+
+def prepare(work: Path, names: list[str]) -> None:
+    """Writes each model as an HF checkpoint and converts it to a DCP."""
+    import torch
+    from support.models import EVERY, write
+
+    import ckptx
+
+    for name in names:
+        write(replace(EVERY[name], dtype=torch.float32), work / name)
+        ckptx.convert("hf2dcp", work / name, work / f"{name}-dcp")
+
+
+def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) -> None:
+    """What each rank does: every model in turn; rank 0 writes what came of them."""
+    import torch
+    import torch.distributed as dist
+
+    from ckptx.errors import CkptxError
+    from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.report.report import Report
+    from ckptx.verification.forward import RunOptions, verify_run
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    options = RunOptions(ParallelDims(tp=tp, dp_shard=dp_shard), dtype=dtype)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            report = verify_run(work / name, work / f"{name}-dcp", options, Report("verify")).to_dict()
+            rows.append({"model": name, **{key: report[key] for key in _KEPT}})
+        except CkptxError as error:
+            rows.append({"model": name, "exit": error.exit_code, "error": str(error).replace(f"{work}/", "")})
+    if dist.get_rank() == 0:
+        (work / "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+_KEPT = (
+    "exit", "error", "max_abs", "max_abs_limit", "kl", "cosine", "loss", "loss_reference", "loss_limit", "gradients",
+    "grad_max_abs", "grad_of_limit",
+)  # fmt: skip
+
+
+_COLUMNS = ("model", "outcome", "logits: max abs of allowed", "KL", "loss: away of allowed", "gradients: max abs")
+
+
+def shown(row: dict[str, Any]) -> tuple[object, ...]:
+    """A line of the table."""
+    if row["error"] is not None:
+        return row["model"], f"exit {row['exit']}: {row['error']}", "", "", "", ""
+    away = abs(row["loss"] - row["loss_reference"])
+    return (
+        row["model"],
+        "equal" if row["exit"] == 0 else "DIFFERENT",
+        f"{row['max_abs']:.1e} of {row['max_abs_limit']:.1e}",
+        f"{row['kl']:.0e}",
+        f"{away:.1e} of {row['loss_limit']:.1e}",
+        f"{row['grad_max_abs']:.1e}, {row['grad_of_limit'][1]:.0%} of its limit",
+    )
+
+
+def main() -> None:
+    """Prepares, runs, and writes models.json and models.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--dp-shard", type=int, default=2)
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work is not None:
+        on_rank(arguments.work, arguments.models, arguments.tp, arguments.dp_shard, arguments.dtypes)
+        return
+    from support.models import EVERY
+
+    names = arguments.models or list(EVERY)
+    results: dict[str, Any] = {}
+    tables = []
+    with tempfile.TemporaryDirectory(prefix="ckptx-models-") as directory:
+        work = Path(directory)
+        prepare(work, names)
+        for dtype in arguments.dtypes.split(","):
+            torchrun = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(arguments.tp * arguments.dp_shard),
+            ]
+            mesh = ["--tp", str(arguments.tp), "--dp-shard", str(arguments.dp_shard), "--dtypes", dtype]
+            command = [*torchrun, __file__, *mesh, "--work", directory, *names]
+            subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+            results[dtype] = rows = json.loads((work / "rows.json").read_text())
+            title = f"`verify --run --tp {arguments.tp} --dp-shard {arguments.dp_shard}` of tiny random models, {dtype}"
+            tables.append(table(title, _COLUMNS, [shown(row) for row in rows]))
+    publish(arguments.results, "models", results, tables)
+
+
+if __name__ == "__main__":
+    main()
