@@ -18,6 +18,7 @@ run ckptx convert hf2dcp model model-dcp
 run ckptx verify model model-dcp
 run ckptx reshard model-dcp model-tp2-pp2 --tp 2 --pp 2
 run ckptx inspect model-tp2-pp2 --ranks
+run ckptx verify model model-tp2-pp2 --run --tp 2
 run ckptx convert dcp2hf model-tp2-pp2 model-back
 run diff -r model model-back --exclude ckptx.json
 printf '\nThe files that came back are the files that went in.\n'
