@@ -136,6 +136,10 @@ class ArchivedChunks(Sequence[Chunk]):
             self._located = self._locate(self.archives)
         return self._located
 
+    def within(self, region: Region) -> tuple[Chunk, ...]:
+        """The chunks that overlap a region; no other archive is looked into, nor its file opened."""
+        return self._locate(tuple([each for each in self.archives if each.region.intersect(region) is not None]))
+
     def __len__(self) -> int:
         return len(self.archives)
 

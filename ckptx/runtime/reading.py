@@ -20,7 +20,7 @@ from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, resolve_ties
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH, DType
-from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.dcp import open_payloads
@@ -272,7 +272,8 @@ class Reading:
         Checking one means to read all of it: every rank would read the whole model. Who wants that runs `verify`.
         """
         chunks = []
-        for chunk in entry.chunks:
+        stored = entry.chunks
+        for chunk in stored.within(region) if isinstance(stored, ArchivedChunks) else stored:
             common = chunk.region.intersect(region)
             if common is None:
                 continue

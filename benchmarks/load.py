@@ -1,0 +1,152 @@
+"""Measures what it takes one rank of a TP of 4 to load its part of a Llama.
+
+    python benchmarks/load.py [--rounds 5] [--ram /dev/shm] [--results DIR] [--tiny]
+
+The checkpoint is a DCP that `ckptx reshard --tp 4` wrote. `ckptx.runtime.load` is compared with stock `dcp.load` into
+the same DTensors, and with `from_pretrained` of the whole model, of which the rank takes its part: safetensors maps
+files, so that only pages it touches are read, and count as memory as long as they are mapped. See load_rank.py.
+
+--tiny: a model of half a megabyte, two ranks once and nothing raced: it shows that bytes, files and digests are right.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from checkpoints import Model, llama, write_checkpoint
+from measure import CKPTX, HERE, arguments_of, ballast, publish, table, timed
+
+TP = 4
+_RANK = 1  # whose loads are raced; norms lie in the file of another
+_SLACK = 200 << 20  # bytes of memory a rank may take beyond its part
+_AROUND = 6 << 10  # bytes it may read around a tensor: the ends of its archive
+_HOW = {"ckptx": "`ckptx.runtime.load`", "stock": "stock `dcp.load`", "whole": "`from_pretrained`, of which its part"}
+
+
+def tiny() -> Model:
+    """A Llama with a 32nd of every dim."""
+    model = llama(2)
+    config = dict(model.config)
+    for key in ("head_dim", "hidden_size", "intermediate_size", "vocab_size"):
+        config[key] //= 32
+    shapes = [(name, tuple(size // 32 for size in shape)) for name, shape in model.shapes]
+    return Model(iter(shapes), config)
+
+
+def write(root: Path, model: Model) -> None:
+    """The HF checkpoint at root/hf, and what is cut at root/dcp."""
+    write_checkpoint(root / "hf", model)
+    timed([*CKPTX, "reshard", str(root / "hf"), str(root / "dcp"), "--to", "dcp", "--tp", str(TP)])
+
+
+def loaded(warm: Path, source: Path, rank: int, *hows: str) -> list[dict[str, Any]]:
+    """What load_rank.py says, in a process of its own."""
+    jobs = [each for how in hows for each in (how, str(source / ("hf" if how == "whole" else "dcp")))]
+    command = [sys.executable, str(HERE / "load_rank.py"), str(TP), str(rank), str(warm), *jobs]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def check(rows: list[dict[str, Any]], rank: int, described: int) -> None:
+    """What must be so on any machine.
+
+    Args:
+        rows: As `loaded` gives them, one of ckptx among them.
+        rank: Whose they are.
+        described: Bytes of `.metadata` and `config.json`.
+
+    Raises:
+        SystemExit: The ways to load gave other bytes; or ckptx opened files of other ranks, read what it did not
+            need, or took too much memory.
+    """
+    if len({row["digest"] for row in rows}) != 1:
+        raise SystemExit(f"rank {rank} has other bytes by {' and '.join(row['how'] for row in rows)}")
+    row = next(row for row in rows if row["how"] == "ckptx")
+    others = [name for name in row["files"] if not _may_open(name, rank)]
+    if others or f"__{rank}_0.distcp" not in row["files"]:
+        raise SystemExit(f"rank {rank} opened {', '.join(row['files'])}, needed its own file and that of rank 0")
+    if row["read"] > row["needed"] + described + _AROUND * row["tensors"]:
+        raise SystemExit(f"rank {rank} read {row['read']} bytes, needed {row['needed']}")
+    if row["grown"] > row["needed"] + _SLACK:
+        raise SystemExit(f"rank {rank} took {row['grown']} bytes of memory, needed {row['needed']}")
+
+
+def _may_open(name: str, rank: int) -> bool:
+    """Its own file, that of the first rank, which has what all ranks of a stage hold, and what describes them."""
+    return name in (".metadata", "config.json") or name.startswith((f"__{rank}_", "__0_"))
+
+
+def summary(how: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over rounds."""
+    seconds = [row["seconds"] for row in rows]
+    return {
+        "how": how,
+        "needed_mib": round(rows[0]["needed"] / 2**20, 2),
+        "read_mib": round(rows[0]["read"] / 2**20, 2),
+        "files": rows[0]["files"],
+        "grown_mib": round(max(row["grown"] for row in rows) / 2**20, 1),
+        "seconds": round(statistics.median(seconds), 3),
+        "min": min(seconds),
+        "max": max(seconds),
+        "rounds": len(rows),
+    }
+
+
+def shown(rows: list[dict[str, Any]]) -> str:
+    """The table."""
+    cells = [
+        (
+            _HOW[row["how"]],
+            f"{row['seconds']:.2f}",
+            f"{row['needed_mib']:.1f} MiB",
+            "mapped" if row["how"] == "whole" else f"{row['read_mib']:.1f} MiB",
+            "all" if row["how"] == "whole" else ", ".join(f"`{name}`" for name in row["files"]),
+            f"{row['grown_mib']:.0f} MiB",
+        )
+        for row in rows
+    ]
+    columns = ("by", "seconds (median)", "its part", "reads", "opens", "memory grows by")
+    return table(f"Rank {_RANK} of a TP of {TP} loads a Llama", columns, cells)
+
+
+def main() -> None:
+    """Checks every rank once, then races one."""
+    is_tiny = "--tiny" in sys.argv
+    if is_tiny:
+        sys.argv.remove("--tiny")
+    arguments = arguments_of(__doc__, ("load",))
+    with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
+        warm = source = Path(directory, "tiny")
+        write(warm, tiny())
+        if not is_tiny:
+            source = Path(directory, "llama")
+            write(source, llama(10))
+        described = sum((source / "dcp" / name).stat().st_size for name in (".metadata", "config.json"))
+        ranks = []
+        for rank in range(2 if is_tiny else TP):
+            rows = loaded(warm, source, rank, *(_HOW if is_tiny else ("ckptx",)))
+            check(rows, rank, described)
+            ranks.append({"rank": rank, **summary("ckptx", rows[:1])})
+        raced: dict[str, list[dict[str, Any]]] = {how: [] for how in _HOW}
+        for turn in range(0 if is_tiny else arguments.rounds + 1):
+            rows = []
+            for how in _HOW:
+                ballast(Path(directory), 1 << 30)
+                rows += loaded(warm, source, _RANK, how)
+            check(rows, _RANK, described)
+            for row in rows if turn else ():
+                raced[row["how"]].append(row)
+                print(f"  round {turn}: {row['how']}: {row['seconds']} s, {row['grown'] >> 20} MiB", file=sys.stderr)
+        found = [summary(how, rows) for how, rows in raced.items() if rows]
+        publish(arguments.results, "load", {"load": found, "ranks": ranks}, [shown(found)] if found else [])
+
+
+if __name__ == "__main__":
+    main()

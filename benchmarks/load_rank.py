@@ -1,0 +1,141 @@
+"""What one rank of a TP mesh does to get its part of a Llama: python load_rank.py WORLD RANK WARM {HOW CHECKPOINT}...
+
+HOW is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "whole" (`from_pretrained` of all
+of it, of which the rank takes its part). Only this rank exists: a fake process group stands for the others. Each loads
+a tiny model at WARM first, so that imports do not count; then the time runs from a model on the meta device to one that
+is filled.
+
+Prints a JSON list: tensors; bytes that the rank needs; bytes that the kernel gave it through read calls (mapped files
+do not show there); files that it opened; by how much its memory grew at most; seconds; a digest of what it has then.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaForCausalLM
+from transformers.utils import logging
+
+from ckptx.formats.huggingface import read_json
+from ckptx.runtime.build import build_model, materialize
+from ckptx.runtime.load import load
+from ckptx.runtime.plans import find_plan
+from ckptx.runtime.tensor_parallel import TensorParallelLayout, apply
+
+_opened: list[Path] = []
+
+
+def _listen(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        _opened.append(Path(os.fsdecode(arguments[0])))
+
+
+def proc(file: str, field: str) -> int:
+    """A number of this process from /proc, in bytes."""
+    found = re.search(rf"^{field}:\s+(\d+)( kB)?$", Path("/proc/self", file).read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << (10 if found[2] else 0)
+
+
+def by_ckptx(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
+    """Loads what is this rank's."""
+    materialize(model)
+    load(model, path, regions=layout.local_regions)
+    return model
+
+
+def by_stock(path: Path, model: nn.Module, _: TensorParallelLayout) -> nn.Module:
+    """The same by torch."""
+    materialize(model)
+    dcp.load(model.state_dict(), storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return model
+
+
+def by_transformers(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
+    """Has transformers load everything, and takes this rank's part: until then it has files mapped, and no bytes."""
+    materialize(model)
+    everything = LlamaForCausalLM.from_pretrained(path, dtype="auto").state_dict()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            (region,) = layout.local_regions(name) or ()
+            part = tuple(slice(at, at + size) for at, size in zip(*region, strict=True))
+            _local(tensor).copy_(everything[name][part])
+    return model
+
+
+HOW: dict[str, Callable[[Path, nn.Module, TensorParallelLayout], nn.Module]] = {
+    "ckptx": by_ckptx,
+    "stock": by_stock,
+    "whole": by_transformers,
+}
+
+
+def measured(how: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
+    """Loads and says what that took."""
+    model = build_model(path, dtype=torch.bfloat16)
+    layout = apply(model, mesh, find_plan(model, read_json(path / "config.json")))
+    needed = sum(_local(each).nbytes for each in model.parameters())
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    _opened.clear()
+    resident, read, start = proc("status", "VmRSS"), proc("io", "rchar"), time.perf_counter()
+    model = HOW[how](path, model, layout)
+    seconds, read, peak = time.perf_counter() - start, proc("io", "rchar") - read, proc("status", "VmHWM")
+    files = sorted({each.name for each in _opened if each.parent == path and each.exists()})
+    return {
+        "how": how,
+        "tensors": len(list(model.parameters())),
+        "needed": needed,
+        "read": read,
+        "files": files,
+        "grown": peak - resident,
+        "seconds": round(seconds, 3),
+        "digest": digest_of(model),
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of everything that this rank has."""
+    digest = xxhash.xxh3_128()
+    for _, tensor in sorted(model.named_parameters()):
+        digest.update(_local(tensor).contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def main(world: str, rank: str, warm: str, *jobs: str) -> None:
+    """Loads what it is told to, one after another."""
+    warnings.simplefilter("ignore")
+    logging.disable_progress_bar()
+    sys.addaudithook(_listen)
+    dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=int(world))
+    mesh = init_device_mesh("cpu", (int(world),), mesh_dim_names=("tp",))
+    rows = []
+    for how, path in zip(jobs[::2], jobs[1::2], strict=True):
+        measured(how, Path(warm, "hf" if how == "whole" else "dcp"), mesh)
+        rows.append(measured(how, Path(path), mesh))
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

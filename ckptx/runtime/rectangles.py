@@ -1,0 +1,152 @@
+"""Teaches torch's checkpoint planners what a DTensor really holds, and its writer that names may share bytes.
+
+torch takes a DTensor for one rectangle, where its placements put it. Fused groups ([q|k|v]) are several, and if the
+groups differ in width the placements do not even say so: stock `dcp.save` would store rows in the wrong order. Here the
+rectangles come from `shards.pieces_of`; what is stored is an ordinary DCP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from ckptx.catalog.region import Region, whole
+from ckptx.runtime.shards import Piece, pieces_of
+
+Held = Mapping[str, Sequence[Region]]  # what TP left of a tensor on this rank, by its name in the checkpoint
+
+
+class Shards:
+    """A DTensor as the rectangles that this rank has of it, in the terms of torch's planners."""
+
+    def __init__(self, name: str, tensor: DTensor, held: Sequence[Region] | None) -> None:
+        self._size, self._local = tensor.shape, tensor._local_tensor.detach()
+        self._pieces = {piece.region.offsets: piece for piece in pieces_of(name, tensor, held)}
+        if not tensor.numel():  # no rectangle has an element, but the tensor must be stored all the same
+            everything = whole(tuple(tensor.shape))
+            self._local = self._local.new_empty(tensor.shape)
+            self._pieces = {everything.offsets: Piece(everything, everything)}
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self._size
+
+    def at(self, index: MetadataIndex) -> Tensor:
+        """The memory of the rectangle that begins at an offset."""
+        tensor = self._local
+        for dim, (begin, size) in enumerate(zip(*self._pieces[tuple(index.offset)].local, strict=True)):
+            tensor = tensor.narrow(dim, begin, size)
+        return tensor
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        regions = [piece.region for piece in self._pieces.values()]
+        return [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in regions]
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        """One for each rectangle; of one that several ranks have, torch keeps the first or the least busy rank's."""
+        properties = TensorProperties.create_from_tensor(self._local)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self._size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+
+def _in_rectangles(state: Mapping[str, Any], held: Held) -> dict[str, Any]:
+    return {
+        name: Shards(name, value, held.get(name)) if isinstance(value, DTensor) else value
+        for name, value in state.items()
+    }
+
+
+class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
+    """torch's, but that it takes rectangles for DTensors."""
+
+    state_dict: dict[str, Any]
+
+    def __init__(self, held: Held) -> None:
+        super().__init__()
+        self._held = held
+
+    # torch looks at the names of these parameters.
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.state_dict = _in_rectangles(self.state_dict, self._held)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.at(index) if isinstance(found, Shards) else super().lookup_object(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch says Any
+    """The same for loading a flat state dict. Objects go to `values`, and may not run anything."""
+
+    state_dict: dict[str, Any]
+
+    def __init__(self, held: Held) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._held = held
+        self.values: dict[str, Any] = {}
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(*args, **kwargs)
+        self.state_dict = _in_rectangles(self.state_dict, self._held)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.at(index) if isinstance(found, Shards) else super().lookup_tensor(index)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch says Any
+    """torch's, but that the metadata also lists names that share the bytes of others.
+
+    Args:
+        path: The directory.
+        aliases: Name -> the name whose bytes it shares. One that is stored itself keeps its own.
+    """
+
+    def __init__(self, path: Path, aliases: Mapping[str, str]) -> None:
+        super().__init__(path)
+        self._aliases = aliases
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        entries, paths = metadata.state_dict_metadata, metadata.planner_data
+        of: dict[str, list[str]] = {}
+        for alias, stored in self._aliases.items():
+            if alias not in entries:
+                entries[alias] = entries[stored]
+                paths[alias] = tuple(alias.split(".", 1))
+                of.setdefault(stored, []).append(alias)
+        shared = [
+            dataclasses.replace(each, index=dataclasses.replace(each.index, fqn=alias))
+            for written in results
+            for each in written
+            for alias in of.get(each.index.fqn, ())
+        ]
+        super().finish(metadata, [*results, shared])

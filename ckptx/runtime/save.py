@@ -1,0 +1,283 @@
+"""Saves a model and its optimizer from all ranks, as stock `dcp.save` does, and loads the optimizer again.
+
+    model.<name>                       parameters and persistent buffers, by their names without wrappers
+    optim.state.<name>.exp_avg         torch's flattened form (`flatten_optimizer_state_dict`): every rank speaks of its
+    optim.param_groups.<name>.lr       own parameters alone, so that pipeline stages add up to one checkpoint
+    step                               a number
+
+Names that share a parameter share its bytes in the checkpoint, and those of its optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckptx.catalog.region import Region
+from ckptx.errors import CkptxError, Defect, InputError, UnsupportedError, UsageError
+from ckptx.formats.sidecars import look_around
+from ckptx.runtime.distributed import everywhere, together
+from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.rectangles import AliasWriter, LoadPlanner, SavePlanner
+from ckptx.runtime.tensor_parallel import TensorParallelLayout
+from ckptx.staging import Staging, staged
+from ckptx.storage import unwritable, write_file
+
+_MODEL, _OPTIMIZER = "model", "optim"
+_STATE, _GROUPS = f"{_OPTIMIZER}.state", f"{_OPTIMIZER}.param_groups"
+
+
+def save(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    path: Path,
+    *,
+    layout: TensorParallelLayout | None = None,
+    step: int | None = None,
+    beside: Path | None = None,
+) -> None:
+    """Writes a DCP that stock torch and ckptx read. Every rank calls it, within a process group.
+
+    It appears under its name in one step, when all of it is on the disk; a run that fails leaves nothing.
+
+    Args:
+        model: Plain, cut by TP, sharded by FSDP2, or a pipeline stage.
+        optimizer: Of this model, made after it was sharded; None saves the model alone.
+        path: A directory that is not there yet, or is empty, on a file system that all ranks share.
+        layout: What TP did to the model; needed where it did something.
+        step: Stored under "step".
+        beside: A checkpoint whose config, tokenizer and the like are copied. None writes the model's own config, in
+            which activation checkpointing has turned `use_cache` off.
+
+    Raises:
+        OutputError: `path` is not free, or cannot be written.
+        SpaceError: The disk is full.
+        UnsupportedError: There is optimizer state of which nobody can say where it belongs.
+        UsageError: There is no process group, or the optimizer is of another model.
+    """
+    if not dist.is_initialized():
+        raise UsageError("save: called outside of a process group, needed one; use distributed.process_group")
+    with together():
+        state = _state_of(_Names.of(model), optimizer, layout)
+    aliases = {alias: stored for each in everywhere(state.aliases) for alias, stored in each.items()}
+    if step is not None:
+        state.tree["step"] = step
+    with ExitStack() as stack:
+        staging = None
+        with together():
+            if dist.get_rank() == 0:
+                staging = stack.enter_context(Staging(path))
+                staging.begin(b"", resume=False)
+        with together():
+            _write(state, staged(path)[0], aliases)
+        with together():
+            if staging is not None:
+                _write_beside(model, staging.tree, beside)
+                staging.publish()
+
+
+def load_optimizer(
+    optimizer: Optimizer, model: nn.Module, path: Path, *, layout: TensorParallelLayout | None = None
+) -> None:
+    """Fills an optimizer from a checkpoint of `save`, whatever its mesh was. Each rank reads what it needs, by itself.
+
+    Args:
+        optimizer: Of this model, with parameters grouped as they were. It need not have taken a step.
+        model: Cut in any way.
+        path: The checkpoint.
+        layout: What TP did to the model; needed where it did something.
+
+    Raises:
+        InputError: A parameter of the optimizer is not in the checkpoint.
+        UsageError: The optimizer is of another model.
+    """
+    names, reader = _Names.of(model), dcp.FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    keys: dict[str, list[str]] = {}
+    for full in stored:
+        parent, _, key = full.rpartition(".")
+        keys.setdefault(parent, []).append(key)
+    wanted: dict[str, Any] = {}
+    held: dict[str, Sequence[Region]] = {}
+    for name, parameter, group in _parameters_of(optimizer, names):
+        if f"{_GROUPS}.{name}" not in keys:
+            raise InputError(
+                f'{path}: holds no optimizer state of "{name}"; use a checkpoint that was saved with an optimizer'
+            )
+        wanted |= dict.fromkeys(f"{_GROUPS}.{name}.{key}" for key in keys[f"{_GROUPS}.{name}"])
+        for key in keys.get(f"{_STATE}.{name}", ()):
+            full = f"{_STATE}.{name}.{key}"
+            wanted[full] = _empty(stored[full], key, parameter, group)
+            held |= _held(full, wanted[full], parameter, names, layout)
+    planner = LoadPlanner(held)
+    dcp.load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
+    wanted |= planner.values
+    for name, parameter, group in _parameters_of(optimizer, names):
+        group.update({key: wanted[f"{_GROUPS}.{name}.{key}"] for key in keys[f"{_GROUPS}.{name}"]})
+        state = {key: wanted[f"{_STATE}.{name}.{key}"] for key in keys.get(f"{_STATE}.{name}", ())}
+        if state:
+            optimizer.state[parameter] = state
+
+
+# ------------------------------------------------------------------------------------------ what there is
+
+
+class _Names(NamedTuple):
+    """The tensors of a model by name.
+
+    Attributes:
+        values: Each once, under the name that is stored; what modules say of themselves (`get_extra_state`), too.
+        by_id: All names of each, that one first.
+    """
+
+    values: dict[str, Any]
+    by_id: dict[int, list[str]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Names:
+        """Asks for the state dict: that also has FSDP shard again what it left gathered."""
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        found: dict[int, tuple[Any, list[str]]] = {}
+        for full, value in model.state_dict(keep_vars=True).items():
+            found.setdefault(id(value), (value, []))[1].append(canonical_name(full))
+        by_id = {key: sorted(names, key=lambda name: name in tied) for key, (_, names) in found.items()}
+        return cls({by_id[key][0]: value for key, (value, _) in found.items()}, by_id)
+
+    def of_parameter(self, parameter: Tensor) -> list[str]:
+        """All names of a parameter.
+
+        Raises:
+            UsageError: The model does not have it.
+        """
+        if id(parameter) not in self.by_id:
+            raise UsageError(
+                f"optimizer: has a parameter of shape {list(parameter.shape)} that is not of the model; make it from "
+                "model.parameters() when the model is parallel and loaded"
+            )
+        return self.by_id[id(parameter)]
+
+
+def _parameters_of(optimizer: Optimizer, names: _Names) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    """Every parameter of an optimizer with the name it is stored under, and its group."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names.of_parameter(parameter)[0], parameter, group
+
+
+class _State(NamedTuple):
+    """What this rank saves.
+
+    Attributes:
+        tree: What `dcp.save` gets.
+        aliases: Name in the checkpoint -> the name whose bytes it shares.
+        held: The rectangles that TP left of a tensor, by its name in the checkpoint.
+    """
+
+    tree: dict[str, Any]
+    aliases: dict[str, str]
+    held: dict[str, Sequence[Region]]
+
+
+def _state_of(names: _Names, optimizer: Optimizer | None, layout: TensorParallelLayout | None) -> _State:
+    state = _State({_MODEL: names.values}, {}, {})
+    for name, value in names.values.items():
+        others = names.by_id[id(value)][1:]
+        state.aliases.update({f"{_MODEL}.{each}": f"{_MODEL}.{name}" for each in others})
+        state.held.update(_held(f"{_MODEL}.{name}", value, value, names, layout))
+    if optimizer is None:
+        return state
+    flat: dict[str, Any] = {}
+    for name, parameter, group in _parameters_of(optimizer, names):
+        others = names.of_parameter(parameter)[1:]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            full = f"{_STATE}.{name}.{key}"
+            flat[full] = value
+            state.held.update(_held(full, value, parameter, names, layout))
+            state.aliases.update({f"{_STATE}.{each}.{key}": full for each in others})
+        for key in group.keys() - {"params"}:
+            flat[f"{_GROUPS}.{name}.{key}"] = group[key]
+            state.aliases.update({f"{_GROUPS}.{each}.{key}": f"{_GROUPS}.{name}.{key}" for each in others})
+    state.tree[_OPTIMIZER] = {full.removeprefix(f"{_OPTIMIZER}."): flat[full] for full in sorted(flat)}
+    return state
+
+
+def _held(
+    full: str, value: Any, parameter: Tensor, names: _Names, layout: TensorParallelLayout | None
+) -> dict[str, Sequence[Region]]:
+    """The rectangles of a tensor by name in the checkpoint; empty for one that says itself what it holds.
+
+    Raises:
+        UnsupportedError: It is optimizer state that would be stored as something else than it is.
+    """
+    if isinstance(value, dict):
+        raise UnsupportedError(f"{full}: is nested, needed one value; train with another optimizer")
+    if not isinstance(value, DTensor):
+        if isinstance(value, Tensor) and value.dim() and isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"{full}: is a plain tensor of shape {list(value.shape)}, needed a DTensor as its parameter is one; "
+                "each rank may have another, and one alone would be saved"
+            )
+        return {}
+    known = map(layout.local_regions, names.of_parameter(parameter)) if layout is not None else ()
+    found = next((each for each in known if each is not None), None)
+    if found is None or value.shape == parameter.shape:
+        return {} if found is None else {full: found}
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"{full}: has shape {list(value.shape)}, its parameter {list(parameter.shape)} in fused groups; nobody "
+            "can say which part this rank holds, so train without tensor parallel"
+        )
+    return {}
+
+
+def _empty(stored: Any, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
+    """Memory for a state tensor: cut as its parameter if it has the shape of it; None for an object."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    dtype = stored.properties.dtype
+    if stored.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    # As torch.optim has it: steps are counted on the CPU, unless a kernel counts them.
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.zeros(stored.size, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+# ------------------------------------------------------------------------------------------ writing
+
+
+def _write(state: _State, directory: Path, aliases: Mapping[str, str]) -> None:
+    """Every rank writes its file, and rank 0 the metadata.
+
+    Raises:
+        OutputError, SpaceError: One of them could not.
+        Defect: torch refuses what it was given.
+    """
+    try:
+        dcp.save(state.tree, storage_writer=AliasWriter(directory, aliases), planner=SavePlanner(state.held))
+    except CheckpointException as failed:  # no Exception: it would pass by everybody who cleans up
+        errors = [error for error, _ in failed.failures.values()]
+        error = next((each for each in errors if isinstance(each, (CkptxError, OSError))), errors[0])
+        if isinstance(error, CkptxError):
+            raise error from failed
+        if isinstance(error, OSError):
+            raise unwritable(directory, error) from failed
+        raise Defect(f"{directory}: {type(error).__name__}: {error}; please report this") from failed
+
+
+def _write_beside(model: nn.Module, directory: Path, beside: Path | None) -> None:
+    if beside is None:
+        write_file(directory / "config.json", model.config.to_json_string().encode())
+        return
+    for sidecar in look_around(beside, frozenset()).carried:
+        write_file(directory / sidecar.name, (beside / sidecar.name).read_bytes())

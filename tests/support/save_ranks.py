@@ -1,0 +1,236 @@
+"""What the ranks in the tests of `save` do: cut a model, train it or pretend to, save it, go on from what was saved.
+
+`marked` needs no training: it gives the optimizer moments that are functions of each element of the parameters, so that
+the whole of them is known from the checkpoint, whoever holds which part.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from support.models import EVERY, Recipe, build, tokens
+from support.stock import raw
+from support.tensor_parallel import compute
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from ckptx.errors import CkptxError
+from ckptx.formats.huggingface import read_json
+from ckptx.runtime.build import build_model, materialize
+from ckptx.runtime.load import load
+from ckptx.runtime.parallelize import parallelize
+from ckptx.runtime.plans import find_plan
+from ckptx.runtime.reading import open_source
+from ckptx.runtime.save import load_optimizer, save
+from ckptx.runtime.tensor_parallel import TensorParallelLayout
+
+MARKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "exp_avg": lambda value: value * 2,
+    "exp_avg_sq": lambda value: value.abs() + 1,
+}
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Shape(NamedTuple):
+    """How a model is cut and wrapped."""
+
+    dp: int = 1
+    tp: int = 1
+    replicate: int = 1
+    checkpointing: str = "none"
+    compiled: bool = False
+
+
+TP = Shape(tp=2)
+
+
+class Cut(NamedTuple):
+    model: Any
+    optimizer: torch.optim.Optimizer
+    layout: TensorParallelLayout | None
+
+
+def cut(source: Path, shape: Shape) -> Cut:
+    """The model of a checkpoint, loaded by ckptx, and an optimizer that has not taken a step."""
+    sizes, names = (shape.replicate, shape.dp, shape.tp), ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with open_source(source) as opened:
+        model = build_model(source, untied=opened.untied())
+    plan = find_plan(model, read_json(source / "config.json")) if shape.tp > 1 else None
+    made = parallelize(model, mesh, plan, activation_checkpointing=shape.checkpointing, compile=shape.compiled)
+    materialize(model)
+    regions = made.layout.local_regions if made.layout is not None else None
+    load(model, source, regions=regions)
+    return Cut(model, optimizer_of(model), made.layout)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with two groups."""
+    matrices = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() <= 1]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+
+
+def mark(optimizer: torch.optim.Optimizer) -> None:
+    """As if steps had been taken."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                marks = {key: function(parameter.detach()) for key, function in MARKS.items()}
+                optimizer.state[parameter] = {"step": torch.tensor(3.0), **marks}
+
+
+def step(at: Cut, index: int) -> None:
+    """One step of training; each data rank has its own tokens."""
+    ids = (tokens()["input_ids"] + index + 7 * dp_rank(at.model)) % 101
+    at.model.train()
+    compute(at.model, {"input_ids": ids})[1].backward()
+    at.optimizer.step()
+    at.optimizer.zero_grad()
+
+
+def dp_rank(model: nn.Module) -> int:
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    mesh = next((each for each in meshes if each is not None and "dp_shard" in (each.mesh_dim_names or ())), None)
+    return 0 if mesh is None else int(mesh.get_local_rank("dp_shard"))
+
+
+def marked(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> None:
+    """Saves into `out` what was loaded and marked."""
+    at = cut(hf, shape)
+    mark(at.optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        save(at.model, at.optimizer, out, layout=at.layout, step=3, beside=hf)
+
+
+def misplaced(rank: int, world_size: int, hf: Path, out: Path, by: str) -> str | None:
+    """The same by what the placements of DTensors say alone.
+
+    Args:
+        by: "stock" `dcp.save`, or "save" without the layout of TP.
+
+    Returns:
+        The refusal, if there is one.
+    """
+    at = cut(hf, TP)
+    mark(at.optimizer)
+    state = {"model": at.model.state_dict(), "optim": get_optimizer_state_dict(at.model, at.optimizer, options=_FLAT)}
+    try:
+        if by == "stock":
+            dcp.save(state, checkpoint_id=out)
+        else:
+            save(at.model, at.optimizer, out)
+    except (CkptxError, CheckpointException) as error:
+        return str(error)
+    return None
+
+
+def trained(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> dict[str, bytes]:
+    """Saves after one step, and after another.
+
+    Returns:
+        Bytes of what torch gathers after the first: parameters and first moments.
+    """
+    at = cut(hf, shape)
+    step(at, 0)
+    save(at.model, at.optimizer, out / "one", layout=at.layout, step=1, beside=hf)
+    gathered = {name: raw(value) for name, value in at.model.state_dict().items()}
+    moments = get_optimizer_state_dict(at.model, at.optimizer)["state"]
+    gathered |= {f"{name}.exp_avg": raw(state["exp_avg"]) for name, state in moments.items()}
+    step(at, 1)
+    save(at.model, at.optimizer, out / "two", layout=at.layout, step=2, beside=hf)
+    return gathered
+
+
+def resumed(rank: int, world_size: int, source: Path, out: Path, shape: Shape, by: str) -> None:
+    """Loads `source/one`, saves it again into `out/one`, and takes the second step.
+
+    Args:
+        by: Who loads the optimizer: "ckptx" or "torch".
+    """
+    at = cut(source / "one", shape)
+    if by == "ckptx":
+        load_optimizer(at.optimizer, at.model, source / "one", layout=at.layout)
+    else:
+        state = {"optim": get_optimizer_state_dict(at.model, at.optimizer, options=_FLAT), "step": 0}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(source / "one"))
+        assert state["step"] == 1
+        set_optimizer_state_dict(at.model, at.optimizer, state["optim"], options=_FLAT)
+    save(at.model, at.optimizer, out / "one", layout=at.layout, step=1)
+    step(at, 1)
+    save(at.model, at.optimizer, out / "two", layout=at.layout, step=2)
+
+
+def resumed_without(rank: int, world_size: int, hf: Path, out: Path) -> None:
+    """Looks for an optimizer in a checkpoint of the model alone."""
+    at = cut(hf, Shape())
+    save(at.model, None, out / "one")
+    load_optimizer(at.optimizer, at.model, out / "one")
+
+
+def staged(rank: int, world_size: int, hf: Path, out: Path) -> None:
+    """Saves a model of two layers, one of which each rank has; the embedding is on the first, the head on the last."""
+    model: Any = build_model(hf)
+    model.model.layers[1 - rank] = nn.Identity()
+    if rank:
+        model.model.embed_tokens = nn.Identity()
+    else:
+        model.model.norm = model.lm_head = nn.Identity()
+    materialize(model)
+    load(model, hf)
+    optimizer = optimizer_of(model)
+    mark(optimizer)
+    save(model, optimizer, out, step=3)
+
+
+def refused(rank: int, world_size: int, hf: Path, out: Path, how: str) -> str:
+    """What `save` says to this rank."""
+    at = cut(hf, Shape(dp=world_size))
+    optimizer: Any = at.optimizer
+    mark(optimizer)
+    first = next(iter(optimizer.state))
+    if how == "another model":
+        optimizer = optimizer_of(nn.Linear(3, 3))
+    elif how == "plain state" and rank:
+        optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"].to_local()
+    elif how == "nested state":
+        optimizer.state[first]["exp_avg"] = {"a": torch.zeros(1)}
+    full = OSError(28, "No space left on device")
+    fails = mock.patch("torch.distributed.checkpoint.filesystem._write_item", side_effect=full)
+    with fails if how == "full disk" and rank else mock.MagicMock():
+        try:
+            save(at.model, optimizer, out)
+        except CkptxError as error:
+            return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def multi_query() -> Any:
+    """A GPT-BigCode: q, k and v in one matrix, and only one head of k and v, so that groups differ in width."""
+    config = transformers.GPTBigCodeConfig(
+        vocab_size=101, n_embd=32, n_head=4, n_layer=2, n_positions=64, multi_query=True, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPTBigCodeForCausalLM(config)
+
+
+def write(name: str, path: Path) -> Path:
+    """An HF checkpoint of a recipe in float32."""
+    recipe = EVERY[name] if name != "multi-query" else Recipe(multi_query, tokens)
+    build(recipe).float().save_pretrained(path)
+    return path
