@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -107,6 +108,19 @@ def _work(pipe: Connection) -> None:
                 answer = (True, function(rank, world_size, *args))
             finally:
                 dist.destroy_process_group()
+                _forget_meshes()
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers the results of operations with their mesh, and takes one for another of the same ranks.
+
+    The group of the remembered mesh has ended with the function before.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
