@@ -34,6 +34,7 @@ fixtures: $(VENV)/ready  ## rebuild fixtures/dcp with the installed torch
 benchmark: $(VENV)/ready  ## the tables of the README; needs 16 GiB free in /dev/shm
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/reshard.py
+	$(BIN)/python benchmarks/load.py
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
