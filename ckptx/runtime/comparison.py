@@ -54,7 +54,7 @@ class Comparison:
     rows: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
 
-    def forward(self, expected: Reference | None, found: Outcome, index: int, count: int) -> None:
+    def forward(self, expected: Reference | None, found: Outcome, index: int) -> None:
         """Logits of this rank's batch, and the loss of all."""
         known = None
         if expected is not None:
