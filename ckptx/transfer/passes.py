@@ -17,6 +17,7 @@ from ckptx.catalog.entry import CutChunks, Frame
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.storage import create, write_at
 from ckptx.transfer import digest
+from ckptx.transfer.blocks import Block, Direct, Tiles
 from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
 from ckptx.transfer.grid import Grid, grid_of
 from ckptx.transfer.outfile import OutFile
@@ -25,7 +26,6 @@ from ckptx.transfer.shared import Part, RecordPart, joined
 from ckptx.transfer.sinks import stream_as
 from ckptx.transfer.small import HASH_NBYTES, SmallCopies, SmallCut, crc_note, small_cut
 from ckptx.transfer.stream import TensorReader
-from ckptx.transfer.strips import cut_rows
 
 if TYPE_CHECKING:
     from ckptx.transfer.executor import Copy
@@ -68,129 +68,6 @@ class _Cut(NamedTuple):
     has_replicas: bool
     is_whole: bool
     small: SmallCut | None
-
-
-class Block:
-    """A block while it is written, or the share of it that belongs to this run.
-
-    Attributes:
-        out: The file.
-        at: Where its next byte goes.
-        left: Bytes that are missing.
-        begin: Bytes of the block before this share.
-        nbytes: Bytes of this share.
-        frame: Around the block, or None.
-        crc: Of the bytes so far, when there is a frame.
-        hash: Of the bytes so far, when there is no CRC and the digest of the tensor does not say as much.
-    """
-
-    __slots__ = ("at", "begin", "crc", "frame", "hash", "is_hashed", "left", "nbytes", "out")
-
-    def __init__(self, out: OutFile, at: int, begin: int, nbytes: int, frame: Frame | None, is_hashed: bool) -> None:
-        self.out, self.at, self.begin, self.nbytes, self.frame = out, at, begin, nbytes, frame
-        self.left = nbytes
-        self.crc = 0
-        self.is_hashed = is_hashed
-        self.hash = block_digest() if is_hashed and frame is None else None
-
-    def evidence(self) -> bytes:
-        """What the journal notes of it; nothing for a block that is the whole tensor."""
-        if not self.is_hashed:
-            return b""
-        return crc_note(self.crc) if self.hash is None else self.hash.digest()
-
-    def add(self, view: memoryview) -> None:
-        """Takes note of bytes that were put into the buffer of `out`."""
-        if self.frame is not None:
-            self.crc = crc32(view, self.crc)
-        elif self.hash is not None:
-            self.hash.update(view)
-        self.at += len(view)
-        self.left -= len(view)
-        self.out.advance(len(view))
-
-
-class _Direct:
-    """A sink whose memory is the buffer of the file that is written next."""
-
-    def __init__(self, owner: Pass, grid: Grid, blocks: dict[int, Block]) -> None:
-        self.digest = TreeDigest()
-        self._owner, self._blocks = owner, blocks
-        self._pieces = iter(grid.pieces())
-        self._left = 0
-        self._missing = grid.nbytes
-        self._block: Block
-
-    def space(self, nbytes: int) -> memoryview:
-        if not self._left:
-            index, self._left = next(self._pieces)
-            self._block = self._blocks[index]
-            self._block.out.seek(self._block.at)
-        return self._block.out.space(min(nbytes, self._left, self.digest.room))
-
-    def commit(self, view: memoryview) -> None:
-        self._left -= len(view)
-        self._missing -= len(view)
-        self.digest.update(view, last=not self._missing)
-        self._block.add(view)
-        if not self._block.left:
-            self._owner.close(self._block)
-
-
-class _Tiles:
-    """A sink that collects whole rows, or a part of one long row, and cuts the blocks out of them."""
-
-    def __init__(self, owner: Pass, grid: Grid, blocks: dict[int, Block], buffer: memoryview) -> None:
-        self.digest = TreeDigest()
-        self._owner, self._grid, self._blocks, self._buffer = owner, grid, blocks, buffer
-        self._missing = grid.nbytes
-        self._fill = 0
-        self._row = self._column = 0  # of the first byte in the tile
-        self._size = self._next_size()
-
-    def _next_size(self) -> int:
-        room, width = len(self._buffer), self._grid.width
-        if width > room:
-            return min(room, width - self._column)
-        return min(self._grid.rows - self._row, room // width) * width
-
-    def space(self, nbytes: int) -> memoryview:
-        end = min(self._fill + min(nbytes, self.digest.room), self._size)
-        return self._buffer[self._fill : end]
-
-    def commit(self, view: memoryview) -> None:
-        self._missing -= len(view)
-        self.digest.update(view, last=not self._missing)
-        self._fill += len(view)
-        if self._fill == self._size:
-            self._cut()
-
-    def _cut(self) -> None:
-        grid, tile = self._grid, self._buffer[: self._size]
-        if grid.width > len(self._buffer):
-            rows, first, last = 1, self._column, self._column + self._size
-        else:
-            rows, first, last = self._size // grid.width, 0, grid.width
-        for cell in grid.cells:
-            top, bottom = max(cell.top, self._row), min(cell.bottom, self._row + rows)
-            left, right = max(cell.left, first), min(cell.right, last)
-            if top >= bottom or left >= right:
-                continue
-            block = self._blocks[cell.block]
-            block.out.seek(block.at)
-            view = block.out.reserve((bottom - top) * (right - left))
-            pitch = last - first
-            cut_rows(
-                view, tile[(top - self._row) * pitch : (bottom - self._row) * pitch], pitch, left - first, right - left
-            )
-            block.add(view)
-            if not block.left:
-                self._owner.close(block)
-        self._fill = 0
-        self._column = 0 if last == grid.width else last
-        self._row += rows if last == grid.width else 0
-        if self._missing:
-            self._size = self._next_size()
 
 
 def _is_buffered(ends: list[tuple[OutFile, int]]) -> bool:
@@ -317,11 +194,11 @@ class Pass:
             return
         grid = self._share(step, cut)
         blocks = self._open_blocks(step, cut, grid)
-        sink: _Direct | _Tiles
+        sink: Direct | Tiles
         if cut.is_whole or (not cut.has_replicas and grid.narrowest >= _DIRECT):
-            sink = _Direct(self, grid, blocks)
+            sink = Direct(self.close, grid, blocks)
         else:
-            sink = _Tiles(self, grid, blocks, self._buffers.get(0)[: self._size])
+            sink = Tiles(self.close, grid, blocks, self._buffers.get(0)[: self._size])
         records: list[RecordPart] | None = None if self._shared is None else []
         if grid.nbytes:
             stream_as(self._reader, step.source, self._region(step), step.target.dtype, sink, records)
