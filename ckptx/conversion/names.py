@@ -61,17 +61,17 @@ def respell(
         raise UnsupportedError(f"--names {wanted}: the names of this class are unknown; leave them as they are")
     entries = {name: run.source.tensors[target.origin[name]] for name in target.tensors}
     entries |= {name: entries[stored] for name, stored in target.aliases.items()}
-    renamed = Renamed(entries, {name: (name,) for name in entries}, [], [])
+    renamed = Renamed.not_yet(entries)
     if spoken is not None:
-        renamed = _then(renamed, spoken.to_model(renamed.tensors))
+        renamed = renamed.then(spoken.to_model(renamed.tensors))
     rules = published
     if wanted == "model":
-        renamed = _then(renamed, published.to_model(renamed.tensors))
+        renamed = renamed.then(published.to_model(renamed.tensors))
     else:
-        renamed = _then(renamed, published.to_disk(renamed.tensors, original))
+        renamed = renamed.then(published.to_disk(renamed.tensors, original))
     if wanted == "torchtitan":
         rules = _torchtitan(view)
-        renamed = _then(renamed, rules.to_disk(renamed.tensors))
+        renamed = renamed.then(rules.to_disk(renamed.tensors))
     run.report.warnings.extend(renamed.notes)
     if all(sources == (name,) for name, sources in renamed.sources.items()):
         return Spelling(rules)
@@ -82,15 +82,6 @@ def respell(
 def _torchtitan(view: ModelView) -> NameRules:
     assert view.published is not None and view.config is not None
     return dialect_rules(torchtitan.conversions(view.published.class_name, view.config))
-
-
-def _then(first: Renamed, second: Renamed) -> Renamed:
-    """One renaming after another."""
-    sources = {
-        name: tuple(dict.fromkeys(old for each in names for old in first.sources[each]))
-        for name, names in second.sources.items()
-    }
-    return Renamed(second.tensors, sources, second.unknown, [*first.notes, *second.notes])
 
 
 def _apply(run: Conversion, target: Target, renamed: Renamed) -> None:

@@ -35,6 +35,19 @@ class Renamed(NamedTuple):
     unknown: list[str]
     notes: list[str]
 
+    @classmethod
+    def not_yet(cls, tensors: Mapping[str, TensorEntry]) -> Renamed:
+        """Tensors in the names they have."""
+        return cls(dict(tensors), {name: (name,) for name in tensors}, [], [])
+
+    def then(self, second: Renamed) -> Renamed:
+        """This renaming and after it another, made of this one's tensors."""
+        sources = {
+            name: tuple(dict.fromkeys(old for each in names for old in self.sources[each]))
+            for name, names in second.sources.items()
+        }
+        return Renamed(second.tensors, sources, second.unknown, [*self.notes, *second.notes])
+
 
 class Place(NamedTuple):
     """Where a tensor goes: into one run of a conversion.

@@ -172,7 +172,7 @@ def _plan(model: nn.Module, source: Source, regions: RegionsOf | None) -> _Plan:
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(
-            f'{source.catalog.root}: tensor "{missing[0]}"{more}: not in the checkpoint, needed by '
+            f'{source.root}: tensor "{missing[0]}"{more}: not in the checkpoint, needed by '
             f"{type(model).__name__}; nothing may be left at random, use a complete checkpoint of this class"
         )
     plan.initialised = tuple(computed)
@@ -193,7 +193,7 @@ def _add(
         shape = tuple(tensor.shape) if held is None or isinstance(tensor, DTensor) else _hull(held, entry)
         if entry.shape != shape and each == through:
             raise UnsupportedError(
-                f'{source.catalog.root}: tensor "{each}" has shape {list(entry.shape)}, needed {list(shape)} for '
+                f'{source.root}: tensor "{each}" has shape {list(entry.shape)}, needed {list(shape)} for '
                 f"{name}; the config is of another model"
             )
         castable(entry, tensor.dtype)

@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptx.architecture.dialects.spoken import dialect_of, in_dialect
-from ckptx.architecture.find import find_architecture
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.tied import Stored, resolve_ties
-from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH, DType
 from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
-from ckptx.formats.dcp import open_payloads
 from ckptx.formats.registry import open_checkpoint
-from ckptx.mapping.names import assign_roles, pattern_of, strip_wrappers
-from ckptx.mapping.ops import Conversion
-from ckptx.mapping.rules import NameRules, Renamed
+from ckptx.mapping.names import pattern_of
+from ckptx.mapping.rules import Renamed
 from ckptx.storage import FilePool
-from ckptx.transfer.sinks import digest_of, stream_as
+from ckptx.transfer.sinks import stream_as
 from ckptx.transfer.stream import TensorReader
+from ckptx.view import ModelView, decide_ties, dialect_rules, locate_payloads, rules_of, view_model
 
 _BAND = 4 << 20  # bytes that are staged at a time where a tensor cannot be filled in place
 _MAX_STRIDED = 32 << 20  # bytes a reader may hold for a tensor that is not stored row-major
@@ -41,24 +36,44 @@ class Source:
     """An open checkpoint in the names of the model.
 
     Attributes:
-        catalog: As it was opened.
+        view: What is in it.
         files: Its files.
         tensors: By model name. Those that no rule knows have the name they have on disk.
         stored: The names on disk of what each is made of.
-        unread: Names on disk of what is not part of the model, with the reason.
-        architecture: Of the class in the config; None when there is no config.
-        config: The config used.
-        by_stored_name: The tensors of the model by name on disk, without wrappers and prefix.
     """
 
-    catalog: Catalog
+    view: ModelView
     files: FilePool
     tensors: dict[str, TensorEntry]
     stored: dict[str, tuple[str, ...]]
-    unread: dict[str, str]
-    architecture: Architecture | None
-    config: Mapping[str, Any] | None
-    by_stored_name: dict[str, TensorEntry]
+
+    @property
+    def root(self) -> Path:
+        """Its directory."""
+        return self.view.catalog.root
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """Of the class in the config; None when there is no config, or nobody knows the class."""
+        return self.view.architecture
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The config used: its own, or the one it was opened with."""
+        return self.view.config
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Names on disk of what is not part of the model, with the reason."""
+        optimizer = dict.fromkeys(self.view.optimizer, "optimizer state")
+        return optimizer | dict.fromkeys(self.view.other, "not of the model")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the first tensor of plain floats, what transformers takes when a config names none."""
+        stored = (entry.dtype for entry in self.tensors.values())
+        found = next((each.torch for each in stored if each.cast and each.torch is not None), None)
+        return None if found is None else getattr(torch, found)
 
     def is_ignored(self, name: str) -> bool:
         """Whether the class drops a tensor of this name when it loads."""
@@ -77,22 +92,11 @@ class Source:
         Raises:
             InputError: A name is missing that nothing stored can stand for.
         """
-        if self.architecture is None or self.config is None:
-            return ()
-        entries = self.by_stored_name
-        reader = TensorReader(self.files)
-
-        def is_equal(a: str, b: str) -> bool:
-            first, second = entries[a], entries[b]
-            if first.chunks == second.chunks:
-                return True
-            return digest_of(reader, first, first.dtype).leaves == digest_of(reader, second, second.dtype).leaves
-
-        known = {name: Stored(entry.shape, entry.dtype.name) for name, entry in entries.items()}
-        decisions = resolve_ties(self.architecture, self.config, known, is_equal)
-        apart = zip(self.architecture.ties, decisions, strict=True)
+        pairs = self.architecture.ties if self.architecture is not None else ()
         return tuple(
-            pair.spellings[0][0] for pair, decision in apart if decision.declared and decision.action == "keep-both"
+            pair.spellings[0][0]
+            for pair, decision in zip(pairs, decide_ties(self.view, self.files), strict=True)
+            if decision.declared and decision.action == "keep-both"
         )
 
 
@@ -112,67 +116,18 @@ def open_source(
         InputError: There is no checkpoint, or it is damaged or incomplete.
         UnsupportedError: It is of a kind that ckptx does not read.
     """
-    catalog = open_checkpoint(path)
-    config = config if config is not None else catalog.config
-    architecture = None
-    if config is not None:
-        architecture = find_architecture(config, config_dir=catalog.root, trust_remote_code=trust_remote_code)
-    with FilePool(catalog.root) as files:
-        yield _source(catalog, files, architecture, config, prefix)
-
-
-def _source(
-    catalog: Catalog,
-    files: FilePool,
-    architecture: Architecture | None,
-    config: Mapping[str, Any] | None,
-    prefix: str | None,
-) -> Source:
-    dialect: tuple[Conversion, ...] = ()
-    spoken = architecture
-    if architecture is not None and config is not None:
-        dialect = dialect_of(architecture, config, catalog.tensors)
-        spoken = in_dialect(architecture, dialect) if dialect else architecture
-    names, unread = _names_of_model(catalog, spoken.name_patterns if spoken is not None else frozenset(), prefix)
-    entries = {stored: catalog.tensors[stored] for stored in names.values()}
-    if catalog.format == "dcp":
-        entries = open_payloads(replace(catalog, tensors=entries), files, later=True).tensors
-    short = {name: entries[stored] for name, stored in names.items()}
-    renamed = Renamed(dict(short), {name: (name,) for name in short}, [], [])
-    if dialect:
-        patterns = {name for each in dialect for name in each.targets} - {n for each in dialect for n in each.sources}
-        renamed = _then(renamed, NameRules(dialect, "", patterns).to_model(renamed.tensors))
-    if architecture is not None and config is not None and architecture.name_patterns:
-        rules = NameRules(architecture.conversions(config), architecture.base_prefix, architecture.model_names)
-        renamed = _then(renamed, rules.to_model(renamed.tensors))
-    stored_names = {name: tuple(names[each] for each in sources) for name, sources in renamed.sources.items()}
-    return Source(catalog, files, renamed.tensors, stored_names, unread, spoken, config, short)
-
-
-def _names_of_model(
-    catalog: Catalog, patterns: frozenset[str], prefix: str | None
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Names without wrappers and prefix -> names on disk; and what is not the model, with the reason.
-
-    An HF checkpoint and sharded safetensors hold nothing but the model, and its names are as they are.
-    """
-    if catalog.format != "dcp":
-        return {name: name for name in catalog.tensors}, {}
-    unwrapped = strip_wrappers(catalog.tensors, patterns)
-    stored = {short: name for name, short in unwrapped.names.items()}
-    roles = assign_roles(unwrapped.names.values(), patterns or None, prefix)
-    unread = {stored[name]: "optimizer state" for name in roles.optimizer}
-    unread |= {stored[name]: "not of the model" for name in roles.other}
-    return {name: stored[full] for name, full in roles.model.items()}, unread
-
-
-def _then(first: Renamed, second: Renamed) -> Renamed:
-    """One renaming after another."""
-    sources = {
-        name: tuple(dict.fromkeys(old for each in names for old in first.sources[each]))
-        for name, names in second.sources.items()
-    }
-    return Renamed(second.tensors, sources, second.unknown, [*first.notes, *second.notes])
+    own = dict(config) if config is not None else None
+    view = view_model(open_checkpoint(path), config=own, prefix=prefix, trust_remote_code=trust_remote_code)
+    with FilePool(view.catalog.root) as files:
+        locate_payloads(view, files, later=True)
+        renamed = Renamed.not_yet(view.tensors)
+        if view.dialect:
+            renamed = renamed.then(dialect_rules(view.dialect).to_model(renamed.tensors))
+        rules = rules_of(view)
+        if rules is not None:
+            renamed = renamed.then(rules.to_model(renamed.tensors))
+        stored = {name: tuple(view.tensors[each].name for each in sources) for name, sources in renamed.sources.items()}
+        yield Source(view, files, renamed.tensors, stored)
 
 
 # ----------------------------------------------------------------------------------------- bytes

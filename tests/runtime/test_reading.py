@@ -112,7 +112,7 @@ def test_bytes_that_no_checksum_vouches_for_are_counted(source: Source) -> None:
     read.fill(source.tensors["plain"], REGIONS[0], torch.empty(SHAPE))
     assert read.unchecked == 0 and read.bytes_read >= 4 * 120
     read.fill(source.tensors["plain"], REGIONS[1], torch.empty(REGIONS[1].sizes))
-    assert read.unchecked == (0 if source.catalog.format == "huggingface" else 4 * 60)
+    assert read.unchecked == (0 if source.view.catalog.format == "huggingface" else 4 * 60)
 
 
 @pytest.mark.parametrize("numel", [1, 3, 4, 7, 20, 33, 1000])
