@@ -14,15 +14,23 @@ from torch import nn
 
 
 class Sequence(NamedTuple):
-    """Where the sequence is cut.
+    """Where the sequence is cut; see `ckptx.runtime.sequence`.
+
+    What a model is asked to give of the inside of its layers, such as their hidden states, are slices.
 
     Attributes:
         layers: The list of decoder layers.
-        norms: In a layer, the norms before modules that need the whole sequence.
+        whole: Modules of every layer that need the whole sequence [B, S, H].
+        experts: Modules of some layers that need all tokens [B * S, H], and what goes with each, in any order.
+        tokenwise: Modules of some layers that compute each token by itself, as norms do everywhere.
+        arguments: Arguments of a layer [B, S, ...] that go with the hidden states.
     """
 
     layers: str
-    norms: tuple[str, ...]
+    whole: tuple[str, ...] = ("self_attn", "mlp")
+    experts: tuple[str, ...] = ()
+    tokenwise: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +56,11 @@ class Optimized:
     reason: str = ""
 
 
-_HEAD = Optimized("lm_head")
-_SEQUENCE = Optimized("lm_head", Sequence("model.layers", ("input_layernorm", "post_attention_layernorm")))
+_TEXT, _VLM = "model.layers", "model.language_model.layers"
+_SEQUENCE = Optimized("lm_head", Sequence(_TEXT))
 _VL = "model.language_model.layers.*."
 _QWEN3_VL = Optimized(
-    "lm_head",
+    "lm_head",  # no sequence: features of images are added to whole hidden states between layers
     runs=tuple(
         _VL + leaf
         for leaf in (
@@ -68,12 +76,20 @@ _LATENT = tuple(
     for leaf in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "q_a_proj", "kv_a_proj_with_mqa")
 )
 _DEEPSEEK_V3 = Optimized(
+    sequence=Sequence(_TEXT),
     runs=_LATENT,
     styles={"model.layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"},
     reason="heads are viewed with -1; the rotary part of the key goes to all of them",
 )
+_GEMMA4 = Sequence(
+    _TEXT,
+    experts=("experts",),
+    tokenwise=("router", "per_layer_input_gate", "per_layer_projection"),
+    arguments=("per_layer_input",),
+)
 _GEMMA4_VLM = Optimized(
     "lm_head",
+    _GEMMA4._replace(layers=_VLM),
     reads_weight={"model": "model.language_model.embed_tokens"},
     reads_when="hidden_size_per_layer_input",
     reason="the embedding of the padding token is read for inputs of the layers",
@@ -84,16 +100,27 @@ OPTIMIZED: Mapping[str, Optimized] = {
     "transformers.models.mistral.modeling_mistral.MistralForCausalLM": _SEQUENCE,
     "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": _SEQUENCE,
     "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": _SEQUENCE,
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": _HEAD,
-    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": _HEAD,
-    "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM": _HEAD,
-    "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM": _HEAD,
-    "transformers.models.gemma3.modeling_gemma3.Gemma3ForCausalLM": _HEAD,
-    "transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration": _HEAD,
-    "transformers.models.gemma4.modeling_gemma4.Gemma4ForCausalLM": _HEAD,
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": _SEQUENCE,
+    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": _SEQUENCE,
+    "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM": _SEQUENCE,
+    "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM": _SEQUENCE,
+    "transformers.models.gemma3.modeling_gemma3.Gemma3ForCausalLM": _SEQUENCE,
+    "transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration": Optimized("lm_head", Sequence(_VLM)),
+    "transformers.models.gemma4.modeling_gemma4.Gemma4ForCausalLM": Optimized("lm_head", _GEMMA4),
     "transformers.models.gemma4.modeling_gemma4.Gemma4ForConditionalGeneration": _GEMMA4_VLM,
     "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    # Of these nothing else is known: their heads give whole logits, as their plans say.
+    **{
+        f"transformers.models.{name}": Optimized(sequence=Sequence(_TEXT))
+        for name in (
+            *("granite.modeling_granite.GraniteForCausalLM", "olmo2.modeling_olmo2.Olmo2ForCausalLM"),
+            *("cohere.modeling_cohere.CohereForCausalLM", "glm4.modeling_glm4.Glm4ForCausalLM"),
+            "starcoder2.modeling_starcoder2.Starcoder2ForCausalLM",
+            *("qwen2_moe.modeling_qwen2_moe.Qwen2MoeForCausalLM", "glm4_moe.modeling_glm4_moe.Glm4MoeForCausalLM"),
+            "gpt_oss.modeling_gpt_oss.GptOssForCausalLM",
+        )
+    },
 }
 
 

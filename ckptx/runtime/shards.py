@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -159,3 +160,29 @@ def _shards_behind(tensor: Any, index: int) -> int:
         for at, placement in enumerate(tensor.placements)
         if at > index and getattr(placement, "dim", None) == dim
     )
+
+
+class _Local(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.spec = tensor._spec
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> DTensor:
+        spec = ctx.spec
+        shape, stride = spec.shape, spec.tensor_meta.stride
+        return DTensor.from_local(
+            grads[0].contiguous(), spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """The shard, in the graph; its gradient is cut exactly as the parameter is.
+
+    `DTensor.to_local` computes the strides of the whole gradient from those of one shard, which is wrong for shards of
+    unequal size. Gradients whose strides are not the parameter's are copied when they are stored, and torch 2.11
+    gathers them for that.
+    """
+    found: Tensor = _Local.apply(tensor)
+    return found

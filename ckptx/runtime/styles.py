@@ -18,20 +18,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptx.catalog.region import Region
-from ckptx.errors import UsageError
 from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.collectives import (
     Ranks,
     copy_in,
     gather,
-    gather_partial,
     scatter_sum,
     split,
     sum_out,
     whole_parameter,
 )  # fmt: skip
+from ckptx.runtime.shards import local_of
 
-_SEQUENCE = 1  # dim of [B, S, I]
+_TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, I] and of [B, S, I]
+EXPERTS = ("moe_tp_experts", "all_reduce", "local")  # styles of a module that holds fused experts
 
 
 class Cut(NamedTuple):
@@ -68,7 +68,7 @@ def colwise(module: nn.Module, ranks: Ranks, *, output: str = "sharded", on_sequ
             return stock(x)
         if not on_sequence:
             x = copy_in(x, ranks)
-        y = functions.linear(x, _local(weight), None if bias is None else _own_rows(bias, ranks))
+        y = functions.linear(x, local_of(weight), None if bias is None else _own_rows(bias, ranks))
         if output == "gathered":
             return gather(y, y.dim() - 1, features, ranks)
         return _as_dtensor(y, features, ranks) if output == "dtensor" else y
@@ -93,9 +93,9 @@ def rowwise(module: nn.Module, ranks: Ranks, *, splits_input: bool = False, on_s
             return stock(x)
         if splits_input:
             x = split(x, x.dim() - 1, ranks)
-        y = functions.linear(x, _local(weight))
+        y = functions.linear(x, local_of(weight))
         if on_sequence:
-            y = scatter_sum(y, _SEQUENCE, ranks)
+            y = scatter_sum(y, _SEQUENCE, ranks).contiguous()
             return y if bias is None else y + copy_in(bias, ranks)
         y = sum_out(y, ranks)
         return y if bias is None else y + bias
@@ -115,7 +115,7 @@ def embedding_rowwise(module: nn.Module, ranks: Ranks) -> None:
         if not isinstance(weight, DTensor):
             return stock(ids, *args, **kwargs)
         begin, rows = ceil_chunks(weight.shape[0], ranks.size)[ranks.rank]
-        local = _local(weight)
+        local = local_of(weight)
         if not rows:  # still a part of the graph: every rank must run the same collectives in the backward pass
             local = local.sum(0, keepdim=True)
         is_foreign = (ids < begin) | (ids >= begin + rows)
@@ -141,17 +141,22 @@ def embedding_colwise(module: nn.Module, ranks: Ranks) -> None:
         weight = module._parameters["weight"]
         if not isinstance(weight, DTensor):
             return stock(ids, *args, **kwargs)
-        with swapped([(module, "weight", _local(weight))]):
+        with swapped([(module, "weight", local_of(weight))]):
             found = stock(ids, *args, **kwargs)
         return gather(found, found.dim() - 1, weight.shape[1], ranks)
 
     module.forward = forward
 
 
-def experts(module: nn.Module, ranks: Ranks) -> None:
+def experts(module: nn.Module, ranks: Ranks, *, on_sequence: bool = False) -> None:
     """Fused experts [E, O, I] with the features inside each expert cut: what the ranks compute is summed.
 
     Everything that enters, the routing weights too, gets partial gradients, which are summed.
+
+    Args:
+        module: With the shards of all experts.
+        ranks: Who has the others.
+        on_sequence: What enters was gathered along the tokens, which sums its gradients; the output is scattered.
     """
     stock = module.forward
 
@@ -159,10 +164,12 @@ def experts(module: nn.Module, ranks: Ranks) -> None:
         held = _sharded(module)
         if not held:
             return stock(*args, **kwargs)
-        args = tuple(_entering(each, ranks) for each in args)
-        kwargs = {key: _entering(each, ranks) for key, each in kwargs.items()}
-        with swapped((module, name, _local(tensor)) for name, tensor in held):
-            return sum_out(stock(*args, **kwargs), ranks)
+        if not on_sequence:
+            args = tuple(_entering(each, ranks) for each in args)
+            kwargs = {key: _entering(each, ranks) for key, each in kwargs.items()}
+        with swapped((module, name, local_of(tensor)) for name, tensor in held):
+            found = stock(*args, **kwargs)
+        return scatter_sum(found, _TOKENS, ranks) if on_sequence else sum_out(found, ranks)
 
     module.forward = forward
 
@@ -172,7 +179,7 @@ def local_params(module: nn.Module, ranks: Ranks) -> None:
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with swapped((module, name, _local(tensor)) for name, tensor in _sharded(module)):
+        with swapped((module, name, local_of(tensor)) for name, tensor in _sharded(module)):
             return stock(*args, **kwargs)
 
     module.forward = forward
@@ -234,54 +241,6 @@ def gathered(scope: nn.Module, held: Sequence[Held], ranks: Ranks) -> None:
     scope.forward = forward
 
 
-def sequence_in(layer: nn.Module, ranks: Ranks) -> None:
-    """The first layer takes its slice of the sequence [B, S / tp, H].
-
-    The length must divide by the number of ranks: then every slice tells how long the whole is, and nothing about a
-    batch needs to be remembered until its backward pass.
-    """
-    stock = layer.forward
-
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        length = hidden_states.shape[_SEQUENCE]
-        if length % ranks.size:
-            raise UsageError(
-                f"sequence parallel: a sequence of {length}, needed a multiple of tp={ranks.size}; pad the batch"
-            )
-        return stock(split(hidden_states, _SEQUENCE, ranks), *args, **kwargs)
-
-    layer.forward = forward
-
-
-def sequence_out(layer: nn.Module, ranks: Ranks) -> None:
-    """The last layer gives the whole sequence back."""
-    stock = layer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        found = stock(*args, **kwargs)
-        if isinstance(found, tuple):
-            return (_whole_sequence(found[0], ranks), *found[1:])
-        return _whole_sequence(found, ranks)
-
-    layer.forward = forward
-
-
-def sequence_norm(module: nn.Module, ranks: Ranks) -> None:
-    """A norm on a slice of the sequence, before modules that need the whole of it and have their own features."""
-    partial_gradient(module, ranks)
-    stock = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x = stock(*args, **kwargs)
-        return gather_partial(x, _SEQUENCE, x.shape[_SEQUENCE] * ranks.size, ranks)
-
-    module.forward = forward
-
-
-def _whole_sequence(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    return gather(x, _SEQUENCE, x.shape[_SEQUENCE] * ranks.size, ranks)
-
-
 @contextmanager
 def swapped(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
     """Other tensors in the place of parameters, for the time of a block."""
@@ -304,7 +263,7 @@ def _gathered_now(held: Sequence[Held], ranks: Ranks) -> Iterator[tuple[nn.Modul
         if not isinstance(tensor, DTensor):
             continue
         if id(tensor) not in whole:
-            whole[id(tensor)] = whole_parameter(_local(tensor), cut.shape, cut.dim, cut.regions, ranks)
+            whole[id(tensor)] = whole_parameter(local_of(tensor), cut.shape, cut.dim, cut.regions, ranks)
         yield module, name, whole[id(tensor)]
 
 
@@ -312,14 +271,9 @@ def _sharded(module: nn.Module) -> list[tuple[str, DTensor]]:
     return [(name, tensor) for name, tensor in module._parameters.items() if isinstance(tensor, DTensor)]
 
 
-def _local(tensor: DTensor) -> torch.Tensor:
-    """The shard, in the graph."""
-    return tensor.to_local()
-
-
 def _own_rows(bias: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The part of a bias that goes with the rows of this rank; it is whole where another module shares it."""
-    return _local(bias) if isinstance(bias, DTensor) else split(bias, 0, ranks)
+    return local_of(bias) if isinstance(bias, DTensor) else split(bias, 0, ranks)
 
 
 def _entering(value: Any, ranks: Ranks) -> Any:

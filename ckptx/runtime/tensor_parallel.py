@@ -23,16 +23,15 @@ from ckptx.errors import UnsupportedError
 from ckptx.layout.placement import Placement, ceil_chunks, tp_rectangles
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Decision, decide
-from ckptx.runtime import styles
+from ckptx.runtime import sequence, styles
 from ckptx.runtime.collectives import Ranks, own_part
 from ckptx.runtime.loss import use_sharded_loss
-from ckptx.runtime.optimized import Sequence
 from ckptx.runtime.plans import Plan
-from ckptx.runtime.styles import Cut, Held
+from ckptx.runtime.sequence import SequenceCut
+from ckptx.runtime.styles import EXPERTS, Cut, Held
 
 _GATHERED_OUTPUT = ("colwise_gather_output", "colwise_rep")
 _SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
-_EXPERTS = ("moe_tp_experts", "all_reduce", "local")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayou
 
     Raises:
         UnsupportedError: A cut falls inside a head that the forward pass needs whole.
+            Or the sequence is to be cut, and a layer is not as `OPTIMIZED` says.
     """
     ranks = Ranks.of(mesh)
     parameters = dict(model.named_parameters())
@@ -245,7 +245,7 @@ def _fits(
     owner_style = plan.style_of(path)
     if owner_style == "local_params":
         return kind is Kind.COLWISE
-    return owner_style in _EXPERTS and _are_experts_cut_alike(path, module, decisions, tp)
+    return owner_style in EXPERTS and _are_experts_cut_alike(path, module, decisions, tp)
 
 
 def _are_experts_cut_alike(path: str, module: nn.Module, decisions: Mapping[str, Decision], tp: int) -> bool:
@@ -304,14 +304,16 @@ def _install(
     """Puts the styles on the modules: those of shards first, then what gathers around them."""
     modules = dict(model.named_modules())
     is_sharded = {name.rpartition(".")[0] for name, _ in held}
+    scopes = [scope for scopes in gathered.values() for scope in scopes]
+    cut = sequence.cut_sequence(modules, plan, is_sharded, scopes)
+    sequence.sum_gradients(modules, cut, ranks)
     for path, module in modules.items():
         if path and not _is_below(f"{path}.", gathered):
-            _install_style(model, module, plan, path, path in is_sharded, ranks)
-    for scope in (scope for scopes in gathered.values() for scope in scopes):
+            _install_style(model, module, plan, path, path in is_sharded, cut, ranks)
+    for scope in scopes:
         inside = [each for name, each in held if name.startswith(f"{scope}.")]
         styles.gathered(modules[scope], inside, ranks)
-    if plan.sequence is not None:
-        _install_sequence(modules, plan.sequence, ranks)
+    sequence.install(modules, cut, ranks)
     if plan.sharded_head in is_sharded:
         use_sharded_loss(model)
     for scope, source in plan.reads_weight.items():
@@ -320,25 +322,12 @@ def _install(
             styles.gathered(modules[scope], read, ranks)
 
 
-def _install_sequence(modules: Mapping[str, nn.Module], sequence: Sequence, ranks: Ranks) -> None:
-    """Cuts the sequence from the first layer that is here to the last one."""
-    found = [
-        path
-        for path in modules
-        if path.rpartition(".")[0] == sequence.layers and next(modules[path].parameters(), None) is not None
-    ]
-    for path in found:
-        for norm in sequence.norms:
-            styles.sequence_norm(modules[f"{path}.{norm}"], ranks)
-    if found:
-        styles.sequence_in(modules[found[0]], ranks)
-        styles.sequence_out(modules[found[-1]], ranks)
-
-
-def _install_style(model: nn.Module, module: nn.Module, plan: Plan, path: str, is_sharded: bool, ranks: Ranks) -> None:
+def _install_style(
+    model: nn.Module, module: nn.Module, plan: Plan, path: str, is_sharded: bool, cut: SequenceCut, ranks: Ranks
+) -> None:
     """Puts the style of one module on it, if it has one."""
     style = plan.style_of(path)
-    on_sequence = plan.sequence is not None and path.startswith(f"{plan.sequence.layers}.")
+    on_sequence = cut.is_summand(path)
     kind = STYLES[style]
     if style == "replicated_with_grad_allreduce":
         styles.partial_gradient(module, ranks)
@@ -350,8 +339,8 @@ def _install_style(model: nn.Module, module: nn.Module, plan: Plan, path: str, i
         return
     elif style == "local_params":
         styles.local_params(module, ranks)
-    elif style in _EXPERTS:
-        styles.experts(module, ranks)
+    elif style in EXPERTS:
+        styles.experts(module, ranks, on_sequence=on_sequence)
     elif isinstance(module, nn.Embedding):
         install = styles.embedding_rowwise if kind is Kind.EMBEDDING_ROWWISE else styles.embedding_colwise
         install(module, ranks)

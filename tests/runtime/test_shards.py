@@ -6,7 +6,10 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from support.pool import GlooPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from ckptx.catalog.region import Region
@@ -14,7 +17,7 @@ from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, tp_rectangles
 from ckptx.layout.placement import cut as cut_of_files
-from ckptx.runtime.shards import Cut, Piece, pieces
+from ckptx.runtime.shards import Cut, Piece, local_of, pieces
 
 SHAPES = [(12, 4), (7, 5), (1, 3), (9, 8)]
 
@@ -73,3 +76,23 @@ def test_equal_groups_are_cut_one_by_one() -> None:
 def test_rectangles_that_lie_anyhow_are_refused() -> None:
     with pytest.raises(Defect, match="do not lie along one dim"):
         pieces((4, 4), [], [Region((0, 0), (2, 2)), Region((2, 2), (2, 2))])
+
+
+def gradient_of_columns(rank: int, world_size: int) -> tuple[str, tuple[int, ...], bool]:
+    """How the gradient of a [4, 5] weight is cut whose columns are divided 3 : 2, and whether it is right."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = torch.arange(20.0).reshape(4, 5)
+    columns = slice(0, 3) if rank == 0 else slice(3, 5)
+    cut = DTensor.from_local(
+        weight[:, columns].contiguous(), mesh, [Shard(1)], run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+    parameter = nn.Parameter(cut)
+    x = torch.arange(10.0).reshape(2, 5)
+    nn.functional.linear(x[:, columns], local_of(parameter)).sum().backward()
+    gradient = parameter.grad
+    expected = x[:, columns].sum(0).expand(4, -1)
+    return str(gradient.placements), tuple(gradient.to_local().shape), torch.equal(gradient.to_local(), expected)
+
+
+def test_a_gradient_is_cut_as_its_parameter_is_where_shards_are_unequal(pool: GlooPool) -> None:
+    assert pool.run(gradient_of_columns, 2) == [("(Shard(dim=1),)", (4, 3), True), ("(Shard(dim=1),)", (4, 2), True)]

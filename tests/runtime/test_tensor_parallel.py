@@ -13,6 +13,11 @@ from ckptx.runtime.tensor_parallel import unit_of
 # Sums of float32 in another order: 24 bits give 6e-8 for one, and a gradient is behind some hundred of them.
 CLOSE = 1e-5
 
+READS_FUSED_PARTS = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="this torch refuses to put together what a _StridedShard on a mesh of one dim cut",
+)
+
 # Of different build, and quick: dense, tied and not, soft-caps, towers, fused, experts, latent heads, no plan.
 FAST = (
     "llama-tied", "llama-untied", "qwen3", "gemma2", "gemma3-vlm", "gemma4-moe", "gemma4-shared-kv", "gemma4-vlm",
@@ -68,18 +73,6 @@ def test_more_ranks_with_uneven_and_gathered_cuts(pool: GlooPool, name: str, wor
 )
 def test_what_runs_on_shards_and_what_is_gathered(pool: GlooPool, name: str, gathered: tuple[str, ...]) -> None:
     assert pool.run(worker.outcome, 2, name)[0].gathered == gathered
-
-
-@pytest.mark.parametrize("name", ["llama-tied", "llama-untied", "llama-biased", "mistral", "qwen2", "qwen3"])
-def test_sequence_parallel_computes_the_same(pool: GlooPool, name: str) -> None:
-    for found in pool.run(worker.outcome, 2, name, None, True):
-        assert found.worst < CLOSE, found
-        assert found.gathered == ()
-
-
-def test_a_sequence_that_cannot_be_cut_is_refused(pool: GlooPool) -> None:
-    said = "UsageError: sequence parallel: a sequence of 7, needed a multiple of tp=2; pad the batch"
-    assert pool.run(worker.odd_sequence, 2) == [said, said]
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "gemma3-vlm", "deepseek-v3"])
@@ -205,7 +198,14 @@ def test_a_rank_of_any_stock_class_holds_what_reshard_gives_it(pool: GlooPool, p
         assert free > 25
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "gemma3-vlm", "mamba", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-tied",
+        "gemma3-vlm",
+        *(pytest.param(name, marks=READS_FUSED_PARTS) for name in ("qwen3-moe", "mamba", "gpt2")),
+    ],
+)
 def test_torch_puts_shards_together_where_it_can_say_how_they_are_cut(pool: GlooPool, name: str) -> None:
     assert pool.run(worker.full_tensors, 2, name) == [[], []]
 

@@ -6,12 +6,15 @@ Functions for the workers of the gloo pool: their first arguments are rank and w
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
+from support import models
 from support.models import EVERY, Inputs, build, randomise, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +27,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.cutting import Cutter, plan_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
-from ckptx.runtime import styles
+from ckptx.runtime import sequence, styles
 from ckptx.runtime.activation_checkpointing import checkpoint_activations
 from ckptx.runtime.collectives import Ranks, gather_parts, own_part
 from ckptx.runtime.loss import causal_lm_loss
@@ -71,6 +74,16 @@ def tiny(name: str) -> Any:
     return model
 
 
+def padded(inputs: Inputs, multiple: int) -> Inputs:
+    """With the last column of every token again, until their number divides."""
+    length = inputs["input_ids"].shape[1]
+    missing = -length % multiple
+    return {
+        key: torch.cat([value, value[:, -1:].expand(-1, missing)], 1) if value.shape[1:] == (length,) else value
+        for key, value in inputs.items()
+    }
+
+
 def labels_of(logits: torch.Tensor) -> torch.Tensor:
     """Labels for these logits: random ones, one that is ignored, the last of the vocabulary."""
     generator = torch.Generator().manual_seed(5)
@@ -81,13 +94,15 @@ def labels_of(logits: torch.Tensor) -> torch.Tensor:
     return labels
 
 
-def compute(model: Any, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, whole or sharded, and a loss."""
-    found = model(**{key: value.float() if value.is_floating_point() else value for key, value in inputs.items()})
+def compute(model: Any, inputs: Inputs, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, whole or sharded, and a loss, with that of routers where the settings of the model ask for it."""
+    inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
+    found = model(**inputs, **settings)
     logits = next(found[key] for key in ("logits", "prediction_logits", "last_hidden_state") if key in found)
     if logits.dim() == 2:
         logits = logits[:, None].expand(-1, 2, -1)  # of a classifier
-    return logits, causal_lm_loss(logits, labels_of(logits))
+    loss = causal_lm_loss(logits, labels_of(logits))
+    return logits, loss + found.aux_loss if settings else loss
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-30) -> float:
@@ -135,6 +150,8 @@ def outcome(
     is_foreign: bool = False,
     defect: str = "",
     microbatches: int = 1,
+    kv_heads: int = 2,
+    with_routers: bool = False,
 ) -> Outcome:
     """Forward and backward of both models.
 
@@ -146,13 +163,17 @@ def outcome(
         sequence_parallel: See `find_plan`.
         checkpointing: A mode of activation checkpointing for the cut model.
         is_foreign: Let the cut model be of a class of somebody else that has the same bare name.
-        defect: A function of `styles` that does nothing.
+        defect: A function of `styles` or `sequence` that does nothing.
         microbatches: How often gradients are accumulated.
+        kv_heads: Of the recipe, where it does not say itself.
+        with_routers: Add the loss of routers, that balances experts.
     """
-    model = tiny(name)
+    with mock.patch.dict(models._TEXT, num_key_value_heads=kv_heads):
+        model = tiny(name)
+    settings = {"output_router_logits": True} if with_routers else {}
     inputs = EVERY[name].inputs()
     if sequence_parallel:
-        inputs = {key: value[:, :6] for key, value in inputs.items()}  # an even number of tokens
+        inputs = padded(inputs, world_size)
     cut = copy.deepcopy(model)
     if is_foreign:
         stock = type(model)
@@ -161,14 +182,14 @@ def outcome(
         )
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     plan = find_plan(cut, config_of(model), user, sequence_parallel)
-    with mock.patch.object(styles, defect or "colwise", _nothing if defect else styles.colwise):
+    with forgotten(defect):
         layout = apply(cut, mesh, plan)
     if checkpointing != "none":
         checkpoint_activations(cut, checkpointing)
     for _ in range(microbatches):
-        logits, loss = compute(model, inputs)
+        logits, loss = compute(model, inputs, **settings)
         loss.backward()
-        found, found_loss = compute(cut, inputs)
+        found, found_loss = compute(cut, inputs, **settings)
         found_loss.backward()
     differences = gradient_differences(model, cut, layout, Ranks.of(mesh))
     is_sharded = isinstance(found, DTensor)
@@ -182,8 +203,14 @@ def outcome(
     )
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """A style that was forgotten."""
+@contextmanager
+def forgotten(name: str) -> Iterator[None]:
+    """A function of `styles` or `sequence` does nothing, for the time of a block."""
+    if not name:
+        yield
+        return
+    with mock.patch.object(styles if hasattr(styles, name) else sequence, name, lambda *args, **kwargs: None):
+        yield
 
 
 def on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, list[Any]], list[str]]:
@@ -262,13 +289,13 @@ def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dic
     return faults, cut, free
 
 
-def with_fsdp(rank: int, world_size: int, name: str) -> tuple[float, float]:
+def with_fsdp(rank: int, world_size: int, name: str, sequence_parallel: bool = False) -> tuple[float, float]:
     """TP inside FSDP2 on a square mesh: the worst differences of logits and of gradients that torch can gather."""
     model = tiny(name)
-    inputs = EVERY[name].inputs()
+    inputs = padded(EVERY[name].inputs(), 2)
     cut = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
-    layout = apply(cut, mesh["tp"], find_plan(cut, config_of(model)))
+    layout = apply(cut, mesh["tp"], find_plan(cut, config_of(model), None, sequence_parallel))
     for layer in cut.model.layers:
         fully_shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=True)
     fully_shard(cut, mesh=mesh["dp_shard"])
@@ -366,18 +393,6 @@ def _slice(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """This rank's slice of the last dim, cut by torch."""
     chunks = whole.detach().chunk(ranks.size, -1)
     return chunks[ranks.rank].clone() if ranks.rank < len(chunks) else whole[..., :0].clone()
-
-
-def odd_sequence(rank: int, world_size: int) -> str:
-    """What is said of a sequence that cannot be cut evenly."""
-    model = tiny("llama-tied")
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    apply(model, mesh, find_plan(model, config_of(model), None, True))
-    try:
-        model(torch.arange(7)[None])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def applied(rank: int, world_size: int, name: str, user: dict[str, str] | None = None) -> str:
