@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,7 +172,7 @@ def machine() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30),
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **{package: version(package) for package in packages if find_spec(package) is not None},
     }
 
 

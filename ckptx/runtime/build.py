@@ -32,6 +32,7 @@ def build_model(
     config_dir: Path,
     *,
     dtype: torch.dtype | None = None,
+    stored: torch.dtype | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
     untied: Collection[str] = (),
@@ -40,7 +41,9 @@ def build_model(
 
     Args:
         config_dir: Directory of `config.json`, and of the code of a model that brings its own.
-        dtype: Of the parameters; None takes the one in the config, or float32. The class may keep some in float32.
+        dtype: Of the parameters; None takes the one in the config. The class may keep some in float32.
+        stored: Taken where the config names no dtype, as `from_pretrained` does (`Source.dtype` says which); float32
+            when left out.
         trust_remote_code: Whether Python files in `config_dir` may be executed.
         attn_implementation: "eager" or "sdpa"; a class without sdpa gets eager.
         untied: Names tied by the config that get parameters of their own all the same, as a checkpoint that stores
@@ -61,7 +64,7 @@ def build_model(
         raise UnsupportedError(f"{path}: the checkpoint is quantized, needed plain weights; dequantize it first")
     try:
         cls, config = _class_and_config(name, values, config_dir, trust_remote_code)
-        model = _on_meta(cls, config, dtype, attn_implementation)
+        model = _on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
     except ImportError as error:
         package = error.name or str(error).splitlines()[0]
         raise EnvironmentProblem(f"{name}: building it needs the package {package}; install it") from error
@@ -99,19 +102,16 @@ def _class_and_config(
     return known, known.config_class.from_pretrained(str(config_dir))
 
 
-def _on_meta(
-    cls: type[PreTrainedModel], config: Any, dtype: torch.dtype | None, attn_implementation: str
-) -> PreTrainedModel:
-    dtype = dtype or _dtype_of(config)
+def _on_meta(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     attention = attn_implementation if attn_implementation != "sdpa" or _has_sdpa(cls) else "eager"
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         model: PreTrainedModel = cls._from_config(config, dtype=dtype, attn_implementation=attention)
     return model.eval()
 
 
-def _dtype_of(config: Any) -> torch.dtype:
-    found = getattr(config, "dtype", None) or torch.float32
-    dtype: torch.dtype = getattr(torch, found) if isinstance(found, str) else found
+def _dtype_of(config: Any) -> torch.dtype | None:
+    found = getattr(config, "dtype", None)
+    dtype: torch.dtype | None = getattr(torch, found) if isinstance(found, str) else found
     return dtype
 
 

@@ -28,12 +28,14 @@ class Reference(NamedTuple):
         logits: Largest difference of logits over all draws.
         loss: Of losses.
         gradients: Of each gradient.
+        is_repeatable: Whether the device gives the same, bit for bit, when it is asked again.
     """
 
     outcome: Outcome
     logits: float
     loss: float
     gradients: dict[str, float]
+    is_repeatable: bool = True
 
 
 @dataclass(slots=True)

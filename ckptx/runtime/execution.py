@@ -32,6 +32,12 @@ class Outcome:
     loss: float = 0.0
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def is_equal(self, other: Outcome) -> bool:
+        """Whether another run gave the same, bit for bit."""
+        pairs = [*zip(self.logits, other.logits, strict=True)]
+        pairs += [(each, other.gradients[name]) for name, each in self.gradients.items()]
+        return self.loss == other.loss and all(torch.equal(a, b) for a, b in pairs)
+
 
 def run(model: nn.Module, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
     """Runs the batches one after another, as microbatches of one step; gradients are those of the mean loss.

@@ -15,6 +15,7 @@ from torch import nn
 
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.runtime.build import build_model, materialize
+from ckptx.runtime.reading import open_source
 
 # Rotary tables of every kind, embedding scales, position ids, masks, towers, none at all.
 FAST = ("llama-tied", "gemma3-vlm", "gemma4-vlm", "gpt2", "bert-mlm", "mamba", "deepseek-v3", "qwen2.5-vl")
@@ -62,6 +63,18 @@ def test_the_comparison_notices_a_buffer(llama: Path) -> None:
     materialize(model)
     model.get_buffer("model.rotary_emb.inv_freq")[1] *= 1.001
     assert fault(model, stock(llama)) == "model.rotary_emb.inv_freq"
+
+
+def test_without_a_dtype_in_the_config_it_is_what_is_stored(tmp_path: Path) -> None:
+    write(EVERY["qwen2"], tmp_path)  # in bfloat16
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config.keys() - {"dtype"}}))
+    expected = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path)
+    with open_source(tmp_path) as source:
+        model = build_model(tmp_path, stored=source.dtype)
+    assert {each.dtype for each in model.parameters()} == {each.dtype for each in expected.parameters()}
+    assert model.dtype is torch.bfloat16
+    assert build_model(tmp_path).dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
