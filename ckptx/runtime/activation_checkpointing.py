@@ -1,7 +1,8 @@
 """Activation checkpointing: what a layer keeps from its forward pass, and what it computes a second time.
 
     none        everything is kept
-    submodule   attention, MLP and norms are checkpointed one by one: their inputs are kept
+    submodule   attention, MLP and norms are checkpointed one by one: their inputs are kept; a layer that has nothing
+                of the kind is checkpointed whole
     selective   attention and every other matrix product are kept (see `selective`)
     full        the input of the layer is kept
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -39,7 +41,15 @@ from ckptx.runtime.layers import (
 )
 from ckptx.runtime.selective import context_maker, use_first_compiled_graph
 
-__all__ = ["MODES", "SCOPES", "KVSharingFallback", "canonical_name", "checkpoint_activations", "shares_kv"]
+__all__ = [
+    "MODES",
+    "SCOPES",
+    "KVSharingFallback",
+    "canonical_name",
+    "checkpoint_activations",
+    "configs_as_given",
+    "shares_kv",
+]
 
 Mode = Literal["none", "full", "submodule", "selective"]
 Scope = Literal["all", "language", "vision", "audio"]
@@ -47,6 +57,8 @@ MODES = ("none", "full", "submodule", "selective")
 SCOPES = ("all", *GROUPS)
 
 Wrap = Callable[[nn.Module], nn.Module]
+
+_CACHING = "_ckptx_configs_that_cache"  # attribute of the model; no attribute of a config, for it would be saved
 
 # What classes of transformers call the parts of a layer. A layer with cross-attention has two of the first kind.
 _ATTENTION = frozenset({
@@ -82,8 +94,9 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
 
     Parameters keep their names in the state dict; elsewhere `canonical_name` gives them. A layer without a trainable
     parameter stays as it is. `use_cache` becomes false in every config: a layer that ran twice would append its keys
-    and values twice. Models whose layers share keys and values need the cache; their attention is not checkpointed, and
-    `full` and `selective` become `submodule` there, with a `KVSharingFallback` warning.
+    and values twice; `configs_as_given` undoes it for whoever saves them. Models whose layers share keys and values
+    need the cache; their attention is not checkpointed, and `full` and `selective` become `submodule` there, with a
+    `KVSharingFallback` warning.
 
     Args:
         model: A transformers model, or a pipeline stage of one.
@@ -121,7 +134,8 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
         shares = has_shared and group == "language"
         for layer in filter(_is_trainable, layers):
             if mode == "submodule" or shares:
-                count += _checkpoint_parts(layer.module, with_attention=not shares)
+                done = _checkpoint_parts(layer.module, with_attention=not shares)
+                count += done or (not shares and _checkpoint_layer(model, layer, whole))
             else:
                 count += _checkpoint_layer(model, layer, whole)
     if not count and not is_stage(model):
@@ -134,7 +148,14 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
 
 def shares_kv(model: nn.Module) -> bool:
     """Whether layers of the model reuse keys and values that another one computed (Gemma 3n, small Gemma 4)."""
-    return any((getattr(config, "num_kv_shared_layers", 0) or 0) > 0 for config in _configs(model))
+    return any(map(_shares, _configs(model)))
+
+
+def _shares(config: Any) -> bool:
+    if (getattr(config, "num_kv_shared_layers", 0) or 0) > 0:
+        return True
+    # what layers ask in newer releases; Mistral Large 4 has it alone
+    return any(getattr(config, "kv_sharing_modes", None) or ())
 
 
 def _check(model: nn.Module, mode: str, scope: str) -> None:
@@ -154,6 +175,22 @@ def _wrap_whole(mode: str) -> Wrap:
         make = context_maker()
         return lambda module: _wrapped(module, context_fn=make)
     return _wrapped
+
+
+class _PartWrapper(CheckpointWrapper):  # type: ignore[misc]
+    """A wrapper that `isinstance` takes for what is in it, too: Ernie 4.5 VL asks its MLP whether it has experts.
+
+    Not for a whole layer: FSDP2 gives that another class.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__.get("_modules", {}).get("_checkpoint_wrapped_module", self))
+
+
+def _wrapped_part(module: nn.Module) -> nn.Module:
+    wrapper: nn.Module = _PartWrapper(module, CheckpointImpl.NO_REENTRANT, preserve_rng_state=True)
+    return wrapper
 
 
 def _wrapped(module: nn.Module, **settings: Any) -> nn.Module:
@@ -181,7 +218,7 @@ def _checkpoint_parts(layer: nn.Module, *, with_attention: bool) -> bool:
     parts = [part for part in _parts(unwrapped(layer)) if part.name in wanted]
     for part in parts:
         if not isinstance(part.module, CheckpointWrapper):
-            part.parent.register_module(part.name, _wrapped(part.module))
+            part.parent.register_module(part.name, _wrapped_part(part.module))
     return bool(parts)
 
 
@@ -207,8 +244,23 @@ def _is_trainable(layer: Layer) -> bool:
 
 
 def _stop_caching(model: nn.Module) -> None:
-    for config in _configs(model):
-        if hasattr(config, "use_cache"):
+    caching = [config for config in _configs(model) if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    model.__dict__[_CACHING] = [*model.__dict__.get(_CACHING, ()), *caching]
+
+
+@contextmanager
+def configs_as_given(model: nn.Module) -> Iterator[None]:
+    """Within it, the configs of a model are as they were before `checkpoint_activations`: how a model is trained is no
+    part of what is saved."""
+    caching = [config for config in unwrapped(model).__dict__.get(_CACHING, ()) if config.use_cache is False]
+    for config in caching:
+        config.use_cache = True
+    try:
+        yield
+    finally:
+        for config in caching:
             config.use_cache = False
 
 

@@ -1,7 +1,8 @@
 """Where the multimodal classes of transformers keep their layers: data, one row per class.
 
 A text-only class is not here, its stacks are in the table of architectures. That table knows the decoder of a
-multimodal class too, but no tower, for only a decoder is split over pipeline stages.
+multimodal class too, but no tower, for only a decoder is split over pipeline stages. What is neither here nor there is
+found by its form (see `layers`); a row is what makes it an error when a decoder is not where it should be.
 """
 
 from __future__ import annotations
@@ -126,6 +127,9 @@ _ROWS: tuple[tuple[LayerPaths, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (_OMNI, (("qwen2_5_omni", "Qwen2_5OmniThinker"), ("qwen3_omni_moe", "Qwen3OmniMoeThinker"))),
+    # towers that do not attend, so that their form says nothing: they fold patches, or are convolutions
+    (LayerPaths(_DECODER, ("model.vision_tower.encoder_layers",)), (("inkling", "Inkling"),)),
+    (LayerPaths(_DECODER, ("model.vision_tower.layers",), _EARS), (("muse_spark", "MuseSpark"),)),
 )
 
 REGISTRY: Mapping[str, LayerPaths] = {

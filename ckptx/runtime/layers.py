@@ -6,7 +6,8 @@ nothing would be wrapped and nobody would notice before memory runs out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,7 +20,19 @@ GROUPS = ("language", "vision", "audio")
 
 # Components of an FQN that a wrapper adds: activation checkpointing, torch.compile of a whole module.
 _WRAPPER_PARTS = ("_checkpoint_wrapped_module", "_orig_mod")
-_GROUP_OF_INPUT = {"pixel_values": "vision", "input_values": "audio", "input_features": "audio"}
+
+# What a list of layers is for, by the words in its name. The innermost word counts: "audio_tower.text_model.layers".
+_GROUP_OF_WORD = {
+    **dict.fromkeys(("text", "language", "lm", "dit"), "language"),
+    **dict.fromkeys(("vision", "visual", "image", "images", "video", "vit", "pixel"), "vision"),
+    **dict.fromkeys(("audio", "speech", "acoustic", "acoustics", "codec", "token2wav", "code2wav"), "audio"),
+}
+# And, where names say nothing, by what the model is given.
+_GROUP_OF_INPUT = {
+    "input_ids": "language",
+    **dict.fromkeys(("pixel_values", "pixel_values_videos"), "vision"),
+    **dict.fromkeys(("input_values", "input_features"), "audio"),
+}
 
 
 class Layer(NamedTuple):
@@ -86,17 +99,13 @@ def is_stub(module: nn.Module | None) -> bool:
 
 
 def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
-    """The layers of a model by group, in the order they are stored.
-
-    The lists are found, in this order: by the registry of multimodal classes; by the table of architectures, for any
-    class of transformers; by looking for the list that holds most of the parameters. Both stacks of an
-    encoder-decoder are "language". Layers of other pipeline stages are left out.
+    """The layers of a model by group, in the order they are stored; see `containers`.
 
     Args:
         model: Also one that is wrapped, sharded or a pipeline stage.
 
     Returns:
-        All of `GROUPS`, those without layers empty.
+        All of `GROUPS`, those without layers empty. Layers of other pipeline stages are left out.
 
     Raises:
         UnsupportedError: The class is registered and its decoder is at none of the places where it should be, or no
@@ -107,21 +116,48 @@ def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
 
 def is_stage(model: nn.Module) -> bool:
     """Whether a pipeline split took layers away, so that it is no mistake when there is none."""
-    found = [each.module for group in containers(model).values() for each in group]
+    groups = containers(model)
+    lists = groups["language"] or [*groups["vision"], *groups["audio"]]
+    found = [each.module for each in lists]
     return any(isinstance(each, nn.ModuleDict) or any(map(is_stub, _items(each))) for each in found)
 
 
 def containers(model: nn.Module) -> dict[str, list[Container]]:
-    """The lists of layers by group; see `layer_groups`.
+    """The lists of layers by group.
+
+    Where the class is in the registry of multimodal classes or in the table of architectures, these say where its
+    decoder is, and the registry its towers. Every other list is found by its form (`_is_layer`): second stacks of a
+    tower, Q-Formers, depth decoders, towers of classes that no row names. Without a row, the largest is the decoder.
+
+    Both stacks of an encoder-decoder are "language". A list that is in no tower belongs to the decoder if it lies
+    beside it, else to what the model takes besides text, as a Q-Former does.
 
     Raises:
-        UnsupportedError: As there.
+        UnsupportedError: As for `layer_groups`.
     """
-    groups: dict[str, list[Container]] = {group: [] for group in GROUPS}
     root = unwrapped(model)
+    groups = _registered(root)
+    if not groups["language"]:
+        is_pair = bool(getattr(getattr(root, "config", None), "is_encoder_decoder", False))
+        for each in _by_table(root):
+            groups["language" if is_pair else _group_of_main(root, each.name)].append(each)
+    known = [each for found in groups.values() for each in found]
+    others = [each for each in _by_form(root) if not any(_overlap(each.name, other.name) for other in known)]
+    if not known:
+        main = _largest([each for each in others if _group_of_words(each.name) in (None, "language")] or others, root)
+        groups[_group_of_main(root, main.name)].append(main)
+        others = [each for each in others if each is not main]
+    decoders = {_parent(each.name) for each in groups["language"]}
+    for each in others:
+        groups[_group_of_list(root, each.name, decoders)].append(each)
+    return groups
+
+
+def _registered(root: nn.Module) -> dict[str, list[Container]]:
+    """What the registry names; all groups are empty for a class that is not in it."""
+    groups: dict[str, list[Container]] = {group: [] for group in GROUPS}
     paths = registered_paths(root)
     if paths is None:
-        groups[_group_of(root)] = _by_table(root) or _by_scan(root)
         return groups
     for group, alternatives in paths._asdict().items():
         groups[group] = _first(root, alternatives)
@@ -156,21 +192,40 @@ def _by_table(root: nn.Module) -> list[Container]:
     return []
 
 
-def _by_scan(root: nn.Module) -> list[Container]:
-    """The list with the most parameters.
+def _by_form(root: nn.Module) -> list[Container]:
+    """The lists of modules with parts of which one at least is a layer; lists inside of a list are not looked at."""
+    found = ((each, [layer.module for layer in _layers(each)]) for each in _outermost(root, ""))
+    return [each for each, items in found if any(map(_is_layer, items)) and all(map(_is_block, items))]
 
-    Not the longest: a list of experts may be longer than the list of layers that it is in. Lists inside of a list are
-    not looked at.
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether transformers itself would checkpoint a module, or it has attention in it.
+
+    Not every tower is of the first kind (Mllama's is not), and what is of neither is small or made of convolutions:
+    mergers of features, codecs, necks of detectors.
     """
-    found = [each for each in _outermost(root, "") if all(is_stub(item) or _is_block(item) for item in _leaves(each))]
+    inner = unwrapped(module)
+    if any(each.__name__ == "GradientCheckpointingLayer" for each in type(inner).__mro__):
+        return True
+    return any("attention" in type(each).__name__.lower() for each in inner.modules() if each is not inner)
+
+
+def _largest(found: list[Container], root: nn.Module) -> Container:
+    """The list with the most parameters: one of those found, or if there are none, of all whose items have parts.
+
+    Not the longest: a list of experts may be longer than the list of layers that it is in.
+    """
+    found = found or [
+        each for each in _outermost(root, "") if all(is_stub(item) or _is_block(item) for item in _leaves(each))
+    ]
     if not found:
         raise UnsupportedError(
             f"{type(root).__name__}: found no list of layers, needed a ModuleList or a ModuleDict with indices for "
             "keys; such a model can only be used whole, without pipeline stages and activation checkpointing"
         )
-    return [
-        max(found, key=lambda each: (sum(map(nn.Parameter.numel, each.module.parameters())), len(_items(each.module))))
-    ]
+    return max(
+        found, key=lambda each: (sum(map(nn.Parameter.numel, each.module.parameters())), len(_items(each.module)))
+    )
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[Container]:
@@ -210,9 +265,35 @@ def _items(container: nn.Module) -> list[nn.Module | None]:
     return list(container._modules.values())
 
 
-def _group_of(root: nn.Module) -> str:
-    """The group of a class that has only one: a tower by itself is known by what it takes."""
-    config = getattr(root, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return "language"
-    return _GROUP_OF_INPUT.get(str(getattr(root, "main_input_name", "")), "language")
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _overlap(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+
+
+def _group_of_main(root: nn.Module, name: str) -> str:
+    """The group of the list that a class is about: a tower by itself is known by what it takes."""
+    inputs = _inputs(root)
+    return _group_of_words(name) or ("language" if "language" in inputs else next(iter(inputs), "language"))
+
+
+def _group_of_list(root: nn.Module, name: str, decoders: Iterable[str]) -> str:
+    """The group of any other list."""
+    named = _group_of_words(name)
+    if named is not None or _parent(name) in decoders:
+        return named or "language"
+    senses = [each for each in _inputs(root) if each != "language"]
+    return senses[0] if len(senses) == 1 else "language"
+
+
+def _group_of_words(name: str) -> str | None:
+    parts = (part.lower().split("_") for part in reversed(name.split(".")))
+    return next((_GROUP_OF_WORD[word] for words in parts for word in words if word in _GROUP_OF_WORD), None)
+
+
+def _inputs(root: nn.Module) -> list[str]:
+    """The groups that a model has inputs for, by the arguments of its class's forward."""
+    given = inspect.signature(type(root).forward).parameters
+    return list(dict.fromkeys(group for name, group in _GROUP_OF_INPUT.items() if name in given))

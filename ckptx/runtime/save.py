@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError, Defect, InputError, UnsupportedError, UsageError
 from ckptx.formats.sidecars import look_around
+from ckptx.runtime.activation_checkpointing import configs_as_given
 from ckptx.runtime.distributed import everywhere, together
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.rectangles import AliasWriter, LoadPlanner, SavePlanner
@@ -57,8 +58,7 @@ def save(
         path: A directory that is not there yet, or is empty, on a file system that all ranks share.
         layout: What TP did to the model; needed where it did something.
         step: Stored under "step".
-        beside: A checkpoint whose config, tokenizer and the like are copied. None writes the model's own config, in
-            which activation checkpointing has turned `use_cache` off.
+        beside: A checkpoint whose config, tokenizer and the like are copied. None writes the model's own config.
 
     Raises:
         OutputError: `path` is not free, or cannot be written.
@@ -277,7 +277,8 @@ def _write(state: _State, directory: Path, aliases: Mapping[str, str]) -> None:
 
 def _write_beside(model: nn.Module, directory: Path, beside: Path | None) -> None:
     if beside is None:
-        write_file(directory / "config.json", model.config.to_json_string().encode())
+        with configs_as_given(model):
+            write_file(directory / "config.json", model.config.to_json_string().encode())
         return
     for sidecar in look_around(beside, frozenset()).carried:
         write_file(directory / sidecar.name, (beside / sidecar.name).read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ import transformers
 from support.checkpointed import Gradients, assert_same, prepared, train, wrappers
 from support.models import EVERY, build, tokens
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.runtime import activation_checkpointing
@@ -22,6 +24,7 @@ from ckptx.runtime.activation_checkpointing import (
     KVSharingFallback,
     canonical_name,
     checkpoint_activations,
+    configs_as_given,
     shares_kv,
 )
 from ckptx.runtime.layers import Layer, layer_groups
@@ -29,6 +32,7 @@ from ckptx.runtime.layers import Layer, layer_groups
 WRAPPING = [mode for mode in MODES if mode != "none"]
 LLAMA = "llama-fp32"
 SHARED = "gemma4-shared-kv"
+SHARING = (SHARED, "gemma3n")
 # Fused projections, Conv1D with dropout, soft caps, latent attention, experts three ways, a scan, two stacks, towers,
 # sinks, linear attention.
 DIFFERENT = [
@@ -81,7 +85,7 @@ def test_as_many_layers_are_wrapped_as_there_are(name: str) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", KVSharingFallback)
                 assert checkpoint_activations(model, mode) == len(layers)
-            if mode == "full" and name != SHARED:
+            if mode == "full" and name not in SHARING:
                 assert sorted(wrappers(model)) == sorted(layers)
             else:
                 assert {owner(part, layers) for part in wrappers(model)} == set(layers)
@@ -172,6 +176,21 @@ def test_a_property_does_not_make_a_second_wrapper() -> None:
     assert [name for name in wrappers(model) if name.endswith("feed_forward")] == []
 
 
+def test_a_wrapped_part_is_taken_for_what_is_in_it() -> None:
+    model = prepared(LLAMA, "submodule")
+    mlp = model.model.layers[0].mlp
+    assert isinstance(mlp, CheckpointWrapper) and isinstance(mlp, transformers.models.llama.modeling_llama.LlamaMLP)
+    assert not isinstance(mlp, nn.Linear)
+    assert isinstance(copy.deepcopy(mlp), CheckpointWrapper)
+
+
+def test_a_layer_without_known_parts_is_checkpointed_whole_in_submodule_mode() -> None:
+    model = build(EVERY[LLAMA])
+    model.model.layers[1] = nn.Sequential(nn.Linear(32, 32))
+    assert checkpoint_activations(model, "submodule") == 2
+    assert "model.layers.1" in wrappers(model) and "model.layers.0" not in wrappers(model)
+
+
 @pytest.mark.parametrize(
     ("scope", "prefixes"),
     [
@@ -247,18 +266,49 @@ def test_no_config_keeps_a_cache(name: str) -> None:
     assert [config for config in configs if getattr(config, "use_cache", False)] == []
 
 
+@pytest.mark.parametrize("name", ["t5", "gemma3-vlm", LLAMA])
+def test_configs_are_saved_as_they_were_given(name: str) -> None:
+    given = build(EVERY[name]).config.to_dict()
+    model = build(EVERY[name])
+    for _ in range(2):
+        checkpoint_activations(model, "full")
+        assert model.config.to_dict() != given
+        with configs_as_given(model):
+            assert model.config.to_dict() == given
+        assert not model.config.get_text_config().use_cache
+
+
+def test_a_cache_that_was_off_stays_off() -> None:
+    model = build(EVERY[LLAMA])
+    model.config.use_cache = False
+    checkpoint_activations(model, "full")
+    with configs_as_given(model):
+        assert model.config.use_cache is False
+
+
+@pytest.mark.parametrize("modes", [[None, "store", "reuse"], [None, "store", "reuse_but_indexer"]])
+def test_layers_that_say_themselves_whom_they_share_with_are_believed(modes: list[str | None]) -> None:
+    model = build(EVERY[LLAMA])
+    assert not shares_kv(model)
+    model.config.kv_sharing_modes = modes  # as the config of Mistral Large 4 works them out
+    assert shares_kv(model)
+    model.config.kv_sharing_modes = [None, None]
+    assert not shares_kv(model)
+
+
 @pytest.mark.parametrize("mode", WRAPPING)
-def test_shared_keys_and_values_keep_their_attention_and_their_cache(mode: str) -> None:
-    model = build(EVERY[SHARED]).train()
+@pytest.mark.parametrize(("name", "layers"), [(SHARED, 4), ("gemma3n", 6)])
+def test_shared_keys_and_values_keep_their_attention_and_their_cache(name: str, layers: int, mode: str) -> None:
+    model = build(EVERY[name]).train()
     assert shares_kv(model) and not shares_kv(build(EVERY["gemma4"]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert checkpoint_activations(model, mode) == 4
+        assert checkpoint_activations(model, mode) == layers
     assert [warning.category for warning in caught] == ([] if mode == "submodule" else [KVSharingFallback])
     assert model.config.use_cache is True
     parts = {name.rpartition(".")[2] for name in wrappers(model)}
     assert "mlp" in parts and "input_layernorm" in parts and "self_attn" not in parts
-    assert_same(train(model, EVERY[SHARED], 3), train(build(EVERY[SHARED]).train(), EVERY[SHARED], 3))
+    assert_same(train(model, EVERY[name], 3), train(build(EVERY[name]).train(), EVERY[name], 3))
 
 
 # Over ranks

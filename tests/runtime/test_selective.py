@@ -255,7 +255,7 @@ def test_compiled_layers_ask_the_policy_and_compute_the_same(
     monkeypatch.setenv("CKPTX_SELECTIVE_AC_TRACE", "1")
     with compiler(), caplog.at_level(logging.INFO, logger="ckptx.runtime.selective"):
         wanted = compiled_run("none", "aot_eager")
-        assert not caplog.records
+        assert not [record for record in caplog.records if record.name.startswith("ckptx")]
         for mode in ("full", "selective"):
             assert_same(compiled_run(mode, "aot_eager"), wanted)
     assert "selective activation checkpointing: aten.topk.default: saved" in [
