@@ -45,7 +45,7 @@ def build_model(
         stored: Taken where the config names no dtype, as `from_pretrained` does (`Source.dtype` says which); float32
             when left out.
         trust_remote_code: Whether Python files in `config_dir` may be executed.
-        attn_implementation: "eager" or "sdpa"; a class without sdpa gets eager.
+        attn_implementation: "eager" or "sdpa"; a class or tower without sdpa gets eager.
         untied: Names tied by the config that get parameters of their own all the same, as a checkpoint that stores
             both with different values needs it (`Source.untied` says which).
 
@@ -103,7 +103,8 @@ def _class_and_config(
 
 
 def _on_meta(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    attention = attn_implementation if attn_implementation != "sdpa" or _has_sdpa(cls) else "eager"
+    # sdpa is what transformers takes by itself, and only so it takes eager for a tower without it
+    attention = None if attn_implementation == "sdpa" else attn_implementation
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         model: PreTrainedModel = cls._from_config(config, dtype=dtype, attn_implementation=attention)
     return model.eval()
@@ -113,10 +114,6 @@ def _dtype_of(config: Any) -> torch.dtype | None:
     found = getattr(config, "dtype", None)
     dtype: torch.dtype | None = getattr(torch, found) if isinstance(found, str) else found
     return dtype
-
-
-def _has_sdpa(cls: type[PreTrainedModel]) -> bool:
-    return bool(getattr(cls, "_supports_sdpa", False))
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:

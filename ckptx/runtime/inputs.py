@@ -1,21 +1,24 @@
 """Inputs for a model from its config alone: the same on every machine, so that two models can be compared.
 
-Text is random tokens. Models that look at images get one image per row, and the tokens that stand for it, in the
-smallest form their config allows; of other multimodal models the text part is run.
+Text is random tokens. Models that look at images or listen get one image and one sound per row, and the tokens that
+stand for them, in the smallest form their config allows. Of other multimodal models the text part is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import prod
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-Batch = dict[str, torch.Tensor]
+from ckptx.errors import UnsupportedError
+from ckptx.runtime.audio import HEARD, SOUNDS, Heard
+from ckptx.runtime.images import IMAGES
+from ckptx.runtime.insert import LENGTH, Batch, Insert
 
-_LENGTH = 12  # tokens of text in a row
 _FIRST = 3  # the ids before are those of padding, begin and end in most vocabularies
+# Parts of a config that describe a tower, and what it takes.
+_TOWERS = {"vision_config": "images", "audio_config": "audio", "speech_config": "audio", "encoder_config": "audio"}
 
 
 class Inputs(NamedTuple):
@@ -24,42 +27,43 @@ class Inputs(NamedTuple):
     Attributes:
         batch: Arguments of `forward`, the first dim of each text tensor is the batch.
         labels: What the logits are held against, (batch, length); -100 where they do not count.
-        sees_images: Whether images are in it.
+        kinds: What is in it: "text", "images", "audio".
+        missing: What the model has a tower for, and these inputs lack.
     """
 
     batch: Batch
     labels: torch.Tensor
-    sees_images: bool
+    kinds: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0) -> Inputs:
     """Inputs for a model with this `config.json`.
 
     Args:
-        config: As a mapping.
+        config: As a mapping, with the defaults of its class.
         rows: Rows of the batch.
-        seed: Other seeds give other tokens and pixels.
+        seed: Other seeds give other tokens, pixels and sounds.
+
+    Raises:
+        UnsupportedError: The model neither reads text nor writes it.
     """
     generator = torch.Generator().manual_seed(seed)
-    text = text_config(config)
-    special = {value for key, value in _numbers(config) if key.endswith(("_token_id", "_token_index"))}
-    vocabulary = [token for token in range(_FIRST, int(text["vocab_size"])) if token not in special]
-    allowed = torch.tensor(vocabulary[: 1 << 16])
-    ids = allowed[torch.randint(0, len(allowed), (rows, _LENGTH), generator=generator)]
+    kind = str(config.get("model_type"))
+    ids = _tokens(config, rows, generator)
+    hear = _heard(config)
+    if hear is not None:
+        return Inputs({**hear(config, rows, generator), "decoder_input_ids": ids}, ids.clone(), ("audio",), ())
     if config.get("is_encoder_decoder"):
-        target = allowed[torch.randint(0, len(allowed), (rows, _LENGTH), generator=generator)]
-        return Inputs({"input_ids": ids, "decoder_input_ids": target}, target, False)
-    see = _IMAGES.get(str(config.get("model_type")))
-    if see is None:
-        return Inputs({"input_ids": ids}, ids.clone(), False)
-    image = see(config, rows, generator)
-    middle = torch.tensor(image.tokens).expand(rows, -1)
-    ids = torch.cat([ids[:, :2], middle, ids[:, 2:]], 1)
-    is_image = ids == image.placeholder
-    batch = {"input_ids": ids, **image.tensors}
-    if image.types is not None:
-        batch[image.types] = is_image.int()
-    return Inputs(batch, ids.masked_fill(is_image, -100), True)
+        target = _tokens(config, rows, generator)
+        return _named(config, {"input_ids": ids, "decoder_input_ids": target}, target.clone(), ["text"])
+    inserts: dict[str, Insert] = {}
+    for name, known in (("images", IMAGES), ("audio", SOUNDS)):
+        insert = known[kind](config, rows, generator) if kind in known else None
+        if insert is not None:  # else a config without this tower
+            inserts[name] = insert
+    batch, labels = _with(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
+    return _named(config, batch, labels, ["text", *inserts])
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -71,80 +75,53 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text_config(thinker) if isinstance(thinker, Mapping) else config
 
 
-class _Image(NamedTuple):
-    """An image of every row: the tokens around and for it, the tensors, and the name of the tensor of token types."""
-
-    tokens: list[int]
-    placeholder: int
-    tensors: Batch
-    types: str | None = None
+def _heard(config: Mapping[str, Any]) -> Heard | None:
+    """How a sound is made for a class whose encoder hears; its decoder by itself only reads."""
+    names = [*(config.get("architectures") or ()), str(config.get("model_type"))]
+    known = [HEARD[name] for name in names if name in HEARD]
+    return known[0] if known and config.get("is_encoder_decoder") else None
 
 
-def _pixels(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator)
+def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Random tokens that stand for nothing but themselves, (rows, length).
+
+    Raises:
+        UnsupportedError: The model reads no tokens.
+    """
+    words = text_config(config).get("vocab_size")
+    if not isinstance(words, int):
+        raise UnsupportedError(
+            f"{config.get('model_type')}: its config has no vocab_size, needed a model that reads text; compare the "
+            "bytes without --run"
+        )
+    special = {value for key, value in _numbers(config) if key.endswith(("_token_id", "_token_index"))}
+    vocabulary = [token for token in range(_FIRST, words) if token not in special]
+    allowed = torch.tensor(vocabulary[: 1 << 16])
+    return allowed[torch.randint(0, len(allowed), (rows, LENGTH), generator=generator)]
 
 
-def _gemma3(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> _Image:
-    vision, token = config["vision_config"], int(config.get("image_token_index", config.get("image_token_id", 0)))
-    size = int(vision["image_size"])
-    tokens = [int(config["boi_token_index"]), *[token] * int(config["mm_tokens_per_image"])]
-    tokens.append(int(config["eoi_token_index"]))
-    return _Image(tokens, token, {"pixel_values": _pixels(generator, rows, 3, size, size)}, "token_type_ids")
+def _with(inserts: Iterable[Insert], ids: torch.Tensor) -> tuple[Batch, torch.Tensor]:
+    """The arguments of `forward` and the labels, with everything put in after the first two tokens."""
+    inserts = list(inserts)
+    tokens = [token for each in inserts for token in each.tokens]
+    middle = torch.tensor(tokens, dtype=torch.long).expand(len(ids), -1)
+    ids = torch.cat([ids[:, :2], middle, ids[:, 2:]], 1)
+    batch, labels = {"input_ids": ids}, ids.clone()
+    for each in inserts:
+        is_here = ids == each.placeholder
+        labels[is_here] = -100
+        batch |= each.tensors
+        if each.types is not None:
+            name, number = each.types
+            batch[name] = torch.where(is_here, number, batch.get(name, torch.zeros_like(ids)))
+        if each.row is not None:
+            batch |= each.row(ids)
+    return batch, labels
 
 
-def _gemma4(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> _Image:
-    vision, token = config["vision_config"], int(config["image_token_id"])
-    pool, patch = int(vision["pooling_kernel_size"]), int(vision["patch_size"])
-    side = 2 * pool  # patches; pooled to four tokens
-    grid = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1)
-    pixels = _pixels(generator, rows, side * side, 3 * patch * patch).sigmoid()
-    positions = grid.reshape(1, side * side, 2).expand(rows, -1, -1).contiguous()
-    tokens = [int(config["boi_token_id"]), *[token] * 4, int(config["eoi_token_id"])]
-    tensors = {"pixel_values": pixels, "image_position_ids": positions}
-    return _Image(tokens, token, tensors, "mm_token_type_ids")
-
-
-def _qwen_vl(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> _Image:
-    vision, token = config["vision_config"], int(config["image_token_id"])
-    patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    frames = int(vision.get("temporal_patch_size", 2))
-    side = 2 * merge
-    width = int(vision.get("in_channels", vision.get("in_chans", 3))) * frames * patch * patch
-    tensors = {
-        "pixel_values": _pixels(generator, rows * side * side, width),
-        "image_grid_thw": torch.tensor([[1, side, side]] * rows),
-    }
-    tokens = [int(config["vision_start_token_id"]), *[token] * 4, int(config["vision_end_token_id"])]
-    return _Image(tokens, token, tensors, "mm_token_type_ids")
-
-
-def _llava(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> _Image:
-    vision, token = config["vision_config"], int(config.get("image_token_index", config.get("image_token_id", 0)))
-    size, patch = int(vision["image_size"]), int(vision["patch_size"])
-    count = prod((size // patch,) * 2) + (config.get("vision_feature_select_strategy") == "full")
-    return _Image([token] * count, token, {"pixel_values": _pixels(generator, rows, 3, size, size)})
-
-
-def _mistral3(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> _Image:
-    vision, token = config["vision_config"], int(config.get("image_token_index", config.get("image_token_id", 0)))
-    size = int(vision["patch_size"]) * int(config["spatial_merge_size"]) * 2
-    tensors = {
-        "pixel_values": _pixels(generator, rows, 3, size, size),
-        "image_sizes": torch.tensor([[size, size]] * rows),
-    }
-    return _Image([token] * 4, token, tensors)
-
-
-_IMAGES: dict[str, Callable[[Mapping[str, Any], int, torch.Generator], _Image]] = {
-    "gemma3": _gemma3,
-    "gemma4": _gemma4,
-    "llava": _llava,
-    "mistral3": _mistral3,
-    "qwen2_5_vl": _qwen_vl,
-    "qwen2_vl": _qwen_vl,
-    "qwen3_vl": _qwen_vl,
-    "qwen3_vl_moe": _qwen_vl,
-}
+def _named(config: Mapping[str, Any], batch: Batch, labels: torch.Tensor, kinds: list[str]) -> Inputs:
+    towers = {kind for key, kind in _TOWERS.items() if isinstance(config.get(key), Mapping)}
+    return Inputs(batch, labels, tuple(kinds), tuple(sorted(towers - set(kinds))))
 
 
 def _numbers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -154,5 +131,5 @@ def _numbers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
         if isinstance(value, Mapping):
             found += _numbers(value)
         elif isinstance(value, int) and not isinstance(value, bool):
-            found.append((key, value))
+            found.append((str(key), value))  # Aria's has numbers for keys
     return found

@@ -19,6 +19,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.vision_models import tiny
 
 VOCAB = 101  # divides by nothing
 
@@ -63,6 +64,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
             values = torch.randn(tensor.shape, generator=generator) * 0.3
             if name.endswith(("running_var", "input_max", "output_max")):
                 values = values.abs() + 1
+            elif name.endswith(("input_min", "output_min")):
+                values = -values.abs() - 1
             tensor.copy_(values)
         elif tensor.dtype is torch.int64 and not name.endswith("position_ids"):
             tensor.copy_(torch.randint(0, 3, tensor.shape, generator=generator))
@@ -73,7 +76,7 @@ def build(recipe: Recipe) -> Any:
     """The model, random, in the dtype of the recipe."""
     torch.manual_seed(0)
     model = recipe.model()
-    model = model.to(recipe.dtype)
+    model = model.float() if recipe.dtype is torch.float32 else model.bfloat16()  # `to` would make complex buffers real
     return randomise(model).eval()
 
 
@@ -216,15 +219,16 @@ _GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "
 _GEMMA4_PLE = {"hidden_size_per_layer_input": 8}
 
 
-def gemma4_vlm() -> Any:
+def gemma4_vlm(audio: Any = None) -> Any:
     vision = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 4, "head_dim": 8, "global_head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2,
         "position_embedding_size": 16, "default_output_length": 4, "standardize": True,
     }  # fmt: skip
     config = transformers.Gemma4Config(
-        text_config=gemma4_text(**_GEMMA4_PLE, pad_token_id=0), vision_config=vision, audio_config=None,
+        text_config=gemma4_text(**_GEMMA4_PLE, pad_token_id=0), vision_config=vision, audio_config=audio,
         image_token_id=99, boi_token_id=97, eoi_token_id=98, video_token_id=96, audio_token_id=95, boa_token_id=94,
+        eoa_token_index=93,
     )  # fmt: skip
     return transformers.Gemma4ForConditionalGeneration(config)
 
@@ -235,6 +239,23 @@ def gemma4_vlm_inputs() -> Inputs:
     return {
         "input_ids": ids, "mm_token_type_ids": (ids == 99).long(),
         "pixel_values": _pixels(1, 16, 48).sigmoid(), "image_position_ids": positions,
+    }  # fmt: skip
+
+
+def gemma4_audio() -> Any:
+    ears = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "subsampling_conv_channels": [8, 4],
+        "output_proj_dims": 24,
+    }  # fmt: skip
+    return gemma4_vlm(ears)
+
+
+def gemma4_audio_inputs() -> Inputs:
+    image = gemma4_vlm_inputs()
+    ids = torch.tensor([[5, 97, 99, 99, 99, 99, 98, 6, 94, 95, 95, 93, 7]])
+    return {
+        **image, "input_ids": ids, "mm_token_type_ids": (ids == 99).long(),
+        "input_features": _pixels(1, 8, 8), "input_features_mask": torch.ones(1, 8, dtype=torch.bool),
     }  # fmt: skip
 
 
@@ -332,6 +353,32 @@ def whisper() -> Any:
 
 def whisper_inputs() -> Inputs:
     return {"input_features": _pixels(1, 8, 32), "decoder_input_ids": torch.arange(3, 8)[None]}
+
+
+_SOUND = torch.tensor([[5, 99, 99, 99, 99, 6, 7]])
+
+
+def qwen2_audio() -> Any:
+    ears = {
+        "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "max_source_positions": 16,
+    }  # fmt: skip
+    config = transformers.Qwen2AudioConfig(text_config=_TEXT, audio_config=ears, audio_token_index=99)
+    return transformers.Qwen2AudioForConditionalGeneration(config)
+
+
+def qwen2_audio_inputs() -> Inputs:
+    mask = (torch.arange(32) < 16).long()[None]
+    return {"input_ids": _SOUND, "input_features": _pixels(1, 8, 32), "feature_attention_mask": mask}
+
+
+def voxtral() -> Any:
+    ears = {
+        "num_mel_bins": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "max_source_positions": 16,
+    }  # fmt: skip
+    config = transformers.VoxtralConfig(text_config={**_TEXT, "head_dim": 8}, audio_config=ears, audio_token_id=99)
+    return transformers.VoxtralForConditionalGeneration(config)
 
 
 def llava() -> Any:
@@ -460,6 +507,48 @@ def qwen3_vl() -> Any:
 
 
 _IMAGE = torch.tensor([[5, 99, 99, 99, 99, 6, 7]])
+
+
+def _looking(model_type: str, inputs: Callable[[], Inputs], **settings: Any) -> Recipe:
+    """A class that looks at images; fp32, for some towers want pixels in the dtype of their parameters."""
+    return Recipe(lambda: tiny(model_type), inputs, dtype=torch.float32, **settings)
+
+
+def _grid() -> Inputs:
+    return {
+        "input_ids": _IMAGE, "mm_token_type_ids": (_IMAGE == 99).int(), "pixel_values": _pixels(16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }  # fmt: skip
+
+
+def _tiles() -> Inputs:
+    """An image of two tiles, which text sees from the token for it on."""
+    ids = torch.tensor([[5, 6, VOCAB, 7, 8]])
+    return {
+        "input_ids": ids, "pixel_values": _pixels(1, 1, 2, 3, 16, 16), "aspect_ratio_ids": torch.tensor([[2]]),
+        "aspect_ratio_mask": torch.ones(1, 1, 2, dtype=torch.long),
+        "cross_attention_mask": (ids == VOCAB).long().cumsum(1)[:, :, None, None].expand(-1, -1, 1, 2),
+    }  # fmt: skip
+
+
+def _navit() -> Inputs:
+    return {
+        "input_ids": _IMAGE, "pixel_values": _pixels(1, 16, 48), "spatial_shapes": torch.tensor([[4, 4]]),
+        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+    }  # fmt: skip
+
+
+def mllama() -> Any:
+    """Without global layers: whoever counts layers asks the config for `num_hidden_layers`."""
+    config = tiny("mllama").config
+    config.vision_config.num_global_layers = 0
+    return transformers.MllamaForConditionalGeneration(config)
+
+
+def _one_image(*shape: int) -> Callable[[], Inputs]:
+    return lambda: {"input_ids": _IMAGE, "pixel_values": _pixels(*shape)}
+
+
 _BART: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
@@ -477,6 +566,17 @@ _QWEN3_NEXT = {
     "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 
+
+def gemma3n() -> Any:
+    """Four layers of its own keys and values, two that reuse them; sparse activations, streams, inputs per layer."""
+    config = transformers.Gemma3nTextConfig(
+        **{**_TEXT, "num_hidden_layers": 6, "pad_token_id": 0}, head_dim=8, sliding_window=4, num_kv_shared_layers=2,
+        layer_types=_LAYER_TYPES * 3, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB - 4,
+        laurel_rank=4, altup_num_inputs=3, activation_sparsity_pattern=[0.5, *[0.0] * 5],
+    )  # fmt: skip
+    return transformers.Gemma3nForCausalLM(config)
+
+
 WIDE: dict[str, Recipe] = {
     "llama-biased": Recipe(_plain("LlamaForCausalLM", attention_bias=True, mlp_bias=True), tokens),
     "mistral": Recipe(_plain("MistralForCausalLM", head_dim=8), tokens),
@@ -490,10 +590,11 @@ WIDE: dict[str, Recipe] = {
     "glm4-moe": Recipe(
         _plain(
             "Glm4MoeForCausalLM", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8,
-            first_k_dense_replace=1, n_group=1, topk_group=1, n_shared_experts=1,
+            first_k_dense_replace=1, n_group=1, topk_group=1, n_shared_experts=1, use_qk_norm=True,
         ),
         tokens,
     ),
+    "phi": Recipe(_plain("PhiForCausalLM", qk_layernorm=True), tokens),
     "gpt-oss": Recipe(
         _plain(
             "GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2, head_dim=8, intermediate_size=32,
@@ -556,9 +657,25 @@ WIDE: dict[str, Recipe] = {
         },
         aliases=_NESTED_HEAD,
     ),
+    "gemma3n": Recipe(gemma3n, tokens, aliases=_HEAD),
     "qwen3-vl": Recipe(
         qwen3_vl, qwen2_5_vl_inputs, aliases={_LM_HEAD: "model.language_model.embed_tokens.weight"}
     ),
+    "qwen3-vl-moe": _looking("qwen3_vl_moe", _grid),
+    "gemma4-audio": Recipe(
+        gemma4_audio, gemma4_audio_inputs, aliases={_LM_HEAD: "model.language_model.embed_tokens.weight"}
+    ),
+    "qwen2-audio": Recipe(qwen2_audio, qwen2_audio_inputs),
+    "voxtral": Recipe(voxtral, lambda: {"input_ids": _SOUND, "input_features": _pixels(1, 8, 32)}),
+    "glm4v": _looking("glm4v", _grid),
+    "idefics3": _looking("idefics3", _one_image(1, 1, 3, 32, 32)),
+    "internvl": _looking("internvl", _one_image(1, 3, 32, 32), aliases=_NESTED_HEAD),
+    "lfm2-vl": _looking(
+        "lfm2_vl", _navit, aliases={_LM_HEAD: "model.language_model.embed_tokens.weight"}
+    ),
+    "llama4": _looking("llama4", _one_image(1, 3, 32, 32)),
+    "mllama": Recipe(mllama, _tiles, dtype=torch.float32),
+    "qwen3.5": _looking("qwen3_5", _grid),
 }  # fmt: skip
 
 EVERY = RECIPES | WIDE
