@@ -20,7 +20,7 @@ from ckptx.formats.sharded_safetensors import replica_pairs
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
-from ckptx.mapping.rules import NameRules
+from ckptx.mapping.rules import NameRules, ShapeOf
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import digest_bytes
 from ckptx.transfer.sinks import digest_of
@@ -176,12 +176,16 @@ def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | No
     return unwrapped, roles
 
 
-def rules_of(view: ModelView) -> NameRules | None:
-    """The rules between published names and those of the model; None when the class is unknown."""
+def rules_of(view: ModelView, shape_of: ShapeOf | None = None) -> NameRules | None:
+    """The rules between published names and those of the model; None when the class is unknown.
+
+    `shape_of` is as in `NameRules`.
+    """
     architecture, config = view.published, view.config
     if architecture is None or config is None or not architecture.name_patterns:
         return None
-    return NameRules(architecture.conversions(config), architecture.base_prefix, architecture.model_names)
+    conversions = architecture.conversions(config)
+    return NameRules(conversions, architecture.base_prefix, architecture.model_names, shape_of=shape_of)
 
 
 def dialect_rules(conversions: tuple[Conversion, ...]) -> NameRules:

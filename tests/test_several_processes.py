@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.models import EVERY, write
 
 from tests.writers import LLAMA, llama, names_in, write_dcp, write_hf
 
@@ -196,7 +197,8 @@ def test_only_rank_0_talks(hf: Path, tmp_path: Path) -> None:
 
 
 def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "-m", "ckptx", "reshard"]
+    # `--`: torchrun looks for options of its own behind the module, too, and --run could be one of two
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "-m", "--", "ckptx"]
     return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=120)
 
 
@@ -204,7 +206,7 @@ def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_torchrun_writes_what_one_process_writes(hf: Path, tmp_path: Path, alone: dict[str, bytes], size: int) -> None:
     dst = place(tmp_path)
-    done = torchrun(size, hf, dst, "--tp", 2, "--pp", 2)
+    done = torchrun(size, "reshard", hf, dst, "--tp", 2, "--pp", 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote 21 tensors") == 1
     assert bytes_in(dst) == alone
@@ -215,7 +217,17 @@ def test_torchrun_writes_what_one_process_writes(hf: Path, tmp_path: Path, alone
 def test_torchrun_fails_when_a_rank_fails(hf: Path, tmp_path: Path) -> None:
     dst = place(tmp_path)
     (hf / "model-00002-of-00002.safetensors").unlink()
-    done = torchrun(2, hf, dst, "--tp", 2)
+    done = torchrun(2, "reshard", hf, dst, "--tp", 2)
     assert done.returncode != 0
     assert "model-00002-of-00002.safetensors" in done.stderr
     assert names_in(dst.parent) == []
+
+
+@pytest.mark.slow
+def test_torchrun_runs_a_model_on_its_ranks(tmp_path: Path) -> None:
+    hf = tmp_path / "model"
+    write(EVERY["llama-tied"], hf)
+    done = torchrun(2, "verify", hf, hf, "--run", "--tp", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ran text on tp 2 x dp_shard 1, 2 ranks") == 1
+    assert done.stdout.count("equal: bytes, forward, gradients") == 1

@@ -173,7 +173,21 @@ _GEMMA4 = (
     ),
 )  # fmt: skip
 
+_OF_A_HEAD = "a rank has some of the heads, so that its gradient is a part; the plan of transformers leaves it out"
+_HEAD_NORMS = "@layers.*.self_attn.{q_norm,k_norm}"
+
 OVERRIDES: Mapping[str, tuple[Override, ...]] = {
+    **dict.fromkeys(
+        ("qwen3_omni_moe_text", "qwen3_vl_moe_text"),
+        (Override(_HEAD_NORMS, "replicated_with_grad_allreduce", _OF_A_HEAD),),
+    ),
+    "glm4_moe": (Override(_HEAD_NORMS, "replicated_with_grad_allreduce", _OF_A_HEAD, when="use_qk_norm ?? 0"),),
+    "phi": (
+        Override(
+            "@layers.*.self_attn.{q_layernorm,k_layernorm}", "replicated_with_grad_allreduce", _OF_A_HEAD,
+            when="qk_layernorm ?? 0",
+        ),
+    ),
     **dict.fromkeys(("emu3_text_model", "hunyuan_v1_dense", "hunyuan_vl_text", "qwen3_vl_text", "stablelm"), _LLAMA),
     **dict.fromkeys(
         ("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"), _attention("self_attn", _NO_ATTENTION)
@@ -216,6 +230,11 @@ OVERRIDES: Mapping[str, tuple[Override, ...]] = {
             "@layers.*.mixer.{in_proj,conv1d,out_proj,norm}", "replicate",
             "five parts are fused, and the gated norm spans all of them",
         ),
+    ),
+    # where it is sparse, each value is held against mean and deviation of the whole row
+    "gemma3n_text": (
+        Override("@layers.*.mlp.{gate_proj,up_proj}", "colwise_gather_output", "sparsity is of a whole row"),
+        Override("@layers.*.mlp.down_proj", "rowwise_split_input", "its input is whole"),
     ),
     "gpt_oss": _GPT_OSS,
     "gpt2": _GPT2,

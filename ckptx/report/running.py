@@ -20,7 +20,8 @@ def run_text(report: Report) -> str:
         lines.append(f"first module that differs: {first['module']}, by {_number(first['max_abs'])}")
     layout = details["layout"]
     mesh = f"tp {layout['tp']} x dp_shard {layout['dp_shard']}, {counted(details['world_size'], 'rank')}"
-    lines.append(f"ran on {mesh}; {counted(report.tensors, 'tensor')} on each, {human_bytes(report.bytes_read)} read")
+    kinds, tensors = " and ".join(details["inputs"]), counted(report.tensors, "tensor")
+    lines.append(f"ran {kinds} on {mesh}; {tensors} on each, {human_bytes(report.bytes_read)} read")
     if details["wrapped_layers"]:
         lines.append(f"activations of {counted(details['wrapped_layers'], 'layer')} checkpointed")
     lines.append(

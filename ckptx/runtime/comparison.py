@@ -48,6 +48,7 @@ class Comparison:
         is_exact: Whether the same operations ran in the same order on both sides.
         rows: Differences beyond the limit.
         numbers: For the report.
+        gradients: How far each gradient is away and may be, by name in the model.
     """
 
     place: Place
@@ -55,6 +56,7 @@ class Comparison:
     is_exact: bool
     rows: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def forward(self, expected: Reference | None, found: Outcome, index: int) -> None:
         """Logits of this rank's batch, and the loss of all."""
@@ -113,6 +115,7 @@ class Comparison:
             held = None if regions is None else regions(name)
             distance = _distance(theirs, parameter, pieces_of(name, parameter, held))
             largest = max(largest, distance)
+            self.gradients[name] = distance, limit
             if not distance <= limit:
                 self._add("gradients", name, max_abs=distance, limit=limit)
             if limit and distance / limit > worst[1]:

@@ -2,7 +2,7 @@
 
     TP                          first: it changes what a layer computes, and the rest must see the shards
     activation checkpointing    then: what is recomputed includes the collectives of TP
-    compile                     then: the graph of a layer includes its recomputation
+    compile                     then: the graph of a layer includes its recomputation, where torch can (`_compile`)
     FSDP2                       last: its hooks gather parameters before, and free them after, all of the above
 
 The model is on the meta device while this happens, so that no rank ever holds what is not its own.
@@ -10,17 +10,20 @@ The model is on the meta device while this happens, so that no rank ever holds w
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.activation_checkpointing import checkpoint_activations
-from ckptx.runtime.layers import layer_groups
+from ckptx.runtime.layers import layer_groups, unwrapped
 from ckptx.runtime.plans import Plan
 from ckptx.runtime.tensor_parallel import TensorParallelLayout, apply
 
@@ -69,18 +72,30 @@ def parallelize(
         layout = apply(model, mesh["tp"], plan)
     wrapped = checkpoint_activations(model, activation_checkpointing, scope, compile=compile)
     if compile:
-        for layer in _layers(model):
-            layer.compile()
+        _compile(model, inside=layout is not None and activation_checkpointing in ("full", "submodule"))
     count = shard(model, mesh, mixed_precision)
     return Parallelized(layout, wrapped, count)
+
+
+def _compile(model: nn.Module, *, inside: bool) -> None:
+    """Compiles each layer with what checkpoints it, or only what is inside of that.
+
+    `inside` is for layers that TP has cut: to compute one a second time, a compiled graph would have to keep the mesh
+    of its DTensors, and torch 2.13 asserts that it keeps tensors alone.
+    """
+    for layer in _layers(model):
+        wrappers = [each for each in layer.modules() if isinstance(each, CheckpointWrapper)] if inside else []
+        for each in wrappers or [layer]:
+            (unwrapped(each) if inside else each).compile()
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> int:
     """FSDP2: each layer is a unit, and the root is one with the rest; gives the number of units.
 
     The root is not resharded after forward: its backward begins at once with what it would gather again. Parameters
-    that no layer holds (embeddings, norms, heads, towers without layers) are in it. Nothing is done on a mesh of one
-    rank, unless precisions are mixed, which FSDP2 does too.
+    that no layer holds (embeddings, norms, heads, towers without layers) are in it. What a class keeps in another dtype
+    than the rest (routers and gates in float32) is a unit of its own, for FSDP2 gathers a unit as one tensor. Nothing
+    is done on a mesh of one rank, unless precisions are mixed, which FSDP2 does too.
     """
     names = mesh.mesh_dim_names or ()
     replicate = mesh["dp_replicate"].size() if "dp_replicate" in names else 1
@@ -89,7 +104,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     data = mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"]
     policy = mixed_precision or MixedPrecisionPolicy()
     layers = _layers(model)
+    apart = _of_other_dtype(model)
+    kept = dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
     try:
+        for module in apart:
+            fully_shard(module, mesh=data, mp_policy=kept, reshard_after_forward=True)
         for layer in layers:
             fully_shard(layer, mesh=data, mp_policy=policy, reshard_after_forward=True)
         fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
@@ -97,7 +116,29 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
         raise UnsupportedError(
             f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard"
         ) from error
-    return len(layers) + 1
+    return len(apart) + len(layers) + 1
+
+
+def _of_other_dtype(model: nn.Module) -> list[nn.Module]:
+    """Modules whose parameters are of another dtype than most of the model.
+
+    Raises:
+        UnsupportedError: A module has parameters of its own in several dtypes.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    found = []
+    for name, module in model.named_modules():
+        dtypes = {each.dtype for each in module.parameters(recurse=False)}
+        if len(dtypes) > 1:
+            raise UnsupportedError(
+                f"{type(model).__name__}: FSDP2 cannot shard {name or 'the root'}, which has parameters of "
+                f"{' and '.join(sorted(map(str, dtypes)))}; use dp_shard 1, or one dtype for all (--compute-dtype fp32)"
+            )
+        if dtypes and dtypes != {sizes.most_common(1)[0][0]}:
+            found.append(module)
+    return found
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

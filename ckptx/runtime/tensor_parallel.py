@@ -7,7 +7,7 @@ rectangles of `TensorParallelLayout.local_regions`, which is what a loader or wr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +194,7 @@ def _runs(
     plan: Plan, modules: Mapping[str, nn.Module], names: list[str], decisions: Mapping[str, Decision], tp: int
 ) -> bool:
     """Whether everything in a unit can run as it is cut."""
-    has_heads = False
+    widths: set[int] = set()  # of heads
     for name in names:
         found, placement = plan.rule_of(name), decisions[name].placement
         if found is None:
@@ -208,24 +208,27 @@ def _runs(
             return False  # too small to be cut, while what fits to it is
         if placement is not None and not _fits(plan, modules, name, found[1].style, decisions, tp):
             return False
-        has_heads = has_heads or bool(found[1].heads)
-    return not (has_heads and any(_is_by_head(plan, modules, name) for name in names))
+        widths |= {width for _, width in found[1].heads}
+    return not (widths and any(_is_by_head(plan, modules, name, widths) for name in names))
 
 
 def _is_of_activation(modules: Mapping[str, nn.Module], name: str) -> bool:
     return type(modules[name.rpartition(".")[0]]).__module__ == "transformers.activations"
 
 
-def _is_by_head(plan: Plan, modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether a whole parameter may hold something for each head, of which a rank would see its own heads only.
+def _is_by_head(plan: Plan, modules: Mapping[str, nn.Module], name: str, widths: Collection[int]) -> bool:
+    """Whether a whole parameter may be of heads, of which a rank sees its own only: its gradient would be a part.
 
-    That is a norm with a row for each head, and a parameter of the attention module itself without a rule (Doge).
+    That is a norm with a row for each head, a norm as wide as a head that no rule speaks of (GLM-4.5), and a parameter
+    of the attention module itself without a rule (Doge).
     """
     path, _, leaf = name.rpartition(".")
     module = modules[path]
     weight = module._parameters.get(leaf)
-    is_norm = weight is not None and weight.dim() == 2 and "Norm" in type(module).__name__
-    return is_norm or (plan.rule_of(name) is None and next(module.children(), None) is not None)
+    has_rule = plan.rule_of(name) is not None
+    if weight is not None and "Norm" in type(module).__name__:
+        return weight.dim() == 2 or (not has_rule and weight.numel() in widths)
+    return not has_rule and next(module.children(), None) is not None
 
 
 def _fits(

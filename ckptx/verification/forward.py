@@ -7,7 +7,8 @@ Three levels, the cheap ones first:
     gradients   of one backward step, parameter by parameter
 
 Sums that TP and FSDP put into another order round otherwise. How much that may be is not chosen but measured, on the
-reference, in the same run: see `ckptx.runtime.noise`. On one rank nothing is reordered: results are equal bit for bit.
+reference, in the same run: see `ckptx.runtime.noise`. On one rank nothing is reordered: results are equal bit for bit,
+if the device gives the same results twice. A CPU does; another device is asked first, by running the reference again.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RunOptions:
         tp_plan: Pattern -> style of the user, or None.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
-        dtype: Of the parameters on both sides: bf16, fp16 or fp32; auto takes that of each config.
+        dtype: Of the parameters on both sides: bf16, fp16 or fp32; auto takes that of each config, or what is stored.
         activation_checkpointing: none, full, submodule or selective.
         scope: all, language, vision or audio.
         compile: Compile each layer.
@@ -106,7 +107,8 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, report: R
         index = mesh["dp_shard"].get_local_rank()
         with together():
             found = run(model, [batches[index]], backward=options.backward)
-        comparison = Comparison(place, source_of, is_exact=place.world_size == 1 and not options.compile)
+        is_exact = expected is not None and expected.is_repeatable and place.world_size == 1 and not options.compile
+        comparison = Comparison(place, source_of, is_exact)
         comparison.forward(expected, found, index)
         if options.backward:
             comparison.backward(expected, model, regions)
@@ -116,9 +118,18 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, report: R
             with together():
                 numbers["first_divergence"] = _first_divergence(first, model, batches[0], index, place)
         share = {"rows": rows, "read": ledger.bytes_read, "nbytes": ledger.nbytes, **numbers}
+        share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
     report.tensors = len(ledger.loaded)
-    return _fill(report, options, done, everyone)
+    inputs = batches[0]
+    if inputs.missing:
+        report.warnings.append(
+            f"{model.config.architectures[0]}: no {' and no '.join(inputs.missing)} among the inputs, for ckptx does "
+            "not know the form that this class takes; what works on them was compared by its bytes alone"
+        )
+    _fill(report, options, done, everyone, inputs.kinds)
+    report.details["gradient_differences"] = _worst_by_tensor(everyone, source_of)
+    return report.finish()
 
 
 # ------------------------------------------------------------------------------------------------------ the two sides
@@ -146,14 +157,14 @@ class _Side:
 
     def _home(self, source: Source) -> Path:
         """The directory of the config."""
-        if source.catalog.config is not None:
-            return source.catalog.root
+        if source.view.catalog.config is not None:
+            return source.root
         with open_source(self.fallback, trust_remote_code=self.options.trust_remote_code) as other:
-            if other.catalog.config is None:
+            if other.view.catalog.config is None:
                 raise InputError(
                     f"{self.path}: found no config.json beside it or the reference, needed one to build it"
                 )
-            return other.catalog.root
+            return other.root
 
     def model(self, source: Source) -> nn.Module:
         """On the meta device."""
@@ -161,6 +172,7 @@ class _Side:
         return build_model(
             self._home(source),
             dtype=_DTYPES[options.dtype],
+            stored=source.dtype,
             trust_remote_code=options.trust_remote_code,
             untied=source.untied(),
         )
@@ -217,7 +229,8 @@ def _run_reference(side: _Side, batches: Sequence[Inputs], place: Place, options
     """The reference on one device, and with its embeddings moved by one unit in the last place."""
     model = side.whole(place)
     outcome = run(model, batches, backward=options.backward)
-    moved = Reference(outcome, 0.0, 0.0, dict.fromkeys(outcome.gradients, 0.0))
+    is_repeatable = place.device.type == "cpu" or outcome.is_equal(run(model, batches, backward=options.backward))
+    moved = Reference(outcome, 0.0, 0.0, dict.fromkeys(outcome.gradients, 0.0), is_repeatable)
     for draw in range(noise.DRAWS):
         with noise.moved_embeddings(model, draw):
             other = run(model, batches, backward=options.backward)
@@ -227,6 +240,7 @@ def _run_reference(side: _Side, batches: Sequence[Inputs], place: Place, options
             max(moved.loss, abs(outcome.loss - other.loss)),
             {name: max(before, furthest(outcome.gradients[name], other.gradients[name]))
              for name, before in moved.gradients.items()},
+            is_repeatable,
         )  # fmt: skip
     return moved
 
@@ -258,17 +272,28 @@ def _first_divergence(side: _Side, model: nn.Module, inputs: Inputs, index: int,
     return None
 
 
-def _fill(report: Report, options: RunOptions, done: Parallelized, everyone: list[dict[str, Any]]) -> Report:
-    """What all ranks found, in one report."""
+def _fill(
+    report: Report,
+    options: RunOptions,
+    done: Parallelized,
+    everyone: list[dict[str, Any]],
+    kinds: Sequence[str],
+) -> None:
+    """Puts what all ranks found into one report."""
     dims = options.dims
     rows = [row for share in everyone for row in share["rows"]]
     first = everyone[0]
     report.bytes_read = sum(share["read"] for share in everyone)
     report.ranks = [
-        {"rank": rank, "bytes_read": share["read"], "bytes": share["nbytes"],
-         "differing": len(share["rows"])}
+        {
+            "rank": rank,
+            "bytes_read": share["read"],
+            "bytes": share["nbytes"],
+            "differing": len(share["rows"]),
+            **{name: _plain(share.get(name)) for name in ("max_abs", "kl", "cosine", "grad_max_abs")},
+        }
         for rank, share in enumerate(everyone)
-    ]  # fmt: skip
+    ]
     report.details = {
         "run": True,
         "compared": report.tensors,
@@ -276,6 +301,7 @@ def _fill(report: Report, options: RunOptions, done: Parallelized, everyone: lis
         "world_size": dims.world_size,
         "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard},
         "stages": 1,
+        "inputs": list(kinds),
         "wrapped_layers": done.wrapped_layers,
         "bytes_read_per_rank": [share["read"] for share in everyone],
         "max_abs": max(share["max_abs"] for share in everyone),
@@ -294,7 +320,19 @@ def _fill(report: Report, options: RunOptions, done: Parallelized, everyone: lis
     }
     report.details = {name: _plain(value) for name, value in report.details.items()}
     report.exit = 1 if rows else 0
-    return report.finish()
+
+
+def _worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Of each gradient, how far it is away on the rank where it is furthest."""
+    found: dict[str, tuple[int, float, float]] = {}
+    for rank, share in enumerate(everyone):
+        for name, (distance, limit) in share["by_tensor"].items():
+            if name not in found or distance > found[name][1]:
+                found[name] = rank, distance, limit
+    return [
+        {**difference("gradients", rank, name, stored), "max_abs": _plain(distance), "limit": _plain(limit)}
+        for name, (rank, distance, limit) in found.items()
+    ]
 
 
 def _plain(value: Any) -> Any:

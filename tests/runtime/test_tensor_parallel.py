@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from support import tensor_parallel as worker
@@ -22,7 +24,7 @@ READS_FUSED_PARTS = pytest.mark.skipif(
 FAST = (
     "llama-tied", "llama-untied", "qwen3", "gemma2", "gemma3-vlm", "gemma4-moe", "gemma4-shared-kv", "gemma4-vlm",
     "phi3", "gpt2", "gpt-neox", "mixtral", "qwen3-moe", "deepseek-v3", "t5", "bert-mlm", "mamba", "olmo2", "gpt-oss",
-    "qwen3-vl",
+    "qwen3-vl", "glm4-moe",
 )  # fmt: skip
 SHARDED_LOGITS = {
     "llama-tied", "llama-untied", "llama-both-equal", "llama-both-different", "llama-fp32", "llama-biased", "mistral",
@@ -239,3 +241,15 @@ def test_heads_that_do_not_divide_are_refused_by_name(pool: GlooPool) -> None:
 )
 def test_the_unit_of_a_tensor(name: str, unit: str) -> None:
     assert unit_of(name) == unit
+
+
+def without_a_rule_for_norms(rank: int, world_size: int) -> worker.Outcome:
+    """GLM-4.5 as the plan of transformers has it, which says nothing of the norms of queries and keys."""
+    with mock.patch.dict("ckptx.architecture.plans.OVERRIDES", {"glm4_moe": ()}):
+        return worker.outcome(rank, world_size, "glm4-moe")
+
+
+def test_attention_with_a_norm_of_heads_that_no_rule_speaks_of_is_gathered(pool: GlooPool) -> None:
+    for found in pool.run(without_a_rule_for_norms, 2):
+        assert found.gathered == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+        assert max(found.gradients.values()) < CLOSE

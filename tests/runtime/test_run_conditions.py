@@ -1,0 +1,137 @@
+"""What a comparison rests on: devices that give the same twice, and inputs that reach every part of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.models import EVERY, write
+from support.pool import GlooPool
+from support.vision_models import tiny
+
+from ckptx.errors import UnsupportedError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.report import Report
+from ckptx.runtime.distributed import Place
+from ckptx.runtime.execution import Outcome
+from ckptx.runtime.inputs import inputs_for
+from ckptx.runtime.parallelize import _of_other_dtype
+from ckptx.verification import forward
+
+
+class Wandering:
+    """Gives other results each time it is asked, as atomic additions on a GPU do."""
+
+    def __init__(self, by: float) -> None:
+        self.by, self.runs = by, 0
+
+    def __call__(self, model: Any, batches: Any, *, backward: bool) -> Outcome:
+        self.runs += 1
+        value = torch.full((1, 2, 3), 1 + self.by * self.runs)
+        return Outcome([value.clone()], 1.0, {"weight": value.clone()})
+
+
+@pytest.mark.parametrize(
+    ("device", "by", "expected", "runs"),
+    [("cuda", 0.0, True, 5), ("cuda", 1e-6, False, 5), ("cpu", 1e-6, True, 4)],
+)
+def test_a_device_other_than_the_cpu_is_asked_twice(
+    monkeypatch: pytest.MonkeyPatch, device: str, by: float, expected: bool, runs: int
+) -> None:
+    asked = Wandering(by)
+    monkeypatch.setattr(forward, "run", asked)
+    side: Any = SimpleNamespace(whole=lambda place: torch.nn.Linear(1, 1))
+    found = forward._run_reference(side, [], Place(0, 1, torch.device(device)), forward.RunOptions())
+    assert found.is_repeatable is expected
+    assert asked.runs == runs
+
+
+def test_outcomes_are_equal_when_every_number_is() -> None:
+    def outcome() -> Outcome:
+        return Outcome([torch.ones(2)], 1.0, {"weight": torch.ones(3)})
+
+    assert outcome().is_equal(outcome())
+    for change in ("logits", "loss", "gradient"):
+        other = outcome()
+        if change == "logits":
+            other.logits[0][1] += 1e-7
+        elif change == "loss":
+            other.loss += 1e-7
+        else:
+            other.gradients["weight"][2] += 1e-7
+        assert not other.is_equal(outcome()), change
+
+
+def test_inputs_say_what_they_lack() -> None:
+    config = {"model_type": "unheard-of", "vocab_size": 50, "vision_config": {"hidden_size": 8}, "audio_config": None}
+    found = inputs_for(config)
+    assert (found.kinds, found.missing) == (("text",), ("images",))
+
+
+def run_blind(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """`verify --run` by a ckptx that does not know what images of this class look like."""
+    from ckptx.runtime.images import IMAGES
+
+    known = IMAGES.pop("gemma3")
+    try:
+        return forward.verify_run(Path(path), Path(path), forward.RunOptions(), Report("verify")).to_dict()
+    finally:
+        IMAGES["gemma3"] = known
+
+
+def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> None:
+    write(EVERY["gemma3-vlm"], tmp_path)
+    (found,) = pool.run(run_blind, 1, str(tmp_path))
+    assert found["exit"] == 0
+    assert found["inputs"] == ["text"]
+    (said,) = found["warnings"]
+    assert said == (
+        "Gemma3ForConditionalGeneration: no images among the inputs, for ckptx does not know the form that this class "
+        "takes; what works on them was compared by its bytes alone"
+    )
+
+
+def run_on_two(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    options = forward.RunOptions(ParallelDims(tp=world_size), dtype="fp32")
+    return forward.verify_run(Path(path), Path(path), options, Report("verify")).to_dict()
+
+
+def test_every_gradient_and_every_rank_is_in_the_report(pool: GlooPool, tmp_path: Path) -> None:
+    write(EVERY["llama-tied"], tmp_path)
+    found, other = pool.run(run_on_two, 2, str(tmp_path))
+    rows = found["gradient_differences"]
+    assert rows == other["gradient_differences"]
+    assert len(rows) == found["gradients"] == found["tensors"]
+    assert max(row["max_abs"] for row in rows) == found["grad_max_abs"]
+    assert all(row["max_abs"] <= row["limit"] for row in rows)
+    assert {row["rank"] for row in found["ranks"]} == {0, 1}
+    assert max(row["max_abs"] for row in found["ranks"]) == found["max_abs"]
+    assert max(row["grad_max_abs"] for row in found["ranks"]) == found["grad_max_abs"]
+
+
+def run_sharded(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    options = forward.RunOptions(ParallelDims(dp_shard=world_size))
+    return forward.verify_run(Path(path), Path(path), options, Report("verify")).to_dict()
+
+
+def test_what_a_class_keeps_in_float32_is_sharded_by_itself(pool: GlooPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tiny("muse_spark").to(torch.bfloat16)  # gates of residuals and routers are loaded in float32
+    model.save_pretrained(tmp_path)
+    for found in pool.run(run_sharded, 2, str(tmp_path)):
+        assert (found["exit"], found["compared"]) == (0, len(model.state_dict()))
+
+
+def test_a_module_of_two_dtypes_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    assert _of_other_dtype(model) == []
+    model[1].half()
+    model[0].weight.data = model[0].weight.data.double()
+    model[0].bias.data = model[0].bias.data.double()
+    assert _of_other_dtype(model) == [model[1]]
+    model[1].bias.data = model[1].bias.data.float()
+    with pytest.raises(UnsupportedError, match=r"cannot shard 1, which has parameters of torch\.float16 and torch\.fl"):
+        _of_other_dtype(model)
