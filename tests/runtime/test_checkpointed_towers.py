@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.checkpointed import assert_same, wrappers
+from support.checkpointed import LiveBytes, assert_same, wrappers
 from support.vision_models import TINY, tiny
 from torch import nn
 
@@ -19,8 +19,23 @@ from ckptx.runtime.layers import layer_groups
 FEW = ("mllama", "idefics2")  # two stacks in a tower; a resampler
 
 
-def trained(model_type: str, mode: str) -> tuple[nn.Module, int, tuple[list[float], dict[str, Any]]]:
-    """A model, the number of its checkpointed layers, loss and gradients."""
+class Trained(NamedTuple):
+    """What became of one step.
+
+    Attributes:
+        model: Checkpointed.
+        count: Of its checkpointed layers.
+        outcome: Loss and gradients.
+        held: Bytes held between forward and backward.
+    """
+
+    model: nn.Module
+    count: int
+    outcome: tuple[list[float], dict[str, Any]]
+    held: int
+
+
+def trained(model_type: str, mode: str) -> Trained:
     torch.manual_seed(0)
     model: Any = tiny(model_type).float().train()
     if hasattr(model, "set_experts_implementation"):
@@ -30,21 +45,27 @@ def trained(model_type: str, mode: str) -> tuple[nn.Module, int, tuple[list[floa
         warnings.simplefilter("ignore", KVSharingFallback)
         count = checkpoint_activations(model, mode)
     torch.manual_seed(7)
-    loss = model(**batch, use_cache=False)[0].float().square().mean()
+    with LiveBytes() as live:
+        loss = model(**batch, use_cache=False)[0].float().square().mean()
+        held = live.total()
     loss.backward()
-    return model, count, ([loss.item()], {canonical_name(name): each.grad for name, each in model.named_parameters()})
+    gradients = {canonical_name(name): each.grad for name, each in model.named_parameters()}
+    return Trained(model, count, ([loss.item()], gradients), held)
 
 
 @pytest.mark.parametrize(
     "model_type", [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in TINY]
 )
 def test_layers_of_every_tower_are_checkpointed_to_the_same_bits(model_type: str) -> None:
-    _, _, wanted = trained(model_type, "none")
+    wanted = trained(model_type, "none")
+    held = {"none": wanted.held}
     for mode in ("full", "submodule", "selective"):
-        model, count, found = trained(model_type, mode)
+        model, count, found, held[mode] = trained(model_type, mode)
         layers = [layer.name for group in layer_groups(model).values() for layer in group]
         assert (
             count == len(layers) > model.config.get_text_config().num_hidden_layers - (model_type == "gemma4_unified")
         )
         assert mode == "submodule" or sorted(wrappers(model)) == sorted(layers)
-        assert_same(found, wanted)
+        assert_same(found, wanted.outcome)
+    assert held["none"] > held["selective"] > held["full"]
+    assert held["none"] > held["submodule"] > held["full"]

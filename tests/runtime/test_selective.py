@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +14,9 @@ import functorch
 import pytest
 import torch
 import torch.fx
-from support.checkpointed import Gradients, assert_same, loss_of, prepared, train
+from support.checkpointed import Gradients, LiveBytes, assert_same, loss_of, prepared, train
 from support.models import EVERY, VOCAB, build, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
 from ckptx.runtime import selective
@@ -28,27 +26,6 @@ from ckptx.runtime.selective import SelectivePolicy, op_sets
 
 aten = torch.ops.aten
 LLAMA = "llama-fp32"
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that were made and are still held, by autograd or by a checkpoint.
-
-    `saved_tensors_hooks` would not do: a checkpointed region has hooks of its own, outer ones see nothing in it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._storages.add(leaf.untyped_storage())
-        return result
-
-    def total(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages)
 
 
 class Counting(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,12 +11,11 @@ import pytest
 import torch
 from support import models
 from support import tensor_parallel as worker
+from support.checkpointed import LiveBytes
 from support.models import EVERY
 from support.pool import GlooPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ckptx.runtime import sequence
 from ckptx.runtime.activation_checkpointing import checkpoint_activations
@@ -304,24 +302,6 @@ def test_what_would_be_wrong_is_refused(
 
 
 # Memory
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that were made and are still held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._storages.add(leaf.untyped_storage())
-        return result
-
-    def total(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages)
 
 
 LAYERS = 6

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from typing import Any
 
 import torch
 from support.models import EVERY, VOCAB, Recipe, build
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ckptx.runtime.activation_checkpointing import KVSharingFallback, canonical_name, checkpoint_activations
 
@@ -62,3 +66,24 @@ def prepared(name: str, mode: str, scope: str = "all") -> nn.Module:
 
 def wrappers(model: nn.Module) -> list[str]:
     return [canonical_name(name) for name, each in model.named_modules() if isinstance(each, CheckpointWrapper)]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that were made and are still held, by autograd or by a checkpoint.
+
+    `saved_tensors_hooks` would not do: a checkpointed region has hooks of its own, outer ones see nothing in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._storages.add(leaf.untyped_storage())
+        return result
+
+    def total(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages)
