@@ -78,8 +78,13 @@ _LATENT = tuple(
 _DEEPSEEK_V3 = Optimized(
     sequence=Sequence(_TEXT),
     runs=_LATENT,
-    styles={"model.layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"},
-    reason="heads are viewed with -1; the rotary part of the key goes to all of them",
+    styles={
+        "model.layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+        **dict.fromkeys(
+            (f"model.layers.*.self_attn.{norm}" for norm in ("q_a_layernorm", "kv_a_layernorm")), "replicate"
+        ),
+    },
+    reason="heads are viewed with -1; latent norms see no head, the rotary part of the key goes to all of them",
 )
 _GEMMA4 = Sequence(
     _TEXT,
