@@ -59,10 +59,10 @@ def run(model: nn.Module, batches: Sequence[Inputs], *, backward: bool) -> Outco
             if backward:
                 loss.backward()
         except torch.OutOfMemoryError as error:
-            raise EnvironmentProblem(f"{type(model).__name__}: {_brief(error)}; use more ranks") from error
+            raise EnvironmentProblem(f"{_class_of(model)}: {_brief(error)}; use more ranks") from error
         except RuntimeError as error:  # a kernel that cannot have these shapes or dtypes
             raise UnsupportedError(
-                f"{type(model).__name__}: fails when it is run like this: {_brief(error)}; use another layout or "
+                f"{_class_of(model)}: fails when it is run like this: {_brief(error)}; use another layout or "
                 "--compute-dtype, or compare the bytes without --run"
             ) from error
         outcome.loss += float(loss.detach())
@@ -103,6 +103,12 @@ def observed(model: nn.Module, inputs: Inputs, see: Callable[[str, torch.Tensor]
             handle.remove()
 
 
+def _class_of(model: nn.Module) -> str:
+    """The class in the config: FSDP2 gives a model another one."""
+    config = getattr(model, "config", None)
+    return str((getattr(config, "architectures", None) or [type(model).__name__])[0])
+
+
 def _brief(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
@@ -117,7 +123,7 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         output = model(**batch)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedError(
-            f"{type(model).__name__}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {_brief(error)}; "
+            f"{_class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {_brief(error)}; "
             "the bytes can be compared without --run"
         ) from error
     for name in _OUTPUTS:
@@ -125,7 +131,7 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         if isinstance(found, torch.Tensor):
             return found
     raise UnsupportedError(
-        f"{type(model).__name__}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run"
+        f"{_class_of(model)}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run"
     )
 
 

@@ -120,17 +120,17 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
 
 
 def _of_other_dtype(model: nn.Module) -> list[nn.Module]:
-    """Modules whose parameters are of another dtype than most of the model.
+    """Modules whose trainable parameters are of another dtype than most of the model; others FSDP2 does not mind.
 
     Raises:
         UnsupportedError: A module has parameters of its own in several dtypes.
     """
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
+    for parameter in filter(_is_trained, model.parameters()):
         sizes[parameter.dtype] += parameter.numel()
     found = []
     for name, module in model.named_modules():
-        dtypes = {each.dtype for each in module.parameters(recurse=False)}
+        dtypes = {each.dtype for each in filter(_is_trained, module.parameters(recurse=False))}
         if len(dtypes) > 1:
             raise UnsupportedError(
                 f"{type(model).__name__}: FSDP2 cannot shard {name or 'the root'}, which has parameters of "
@@ -139,6 +139,10 @@ def _of_other_dtype(model: nn.Module) -> list[nn.Module]:
         if dtypes and dtypes != {sizes.most_common(1)[0][0]}:
             found.append(module)
     return found
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return bool(parameter.requires_grad)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -133,5 +133,8 @@ def test_a_module_of_two_dtypes_is_refused() -> None:
     model[0].bias.data = model[0].bias.data.double()
     assert _of_other_dtype(model) == [model[1]]
     model[1].bias.data = model[1].bias.data.float()
+    model[1].bias.requires_grad_(False)
+    assert _of_other_dtype(model) == [model[1]]
+    model[1].bias.requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"cannot shard 1, which has parameters of torch\.float16 and torch\.fl"):
         _of_other_dtype(model)
