@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptx.architecture.dialects.spoken import dialect_of, in_dialect
 from ckptx.architecture.find import find_architecture
+from ckptx.architecture.shapes import shapes_of
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
 from ckptx.catalog.catalog import Catalog
@@ -20,7 +21,7 @@ from ckptx.formats.sharded_safetensors import replica_pairs
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
-from ckptx.mapping.rules import NameRules, ShapeOf
+from ckptx.mapping.rules import NameRules
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import digest_bytes
 from ckptx.transfer.sinks import digest_of
@@ -176,16 +177,13 @@ def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | No
     return unwrapped, roles
 
 
-def rules_of(view: ModelView, shape_of: ShapeOf | None = None) -> NameRules | None:
-    """The rules between published names and those of the model; None when the class is unknown.
-
-    `shape_of` is as in `NameRules`.
-    """
+def rules_of(view: ModelView) -> NameRules | None:
+    """The rules between published names and those of the model; None when the class is unknown."""
     architecture, config = view.published, view.config
     if architecture is None or config is None or not architecture.name_patterns:
         return None
     conversions = architecture.conversions(config)
-    return NameRules(conversions, architecture.base_prefix, architecture.model_names, shape_of=shape_of)
+    return NameRules(conversions, architecture.base_prefix, architecture.model_names, shape_of=shapes_of(config))
 
 
 def dialect_rules(conversions: tuple[Conversion, ...]) -> NameRules:

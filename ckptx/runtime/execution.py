@@ -130,9 +130,7 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(found, torch.Tensor):
             return found
-    raise UnsupportedError(
-        f"{_class_of(model)}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run"
-    )
+    raise UnsupportedError(f"{_class_of(model)}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run")
 
 
 def _loss(found: torch.Tensor, inputs: Inputs) -> torch.Tensor:

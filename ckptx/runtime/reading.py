@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptx.architecture.meta_model import build, known_class
 from ckptx.architecture.spec import Architecture
 from ckptx.catalog.dtype import BY_TORCH, DType
 from ckptx.catalog.entry import ArchivedChunks, TensorEntry
-from ckptx.catalog.region import Region, Shape
+from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
-from ckptx.mapping.rules import Renamed, ShapeOf
+from ckptx.mapping.rules import Renamed
 from ckptx.storage import FilePool
 from ckptx.transfer.sinks import stream_as
 from ckptx.transfer.stream import TensorReader
@@ -125,29 +123,11 @@ def open_source(
         renamed = Renamed.not_yet(view.tensors)
         if view.dialect:
             renamed = renamed.then(dialect_rules(view.dialect).to_model(renamed.tensors))
-        rules = rules_of(view, _shapes_of(view.config))
+        rules = rules_of(view)
         if rules is not None:
             renamed = renamed.then(rules.to_model(renamed.tensors))
         stored = {name: tuple(view.tensors[each].name for each in sources) for name, sources in renamed.sources.items()}
         yield Source(view, files, renamed.tensors, stored)
-
-
-def _shapes_of(config: Mapping[str, Any] | None) -> ShapeOf | None:
-    """Shapes of the model's tensors by name, for those that checkpoints store transposed or not.
-
-    They are those of a model without storage, built when the first is asked for.
-    """
-    names = (config or {}).get("architectures")
-    cls = known_class(str(names[0])) if isinstance(names, list) and names else None
-    if cls is None:
-        return None
-
-    @functools.cache
-    def shapes() -> dict[str, Shape]:
-        model = build(cls, cls.config_class.from_dict(dict(config or {})))
-        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-    return lambda name: shapes().get(name)
 
 
 # ----------------------------------------------------------------------------------------- bytes

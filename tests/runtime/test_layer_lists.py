@@ -23,7 +23,9 @@ NO_LAYERS = {
     r"Merger|DownsampleMLP": "an MLP that merges the features of several patches",
     r"^(Encodec|Mimi|Dac|Xcodec|VibeVoiceAcoustic|HifiGan|ELU)": "the convolutions of a codec",
     r"VectorQuantization": "a codebook",
-    r"^Module$|^Florence2VisionConvEmbed$|ConvLayer$|ConvNormLayer|ResNetStage|ResBlock|Conv1d$": "convolutions",
+    r"PredictorLayer$|^SqueezeExcitation|^DiffusionHead|DiffusionHeadAda": "what speaks, small or without attention",
+    r"^RelativePositionBias": "tables",
+    r"^Module$|^Florence2VisionConvEmbed$|ConvLayer$|ConvNormLayer|ResNetStage|ResBlock|AMPBlock|Conv1d$": "convolutions",
     r"LinkTower": "a norm between two towers",
     r"TimestepEmbedding|Flow|CouplingLayer|^Vits": "what a flow or a denoiser runs once for each of its steps",
     r"^EvollaSequenceAligner|^ModuleList$": "the steps of a resampler, in pairs",
@@ -107,8 +109,9 @@ def check(model: nn.Module) -> None:
         kinds = {type(item).__name__ for item in blocks}
         reason = [reason for pattern, reason in NO_LAYERS.items() if any(re.search(pattern, kind) for kind in kinds)]
         assert path in group_of or reason, (path, kinds)
+    is_pair = model.config.is_encoder_decoder  # both of its stacks are "language", whatever the encoder reads
     for path, group in group_of.items():
-        assert group_by_config(model, path) in (None, group), (path, group)
+        assert group_by_config(model, path) in (None, group) or (is_pair and group == "language"), (path, group)
     found = tuple(f"{layer.name}." for each in layer_groups(model).values() for layer in each)
     for path, module in model.named_modules():
         if isinstance(module, GradientCheckpointingLayer):

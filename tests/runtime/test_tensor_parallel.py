@@ -29,7 +29,7 @@ FAST = (
 SHARDED_LOGITS = {
     "llama-tied", "llama-untied", "llama-both-equal", "llama-both-different", "llama-fp32", "llama-biased", "mistral",
     "qwen2", "qwen3", "gemma2", "gemma3", "gemma3-vlm", "gemma4", "gemma4-moe", "gemma4-ple", "gemma4-shared-kv",
-    "gemma4-vlm", "phi3", "qwen3-moe", "mixtral", "qwen3-vl",
+    "gemma4-vlm", "gemma4-audio", "phi3", "qwen3-moe", "mixtral", "qwen3-vl",
 }  # fmt: skip
 REST = [name for name in EVERY if name not in FAST]
 
