@@ -39,11 +39,11 @@ from training_step import Shape, built, fitted, gemma4_31b, llama_8b, llama_of, 
 import ckptx
 from ckptx.errors import CkptxError
 from ckptx.report.report import Report
-from ckptx.runtime import tensor_parallel
-from ckptx.runtime.activation_checkpointing import MODES, checkpoint_activations
+from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.distributed import device_of
 from ckptx.runtime.layers import layer_groups
-from ckptx.runtime.plans import find_plan
+from ckptx.runtime.tensor_parallel.cut import apply
+from ckptx.runtime.tensor_parallel.plans import find_plan
 from ckptx.verification.forward import RunOptions, verify_run
 
 _TP = 4
@@ -170,7 +170,7 @@ def sharding(settings: Settings) -> Part:
                 plan = find_plan(model, config, sequence_parallel=on_sequence)
                 if wanted == "whole":
                     plan = dataclasses.replace(plan, sharded_head="")
-                tensor_parallel.apply(model, mesh, plan)
+                apply(model, mesh, plan)
                 checkpoint_activations(model, "full")  # a smaller card has no room else
                 row = measured(model, shape, settings.device, settings.repeats)
             del row["loss"], row["gradient_norm"]  # nothing was exchanged: they mean nothing

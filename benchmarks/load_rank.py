@@ -36,8 +36,8 @@ from transformers.utils import logging
 from ckptx.formats.huggingface import read_json
 from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.load import load
-from ckptx.runtime.plans import find_plan
-from ckptx.runtime.tensor_parallel import TensorParallelLayout, apply
+from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout, apply
+from ckptx.runtime.tensor_parallel.plans import find_plan
 
 _opened: list[Path] = []
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptx.errors import EnvironmentProblem, UnsupportedError
-from ckptx.runtime.inputs import Inputs
+from ckptx.runtime.inputs.batch import Inputs
 from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.loss import causal_lm_loss
+from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 

@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.activation_checkpointing import checkpoint_activations
+from ckptx.runtime.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.layers import layer_groups, unwrapped
-from ckptx.runtime.plans import Plan
-from ckptx.runtime.tensor_parallel import TensorParallelLayout, apply
+from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout, apply
+from ckptx.runtime.tensor_parallel.plans import Plan
 
 
 class Parallelized(NamedTuple):

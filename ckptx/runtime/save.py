@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError, Defect, InputError, UnsupportedError, UsageError
 from ckptx.formats.sidecars import look_around
-from ckptx.runtime.activation_checkpointing import configs_as_given
+from ckptx.runtime.activation_checkpointing.wrap import configs_as_given
 from ckptx.runtime.distributed import everywhere, together
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.rectangles import AliasWriter, LoadPlanner, SavePlanner
-from ckptx.runtime.tensor_parallel import TensorParallelLayout
+from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout
 from ckptx.staging import Staging, staged
 from ckptx.storage import unwritable, write_file
 

@@ -33,11 +33,11 @@ from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.comparison import Comparison, Reference, difference, furthest
 from ckptx.runtime.distributed import Place, everywhere, mesh_of, process_group, together
 from ckptx.runtime.execution import observed, run
-from ckptx.runtime.inputs import Inputs, inputs_for
+from ckptx.runtime.inputs.batch import Inputs, inputs_for
 from ckptx.runtime.load import RegionsOf, differing, load_from
 from ckptx.runtime.parallelize import Parallelized, parallelize
-from ckptx.runtime.plans import check_heads, find_plan
 from ckptx.runtime.reading import Source, open_source
+from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
 
 _ROWS = 2  # of each batch
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.runtime import activation_checkpointing
-from ckptx.runtime.activation_checkpointing import (
+from ckptx.runtime.activation_checkpointing import wrap as activation_checkpointing
+from ckptx.runtime.activation_checkpointing.wrap import (
     MODES,
     KVSharingFallback,
     canonical_name,

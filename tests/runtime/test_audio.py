@@ -13,11 +13,11 @@ from support.listeners import EARS, GRANITE_EARS, LISTENERS
 from support.models import VOCAB, randomise
 from torch import nn
 
-from ckptx.runtime.activation_checkpointing import MODES, checkpoint_activations
-from ckptx.runtime.audio import HEARD, SOUNDS
+from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.execution import run
-from ckptx.runtime.images import IMAGES
-from ckptx.runtime.inputs import Inputs, inputs_for
+from ckptx.runtime.inputs.audio import HEARD, SOUNDS
+from ckptx.runtime.inputs.batch import Inputs, inputs_for
+from ckptx.runtime.inputs.images import IMAGES
 from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.layers import layer_groups
 

@@ -12,8 +12,8 @@ from support.checkpointed import LiveBytes, assert_same, wrappers
 from support.vision_models import TINY, tiny
 from torch import nn
 
-from ckptx.runtime.activation_checkpointing import KVSharingFallback, canonical_name, checkpoint_activations
-from ckptx.runtime.inputs import inputs_for
+from ckptx.runtime.activation_checkpointing.wrap import KVSharingFallback, canonical_name, checkpoint_activations
+from ckptx.runtime.inputs.batch import inputs_for
 from ckptx.runtime.layers import layer_groups
 
 FEW = ("mllama", "idefics2")  # two stacks in a tower; a resampler

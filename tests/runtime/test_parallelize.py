@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.parallelize import local_bytes, parallelize
-from ckptx.runtime.plans import find_plan
+from ckptx.runtime.tensor_parallel.plans import find_plan
 
 
 def model_of(name: str) -> Any:

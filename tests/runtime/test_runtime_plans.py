@@ -14,8 +14,8 @@ from torch import nn
 from ckptx.architecture.find import find_architecture
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES
-from ckptx.runtime.optimized import OPTIMIZED, qualified_name
-from ckptx.runtime.plans import Plan, check_heads, find_plan
+from ckptx.runtime.tensor_parallel.optimized import OPTIMIZED, qualified_name
+from ckptx.runtime.tensor_parallel.plans import Plan, check_heads, find_plan
 
 Q = "model.layers.*.self_attn.q_proj"
 

@@ -32,10 +32,10 @@ from ckptx.formats.huggingface import read_json
 from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.load import load
 from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.plans import find_plan
 from ckptx.runtime.reading import open_source
 from ckptx.runtime.save import load_optimizer, save
-from ckptx.runtime.tensor_parallel import TensorParallelLayout
+from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout
+from ckptx.runtime.tensor_parallel.plans import find_plan
 
 MARKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp_avg": lambda value: value * 2,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ckptx.runtime.eyes import SIDE, Config, Image, between, channels, first_of, token_of
-from ckptx.runtime.insert import Insert, random_of
+from ckptx.runtime.inputs.insert import Insert, random_of
+from ckptx.runtime.inputs.spelled import SIDE, Config, Image, between, channels, first_of, token_of
 
 
 def grid(config: Config, rows: int, generator: torch.Generator) -> Insert:

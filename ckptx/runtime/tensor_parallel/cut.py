@@ -23,12 +23,12 @@ from ckptx.errors import UnsupportedError
 from ckptx.layout.placement import Placement, ceil_chunks, tp_rectangles
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Decision, decide
-from ckptx.runtime import sequence, styles
-from ckptx.runtime.collectives import Ranks, own_part
-from ckptx.runtime.loss import use_sharded_loss
-from ckptx.runtime.plans import Plan
-from ckptx.runtime.sequence import SequenceCut
-from ckptx.runtime.styles import EXPERTS, Cut, Held
+from ckptx.runtime.tensor_parallel import sequence, styles
+from ckptx.runtime.tensor_parallel.collectives import Ranks, own_part
+from ckptx.runtime.tensor_parallel.loss import use_sharded_loss
+from ckptx.runtime.tensor_parallel.plans import Plan
+from ckptx.runtime.tensor_parallel.sequence import SequenceCut
+from ckptx.runtime.tensor_parallel.styles import EXPERTS, Cut, Held
 
 _GATHERED_OUTPUT = ("colwise_gather_output", "colwise_rep")
 _SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptx.runtime.insert import Batch, Insert, random_of
+from ckptx.runtime.inputs.insert import Batch, Insert, random_of
 
 Config = Mapping[str, Any]
 Seen = Callable[[Config, int, torch.Generator], Insert]

@@ -29,6 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from ckptx.errors import UnsupportedError, UsageError
+from ckptx.runtime.activation_checkpointing.selective import context_maker, use_first_compiled_graph
 from ckptx.runtime.layers import (
     GROUPS,
     Layer,
@@ -39,7 +40,6 @@ from ckptx.runtime.layers import (
     submodule,
     unwrapped,
 )
-from ckptx.runtime.selective import context_maker, use_first_compiled_graph
 
 __all__ = [
     "MODES",

@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Sequence(NamedTuple):
-    """Where the sequence is cut; see `ckptx.runtime.sequence`.
+    """Where the sequence is cut; see `ckptx.runtime.tensor_parallel.sequence`.
 
     What a model is asked to give of the inside of its layers, such as their hidden states, are slices.
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckptx.catalog.region import Region
 from ckptx.layout.placement import ceil_chunks
-from ckptx.runtime.collectives import (
+from ckptx.runtime.shards import local_of
+from ckptx.runtime.tensor_parallel.collectives import (
     Ranks,
     copy_in,
     gather,
@@ -28,7 +29,6 @@ from ckptx.runtime.collectives import (
     sum_out,
     whole_parameter,
 )  # fmt: skip
-from ckptx.runtime.shards import local_of
 
 _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, I] and of [B, S, I]
 EXPERTS = ("moe_tp_experts", "all_reduce", "local")  # styles of a module that holds fused experts

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptx.runtime.insert import LENGTH, Batch, Insert, random_of
+from ckptx.runtime.inputs.insert import LENGTH, Batch, Insert, random_of
 
 Config = Mapping[str, Any]
 Sound = Callable[[Config, int, torch.Generator], Insert | None]

@@ -11,9 +11,9 @@ from math import isqrt
 
 import torch
 
-from ckptx.runtime import patches
-from ckptx.runtime.eyes import SIDE, Config, Image, Seen, channels, first_of, patches_along, square, token_of
-from ckptx.runtime.insert import Batch, Insert, random_of
+from ckptx.runtime.inputs import patches
+from ckptx.runtime.inputs.insert import Batch, Insert, random_of
+from ckptx.runtime.inputs.spelled import SIDE, Config, Image, Seen, channels, first_of, patches_along, square, token_of
 
 # ---------------------------------------------------------------------------------- images of the one size of the tower
 

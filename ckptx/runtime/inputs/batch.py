@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.audio import HEARD, SOUNDS, Heard
-from ckptx.runtime.images import IMAGES
-from ckptx.runtime.insert import LENGTH, Batch, Insert
+from ckptx.runtime.inputs.audio import HEARD, SOUNDS, Heard
+from ckptx.runtime.inputs.images import IMAGES
+from ckptx.runtime.inputs.insert import LENGTH, Batch, Insert
 
 _FIRST = 3  # the ids before are those of padding, begin and end in most vocabularies
 # Parts of a config that describe a tower, and what it takes.

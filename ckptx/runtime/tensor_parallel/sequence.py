@@ -22,10 +22,10 @@ from torch import nn
 
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES, Kind
-from ckptx.runtime import styles
-from ckptx.runtime.collectives import Ranks, all_gather, gather, gather_partial, split
-from ckptx.runtime.plans import Plan
-from ckptx.runtime.styles import EXPERTS
+from ckptx.runtime.tensor_parallel import styles
+from ckptx.runtime.tensor_parallel.collectives import Ranks, all_gather, gather, gather_partial, split
+from ckptx.runtime.tensor_parallel.plans import Plan
+from ckptx.runtime.tensor_parallel.styles import EXPERTS
 
 _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, H] and of [B, S, H]
 

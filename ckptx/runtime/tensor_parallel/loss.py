@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import UsageError
 from ckptx.layout.placement import ceil_chunks
-from ckptx.runtime.collectives import Ranks, all_reduce
+from ckptx.runtime.tensor_parallel.collectives import Ranks, all_reduce
 
 
 def causal_lm_loss(

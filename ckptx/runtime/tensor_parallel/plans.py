@@ -22,7 +22,7 @@ from ckptx.architecture.spec import Architecture
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
-from ckptx.runtime.optimized import Optimized, Sequence, is_stock, optimized_for, qualified_name
+from ckptx.runtime.tensor_parallel.optimized import Optimized, Sequence, is_stock, optimized_for, qualified_name
 
 _GATHERING = ("colwise_gather_output", "colwise_rep")  # styles that need no whole heads
 _SPLITTING = ("rowwise_split_input", "rowwise_rep")

@@ -1,0 +1,1 @@
+"""Activation checkpointing: what is wrapped, and what selective mode keeps."""

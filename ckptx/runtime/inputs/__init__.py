@@ -1,0 +1,1 @@
+"""Inputs for a model from its config alone: text, images and sounds."""
