@@ -48,6 +48,8 @@ SWITCHES: tuple[Values, ...] = (
     {"layer_type": "basic"},
     {"attn_layer_indices": [1]},  # Bamba
     {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},  # Granite 4
+    {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},  # LFM2
+    {"interleave_moe_layer_step": 2, "moe_layers": None},  # Llama 4 Maverick
     {"mlp_layer_types": ["dense", "sparse"], "layer_types": None, "num_hidden_layers": 2},  # MiniMax M3: all sparse
 )  # fmt: skip
 # Towers that composites with any vision model are published with.
