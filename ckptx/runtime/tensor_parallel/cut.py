@@ -26,12 +26,9 @@ from ckptx.layout.tensor_parallel_plan import Decision, decide
 from ckptx.runtime.tensor_parallel import sequence, styles
 from ckptx.runtime.tensor_parallel.collectives import Ranks, own_part
 from ckptx.runtime.tensor_parallel.loss import use_sharded_loss
-from ckptx.runtime.tensor_parallel.plans import Plan
+from ckptx.runtime.tensor_parallel.plans import GATHERING, SPLITTING, Plan
 from ckptx.runtime.tensor_parallel.sequence import SequenceCut
 from ckptx.runtime.tensor_parallel.styles import EXPERTS, Cut, Held
-
-_GATHERED_OUTPUT = ("colwise_gather_output", "colwise_rep")
-_SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +280,7 @@ def _refuse_cut_heads(
 ) -> None:
     for name, decision in decisions.items():
         style = plan.rule_of(name)
-        if decision.aligned or style is None or style[1].style in (*_GATHERED_OUTPUT, *_SPLIT_INPUT):
+        if decision.aligned or style is None or style[1].style in (*GATHERING, *SPLITTING):
             continue
         if not _is_below(name, gathered):
             assert decision.placement is not None
@@ -348,12 +345,12 @@ def _install_style(
         install = styles.embedding_rowwise if kind is Kind.EMBEDDING_ROWWISE else styles.embedding_colwise
         install(module, ranks)
     elif kind is Kind.COLWISE:
-        output = "gathered" if style in _GATHERED_OUTPUT else "sharded"
+        output = "gathered" if style in GATHERING else "sharded"
         styles.colwise(
             module, ranks, output="dtensor" if path == plan.sharded_head else output, on_sequence=on_sequence
         )
     elif kind is Kind.ROWWISE:
-        styles.rowwise(module, ranks, splits_input=style in _SPLIT_INPUT, on_sequence=on_sequence)
+        styles.rowwise(module, ranks, splits_input=style in SPLITTING, on_sequence=on_sequence)
 
 
 def _rope_dim(model: nn.Module) -> int:

@@ -24,8 +24,8 @@ from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.runtime.tensor_parallel.optimized import Optimized, Sequence, is_stock, optimized_for, qualified_name
 
-_GATHERING = ("colwise_gather_output", "colwise_rep")  # styles that need no whole heads
-_SPLITTING = ("rowwise_split_input", "rowwise_rep")
+GATHERING = ("colwise_gather_output", "colwise_rep")  # styles that need no whole heads
+SPLITTING = ("rowwise_split_input", "rowwise_rep")  # and these none
 # A number of heads counts only where this flag of the same config is true.
 _ONLY_WITH = {"num_global_key_value_heads": "attention_k_eq_v"}
 
@@ -190,7 +190,7 @@ def _is_made_for_running(plan: TensorParallelPlan, pattern: str, rule: Rule) -> 
     if rule.origin != "override":
         return True
     own = plan.fallback.rules.get(pattern) if plan.fallback is not None else None
-    is_vocabulary = rule.style in ("embedding_rowwise", *_GATHERING)  # either of them gives its module's whole output
+    is_vocabulary = rule.style in ("embedding_rowwise", *GATHERING)  # either of them gives its module's whole output
     return (own is not None and own.style == rule.style) or is_vocabulary
 
 
@@ -202,7 +202,7 @@ def _agrees(plan: TensorParallelPlan, pattern: str, style: str, running: frozens
 
 def _needs_heads(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
     kind = STYLES[rule.style]
-    is_sharded = kind in (Kind.COLWISE, Kind.ROWWISE) and rule.style not in (*_GATHERING, *_SPLITTING)
+    is_sharded = kind in (Kind.COLWISE, Kind.ROWWISE) and rule.style not in (*GATHERING, *SPLITTING)
     return bool(rule.heads) and is_sharded and _is_made_for_running(plan, pattern, rule)
 
 
@@ -230,7 +230,7 @@ def _says(model: nn.Module, key: str) -> bool:
 def _is_own_head(plan: TensorParallelPlan, head: str) -> bool:
     """Whether the plan cuts the head by its rows and gathers its output: a user may want it otherwise."""
     found = plan.rule_for(f"{head}.weight") if head else None
-    return found is not None and found[1].style in _GATHERING
+    return found is not None and found[1].style in GATHERING
 
 
 def _origins(plan: TensorParallelPlan, names: list[str], row: Optimized) -> dict[str, str]:
