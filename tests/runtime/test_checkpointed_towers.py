@@ -8,15 +8,29 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from support.checkpointed import LiveBytes, assert_same, wrappers
+from support.listeners import LISTENERS
 from support.vision_models import TINY, tiny
 from torch import nn
 
 from ckptx.runtime.activation_checkpointing.wrap import KVSharingFallback, canonical_name, checkpoint_activations
 from ckptx.runtime.inputs.batch import inputs_for
+from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.layers import layer_groups
 
+# Those that are registered and only listen, by the name of their model.
+LISTENING = tuple(
+    name for name in LISTENERS if name not in TINY and any(f".{name}.modeling_" in key for key in REGISTRY)
+)
 FEW = ("mllama", "idefics2")  # two stacks in a tower; a resampler
+
+
+def listener(name: str) -> nn.Module:
+    """A model of a class that listens, as the class initializes it."""
+    config, cls = (getattr(transformers, each) for each in LISTENERS[name].classes)
+    model: nn.Module = cls(config(**LISTENERS[name].settings))
+    return model
 
 
 class Trained(NamedTuple):
@@ -37,10 +51,11 @@ class Trained(NamedTuple):
 
 def trained(model_type: str, mode: str) -> Trained:
     torch.manual_seed(0)
-    model: Any = tiny(model_type).float().train()
+    model: Any = (tiny(model_type) if model_type in TINY else listener(model_type)).float().train()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes rows of 16 bytes alone
-    batch = inputs_for(json.loads(model.config.to_json_string()), rows=2, seed=0).batch
+    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    batch = inputs_for(config, rows=2, seed=0).batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KVSharingFallback)
         count = checkpoint_activations(model, mode)
@@ -54,7 +69,7 @@ def trained(model_type: str, mode: str) -> Trained:
 
 
 @pytest.mark.parametrize(
-    "model_type", [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in TINY]
+    "model_type", [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in (*TINY, *LISTENING)]
 )
 def test_layers_of_every_tower_are_checkpointed_to_the_same_bits(model_type: str) -> None:
     wanted = trained(model_type, "none")
