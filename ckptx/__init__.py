@@ -7,11 +7,12 @@ The functions here are the commands of the command line: they take the same name
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptx.version import __version__
 
 if TYPE_CHECKING:
+    from ckptx import errors
     from ckptx.conversion.convert import convert
     from ckptx.conversion.reshard import reshard
     from ckptx.difference import diff
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from ckptx.inspection import inspect
     from ckptx.verification.verify import verify
 
-__all__ = ["__version__", "convert", "diff", "inspect", "open_checkpoint", "reshard", "verify"]
+__all__ = ["__version__", "convert", "diff", "errors", "inspect", "open_checkpoint", "reshard", "verify"]
 
 _HOMES = {
     "convert": "ckptx.conversion.convert",
     "diff": "ckptx.difference",
+    "errors": "ckptx.errors",
     "inspect": "ckptx.inspection",
     "open_checkpoint": "ckptx.formats.registry",
     "reshard": "ckptx.conversion.reshard",
@@ -31,8 +33,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Imports a function when it is first asked for, so that `import ckptx` costs nothing."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a name that is none of them
+
+    def __getattr__(name: str) -> object:
+        """Imports a function when it is first asked for, so that `import ckptx` costs nothing."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = import_module(_HOMES[name])
+        return home if name == "errors" else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    """What is offered, whether imported yet or not; none of what this file needs for itself."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__") and name.endswith("__"))})

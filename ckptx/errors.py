@@ -49,6 +49,27 @@ class EnvironmentProblem(CkptxError):
     exit_code = 7
 
 
+_BY_EXTRA = {"torch": "run", "transformers": "run"}
+
+
+def missing_package(subject: str, error: ImportError) -> EnvironmentProblem:
+    """The refusal for a package that cannot be imported: what needs it, and how to install it.
+
+    Args:
+        subject: What needs the package: an option, a class.
+        error: What the import said.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package in _BY_EXTRA:
+        return EnvironmentProblem(
+            f"{subject}: needs {package}, which is not installed; pip install 'ckptx[{_BY_EXTRA[package]}]'"
+        )
+    if package:
+        return EnvironmentProblem(f"{subject}: needs the package {package}, which is not installed; install it")
+    said = (str(error).splitlines() or ["an import failed"])[0]
+    return EnvironmentProblem(f"{subject}: a package is missing: {said.rstrip('.')}; install it")
+
+
 class PeerFailure(CkptxError):
     """Another process of the same run failed; carries its exit code.
 

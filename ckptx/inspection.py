@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.errors import InputError, OutputError, UnsupportedError
+from ckptx.errors import EnvironmentProblem, InputError, OutputError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.report.report import Report, count_dtypes
@@ -38,7 +38,7 @@ def inspect(
     """
     report = Report("inspect")
     catalog = open_checkpoint(path)
-    view = view_model(catalog)
+    view = _viewed(catalog, report.warnings)
     report.tensors = len(catalog.tensors)
     report.dtypes = {"before": count_dtypes(catalog.tensors.values())}
     report.warnings.extend(catalog.notes)
@@ -77,6 +77,15 @@ def inspect(
     if ranks or html is not None:
         _add_layout(report, view, names, ranks, html)
     return report.finish()
+
+
+def _viewed(catalog: Catalog, notes: list[str]) -> ModelView:
+    """The model in the checkpoint; where telling its class takes packages that are not there, the tensors alone."""
+    try:
+        return view_model(catalog)
+    except EnvironmentProblem as error:
+        notes.append(str(error))
+        return view_model(catalog, config={})
 
 
 def _add_layout(report: Report, view: ModelView, names: list[str], ranks: bool, html: Path | None) -> None:

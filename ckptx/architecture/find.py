@@ -10,7 +10,7 @@ from typing import Any
 from ckptx.architecture.overrides import suffix_architecture
 from ckptx.architecture.spec import Architecture, TieFlag
 from ckptx.architecture.table import find_row
-from ckptx.errors import EnvironmentProblem
+from ckptx.errors import missing_package
 
 
 def find_architecture(
@@ -73,8 +73,5 @@ def _introspected(
         # costs seconds: only for a class that the table cannot answer
         from ckptx.architecture import meta_model
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"{class_name}: its names depend on its config.json, so the class must be built, and the package "
-            f"{error.name or error} is missing; install torch and transformers"
-        ) from error
+        raise missing_package(f"{class_name}: the table does not answer for it, so it must be built", error) from error
     return meta_model.introspect(config, config_dir=config_dir, trust_remote_code=trust_remote_code)

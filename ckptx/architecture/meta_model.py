@@ -32,7 +32,7 @@ from ckptx.architecture.plan_overrides import override_keys
 from ckptx.architecture.spec import NEVER, Architecture, TieFlag, TiePair
 from ckptx.architecture.spellings import aligned_spellings
 from ckptx.architecture.structure import Structure
-from ckptx.errors import EnvironmentProblem, UnsupportedError
+from ckptx.errors import UnsupportedError, missing_package
 
 VERSION: str = transformers.__version__
 
@@ -97,8 +97,7 @@ def introspect(
     try:
         return derive(cls, _config_builder(cls, config, config_dir, trust_remote_code), base)
     except ImportError as error:
-        package = error.name or str(error)
-        raise EnvironmentProblem(f"{class_name}: building it needs the package {package}; install it") from error
+        raise missing_package(f"{class_name}: building it", error) from error
     except UnmeasurableFlagError as error:
         raise UnsupportedError(f"{class_name}: {error}") from error
     except Exception as error:  # a config or model class may raise anything
@@ -385,7 +384,7 @@ def _remote_class(config: Mapping[str, Any], class_name: str, config_dir: Path) 
     try:
         found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, str(config_dir))
     except ImportError as error:
-        raise EnvironmentProblem(f"{class_name}: its remote code needs: {_first_line(error)}") from error
+        raise missing_package(f"{class_name}: its remote code", error) from error
     except OSError as error:
         raise UnsupportedError(
             f"{class_name}: {reference} of auto_map is not in {config_dir.name}; put the Python file beside config.json"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptx.catalog.region import Shape
+from ckptx.errors import missing_package
 from ckptx.mapping.rules import ShapeOf
 
 
@@ -22,9 +23,15 @@ def shapes_of(config: Mapping[str, Any]) -> ShapeOf:
 
     @functools.cache
     def shapes() -> dict[str, Shape]:
-        from ckptx.architecture.meta_model import build, known_class
-
         names = config.get("architectures")
+        try:
+            from ckptx.architecture.meta_model import build, known_class
+        except ImportError as error:
+            subject = str(names[0]) if isinstance(names, list) and names else "config.json"
+            raise missing_package(
+                f"{subject}: its shapes tell its tensors apart, so it must be built", error
+            ) from error
+
         cls: Any = known_class(str(names[0])) if isinstance(names, list) and names else None
         if cls is None:
             return {}

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, initialization
 
 from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.meta_model import known_class
-from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
+from ckptx.errors import InputError, UnsupportedError, missing_package
 from ckptx.formats.huggingface import read_json
 from ckptx.runtime.layers import canonical_name
 
@@ -66,8 +66,7 @@ def build_model(
         cls, config = _class_and_config(name, values, config_dir, trust_remote_code)
         model = _on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
     except ImportError as error:
-        package = error.name or str(error).splitlines()[0]
-        raise EnvironmentProblem(f"{name}: building it needs the package {package}; install it") from error
+        raise missing_package(f"{name}: building it", error) from error
     except UnsupportedError:
         raise
     except Exception as error:  # a config or a model class may raise anything

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.cutting import read_plan
-from ckptx.errors import EnvironmentProblem, UsageError
+from ckptx.errors import UsageError, missing_package
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Report
 from ckptx.runtime.launch import is_launched, launch
@@ -91,7 +91,7 @@ def verify_running(
     try:
         from ckptx.verification.forward import RunOptions, verify_run
     except ImportError as error:
-        raise EnvironmentProblem(f"--run: the package {error.name} is missing; install it") from error
+        raise missing_package("--run", error) from error
     options = RunOptions(
         dims,
         user,

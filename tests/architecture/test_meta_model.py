@@ -152,10 +152,11 @@ def test_no_torch_is_named_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatc
 
     import ckptx.architecture
 
-    monkeypatch.setitem(sys.modules, "ckptx.architecture.meta_model", None)
+    monkeypatch.delitem(sys.modules, "ckptx.architecture.meta_model")
     monkeypatch.delattr(ckptx.architecture, "meta_model")
+    monkeypatch.setitem(sys.modules, "torch", None)
     assert find_architecture({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}) is not None
-    with pytest.raises(EnvironmentProblem, match="install torch and transformers"):
+    with pytest.raises(EnvironmentProblem, match=r"must be built: needs torch, .* pip install 'ckptx\[run\]'"):
         find_architecture({"architectures": ["ZambaForCausalLM"], "model_type": "zamba"})
 
 
