@@ -251,7 +251,7 @@ def _(root: Path) -> Path:
     return root / "runs"
 
 
-@hf("an adapter", 4, r"an adapter \(LoRA or similar\); merge it into its base first")
+@hf("an adapter", 4, r"an adapter \(LoRA or similar\) is not read .*; merge it into its base first")
 def _(root: Path) -> Path:
     write_safetensors(root.parent / "lora" / "adapter_model.safetensors", {"w": value("F32", 1)})
     (root.parent / "lora" / "adapter_config.json").write_text("{}")

@@ -18,6 +18,7 @@ from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp_metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.foreign import refuse_directory
 from ckptx.formats.torch_zip import archive_frame, archive_length, locate_payload
 from ckptx.formats.unpickle import without_garbage_collection
 from ckptx.storage import FilePool, inside, unreadable
@@ -73,10 +74,7 @@ def _read_metadata(root: Path) -> bytes:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        if any(root.glob("__*" + METADATA)):
-            raise UnsupportedError(
-                f"{root}: saved without collectives, one .metadata per rank; save with use_collectives=True"
-            ) from error
+        refuse_directory(root, [found.name for found in root.glob("__*" + METADATA)])
         if any(root.glob("*.distcp")):
             raise InputError(
                 f"{path}: no such file beside .distcp files; the save was interrupted, use an earlier checkpoint"

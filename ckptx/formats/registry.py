@@ -6,6 +6,7 @@ A path may be a directory, a weight file, an index, or a parent with one checkpo
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from ckptx.catalog.catalog import Catalog, Part
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats import huggingface
 from ckptx.formats.dcp import open_dcp
+from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
 from ckptx.formats.sharded_safetensors import is_shard, open_sharded
 from ckptx.formats.sidecars import beside_one_file, look_around
 from ckptx.formats.torch_bin import open_bin
@@ -23,6 +25,9 @@ from ckptx.storage import unreadable
 
 _METADATA = ".metadata"
 _BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
+_FSDP_BIN = "pytorch_model_fsdp.bin"  # the whole state dict, as accelerate saves it with FULL_STATE_DICT
+# Refused before anything below the directory is looked for: what lies there is not what was passed.
+_ITSELF = re.compile(r"__\d+\.metadata|adapter_config\.json|adapter_model\..+")
 
 # Directories that trainers write side by side and that are one checkpoint: model first, optimizer second.
 _PARTS = (
@@ -85,7 +90,9 @@ def _has_own_directory(located: Located) -> bool:
     """False for a weight file with a name of its own: what else lies in its directory may be anything."""
     weights = located.weights[0]
     return (
-        located.kind in ("dcp", "sharded") or weights in (huggingface.SINGLE, _BIN) or weights.endswith(".index.json")
+        located.kind in ("dcp", "sharded")
+        or weights in (huggingface.SINGLE, _BIN, _FSDP_BIN)
+        or weights.endswith(".index.json")
     )
 
 
@@ -154,6 +161,7 @@ def locate(path: Path) -> Located:
         listed = ", ".join(str(located.root) for located in below[:8])
         more = f" and {len(below) - 8} more" if len(below) > 8 else ""
         raise InputError(f"{path}: holds {len(below)} checkpoints, needed one; pass one of: {listed}{more}")
+    refuse_below(path, 2)
     found = "it is empty" if not any(path.iterdir()) else "no .metadata, *.safetensors or pytorch_model*.bin in it"
     raise InputError(f"{path}: no checkpoint found, {found}")
 
@@ -162,15 +170,13 @@ def _locate_file(path: Path) -> Located:
     name = path.name
     if is_shard(name):
         return Located(path.parent, "sharded", (".",))
+    refuse_file(path)
     if name.endswith((".safetensors", ".safetensors.index.json")):
-        _refuse_adapter_file(path)
         return Located(path.parent, "huggingface", (name,))
     if name == ".metadata":
         return Located(path.parent, "dcp", (".",))
     if name.endswith((".bin", ".bin.index.json", ".pt", ".pth")):
         return Located(path.parent, "bin", (name,))
-    if name.endswith(".gguf"):
-        raise UnsupportedError(f"{path}: GGUF is not read; start from the safetensors it was made of")
     raise InputError(f"{path}: is no weight file or index; pass the directory of the checkpoint")
 
 
@@ -190,12 +196,11 @@ def _locate_directory(path: Path) -> Located | None:
     weights = _weights_in(path, names)
     if weights is not None:
         return weights
+    refuse_directory(path, [name for name in names if _ITSELF.fullmatch(name)])
     if any(name.endswith(".distcp") for name in names):
         raise InputError(
             f"{path}: has .distcp files but no .metadata; the save was interrupted or still runs, use another one"
         )
-    if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
-        raise UnsupportedError(f"{path}: an adapter (LoRA or similar); merge it into its base first")
     return None
 
 
@@ -217,21 +222,17 @@ def _weights_in(path: Path, names: set[str]) -> Located | None:
         return Located(path, "huggingface", (huggingface.SINGLE,))
     if _BIN_INDEX in names:
         return Located(path, "bin", (_BIN_INDEX,))
-    if _BIN in names:
-        return Located(path, "bin", (_BIN,))
+    for name in (_BIN, _FSDP_BIN):
+        if name in names:
+            return Located(path, "bin", (name,))
     indexes = sorted(name for name in names if name.endswith(".safetensors.index.json"))
     if not indexes:
-        indexes = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_"))
+        indexes = sorted(name for name in names if name.endswith(".safetensors") and kind_of_name(name) is None)
     if len(indexes) > 1:
         raise InputError(f"{path}: no model.safetensors or index, but {', '.join(indexes[:8])}; pass one as SRC")
     if indexes:
         return Located(path, "huggingface", (indexes[0],))
     return None
-
-
-def _refuse_adapter_file(path: Path) -> None:
-    if path.name.startswith("adapter_"):
-        raise UnsupportedError(f"{path}: an adapter (LoRA or similar); merge it into its base first")
 
 
 def _candidates(path: Path, depth: int) -> Iterator[Located]:

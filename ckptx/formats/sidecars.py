@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
+from ckptx.formats.foreign import is_foreign_weights
 from ckptx.storage import unreadable
 
 MANIFEST = "ckptx.json"
@@ -60,7 +61,7 @@ def look_around(root: Path, used: frozenset[str]) -> Surroundings:
     left: list[str] = []
     for directory, names in _walk(root, 0):
         inside = [name for name in names if name not in used and Path(name).name not in _OWN]
-        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES)]
+        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES) or is_foreign_weights(Path(name).name)]
         if directory == ".":
             carried.extend(name for name in inside if name not in weights)
             left.extend(weights)

@@ -1,0 +1,224 @@
+"""Checkpoints that ckptx recognises by the names of their files and does not read, each with what to do instead.
+
+Only names are looked at. Weights that ckptx reads win over what lies beside them: the table answers when nothing else
+did, and says which files next to real weights are another framework's weights and stay behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptx.errors import UnsupportedError
+
+_SHOWN = 2
+_NO_WEIGHTS = (".json",)  # configs and indexes of another framework say what is there, and weigh nothing
+
+
+class ForeignKind(NamedTuple):
+    """A kind of checkpoint that is known by name.
+
+    Attributes:
+        names: What its files or directories are called, as a regular expression over whole names.
+        what: What it is, as the subject of "is not read".
+        next_step: How its weights come into a form that is.
+        whole_alone: True when one such file without others of its kind may be a whole state dict. Given as SRC, a lone
+            one is opened as any `.pt` file.
+    """
+
+    names: str
+    what: str
+    next_step: str
+    whole_alone: bool = False
+
+
+# In the order in which they are asked: what a framework alone writes comes before suffixes that many use.
+FOREIGN_KINDS = (
+    ForeignKind(
+        r"__\d+\.metadata",
+        "a DCP saved without collectives, one .metadata per rank,",
+        "save it with use_collectives=True",
+    ),
+    ForeignKind(
+        r"adapter_config\.json|adapter_.+\.safetensors|adapter_model\..+",
+        "an adapter (LoRA or similar)",
+        "merge it into its base first",
+    ),
+    ForeignKind(
+        r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt"
+        r"|mp_rank_\d+_model_states\.pt"
+        r"|layer_\d+-model_\d+-model_states\.pt"
+        r"|(expert|layer_\d+_expert)_\d+(_expert_\d+)?_mp_rank_\d+_(model|optim)_states\.pt"
+        r"|latest_universal|global_step\d+_universal",
+        "a DeepSpeed checkpoint",
+        "run the zero_to_fp32.py beside it with --safe_serialization and pass the directory it writes",
+    ),
+    ForeignKind(
+        r"exp_avg_sq\.pt|exp_avg\.pt|fp32\.pt",
+        "a parameter of a DeepSpeed universal checkpoint",
+        "run zero_to_fp32.py on the checkpoint it was made of, with --safe_serialization, and pass what that writes",
+    ),
+    ForeignKind(
+        r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt",
+        "a verl checkpoint, one file for each rank,",
+        "run `python -m verl.model_merger merge --backend fsdp` on it and pass the directory it writes",
+    ),
+    ForeignKind(
+        r"model_optim_rng\.pt|model_rng\.pt|distrib_optim\.pt|mp_rank_\d\d(_\d\d\d)*",
+        "a Megatron checkpoint of the legacy format, one directory for each rank,",
+        "save it with --ckpt-format torch_dist and pass the iter_* directory",
+    ),
+    ForeignKind(
+        r"\.zarray|\.zattrs|\.zgroup|zarr\.json",
+        "a checkpoint in zarr arrays",
+        "save it with --ckpt-format torch_dist, or export it to safetensors",
+    ),
+    ForeignKind(
+        r".*\.nemo",
+        "a NeMo archive",
+        "unpack it with `tar -xf` and pass the directory in it that holds .metadata, or export it to safetensors",
+    ),
+    ForeignKind(
+        r"model(-pp-\d+-tp-\d+|-rank-\d+)-part-\d+\.safetensors",
+        "a sharded_state of vLLM or SGLang, fused and padded for one engine,",
+        "start from the checkpoint it was made of",
+    ),
+    ForeignKind(
+        r"tp\d+_sharded_checkpoint\.safetensors|rank\d+\.safetensors|model\d+-mp\d+\.safetensors",
+        "a checkpoint cut for the ranks of one engine, without a record of how,",
+        "start from the checkpoint it was made of",
+    ),
+    ForeignKind(
+        r"(.+[-_.])?rank_?\d+\.(bin|pt|pth|ckpt)",
+        "a state dict of one rank",
+        "save it with FSDP's SHARDED_STATE_DICT (a DCP) or FULL_STATE_DICT (one pytorch_model.bin)",
+    ),
+    ForeignKind(
+        r"checkpoint_\d+\.pt",
+        "a checkpoint of torch.distributed.checkpoint._experimental, one file for each rank,",
+        "save it with torch.distributed.checkpoint.save; saved by one rank alone, pass the file",
+        whole_alone=True,
+    ),
+    ForeignKind(
+        r"consolidated\.\d\d\.pth",
+        "a checkpoint in Meta's own layout, one file for each tensor parallel rank,",
+        "convert it with the convert_*_weights_to_hf script of transformers; of one rank alone, pass the file",
+        whole_alone=True,
+    ),
+    ForeignKind(
+        r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_METADATA|_sharding|checkpoint_metadata\.orbax.*",
+        "a JAX checkpoint of orbax",
+        "restore it there and save the parameters as safetensors",
+    ),
+    ForeignKind(
+        r".*\.ckpt\.(index|meta|data-\d+-of-\d+)|.*\.data-\d+-of-\d+|saved_model\.pb",
+        "a TensorFlow checkpoint",
+        "load it with from_tf in a transformers 4 and call save_pretrained, then pass what that writes",
+    ),
+    ForeignKind(
+        r".*\.(h5|hdf5|keras)|.*\.h5\.index\.json",
+        "a Keras or TensorFlow file (HDF5)",
+        "load it with from_tf in a transformers 4 and call save_pretrained, then pass what that writes",
+    ),
+    ForeignKind(
+        r".*\.msgpack|.*\.msgpack\.index\.json",
+        "a Flax file (msgpack)",
+        "load it with from_flax in a transformers 4 and call save_pretrained, then pass what that writes",
+    ),
+    ForeignKind(r".*\.(onnx|onnx_data|ort)", "ONNX", "start from the checkpoint it was exported from"),
+    ForeignKind(r".*\.(gguf|ggml|ggjt)", "GGUF", "start from the safetensors it was made of"),
+    ForeignKind(
+        r".*\.(tflite|mlmodel|mlpackage|engine|plan|pt2|pte|ot)|openvino_model\.(xml|bin)",
+        "a model compiled for one engine",
+        "start from the checkpoint it was made of",
+    ),
+    ForeignKind(r".*\.npz", "a NumPy archive", "save its arrays as safetensors"),
+    ForeignKind(
+        r".*\.(pkl|pickle)", "a plain pickle", "load it where it is trusted and save its tensors as safetensors"
+    ),
+    ForeignKind(
+        r".*\.ckpt",
+        "a checkpoint of a whole trainer (.ckpt)",
+        "save its state_dict with safetensors, or as pytorch_model.bin",
+    ),
+)  # fmt: skip
+_COMPILED = [(re.compile(kind.names), kind) for kind in FOREIGN_KINDS]
+
+
+def kind_of_name(name: str) -> ForeignKind | None:
+    """The kind that a file or directory of this name belongs to, or None."""
+    return next((kind for pattern, kind in _COMPILED if pattern.fullmatch(name)), None)
+
+
+def is_foreign_weights(name: str) -> bool:
+    """True for the weights of a kind that is not read: beside weights that are, they stay behind."""
+    return kind_of_name(name) is not None and not name.endswith(_NO_WEIGHTS)
+
+
+def kind_among(names: Collection[str]) -> tuple[ForeignKind, list[str]] | None:
+    """The kind that the names in one directory belong to, and which of them say so.
+
+    Returns:
+        None when no name is known.
+    """
+    for pattern, kind in _COMPILED:
+        found = sorted(name for name in names if pattern.fullmatch(name))
+        if found:
+            return kind, found
+    return None
+
+
+def refuse_file(path: Path) -> None:
+    """Refuses a file that is known by its name to be no checkpoint ckptx reads.
+
+    A file that may be whole by itself is let through when no other of its kind lies beside it.
+
+    Raises:
+        UnsupportedError: It is of a foreign kind.
+    """
+    kind = kind_of_name(path.name)
+    if kind is None:
+        return
+    if kind.whole_alone:
+        beside = [entry.name for entry in path.parent.iterdir() if kind_of_name(entry.name) is kind]
+        if beside == [path.name]:
+            return
+    raise UnsupportedError(f"{path}: {kind.what} is not read; {kind.next_step}")
+
+
+def refuse_directory(path: Path, names: Collection[str]) -> None:
+    """Refuses a directory in which a name is known, and says which.
+
+    Raises:
+        UnsupportedError: It is of a foreign kind.
+    """
+    known = kind_among(names)
+    if known is None:
+        return
+    kind, found = known
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise UnsupportedError(
+        f"{path}: {kind.what} is not read (found {', '.join(found[:_SHOWN])}{more}); {kind.next_step}"
+    )
+
+
+def refuse_below(path: Path, depth: int) -> None:
+    """Refuses `path` when it, or a directory at most `depth` below, is of a foreign kind; the nearest one is named.
+
+    Raises:
+        UnsupportedError: One of them is.
+    """
+    level = [path]
+    for _ in range(depth + 1):
+        below: list[Path] = []
+        for directory in level:
+            try:
+                entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+            except OSError:
+                continue  # what cannot be listed tells nothing
+            refuse_directory(directory, [entry.name for entry in entries])
+            below += [Path(entry.path) for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        level = below
