@@ -15,7 +15,6 @@ from typing import NamedTuple
 from ckptx.errors import UnsupportedError
 
 _SHOWN = 2
-_NO_WEIGHTS = (".json",)  # configs and indexes of another framework say what is there, and weigh nothing
 
 
 class ForeignKind(NamedTuple):
@@ -154,8 +153,9 @@ def kind_of_name(name: str) -> ForeignKind | None:
 
 
 def is_foreign_weights(name: str) -> bool:
-    """True for the weights of a kind that is not read: beside weights that are, they stay behind."""
-    return kind_of_name(name) is not None and not name.endswith(_NO_WEIGHTS)
+    """True for weights, or their index, of a kind that is not read: beside weights that are, they stay behind."""
+    is_config = name.endswith(".json") and not name.endswith(".index.json")
+    return not is_config and kind_of_name(name) is not None
 
 
 def kind_among(names: Collection[str]) -> tuple[ForeignKind, list[str]] | None:
