@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptx.architecture.flags import FLAG
+from ckptx.errors import InputError
+
+FLAG = "tie_word_embeddings"
 
 # Of the environment a checkpoint was made in, not of its tensors: they would demand kernels or quantizers
 # here.
@@ -16,6 +19,36 @@ _NOT_STRUCTURE = (
     "_attn_implementation",
     "experts_implementation",
 )
+
+
+def flag_at(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
+    """The boolean at a path of keys, None where the config does not have the key.
+
+    Nothing but `true` and `false` is read as a flag: nearly every config class of transformers refuses what is neither,
+    `null` too, and the few that take `null` read it as false whatever their default is.
+
+    Raises:
+        InputError: There is something else, or a config on the way to it is no object.
+    """
+    node: Any = config
+    for at, key in enumerate(path):
+        if key not in node:
+            return None
+        node = node[key]
+        if at < len(path) - 1 and not isinstance(node, Mapping):
+            if node is None:
+                return None  # a composite without this part
+            raise InputError(refusal(path[: at + 1], node, "an object"))
+    if not isinstance(node, bool):
+        raise InputError(refusal(path, node, "true or false"))
+    return node
+
+
+def refusal(path: Sequence[str], found: object, needed: str) -> str:
+    """The line that names a key of ``config.json`` with a value of the wrong kind."""
+    said = json.dumps(found)
+    said = said if len(said) <= 60 else f"{said[:57]}..."
+    return f"config.json: {'.'.join(path)} is {said}, needed {needed}; correct it"
 
 
 def structural(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ckptx.architecture.configs import refusal
 from ckptx.errors import InputError
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|(#?[A-Za-z_][A-Za-z0-9_.]*)|(\?\?|//|[-+*()]))")
@@ -42,6 +43,9 @@ class Scope(NamedTuple):
 
         Some composites are published with the keys of their text model at the root: a sub-config that is absent is
         read there. One that is nowhere is the one that the composite makes, whose values may be its own (`MADE`).
+
+        Raises:
+            InputError: The key holds text or a fraction, which no config class takes for a number.
         """
         kind = _length if key.startswith("#") else _number
         *path, last = key.removeprefix("#").split(".")
@@ -53,6 +57,8 @@ class Scope(NamedTuple):
             node = below if isinstance(below, Mapping) else node
         for name in (last, self.aliases.get(key, last)):
             if name in node:
+                if isinstance(node[name], (str, float)):
+                    raise InputError(refusal((*self.root, *path, name), node[name], "a whole number"))
                 return kind(node[name])
         if is_absent and MADE + key in self.defaults:
             return self.defaults[MADE + key]

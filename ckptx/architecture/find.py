@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptx.architecture.configs import refusal
 from ckptx.architecture.overrides import suffix_architecture
 from ckptx.architecture.spec import Architecture, TieFlag
 from ckptx.architecture.table import find_row
-from ckptx.errors import missing_package
+from ckptx.errors import InputError, missing_package
 
 
 def find_architecture(
@@ -31,12 +32,14 @@ def find_architecture(
         means that the class is unknown and only the most common tied names are considered.
 
     Raises:
+        InputError: A key that says which class it is holds something of another kind.
         EnvironmentProblem: The class must be built and torch, transformers or a package of the model is
             missing.
         UnsupportedError: The class exists and cannot be built from this config.
     """
+    _refuse_other_kinds(config)
     names = config.get("architectures")
-    if not names or not isinstance(names, (list, tuple)) or not isinstance(names[0], str):
+    if not names:
         return None
     class_name, model_type = names[0], str(config.get("model_type") or "")
     brings_code = bool(config.get("auto_map"))
@@ -49,6 +52,18 @@ def find_architecture(
         return suffix_architecture(class_name, model_type)
     built = _introspected(config, class_name, config_dir, trust_remote_code and row is None)
     return _placed(built, config) if built else suffix_architecture(class_name, model_type)
+
+
+def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
+    """Names the first of the keys that say which class it is whose value is none that they can have."""
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(each, str) for each in names)):
+        raise InputError(refusal(("architectures",), names, "a list of class names"))
+    for key, kind, needed in (("model_type", str, "a word"), ("auto_map", dict, "an object")):
+        if config.get(key) is not None and not isinstance(config[key], kind):
+            raise InputError(refusal((key,), config[key], needed))
+    if config.get("text_config") is not None and not isinstance(config["text_config"], Mapping):
+        raise InputError(refusal(("text_config",), config["text_config"], "an object"))
 
 
 def _placed(architecture: Architecture, config: Mapping[str, Any]) -> Architecture:

@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ckptx.architecture.configs import FLAG
 from ckptx.architecture.spec import TieFlag
 
-FLAG = "tie_word_embeddings"
 # other keys that some config classes turn into the flag: Lfm2 the first, CSM the second
 _ALIASES = ("tie_embedding", "tie_codebooks_embeddings")
 _ABSENT = object()

@@ -22,9 +22,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, initialization
 
-from ckptx.architecture.configs import remote_reference, structural, without_flag
+from ckptx.architecture.configs import FLAG, remote_reference, structural, without_flag
 from ckptx.architecture.declared import existing, flatten, mapping_of_list
-from ckptx.architecture.flags import FLAG, UnmeasurableFlagError, config_tree, flag_places, measure_flag, path_of
+from ckptx.architecture.flags import UnmeasurableFlagError, config_tree, flag_places, measure_flag, path_of
 from ckptx.architecture.meta_model_names import changes, dialects, loader, name_patterns, names_on_disk
 from ckptx.architecture.meta_model_structure import structure_of
 from ckptx.architecture.patterns import patterns_of, regex_for_patterns

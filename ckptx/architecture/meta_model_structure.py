@@ -269,7 +269,8 @@ def _heads(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any])
 
 
 def _fitting(dims: set[int], place: str, config: Any) -> Heads:
-    scope = Scope({key: read(config, key) for key in _CANDIDATE_KEYS})
+    held = {key: read(config, key) for key in _CANDIDATE_KEYS}
+    scope = Scope({key: value for key, value in held.items() if isinstance(value, int)})
     found: list[tuple[str, str]] = []
     for count, size in _CANDIDATES:
         numbers = attempt(count, scope), attempt(size, scope)

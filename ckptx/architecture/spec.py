@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckptx.architecture.configs import flag_at
 from ckptx.architecture.plans import conversions_of, lacks, plan_of, stacks_of
 from ckptx.architecture.structure import Structure
 from ckptx.layout.stages import Stack
@@ -40,7 +41,11 @@ class TieFlag:
         assert len(self.truth) == 3 ** len(self.paths), (self.paths, self.truth)
 
     def effective(self, config: Mapping[str, Any]) -> bool:
-        """The flag that the model reads, given the contents of ``config.json``."""
+        """The flag that the model reads, given the contents of ``config.json``.
+
+        Raises:
+            InputError: A key that decides it holds something else than true or false.
+        """
         index = 0
         for path in self.paths:
             index = 3 * index + _state(config, path)
@@ -203,9 +208,5 @@ class Architecture:
 
 
 def _state(config: Mapping[str, Any], path: tuple[str, ...]) -> int:
-    value: Any = config
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if value is None:  # `null` means "the default" to the config classes
-        return 0
-    return 2 if value else 1
+    flag = flag_at(config, path)
+    return 0 if flag is None else 1 + flag

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptx.architecture.configs import flag_at
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
 
@@ -72,7 +73,7 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
             "names of the hub"
         )
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
+        if flag_at(config, (key,)):
             raise UnsupportedError(
                 f"config.json: {key} is true, but torchtitan's model has no biases there; keep the names of the hub"
             )
