@@ -6,7 +6,6 @@ projection that the model splits) is cut where the model's tensors would be cut,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from ckptx.architecture.spec import Architecture
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
-from ckptx.errors import UsageError
+from ckptx.errors import InputError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut, tp_rectangles
 from ckptx.layout.stages import StageMap
@@ -24,6 +23,9 @@ from ckptx.layout.tensor_parallel_plan import Decision, TensorParallelPlan, deci
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules, Place
+from ckptx.storage import read_small
+from ckptx.untrusted.json_text import parse_json
+from ckptx.untrusted.limits import PLAN_BYTES
 
 _PREDICTORS = ("mtp", "nextn", "eagle")  # heads for further tokens, which follow the last layer
 
@@ -90,11 +92,13 @@ def read_plan(path: str) -> Mapping[str, Any]:
         UsageError: It cannot be read or is not JSON.
     """
     try:
-        plan: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--tp-plan: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"--tp-plan: {path} is not JSON ({error})") from error
+        plan = parse_json(read_small(Path(path), PLAN_BYTES).decode("utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--tp-plan: {path} is not UTF-8 at byte {error.start}") from error
+    except InputError as error:
+        cause = error.__cause__
+        said = f"{path} cannot be read: {cause.strerror}" if isinstance(cause, OSError) else str(error)
+        raise UsageError(f"--tp-plan: {said}") from error
     if not isinstance(plan, dict):
         raise UsageError(f'--tp-plan: {path} holds a {type(plan).__name__}, needed {{"pattern": "style"}}')
     return plan

@@ -17,7 +17,7 @@ from ckptx.errors import CkptxError, InputError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.rendezvous import Rendezvous
 from ckptx.staging import Staging, staged, sync
-from ckptx.storage import FilePool, create, unreadable, write_at
+from ckptx.storage import FilePool, create, open_regular, unreadable, write_at
 from ckptx.transfer.digest import LEAF, digest_bytes, leaf_digest, tree_digest
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
@@ -287,7 +287,7 @@ def _leaves(data: Path | bytes) -> Iterator[bytes]:
             yield data[at : at + LEAF]
         return
     try:
-        with data.open("rb") as file:
+        with os.fdopen(open_regular(data), "rb") as file:
             while block := file.read(LEAF):
                 yield block
     except OSError as error:

@@ -56,16 +56,7 @@ class FilePool:
         """
         descriptor = self._descriptors.get(name)
         if descriptor is None:
-            path = inside(self.root, name)
-            try:
-                # Without blocking: a pipe in the place of a file would otherwise wait for a writer for ever.
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
-                raise InputError(f"{path}: is a directory, pipe or device, needed a regular file")
-            descriptor = self._keep(name, descriptor)
+            descriptor = self._keep(name, open_regular(inside(self.root, name)))
         return descriptor
 
     def _keep(self, name: str, descriptor: int) -> int:
@@ -98,6 +89,54 @@ class FilePool:
                 )
             data += more
         return data
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read `path`, which must be a regular file or a link to one.
+
+    Raises:
+        InputError: It is missing, is a dangling link, a directory, pipe, socket or device, or cannot be read.
+        EnvironmentProblem: Too many files are open.
+    """
+    try:
+        # Without blocking: a pipe in the place of a file would otherwise wait for a writer for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:  # a zero byte in a name
+        raise InputError(f"{path}: is no name of a file") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{path}: is a directory, pipe or device, needed a regular file")
+    return descriptor
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """All bytes of a small file; the one verb for inputs that are read whole.
+
+    Args:
+        path: The file; see `open_regular` for what it may be.
+        limit: Bytes allowed. The size is looked at first, so that nothing is read of a file that is larger, and held
+            again while reading: some files have no size, or grow.
+
+    Raises:
+        InputError: As `open_regular`; or the file is larger.
+    """
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        parts: list[bytes] = []
+        left = limit + 1 if size <= limit else 0
+        while left and (part := os.read(descriptor, min(left, max(size + 1, 1 << 16)))):
+            parts.append(part)
+            left -= len(part)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    finally:
+        os.close(descriptor)
+    if not left:
+        raise InputError(f"{path}: {max(size, limit + 1)} bytes, allowed at most {limit}; the file is corrupt")
+    return b"".join(parts)
 
 
 def allow_many_files() -> None:

@@ -22,10 +22,11 @@ from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rules import NameRules
-from ckptx.storage import FilePool
+from ckptx.storage import FilePool, read_small
 from ckptx.transfer.digest import digest_bytes
 from ckptx.transfer.sinks import digest_of
 from ckptx.transfer.stream import TensorReader
+from ckptx.untrusted.limits import METADATA_BYTES
 
 
 @dataclass(slots=True)
@@ -212,7 +213,7 @@ def manifest_beside(source: Catalog, notes: list[str]) -> dict[str, Any] | None:
     for name in markers if source.format == "dcp" else ():
         if not (source.root / name).is_file():  # a part in sharded safetensors, which ckptx does not write
             return None
-        data = (source.root / name).read_bytes()
+        data = read_small(source.root / name, METADATA_BYTES)
         if recorded.get(name) != {"bytes": len(data), "digest": digest_bytes(data)}:
             notes.append(f"{MANIFEST} describes another {name}; ignored")
             return None

@@ -285,10 +285,10 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is not JSON"),
+        ("{", "not JSON"),
         ("[]", "holds a list"),
         ("3", "holds a int"),
-        ("\ufeff{}", "is not JSON"),
+        ("\ufeff{}", "not JSON"),
         (None, "cannot be read"),
     ],
 )

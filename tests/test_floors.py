@@ -15,7 +15,8 @@ ROOT = Path(ckptx.__file__).parent
 
 FLOORS = (
     ("errors", "version"),
-    ("catalog", "storage", "staging", "rendezvous"),
+    ("untrusted", "storage"),
+    ("catalog", "staging", "rendezvous"),
     ("layout", "mapping"),
     ("formats", "architecture", "transfer", "ranks"),
     ("view",),
@@ -27,8 +28,8 @@ FLOORS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
 
-# Neighbours that meet: staging writes through storage; verification compares headers as diff does.
-MEETINGS = {("staging", "storage"), ("rendezvous", "storage"), ("verification", "difference"), ("__main__", "cli")}
+# Neighbours that meet: verification compares headers as diff does.
+MEETINGS = {("verification", "difference"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
@@ -97,8 +98,8 @@ def test_a_module_imports_from_lower_floors_alone(file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [
-        ("storage.py", "from ckptx.cli.main import main", "storage (floor 2) imports cli (floor 9)"),
-        ("formats/x.py", "import ckptx.transfer.plan", "formats (floor 4) imports transfer (floor 4)"),
+        ("storage.py", "from ckptx.cli.main import main", "storage (floor 2) imports cli (floor 10)"),
+        ("formats/x.py", "import ckptx.transfer.plan", "formats (floor 5) imports transfer (floor 5)"),
         ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
         ("storage.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),
         ("storage.py", "from ckptx.staging import Staging", "imports staging"),

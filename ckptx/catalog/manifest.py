@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.storage import read_small
+from ckptx.untrusted.limits import MANIFEST_BYTES
 
 SCHEMA = 1
 
@@ -35,11 +37,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         UnsupportedError: A newer ckptx wrote it.
     """
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_small(path, MANIFEST_BYTES))
         version = manifest["ckptx"]
         for key in ("files", "sidecars", "tensors"):
             manifest[key].items()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path}: is not a manifest of ckptx ({type(error).__name__}: {error}); remove it if it is damaged, no "
             "loader needs it"

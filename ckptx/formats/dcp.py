@@ -7,6 +7,7 @@ an archive are the elements is looked up in a second step, by those who want to 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,8 @@ from ckptx.formats.dcp_metadata import DcpMetadata, Key, StorageInfo, TensorMeta
 from ckptx.formats.foreign import refuse_directory
 from ckptx.formats.torch_zip import archive_frame, archive_length, locate_payload
 from ckptx.formats.unpickle import without_garbage_collection
-from ckptx.storage import FilePool, inside, unreadable
+from ckptx.storage import FilePool, inside, open_regular, read_small, unreadable
+from ckptx.untrusted.limits import METADATA_BYTES
 
 METADATA = ".metadata"
 
@@ -72,16 +74,16 @@ def _unclaimed(metadata: DcpMetadata) -> Key:
 def _read_metadata(root: Path) -> bytes:
     path = root / METADATA
     try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
+        data = read_small(path, METADATA_BYTES)
+    except InputError:
+        if os.path.lexists(path):
+            raise
         refuse_directory(root, [found.name for found in root.glob("__*" + METADATA)])
         if any(root.glob("*.distcp")):
             raise InputError(
                 f"{path}: no such file beside .distcp files; the save was interrupted, use an earlier checkpoint"
-            ) from error
-        raise unreadable(path, error) from error
-    except OSError as error:
-        raise unreadable(path, error) from error
+            ) from None
+        raise
     if data.startswith(_LFS_POINTER):
         raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
     return data
@@ -167,11 +169,14 @@ def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, in
     for name in sorted(needed):
         path = inside(root, name)
         try:
-            size = os.stat(path).st_size
-            if size < needed[name]:
-                with path.open("rb") as file:
-                    if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                        raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
+            found = os.stat(path)
+            size = found.st_size
+            if size < needed[name] or not stat.S_ISREG(found.st_mode):
+                descriptor = open_regular(path)
+                start = os.pread(descriptor, len(_LFS_POINTER), 0)
+                os.close(descriptor)
+                if start == _LFS_POINTER:
+                    raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
         except OSError as error:
             raise unreadable(path, error) from error
         if size < needed[name]:

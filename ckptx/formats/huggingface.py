@@ -16,7 +16,9 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.safetensors import Header, parse_header
-from ckptx.storage import FilePool, inside, unreadable
+from ckptx.storage import FilePool, inside, read_small
+from ckptx.untrusted.json_text import parse_json
+from ckptx.untrusted.limits import CONFIG_BYTES, INDEX_BYTES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,7 +35,7 @@ def open_huggingface(root: Path, weights: str) -> Catalog:
         InputError: A file is missing or corrupt, or index and headers disagree; the message names file and tensor.
     """
     if weights.endswith(".json"):
-        text = read_text(root / weights)
+        text = read_text(root / weights, INDEX_BYTES)
         weight_map = parse_index(text, root / weights)
         names = sorted(set(weight_map.values()))
         catalog = _open_files(root, names)
@@ -71,16 +73,14 @@ def read_header(files: FilePool, name: str) -> Header:
     return parse_header(lambda at, n: files.read(name, at, n), files.size(name), str(files.root / name))
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, limit: int) -> str:
     """The text of a small file, newlines untouched.
 
     Raises:
-        InputError: It is missing, unreadable, not UTF-8, or a git-lfs pointer.
+        InputError: It is missing, unreadable, larger than `limit` bytes, not UTF-8, or a git-lfs pointer.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise unreadable(path, error) from error
+        text = read_small(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}; the file is corrupt") from error
     if text.startswith("version https://git-lfs"):
@@ -90,30 +90,15 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a key that appears twice is refused."""
-    try:
-        value = json.loads(read_text(path), object_pairs_hook=lambda pairs: _unique(pairs, path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON ({error}); the file is corrupt") from error
+    value = parse_json(read_text(path, CONFIG_BYTES), path)
     if not isinstance(value, dict):
         raise InputError(f"{path}: holds a {type(value).__name__}, needed a JSON object")
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    keys: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in keys:
-            raise InputError(f'{path}: key "{key}" appears twice; remove one')
-        keys[key] = value
-    return keys
-
-
 def parse_index(text: str, path: Path) -> dict[str, str]:
     """The weight map (tensor name -> file name) of an index."""
-    try:
-        index = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON ({error}); the index is corrupt") from error
+    index = parse_json(text, path, "index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise InputError(f"{path}: has no weight_map of tensor to file; the index is corrupt")

@@ -21,7 +21,8 @@ from ckptx.formats.sidecars import beside_one_file, look_around
 from ckptx.formats.torch_bin import open_bin
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.staging import is_being_written
-from ckptx.storage import unreadable
+from ckptx.storage import read_small, unreadable
+from ckptx.untrusted.limits import INDEX_BYTES
 
 _METADATA = ".metadata"
 _BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -73,7 +74,7 @@ def open_checkpoint(path: Path) -> Catalog:
 
 def _add_surroundings(catalog: Catalog, located: Located) -> None:
     root = located.root
-    if (root / "config.json").is_file():
+    if os.path.lexists(root / "config.json"):  # not `is_file`: what is no file is refused there, not passed over
         catalog.config = huggingface.read_json(root / "config.json")
     used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
     if located.kind != "dcp" or catalog.config is not None:
@@ -211,7 +212,7 @@ def _has_shards(path: Path) -> bool:
 def _weights_in(path: Path, names: set[str]) -> Located | None:
     """HF weights in a directory, in the order in which transformers prefers them."""
     single, index = huggingface.SINGLE in names, huggingface.INDEX in names
-    if single and index and huggingface.SINGLE not in (path / huggingface.INDEX).read_text(errors="replace"):
+    if single and index and huggingface.SINGLE not in _text_of_index(path):
         raise InputError(
             f"{path}: has both {huggingface.SINGLE} and {huggingface.INDEX}, and loaders disagree on which counts; "
             "pass the one you mean as SRC"
@@ -233,6 +234,10 @@ def _weights_in(path: Path, names: set[str]) -> Located | None:
     if indexes:
         return Located(path, "huggingface", (indexes[0],))
     return None
+
+
+def _text_of_index(path: Path) -> str:
+    return read_small(path / huggingface.INDEX, INDEX_BYTES).decode("utf-8", "replace")
 
 
 def _candidates(path: Path, depth: int) -> Iterator[Located]:

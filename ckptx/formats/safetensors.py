@@ -13,11 +13,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from json.encoder import encode_basestring
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptx.catalog.dtype import BY_NAME, DType
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.untrusted.json_text import half_surrogate, has_half_surrogate
+from ckptx.untrusted.limits import ELEMENT_BITS, TENSORS, shape_fault
 
 # The library refuses longer headers, so nobody could load a file that has one.
 MAX_HEADER = 100_000_000
@@ -77,11 +80,15 @@ def parse_header(read: Read, size: int, where: str) -> Header:
     raw = read(8, length)
     try:
         text = raw.decode("utf-8")
+        if text.count('"dtype"') > TENSORS:
+            raise InputError(f"{where}: header of more than {TENSORS:,} tensors, allowed at most that; split the file")
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: header is not JSON ({error}); the file is corrupt") from error
     if not text.startswith("{") or not isinstance(parsed, dict):
         raise InputError(f"{where}: header is not a JSON object; the file is corrupt")
+    if has_half_surrogate(text):
+        raise half_surrogate(where)
     metadata = parsed.pop("__metadata__", None)
     _refuse_duplicate_keys(text, len(parsed), where)
     tensors = [_parse_tensor(name, value, 8 + length, size, where) for name, value in parsed.items()]
@@ -115,18 +122,19 @@ def _parse_tensor(name: str, value: Any, data_start: int, size: int, where: str)
     dtype = BY_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None or not dtype.in_safetensors:
         raise UnsupportedError(
-            f'{where}: tensor "{name}" has dtype {dtype_name!r}, which is no dtype of safetensors 0.8; '
+            f'{where}: tensor "{name}" has dtype {_brief(dtype_name)}, which is no dtype of safetensors 0.8; '
             "a newer ckptx may know it"
         )
-    numel = 1
     if not isinstance(shape, list):
-        raise InputError(f'{where}: tensor "{name}" has shape {shape!r}, needed a list; the file is corrupt')
+        raise InputError(f'{where}: tensor "{name}" has shape {_brief(shape)}, needed a list; the file is corrupt')
     for dim in shape:
         if type(dim) is not int or dim < 0:
-            raise InputError(f'{where}: tensor "{name}" has shape {shape!r}; the file is corrupt')
-        numel *= dim
-    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-        raise InputError(f'{where}: tensor "{name}" has data_offsets {[begin, end]!r}; the file is corrupt')
+            raise InputError(f'{where}: tensor "{name}" has shape {_brief(shape)}; the file is corrupt')
+    if (fault := shape_fault(shape)) is not None:
+        raise InputError(f'{where}: tensor "{name}" has a shape of {fault}; the file is corrupt')
+    numel = prod(shape)
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << ELEMENT_BITS:
+        raise InputError(f'{where}: tensor "{name}" has data_offsets {_brief([begin, end])}; the file is corrupt')
     if numel * dtype.bits % 8:
         raise InputError(f'{where}: tensor "{name}" ({dtype} {shape}) does not fill whole bytes; the file is corrupt')
     if end - begin != dtype.nbytes(numel):
@@ -140,6 +148,11 @@ def _parse_tensor(name: str, value: Any, data_start: int, size: int, where: str)
             "the file is truncated, download it again"
         )
     return HeaderTensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _brief(value: object) -> str:
+    """The beginning of a value that a header holds in the place of another."""
+    return f"{json.dumps(value):.80}"
 
 
 def _check_cover(tensors: list[HeaderTensor], data_start: int, size: int, where: str) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
 from ckptx.formats.foreign import is_foreign_weights
-from ckptx.storage import unreadable
+from ckptx.storage import read_small, unreadable
+from ckptx.untrusted.limits import CONFIG_BYTES
 
 MANIFEST = "ckptx.json"
 _OWN = frozenset({MANIFEST, ".metadata"})
@@ -99,8 +100,11 @@ def _walk(root: Path, depth: int, below: str = ".") -> Iterator[tuple[str, list[
 
 
 def _modules(root: Path) -> frozenset[str]:
+    path = root / "modules.json"
+    if not path.is_file():
+        return frozenset()
     try:
-        listed = json.loads((root / "modules.json").read_text(encoding="utf-8"))
+        listed = json.loads(read_small(path, CONFIG_BYTES).decode("utf-8"))
         return frozenset(module["path"].split("/")[0] for module in listed if module.get("path"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return frozenset()  # absent, or somebody else's modules.json

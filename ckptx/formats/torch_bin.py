@@ -18,6 +18,7 @@ from ckptx.formats.huggingface import check_index, parse_index, read_text
 from ckptx.formats.torch_zip import open_archive, place_tensor
 from ckptx.formats.unpickle import Refused, TensorRef
 from ckptx.storage import FilePool
+from ckptx.untrusted.limits import INDEX_BYTES
 
 
 def open_bin(root: Path, names: Sequence[str]) -> Catalog:
@@ -34,7 +35,7 @@ def open_bin(root: Path, names: Sequence[str]) -> Catalog:
     index = names[0] if len(names) == 1 and names[0].endswith(".json") else None
     if index is None:
         return _open_files(root, names)
-    text = read_text(root / index)
+    text = read_text(root / index, INDEX_BYTES)
     weight_map = parse_index(text, root / index)
     catalog = _open_files(root, list(dict.fromkeys(weight_map.values())))
     check_index(weight_map, catalog, root / index)

@@ -33,9 +33,10 @@ from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.rectangles import AliasWriter, LoadPlanner, SavePlanner
 from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout
 from ckptx.staging import Staging, staged
-from ckptx.storage import unwritable, write_file
+from ckptx.storage import read_small, unwritable, write_file
 
 _MODEL, _OPTIMIZER = "model", "optim"
+_SIDECAR_BYTES = 1 << 30
 _STATE, _GROUPS = f"{_OPTIMIZER}.state", f"{_OPTIMIZER}.param_groups"
 
 
@@ -281,4 +282,4 @@ def _write_beside(model: nn.Module, directory: Path, beside: Path | None) -> Non
             write_file(directory / "config.json", model.config.to_json_string().encode())
         return
     for sidecar in look_around(beside, frozenset()).carried:
-        write_file(directory / sidecar.name, (beside / sidecar.name).read_bytes())
+        write_file(directory / sidecar.name, read_small(beside / sidecar.name, _SIDECAR_BYTES))

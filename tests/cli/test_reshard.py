@@ -169,7 +169,7 @@ def test_a_plan_that_cannot_be_followed_is_usage(
 def test_a_plan_that_is_not_there_or_no_json_is_usage(tmp_path: Path, hf: Path, dst: Path) -> None:
     refused(dst, 2, "cannot be read", hf, dst, "--tp", 2, "--tp-plan", tmp_path / "gone")
     (tmp_path / "text").write_text("q_proj: colwise")
-    refused(dst, 2, "is not JSON", hf, dst, "--tp", 2, "--tp-plan", tmp_path / "text")
+    refused(dst, 2, "not JSON", hf, dst, "--tp", 2, "--tp-plan", tmp_path / "text")
 
 
 # Refusals

@@ -253,7 +253,7 @@ def test_a_directory_without_any_dcp_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         open_dcp(tmp_path)
     (tmp_path / ".metadata").mkdir()
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="needed a regular file"):
         open_dcp(tmp_path)
 
 

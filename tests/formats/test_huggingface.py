@@ -81,7 +81,7 @@ def test_a_tensor_in_two_files(two: Path) -> None:
         pytest.param("{}", "no weight_map", id="no map"),
         pytest.param("[]", "no weight_map", id="no object"),
         pytest.param("{", "not JSON", id="half"),
-        pytest.param("[" * 100_000, "not JSON", id="deep"),
+        pytest.param("[" * 100_000, "nested deeper", id="deep"),
         pytest.param("", "not JSON", id="empty"),
     ],
 )

@@ -1,0 +1,86 @@
+"""JSON out of a checkpoint: parsed once, refused when parsers could disagree on it or choke on it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckptx.errors import InputError
+from ckptx.untrusted.limits import JSON_BITS, JSON_DEPTH
+
+
+def parse_json(text: str, where: object, what: str = "file") -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: The text.
+        where: Subject of errors.
+        what: What is said to be corrupt in them.
+
+    Raises:
+        InputError: It is not JSON, has a key twice or half a surrogate pair, is nested deeper than `JSON_DEPTH`, or has
+            a number of more than `JSON_BITS` bits.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error}); the {what} is corrupt") from error
+    except ValueError as error:  # Python converts no number of more than 4,300 digits
+        raise _too_long(where) from error
+    _check_nest(value, where)
+    if has_half_surrogate(text):
+        raise half_surrogate(where)
+    return value
+
+
+def has_half_surrogate(text: str) -> bool:
+    r"""True when a JSON text has half a surrogate pair in a string: `"\ud800"`, which has no place in UTF-8."""
+    if "\\u" not in text:
+        return False
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def half_surrogate(where: object) -> InputError:
+    """The refusal of a text that cannot be written as UTF-8."""
+    return InputError(f"{where}: a string holds half a surrogate pair, which is no text; rename what it names")
+
+
+def _unique(pairs: list[tuple[str, Any]], where: object) -> dict[str, Any]:
+    keys: dict[str, Any] = dict(pairs)
+    if len(keys) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise InputError(f'{where}: key "{twice}" appears twice; remove one')
+    return keys
+
+
+def _check_nest(value: Any, where: object) -> None:
+    """Walks level by level; no recursion, whatever the nest."""
+    level = [value]
+    for _ in range(JSON_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            inside = each.values() if isinstance(each, dict) else each if isinstance(each, list) else (each,)
+            for item in inside:
+                if isinstance(item, dict | list):
+                    below.append(item)
+                elif type(item) is int and item.bit_length() > JSON_BITS:
+                    raise _too_long(where)
+        if not below:
+            return
+        level = below
+    raise _too_deep(where)
+
+
+def _too_deep(where: object) -> InputError:
+    return InputError(f"{where}: JSON nested deeper than {JSON_DEPTH} levels; the file is corrupt")
+
+
+def _too_long(where: object) -> InputError:
+    return InputError(f"{where}: JSON with a number of more than {JSON_BITS} bits; the file is corrupt")
