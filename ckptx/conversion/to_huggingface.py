@@ -16,6 +16,7 @@ from ckptx.conversion.target import Target, cast, share
 from ckptx.errors import Defect, InputError
 from ckptx.formats import huggingface_layout
 from ckptx.formats.huggingface import read_header
+from ckptx.formats.sharding_info import holds_parts
 from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
 from ckptx.storage import FilePool
@@ -116,7 +117,13 @@ def _check_written(tree: Path, layout: Catalog, outcome: Outcome, recorded: dict
     """Reads the headers back, and holds the bytes read against the digests taken when the DCP was written."""
     with FilePool(tree) as files:
         for name in layout.files:
-            for tensor in read_header(files, name).tensors:
+            header = read_header(files, name)
+            if holds_parts(header, name):
+                raise InputError(
+                    f"{name}: its header, as ckptx.json remembers it, calls whole tensors parts of larger ones; remove "
+                    "ckptx.json and convert again"
+                )
+            for tensor in header.tensors:
                 entry = layout.tensors[tensor.name]
                 if (tensor.dtype, tensor.shape, name) != (entry.dtype, entry.shape, entry.chunks[0].file):
                     raise Defect(f'{name}: header of "{tensor.name}" is not what was planned; please report it')

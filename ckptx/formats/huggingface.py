@@ -7,6 +7,7 @@ Which files belong to the checkpoint is decided by the index, never by a glob: s
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.safetensors import Header, parse_header
+from ckptx.formats.sharding_info import SHARDING_INFO, holds_parts, that_record_offsets
 from ckptx.storage import FilePool, inside, read_small
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import CONFIG_BYTES, INDEX_BYTES
@@ -24,12 +26,15 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def open_huggingface(root: Path, weights: str) -> Catalog:
+def open_huggingface(root: Path, weights: str) -> Catalog | None:
     """Opens the safetensors of a directory.
 
     Args:
         root: The directory.
         weights: The index or the one safetensors file in it.
+
+    Returns:
+        The catalog, or None when the headers say that the files hold parts of tensors, whatever they are called.
 
     Raises:
         InputError: A file is missing or corrupt, or index and headers disagree; the message names file and tensor.
@@ -39,25 +44,37 @@ def open_huggingface(root: Path, weights: str) -> Catalog:
         weight_map = parse_index(text, root / weights)
         names = sorted(set(weight_map.values()))
         catalog = _open_files(root, names)
+        if catalog is None:
+            return None
         check_index(weight_map, catalog, root / weights)
         catalog.verbatim[weights] = text
     else:
         names = [weights]
         catalog = _open_files(root, names)
+        if catalog is None:
+            return None
     catalog.notes.extend(stray_notes(root, {*names, weights}, (".safetensors", ".bin")))
     return catalog
 
 
-def _open_files(root: Path, names: list[str]) -> Catalog:
+def _open_files(root: Path, names: list[str]) -> Catalog | None:
+    """The catalog of whole tensors in `names`, or None when they are not whole."""
     catalog = Catalog(root, "huggingface", {})
     owner: dict[str, str] = {}
+    recording: set[str] = set()
     with FilePool(root) as files:
         for name in names:
             header = read_header(files, name)
+            if SHARDING_INFO in header.metadata:
+                if holds_parts(header, str(root / name)):
+                    return None
+                recording.add(name)
             catalog.files[name] = files.size(name)
             catalog.verbatim[name] = header.text
             for tensor in header.tensors:
                 if tensor.name in owner:
+                    if {name, owner[tensor.name]} <= recording:
+                        return None
                     raise InputError(
                         f'{root}: tensor "{tensor.name}" is in {owner[tensor.name]} and in {name}; '
                         "which one counts is unknown, remove one"
@@ -65,7 +82,13 @@ def _open_files(root: Path, names: list[str]) -> Catalog:
                 owner[tensor.name] = name
                 chunk = Chunk(whole(tensor.shape), name, tensor.begin, tensor.end - tensor.begin)
                 catalog.tensors[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, (chunk,))
-    return catalog
+        return None if recording and _is_continued(root, files, set(names)) else catalog
+
+
+def _is_continued(root: Path, files: FilePool, names: set[str]) -> bool:
+    """True when another file of the directory holds parts: the tensors of these files may be the first parts only."""
+    others = {entry.name for entry in os.scandir(root) if entry.name.endswith(".safetensors")} - names
+    return any(holds_parts(read_header(files, name), str(root / name)) for name in that_record_offsets(root, others))
 
 
 def read_header(files: FilePool, name: str) -> Header:

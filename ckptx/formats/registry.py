@@ -17,6 +17,7 @@ from ckptx.formats import huggingface
 from ckptx.formats.dcp import open_dcp
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
 from ckptx.formats.sharded_safetensors import is_shard, open_sharded
+from ckptx.formats.sharding_info import that_record_offsets
 from ckptx.formats.sidecars import beside_one_file, look_around
 from ckptx.formats.torch_bin import open_bin
 from ckptx.mapping.names import is_optimizer, is_trainer_state
@@ -65,7 +66,10 @@ def open_checkpoint(path: Path) -> Catalog:
         catalog = open_bin(located.root, list(located.weights))
         catalog.notes.extend(huggingface.stray_notes(located.root, {*catalog.files, *located.weights}, (".bin",)))
     else:
-        catalog = huggingface.open_huggingface(located.root, located.weights[0])
+        found = huggingface.open_huggingface(located.root, located.weights[0])
+        if found is None:
+            located = Located(located.root, "sharded", (".",))
+        catalog = open_sharded(located.root) if found is None else found
     if not catalog.tensors:
         raise InputError(f"{located.root}: holds no tensors")
     _add_surroundings(catalog, located)
@@ -173,7 +177,7 @@ def _locate_file(path: Path) -> Located:
         return Located(path.parent, "sharded", (".",))
     refuse_file(path)
     if name.endswith((".safetensors", ".safetensors.index.json")):
-        return Located(path.parent, "huggingface", (name,))
+        return _located_by_header(path.parent, name)
     if name == ".metadata":
         return Located(path.parent, "dcp", (".",))
     if name.endswith((".bin", ".bin.index.json", ".pt", ".pth")):
@@ -206,7 +210,13 @@ def _locate_directory(path: Path) -> Located | None:
 
 
 def _has_shards(path: Path) -> bool:
-    return path.is_dir() and any(is_shard(name) for name in os.listdir(path))
+    if not path.is_dir():
+        return False
+    names = set(os.listdir(path))
+    if any(map(is_shard, names)):
+        return True
+    weights = _weights_in(path, names)
+    return weights is not None and weights.kind == "sharded"
 
 
 def _weights_in(path: Path, names: set[str]) -> Located | None:
@@ -220,20 +230,43 @@ def _weights_in(path: Path, names: set[str]) -> Located | None:
     if index:
         return Located(path, "huggingface", (huggingface.INDEX,))
     if single:
-        return Located(path, "huggingface", (huggingface.SINGLE,))
+        return _located_by_header(path, huggingface.SINGLE)
     if _BIN_INDEX in names:
         return Located(path, "bin", (_BIN_INDEX,))
     for name in (_BIN, _FSDP_BIN):
         if name in names:
             return Located(path, "bin", (name,))
     indexes = sorted(name for name in names if name.endswith(".safetensors.index.json"))
-    if not indexes:
-        indexes = sorted(name for name in names if name.endswith(".safetensors") and kind_of_name(name) is None)
-    if len(indexes) > 1:
-        raise InputError(f"{path}: no model.safetensors or index, but {', '.join(indexes[:8])}; pass one as SRC")
-    if indexes:
+    if len(indexes) == 1:
         return Located(path, "huggingface", (indexes[0],))
-    return None
+    found = indexes or sorted(name for name in names if name.endswith(".safetensors") and kind_of_name(name) is None)
+    if not found:
+        return None
+    if not indexes and that_record_offsets(path, found):
+        return Located(path, "sharded", (".",))
+    if len(found) > 1:
+        raise InputError(f"{path}: no model.safetensors or index, but {', '.join(found[:8])}; pass one as SRC")
+    return Located(path, "huggingface", (found[0],))
+
+
+def _located_by_header(root: Path, weights: str) -> Located:
+    """What one weight file or index stands for: itself, or all shards of its directory when its header makes it one.
+
+    A file that records offsets is still one of whole tensors where its name or an index says so, unless other files
+    that record some lie beside it without being in the index.
+    """
+    by_itself = Located(root, "huggingface", (weights,))
+    if weights.endswith(".json") or not that_record_offsets(root, [weights]):
+        return by_itself
+    beside = sorted(entry.name for entry in os.scandir(root) if entry.name != weights)
+    for index in beside:
+        if index.endswith(".safetensors.index.json"):
+            listed = huggingface.parse_index(huggingface.read_text(root / index), root / index).values()
+            if weights in listed and huggingface.open_huggingface(root, index) is not None:
+                return by_itself
+    if weights != huggingface.SINGLE or that_record_offsets(root, [n for n in beside if n.endswith(".safetensors")]):
+        return Located(root, "sharded", (".",))
+    return by_itself
 
 
 def _text_of_index(path: Path) -> str:

@@ -3,38 +3,41 @@
     shard-RRRRR-model-IIIII-of-NNNNN.safetensors     file I of N of rank R - 1
     __metadata__                                     DCP_SHARDING_INFO: {NAME: {"saved_offsets": [...]}} as JSON text
 
-There is no index: a tensor is as large as its farthest block says. So a lost shard is a gap where it can be seen, and
-nothing at all when it was the last; then only a manifest or the caller, who may know shapes, can tell. Stock readers
-take every `*.safetensors` of the directory and hand out uninitialised memory for a gap; here both are refused.
+Those are the names that stock writers give; a file of another name is a shard by the same header. There is no index: a
+tensor is as large as its farthest block says. So a lost shard is a gap where it can be seen, and nothing at all when it
+was the last; then only a manifest or the caller, who may know shapes, can tell. Stock readers take every safetensors
+file of the directory and hand out uninitialised memory for a gap; here both are refused.
 Source: `torch/distributed/checkpoint/hf_storage.py`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.manifest import read_manifest
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import InputError
 from ckptx.formats.huggingface import INDEX, read_header
+from ckptx.formats.huggingface_layout import natural_key
 from ckptx.formats.safetensors import Header
+from ckptx.formats.sharding_info import (
+    SHARDING_INFO,
+    check_offsets,
+    offsets_of,
+    refuse_unheld,
+    sharding_info,
+    that_record_offsets,
+)
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.unpickle import without_garbage_collection
 from ckptx.storage import FilePool
-
-SHARDING_INFO = "DCP_SHARDING_INFO"
-OFFSETS = "saved_offsets"
-VERSION_KEY = "DCP_VERSION"
-VERSION = "1.0"
 
 _NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -93,13 +96,20 @@ def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None)
 
 def _shards_in(root: Path) -> list[str]:
     names = [entry.name for entry in os.scandir(root) if entry.name.endswith(".safetensors")]
-    strays = sorted(name for name in names if not is_shard(name))
+    others = [name for name in names if not is_shard(name)]
+    strays = sorted(set(others).difference(that_record_offsets(root, others)))
     if strays:
         raise InputError(
-            f"{root}: holds {', '.join(strays[:3])} beside shard-* files, and loaders would read both; move one kind "
-            "to another directory, or pass the file or index you mean as SRC"
+            f"{root}: holds {', '.join(strays[:3])} beside {_kind(names, strays)}, and loaders would read both; move "
+            "one kind to another directory, or pass the file or index you mean as SRC"
         )
-    return sorted(names, key=_numbers)
+    return sorted(names, key=natural_key)
+
+
+def _kind(names: Iterable[str], strays: Iterable[str]) -> str:
+    """How an error calls the shards among `names`."""
+    shards = sorted(set(names).difference(strays))
+    return "shard-* files" if any(map(is_shard, shards)) else f"{shards[0]}, a shard by its {SHARDING_INFO}"
 
 
 def _recorded_shapes(root: Path, names: Iterable[str]) -> dict[str, Shape] | None:
@@ -146,12 +156,12 @@ class _Pieces:
 
     def add(self, file: str, header: Header) -> None:
         where = str(self._root / file)
-        info = _sharding_info(header.metadata, where)
+        info = sharding_info(header.metadata, where)
         for name, dtype, shape, begin, end in header.tensors:
-            offsets = (0,) * len(shape) if info is None else _offsets(info.pop(name, None), name, shape, where)
+            offsets = (0,) * len(shape) if info is None else offsets_of(info.pop(name, None), name, shape, where)
             region = self._regions.get((offsets, shape))
             if region is None:
-                _check_offsets(offsets, name, shape, where)
+                check_offsets(offsets, name, shape, where)
                 region = self._regions[offsets, shape] = Region(offsets, shape)
             chunk = Chunk(region, file, begin, end - begin)
             chunks = self.chunks.setdefault(name, [])
@@ -163,50 +173,7 @@ class _Pieces:
                     "the shards are of different checkpoints"
                 )
             chunks.append(chunk)
-        if info:
-            raise InputError(
-                f'{where}: {SHARDING_INFO} lists tensor "{next(iter(info))}", which the file does not hold'
-            )
-
-
-def _sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | None:
-    """Offsets by tensor, or None for a file of whole tensors."""
-    version = metadata.get(VERSION_KEY, VERSION)
-    if version.partition(".")[0] != VERSION.partition(".")[0]:
-        raise UnsupportedError(f"{where}: {VERSION_KEY} is {version}, this ckptx reads {VERSION}; use a newer ckptx")
-    text = metadata.get(SHARDING_INFO)
-    if not text:
-        return None
-    try:
-        info = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: {SHARDING_INFO} is not JSON ({error}); the file is corrupt") from error
-    if not isinstance(info, dict):
-        raise InputError(f"{where}: {SHARDING_INFO} is a {type(info).__name__}, needed a JSON object; save it again")
-    return info
-
-
-def _offsets(row: Any, name: str, shape: Shape, where: str) -> Shape:
-    offsets = row.get(OFFSETS) if isinstance(row, dict) else None
-    if isinstance(offsets, list) and all(type(begin) is int for begin in offsets):
-        return tuple(offsets)
-    if offsets is not None:
-        raise _wrong_offsets(offsets, name, shape, where)
-    raise InputError(
-        f'{where}: tensor "{name}" has no {OFFSETS} in {SHARDING_INFO}; where it belongs is unknown, save it again'
-    )
-
-
-def _check_offsets(offsets: Shape, name: str, shape: Shape, where: str) -> None:
-    if len(offsets) != len(shape) or any(not 0 <= begin < 1 << 63 for begin in offsets):
-        raise _wrong_offsets(list(offsets), name, shape, where)
-
-
-def _wrong_offsets(offsets: object, name: str, shape: Shape, where: str) -> InputError:
-    return InputError(
-        f'{where}: tensor "{name}" of shape {list(shape)} has {OFFSETS} {offsets!s:.80}, needed a count for each dim; '
-        "the file is corrupt"
-    )
+        refuse_unheld(info or {}, where)
 
 
 class _Assembly:
@@ -256,13 +223,15 @@ class _Assembly:
         where = f'{self._root}: tensor "{name}" of shape {list(shape)}'
         if fault.kind == "gap":
             raise InputError(f"{where}: no shard covers {fault.region}; {self._lost()}")
-        files = sorted({chunk.file for chunk in chunks if chunk.region.intersect(fault.region)}, key=_numbers)
+        files = sorted({chunk.file for chunk in chunks if chunk.region.intersect(fault.region)}, key=natural_key)
         raise InputError(
             f"{where}: {' and '.join(files[:2])} both cover {fault.region}; one of them is of another checkpoint"
         )
 
     def _lost(self) -> str:
         """Which files are missing, as far as their numbers tell."""
+        if not all(map(is_shard, self._names)):
+            return "a shard is missing or damaged, copy the checkpoint again"
         present = {_numbers(name) for name in self._names}
         counts = {shard: count for shard, _, count in present}
         usual = max(counts.values())

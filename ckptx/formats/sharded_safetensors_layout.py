@@ -21,7 +21,8 @@ from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError
 from ckptx.formats.cut import Cut, by_stage
 from ckptx.formats.safetensors import frame_header, header_text, padded
-from ckptx.formats.sharded_safetensors import OFFSETS, SHARDING_INFO, VERSION, VERSION_KEY, shard_name
+from ckptx.formats.sharded_safetensors import shard_name
+from ckptx.formats.sharding_info import OFFSETS, SHARDING_INFO, VERSION, VERSION_KEY
 from ckptx.layout.parallel_dims import ParallelDims
 
 
