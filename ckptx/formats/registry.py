@@ -175,7 +175,8 @@ def _locate_file(path: Path) -> Located:
     name = path.name
     if is_shard(name):
         return Located(path.parent, "sharded", (".",))
-    refuse_file(path)
+    if not (name.endswith(".safetensors") and that_record_offsets(path.parent, [name])):
+        refuse_file(path)
     if name.endswith((".safetensors", ".safetensors.index.json")):
         return _located_by_header(path.parent, name)
     if name == ".metadata":
@@ -239,11 +240,12 @@ def _weights_in(path: Path, names: set[str]) -> Located | None:
     indexes = sorted(name for name in names if name.endswith(".safetensors.index.json"))
     if len(indexes) == 1:
         return Located(path, "huggingface", (indexes[0],))
-    found = indexes or sorted(name for name in names if name.endswith(".safetensors") and kind_of_name(name) is None)
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    if not indexes and that_record_offsets(path, files):
+        return Located(path, "sharded", (".",))
+    found = indexes or [name for name in files if kind_of_name(name) is None]
     if not found:
         return None
-    if not indexes and that_record_offsets(path, found):
-        return Located(path, "sharded", (".",))
     if len(found) > 1:
         raise InputError(f"{path}: no model.safetensors or index, but {', '.join(found[:8])}; pass one as SRC")
     return Located(path, "huggingface", (found[0],))

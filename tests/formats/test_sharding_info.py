@@ -46,6 +46,8 @@ NAMINGS = {
     "stock": lambda rank, ranks: shard_name(rank + 1, 1, 1),
     "as whole shards": lambda rank, ranks: f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors",
     "by rank": lambda rank, ranks: f"rank_{rank}.safetensors",
+    "as an engine's": lambda rank, ranks: f"rank{rank}.safetensors",
+    "as another engine's": lambda rank, ranks: f"model-rank-{rank}-part-0.safetensors",
     "first as one file": lambda rank, ranks: SINGLE if rank == 0 else f"part{rank}.safetensors",
     "last as one file": lambda rank, ranks: SINGLE if rank == ranks - 1 else f"a{rank}.safetensors",
     "mixed": lambda rank, ranks: shard_name(1, 1, 1) if rank == 0 else f"other.{rank}.safetensors",
