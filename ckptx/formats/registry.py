@@ -263,7 +263,7 @@ def _located_by_header(root: Path, weights: str) -> Located:
     beside = sorted(entry.name for entry in os.scandir(root) if entry.name != weights)
     for index in beside:
         if index.endswith(".safetensors.index.json"):
-            listed = huggingface.parse_index(huggingface.read_text(root / index), root / index).values()
+            listed = huggingface.parse_index(huggingface.read_text(root / index, INDEX_BYTES), root / index).values()
             if weights in listed and huggingface.open_huggingface(root, index) is not None:
                 return by_itself
     if weights != huggingface.SINGLE or that_record_offsets(root, [n for n in beside if n.endswith(".safetensors")]):
