@@ -9,22 +9,38 @@ from typing import Any
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.report import Report, count_dtypes
 from ckptx.view import ModelView, dialect_rules, rules_of, view_model
 
 
-def diff(a: Path, b: Path) -> Report:
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | None = None,
+) -> Report:
     """Compares two checkpoints of any format; `exit` of the report is 1 when they differ.
 
     A name that only one has is no difference when it is a tied name whose partner both have: that is how one format
     says what the other leaves out.
 
+    Args:
+        a: A directory, file, index, or Hub id.
+        b: Another one.
+        revision: Branch, tag or commit of what is a Hub id.
+        token: Hub token.
+        cache_dir: Hub cache.
+
     Raises:
         InputError, UnsupportedError: One cannot be opened.
     """
     report = Report("diff")
-    first, second = in_common_names(*(_headers_of(view_model(open_checkpoint(path))) for path in (a, b)))
+    paths = [resolve(str(each), revision=revision, token=token, cache_dir=cache_dir) for each in (a, b)]
+    first, second = in_common_names(*(_headers_of(view_model(open_checkpoint(path))) for path in paths))
     views = [first, second]
     report.tensors = len(first.tensors)
     report.dtypes = {

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.errors import EnvironmentProblem, InputError, OutputError, UnsupportedError
+from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.report.report import Report, count_dtypes
@@ -16,28 +17,34 @@ from ckptx.view import ModelView, manifest_beside, view_model
 
 
 def inspect(
-    path: Path,
+    path: str | Path,
     *,
     tensors: bool = False,
     match: str | None = None,
     ranks: bool = False,
     html: Path | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | None = None,
 ) -> Report:
     """Describes a checkpoint; no tensor byte is read.
 
     Args:
-        path: The checkpoint.
+        path: A directory, file, index, or Hub id.
         tensors: List every tensor.
         match: Only names that match this glob. Alone it implies `tensors`; with `ranks` or `html` it narrows them.
         ranks: Say what each rank holds.
         html: Draw that into this file, as one page that needs no other.
+        revision: Branch, tag or commit of a Hub id.
+        token: Hub token.
+        cache_dir: Hub cache.
 
     Raises:
         InputError, UnsupportedError: It cannot be opened.
         OutputError: The page cannot be written.
     """
     report = Report("inspect")
-    catalog = open_checkpoint(path)
+    catalog = open_checkpoint(resolve(str(path), revision=revision, token=token, cache_dir=cache_dir))
     view = _viewed(catalog, report.warnings)
     report.tensors = len(catalog.tensors)
     report.dtypes = {"before": count_dtypes(catalog.tensors.values())}

@@ -49,7 +49,7 @@ def default_workers() -> int:
 
 # Options that some commands do not have.
 _MEANINGLESS = {
-    "hf2dcp": ("max_shard_size", "base", "to"),
+    "hf2dcp": ("max_shard_size", "base", "to", "optimizer"),
     "dcp2hf": ("files", "to", "tp", "pp", "dp_shard", "pp_split", "tp_plan"),
     "reshard": ("max_shard_size",),
 }
@@ -119,10 +119,10 @@ class ConvertOptions:
         values = {name: value for name, value in options.items() if value is not None}
         unknown = sorted(set(values) - set(cls.__dataclass_fields__))
         if unknown:
-            raise UsageError(f"{said}: unknown option {unknown[0]}")
+            raise UsageError(f"--{unknown[0].replace('_', '-')}: has no meaning for {said}")
         for name in _MEANINGLESS[command]:
             if name in values:
-                raise UsageError(f"{said}: --{name.replace('_', '-')} has no meaning here")
+                raise UsageError(f"--{name.replace('_', '-')}: has no meaning for {said}")
         dtype = str(values.get("dtype", "auto"))
         if dtype not in _DTYPES:
             raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
@@ -143,9 +143,43 @@ class ConvertOptions:
         if values["max_memory"] < (2 << 20) * values["workers"]:
             raise UsageError(f"--max-memory: {values['max_memory']} bytes, needed at least 2 MiB for each worker")
         settings = cls(**values)
+        settings.refuse_what_says_nothing()
         if command == "dcp2hf" or settings.to == "safetensors":
             settings.refuse_what_safetensors_lack()
         return settings
+
+    def refuse_what_says_nothing(self) -> None:
+        """Checks that each option has something to act on; one that is silently ignored is a wrong result.
+
+        Raises:
+            UsageError: One has no meaning beside the others.
+        """
+        if self.pp_split != "even" and self.pp == 1:
+            raise UsageError("--pp-split: says which layers a stage gets, needed --pp 2 or more with it")
+        if self.tp_plan is not None and self.tp == 1:
+            raise UsageError("--tp-plan: says how TP cuts tensors, needed --tp 2 or more with it")
+        if self.base == "none" and (self.tie_missing or self.tied != "auto"):
+            name = "--tie-missing" if self.tie_missing else "--tied"
+            raise UsageError(f"{name}: has no meaning with --base none, which knows of no ties; name a checkpoint")
+
+    def refuse_what_source_lacks(self, source_format: str, to: str) -> None:
+        """Checks the options against what is converted into what.
+
+        Args:
+            source_format: Of the catalog.
+            to: "dcp" or "safetensors".
+
+        Raises:
+            UsageError: One is about something that is not there.
+        """
+        if source_format == "dcp":
+            return
+        if self.optimizer is not None:
+            raise UsageError(
+                "--optimizer: is about the optimizer state of a DCP; SRC is none and holds the model alone"
+            )
+        if self.prefix is not None and to == "safetensors":
+            raise UsageError("--prefix: is removed from names of a DCP and added to those of one; here is neither")
 
     def refuse_what_safetensors_lack(self) -> None:
         """Checks the options against an output in safetensors.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import click
 
 from ckptx.cli.options import F, Section, hub_options, output_options, with_global_options
@@ -24,30 +26,29 @@ def common_options(function: F) -> F:
             click.option(
                 "--dtype",
                 metavar="auto|bf16|fp16|fp32",
+                show_default="auto",
                 help="Cast floats; auto keeps each tensor's own. Integers, scales, and fp32 the model needs stay.",
-            ),
-            click.option(
-                "--names",
-                metavar="disk|model|torchtitan",
-                help="Names to write: as published, as in the model of transformers, or torchtitan's.",
-            ),
-            click.option(
-                "--prefix", metavar="auto|TEXT", help="hf2dcp: added to names. From a DCP: removed; auto finds it."
             ),
             click.option(
                 "--tied",
                 metavar="auto|alias|copy|drop",
+                show_default="auto",
                 help="Tied names: as files and config say; one copy that names share; copies; left out.",
             ),
             click.option(
                 "--tie-missing", is_flag=True, default=None, help="Tie a head that is missing though not declared tied."
             ),
-            click.option("--optimizer", metavar="keep|drop", help="Optimizer state of a DCP; a DCP can keep it."),
             click.option(
                 "--trust-remote-code", is_flag=True, default=None, help="Run code from SRC for an unknown class."
             ),
-            click.option("--workers", type=int, metavar="N", help="Threads; the output does not depend on it."),
-            click.option("--max-memory", metavar="SIZE", help="Buffers in flight (256MB)."),
+            click.option(
+                "--workers",
+                type=int,
+                metavar="N",
+                show_default="one for each core, at most 16",
+                help="Threads; the output does not depend on it.",
+            ),
+            click.option("--max-memory", metavar="SIZE", show_default="256MB", help="Buffers in flight."),
             click.option("--dry-run", is_flag=True, default=None, help="Say what would be written; write nothing."),
             click.option("--overwrite", is_flag=True, default=None, help="Replace DST atomically."),
             click.option("--resume", is_flag=True, default=None, help="Continue an interrupted run."),
@@ -62,19 +63,35 @@ def layout_options(function: F) -> F:
     for option in reversed(
         [
             click.option(
-                "--tp", "--tensor-parallel-size", "tp", type=int, metavar="N", help="Ranks that share each tensor (1)."
+                "--tp",
+                "--tensor-parallel-size",
+                "tp",
+                type=int,
+                metavar="N",
+                show_default="1",
+                help="Ranks that share each tensor.",
             ),
-            click.option("--pp", "--pipeline-parallel-size", "pp", type=int, metavar="N", help="Pipeline stages (1)."),
-            click.option("--dp-shard", type=int, metavar="N", help="FSDP ranks inside each TP rank (1)."),
+            click.option(
+                "--pp",
+                "--pipeline-parallel-size",
+                "pp",
+                type=int,
+                metavar="N",
+                show_default="1",
+                help="Pipeline stages.",
+            ),
+            click.option("--dp-shard", type=int, metavar="N", show_default="1", help="FSDP ranks inside each TP rank."),
             click.option(
                 "--pp-split",
                 metavar="even|vllm|titan|hf|a,b,c",
-                help="Layers per stage: by whose rule, or the counts themselves (even).",
+                show_default="even",
+                help="Layers per stage: by whose rule, or the counts themselves.",
             ),
             click.option(
                 "--tp-plan",
                 metavar="FILE",
                 type=click.Path(),
+                show_default="that of the model",
                 help='JSON {"pattern": "style"} in model names; goes before the plan of the model.',
             ),
         ]
@@ -83,7 +100,38 @@ def layout_options(function: F) -> F:
     return function
 
 
-files_option = click.option("--files", type=int, metavar="N", help="Number of .distcp files, of each rank when cut.")
+def names_option(default: str) -> Callable[[F], F]:
+    """`--names`; what it is by default depends on the output."""
+    return click.option(
+        "--names",
+        metavar="disk|model|torchtitan",
+        show_default=default,
+        help="Names to write: as published, as in the model of transformers, or torchtitan's.",
+    )
+
+
+def optimizer_option(default: str) -> Callable[[F], F]:
+    """`--optimizer`, of commands that read a DCP."""
+    return click.option(
+        "--optimizer", metavar="keep|drop", show_default=default, help="Optimizer state of a DCP; a DCP can keep it."
+    )
+
+
+def prefix_option(metavar: str, default: str, said: str) -> Callable[[F], F]:
+    """`--prefix`, which is removed from the names of one format and added to those of the other."""
+    return click.option("--prefix", metavar=metavar, show_default=default, help=said)
+
+
+files_option = click.option(
+    "--files",
+    type=int,
+    metavar="N",
+    show_default="as the size asks for",
+    help="Number of .distcp files, of each rank when cut.",
+)
 base_option = click.option(
-    "--base", metavar="HF|none", help="For a DCP: checkpoint that gives config, tokenizer and other files."
+    "--base",
+    metavar="HF|none",
+    show_default="SRC itself",
+    help="For a DCP: checkpoint that gives config, tokenizer and other files.",
 )

@@ -14,8 +14,20 @@ from ckptx.cli.conversion_options import (
     common_options,
     files_option,
     layout_options,
+    names_option,
+    optimizer_option,
+    prefix_option,
 )
-from ckptx.cli.options import GLOBAL, HUB, OUTPUT, SETTINGS, SectionedCommand, SectionedGroup, global_options
+from ckptx.cli.options import (
+    GLOBAL,
+    HUB,
+    OUTPUT,
+    SETTINGS,
+    SectionedCommand,
+    SectionedGroup,
+    global_options,
+    need_command,
+)
 from ckptx.cli.output import Output
 
 
@@ -28,6 +40,7 @@ from ckptx.cli.output import Output
 )
 def command(**_: object) -> None:
     """HF safetensors to a torch DCP and back, at the speed of a file copy."""
+    need_command()
 
 
 @command.command(
@@ -41,8 +54,10 @@ def command(**_: object) -> None:
         "ckptx convert hf2dcp org/name NAME-dcp --revision main --dtype bf16",
     ],
 )
-@click.argument("src", metavar="SRC")
+@click.argument("src", metavar="SRC", type=click.Path())
 @click.argument("dst", metavar="DST", type=click.Path())
+@names_option("disk")
+@prefix_option("TEXT", "none", "Added to every name.")
 @files_option
 @layout_options
 @common_options
@@ -62,10 +77,13 @@ def hf2dcp(src: str, dst: str, as_json: bool, report_file: str | None, **options
         "ckptx convert dcp2hf step-1000 tensors --base none",
     ],
 )
-@click.argument("src", metavar="SRC")
+@click.argument("src", metavar="SRC", type=click.Path())
 @click.argument("dst", metavar="DST", type=click.Path())
+@names_option("disk")
+@prefix_option("auto|TEXT", "auto", "Removed from names; auto finds the one that leaves names of the model.")
+@optimizer_option("drop, as safetensors hold the model alone")
 @base_option
-@click.option("--max-shard-size", metavar="SIZE", help="Tensors in one safetensors file (5GB).")
+@click.option("--max-shard-size", metavar="SIZE", show_default="5GB", help="Tensors in one safetensors file.")
 @common_options
 def dcp2hf(src: str, dst: str, as_json: bool, report_file: str | None, **options: Any) -> int:
     """Convert a torch DCP, or sharded safetensors, in any layout into an HF directory."""

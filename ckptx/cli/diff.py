@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptx.cli.options import GLOBAL, SETTINGS, Section, SectionedCommand, with_global_options
+from ckptx.cli.options import GLOBAL, HUB, SETTINGS, Section, SectionedCommand, hub_options, with_global_options
 from ckptx.cli.output import Output
 
 
@@ -12,17 +12,17 @@ from ckptx.cli.output import Output
     "diff",
     cls=SectionedCommand,
     context_settings=SETTINGS,
-    sections=[Section("Output", ["as_json"]), GLOBAL],
+    sections=[Section("Output", ["as_json"]), HUB, GLOBAL],
     examples=["ckptx diff MODEL MODEL-dcp"],
 )
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", metavar="A", type=click.Path())
+@click.argument("b", metavar="B", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@hub_options
 @with_global_options
-def command(a: str, b: str, as_json: bool) -> int:
+def command(a: str, b: str, as_json: bool, **hub: str | None) -> int:
     """Compare names, shapes, dtypes and ties of two checkpoints of any format. Reads headers, no tensor data."""
     from ckptx.difference import diff
-    from ckptx.formats.hub import resolve
     from ckptx.report.text import diff_text
 
-    return Output(as_json=as_json).run("diff", lambda report: diff(resolve(a), resolve(b)), diff_text)
+    return Output(as_json=as_json).run("diff", lambda report: diff(a, b, **hub), diff_text)

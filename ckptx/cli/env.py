@@ -8,7 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
-from ckptx.cli.options import GLOBAL, SETTINGS, SectionedCommand, with_global_options
+from ckptx.cli.options import GLOBAL, SETTINGS, Section, SectionedCommand, with_global_options
+from ckptx.cli.output import Output
+from ckptx.report.report import Report
 from ckptx.version import __version__
 
 # The versions the test suite runs with; others in the ranges of pyproject.toml are expected to work.
@@ -16,19 +18,43 @@ _TESTED = {"torch": "2.13.0", "transformers": "5.23.0", "safetensors": "0.8.0"}
 _ALSO = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm")
 
 
-@click.command("env", cls=SectionedCommand, context_settings=SETTINGS, sections=[GLOBAL], examples=["ckptx env"])
+@click.command(
+    "env",
+    cls=SectionedCommand,
+    context_settings=SETTINGS,
+    sections=[Section("Output", ["as_json"]), GLOBAL],
+    examples=["ckptx env", "ckptx env --json"],
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @with_global_options
-def command() -> int:
+def command(as_json: bool) -> int:
     """Say which versions and which machine this is. Imports nothing it reports on."""
-    click.echo(f"ckptx            {__version__}")
-    click.echo(f"python           {platform.python_version()}")
-    click.echo(f"platform         {platform.platform()}")
-    click.echo(f"cores            {len(os.sched_getaffinity(0))}")
-    for package in (*_TESTED, *_ALSO):
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            found = "not installed"
+    return Output(as_json=as_json).run("env", _described, _text)
+
+
+def _described(report: Report) -> Report:
+    report.details = {
+        "ckptx": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "packages": {package: _installed(package) for package in (*_TESTED, *_ALSO)},
+        "tested_with": _TESTED,
+    }
+    return report
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _text(report: Report) -> str:
+    details = report.details
+    rows = [(name, str(details[name])) for name in ("ckptx", "python", "platform", "cores")]
+    for package, found in details["packages"].items():
         tested = f" (tested with {_TESTED[package]})" if package in _TESTED else ""
-        click.echo(f"{package:<16} {found}{tested}")
-    return 0
+        rows.append((package, (found or "not installed") + tested))
+    return "\n".join(f"{name:<16} {said}" for name, said in rows)

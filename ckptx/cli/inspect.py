@@ -29,14 +29,20 @@ from ckptx.cli.output import Output
         "ckptx inspect MODEL-tp4-pp2 --ranks --html layout.html",
     ],
 )
-@click.argument("path", metavar="PATH")
+@click.argument("path", metavar="PATH", type=click.Path())
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="Say what each rank holds, and how even that is.")
-@click.option("--match", metavar="GLOB", help="List tensors whose name matches; --ranks and --html keep to these.")
+@click.option(
+    "--match",
+    metavar="GLOB",
+    show_default="all",
+    help="List tensors whose name matches; --ranks and --html keep to these.",
+)
 @click.option(
     "--html",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
+    show_default="no page",
     help="Draw the layout, which rank holds what, into FILE: one page, readable offline.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -54,18 +60,20 @@ def command(
     cache_dir: str | None,
 ) -> int:
     """Say what a checkpoint holds. Reads headers, no tensor data."""
-    from ckptx.formats.hub import resolve
     from ckptx.inspection import inspect
     from ckptx.report.text import inspect_text
 
     return Output(as_json=as_json).run(
         "inspect",
         lambda report: inspect(
-            resolve(path, revision=revision, token=token, cache_dir=cache_dir),
+            path,
             tensors=tensors,
             match=match,
             ranks=ranks,
             html=html,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
         ),
         inspect_text,
     )

@@ -11,7 +11,7 @@ from types import FrameType
 
 import click
 
-from ckptx.cli.options import SETTINGS, Section, SectionedGroup, global_options
+from ckptx.cli.options import SETTINGS, Section, SectionedGroup, global_options, need_command
 from ckptx.cli.output import say_error
 from ckptx.errors import Terminated
 from ckptx.version import __version__
@@ -56,6 +56,43 @@ class _LazyGroup(SectionedGroup):
 @click.version_option(__version__, message="ckptx %(version)s")
 def cli(**_: object) -> None:
     """Convert checkpoints of large language models, and prove that the result is right."""
+    need_command()
+
+
+def commands() -> dict[str, click.Command]:
+    """Every command by its words: "reshard", "convert hf2dcp"; importing all of them takes a moment."""
+    found: dict[str, click.Command] = {}
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command is not None
+        below = command.commands if isinstance(command, click.Group) else {}
+        found |= {f"{name} {each}": command for each, command in below.items()} or {name: command}
+    return found
+
+
+def _words(context: click.Context) -> str:
+    """The words of a command, without the name of the program, which torchrun and `python -m` choose."""
+    words = []
+    while context.parent is not None:
+        words.append(context.info_name or "")
+        context = context.parent
+    return " ".join(reversed(words)) or "ckptx itself"
+
+
+def _said(error: click.UsageError) -> str:
+    """One line for wrong usage; an option of other commands is told from one that nobody has."""
+    said = error.format_message().rstrip(".")
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        having = [
+            words
+            for words, command in commands().items()
+            if any(error.option_name in param.opts for param in command.params)
+        ]
+        if having:
+            said = f"{error.option_name}: has no meaning for {_words(error.ctx)}, only for {', '.join(having)}"
+    hint = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
+    return said + hint
 
 
 def main() -> None:
@@ -68,8 +105,7 @@ def main() -> None:
     except click.exceptions.Exit as leave:
         code = leave.exit_code
     except click.UsageError as error:
-        hint = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
-        say_error(error.format_message().rstrip(".") + hint, as_json="--json" in sys.argv)
+        say_error(_said(error), as_json="--json" in sys.argv)
         code = error.exit_code
     except click.Abort:
         code = 130

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,6 +26,20 @@ class Section(NamedTuple):
     names: Sequence[str]
 
 
+class Words(click.types.StringParamType):
+    """Any text, of which a shell can complete some: `auto|bf16|TEXT` offers auto and bf16.
+
+    What is not among them is refused where options are checked for the command line and the Python API alike.
+    """
+
+    def __init__(self, metavar: str) -> None:
+        self.words = [word for word in metavar.split("|") if re.fullmatch(r"[a-z][a-z0-9]+", word)]
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The words that begin like what was typed."""
+        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+
+
 class _Sectioned(click.Command):
     """Writes options section by section, then examples that run as written."""
 
@@ -32,6 +48,9 @@ class _Sectioned(click.Command):
     ) -> None:
         super().__init__(*args, **settings)
         self.sections, self.examples = sections, examples
+        for param in self.params:
+            if isinstance(param.type, click.types.StringParamType) and "|" in (param.metavar or ""):
+                param.type = Words(str(param.metavar))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # By its flag: how click names its help option depends on its version, as does whether arguments have a record.
@@ -42,7 +61,10 @@ class _Sectioned(click.Command):
             rows = [record for record in records if record is not None]
             if rows:
                 with formatter.section(title):
-                    formatter.write_dl(rows)
+                    # click puts a default given as text into parentheses of its own
+                    formatter.write_dl(
+                        [(flags, re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", said)) for flags, said in rows]
+                    )
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
@@ -56,11 +78,26 @@ class SectionedCommand(_Sectioned):
 
 
 class SectionedGroup(_Sectioned, click.Group):
-    """A group with titled help sections."""
+    """A group with titled help sections. Without a command it is wrong usage, said in one line; see `need_command`."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, invoke_without_command=True, **settings)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         _Sectioned.format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
+
+
+def need_command() -> None:
+    """What a group does itself: nothing, but it says which commands it has when none was given.
+
+    Raises:
+        UsageError: There was no command.
+    """
+    ctx = click.get_current_context()
+    group = ctx.command
+    if ctx.invoked_subcommand is None and isinstance(group, click.Group):
+        raise click.UsageError(f"{ctx.command_path}: needs a command: {', '.join(group.list_commands(ctx))}", ctx)
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -74,7 +111,13 @@ def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 def global_options() -> list[click.Parameter]:
     """Fresh copies of the options every command takes."""
     return [
-        click.Option(["-q", "--quiet"], is_flag=True, expose_value=False, callback=_remember, help="Say errors only."),
+        click.Option(
+            ["-q", "--quiet"],
+            is_flag=True,
+            expose_value=False,
+            callback=_remember,
+            help="Say errors only; verify still says its verdict, in one line.",
+        ),
         click.Option(
             ["-v", "--verbose"], is_flag=True, expose_value=False, callback=_remember, help="Show tracebacks."
         ),
@@ -99,9 +142,17 @@ def _with(function: F, params: list[click.Parameter]) -> F:
 def hub_options(function: F) -> F:
     """Options for a SRC that is a Hub id."""
     params: list[click.Parameter] = [
-        click.Option(["--revision"], metavar="REV", help="Branch, tag or commit of a Hub id."),
-        click.Option(["--token"], metavar="TOKEN", help="Hub token; HF_TOKEN is read too."),
-        click.Option(["--cache-dir"], metavar="DIR", help="Hub cache; HF_HOME and HF_HUB_CACHE are read too."),
+        click.Option(["--revision"], metavar="REV", show_default="main", help="Branch, tag or commit of a Hub id."),
+        click.Option(
+            ["--token"], metavar="TOKEN", show_default="HF_TOKEN, else that of hf auth login", help="Hub token."
+        ),
+        click.Option(
+            ["--cache-dir"],
+            metavar="DIR",
+            type=click.Path(),
+            show_default="HF_HUB_CACHE, else that below HF_HOME",
+            help="Hub cache.",
+        ),
     ]
     return _with(function, params)
 
@@ -117,6 +168,7 @@ def output_options(function: F) -> F:
             ["--report", "report_file"],
             metavar="FILE",
             type=click.Path(dir_okay=False),
+            show_default="no file",
             help="Write the same document to FILE, on success and on failure.",
         ),
     ]

@@ -32,13 +32,20 @@ class Output:
         self._bar: Any = None
         self._last_line = time.monotonic()
 
-    def run(self, command: str, work: Callable[[Report], Report], text: Callable[[Report], str]) -> int:
+    def run(
+        self,
+        command: str,
+        work: Callable[[Report], Report],
+        text: Callable[[Report], str],
+        verdict: Callable[[Report], str] | None = None,
+    ) -> int:
         """Runs a command and delivers its report, whatever happens.
 
         Args:
             command: Name for the report.
             work: Fills and returns the report.
             text: The report for a person.
+            verdict: What is left of it with --quiet, in one line; without one, only a difference found is told.
 
         Returns:
             The exit code.
@@ -63,12 +70,12 @@ class Output:
             self._trace()
         self._close_bar()
         report.finish()
-        self._deliver(report, text)
+        self._deliver(report, text, verdict)
         if interrupted is not None and os.environ.get("CKPTX_DEBUG") == "1":
             traceback.print_exception(interrupted)
         return report.exit
 
-    def _deliver(self, report: Report, text: Callable[[Report], str]) -> None:
+    def _deliver(self, report: Report, text: Callable[[Report], str], verdict: Callable[[Report], str] | None) -> None:
         if self.report_file is not None and self._is_first:
             try:
                 report.write(Path(self.report_file))
@@ -83,8 +90,9 @@ class Output:
             if not self.quiet and report.error is None:
                 for warning in report.warnings:
                     click.echo(f"note: {warning}", err=True)
-            if report.error is None and self._is_first and (not self.quiet or report.exit):
-                report.exit = _print(text(report) + "\n") or report.exit
+            said = verdict if self.quiet and verdict is not None else text
+            if report.error is None and self._is_first and (not self.quiet or report.exit or said is verdict):
+                report.exit = _print(said(report) + "\n") or report.exit
 
     def _trace(self) -> None:
         context = click.get_current_context(silent=True)

@@ -14,6 +14,9 @@ from ckptx.cli.conversion_options import (
     common_options,
     files_option,
     layout_options,
+    names_option,
+    optimizer_option,
+    prefix_option,
 )
 from ckptx.cli.options import GLOBAL, HUB, OUTPUT, SETTINGS, SectionedCommand
 from ckptx.cli.output import Output
@@ -31,11 +34,16 @@ from ckptx.cli.output import Output
         "torchrun --nproc-per-node 4 -m ckptx reshard MODEL MODEL-tp4-pp2 --tp 4 --pp 2",
     ],
 )
-@click.argument("src", metavar="SRC")
+@click.argument("src", metavar="SRC", type=click.Path())
 @click.argument("dst", metavar="DST", type=click.Path())
 @click.option(
-    "--to", metavar="dcp|safetensors", help="A DCP, or safetensors by rank; the family of SRC decides without it."
+    "--to", metavar="dcp|safetensors", show_default="the family of SRC", help="A DCP, or safetensors by rank."
 )
+@names_option("disk into a DCP, model into safetensors")
+@prefix_option(
+    "auto|TEXT", "auto", "Of a DCP: that of the model's names, found or given. Else added to those of a DCP."
+)
+@optimizer_option("keep into a DCP, drop into safetensors")
 @base_option
 @files_option
 @layout_options

@@ -41,8 +41,10 @@ def reshard(
     settings = ConvertOptions.parse("reshard", options)
 
     def work(run: Conversion) -> None:
+        to = settings.to or _family(run.source.format)
+        settings.refuse_what_source_lacks(run.source.format, to)
         home = home_of(run)
-        if (settings.to or _family(run.source.format)) == "dcp":
+        if to == "dcp":
             to_dcp(run, home, cut=True)
         else:
             settings.refuse_what_safetensors_lack()

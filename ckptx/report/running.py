@@ -44,6 +44,13 @@ def run_text(report: Report) -> str:
     return "\n".join(lines)
 
 
+def run_verdict(report: Report) -> str:
+    """What `verify --run -q` says: equal or not, with the first difference, in one line."""
+    lines = run_text(report).splitlines()
+    verdict, first = lines[-2], lines[0]
+    return f"{verdict}; {first}" if report.exit else verdict
+
+
 def _differences(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for level in _LEVELS:

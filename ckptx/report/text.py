@@ -36,7 +36,7 @@ def conversion_text(report: Report) -> str:
         lines += _layout(report)
     lines += [
         f"tie: {row['target']} <- {row['source']}: {row['case']}, {row['action']} ({row['evidence']})"
-        for row in _first(report.ties)
+        for row in _first([row for row in report.ties if row["declared"] or row["action"] == "alias"])
     ]
     lines += [f"alias: {name} -> {stored}" for name, stored in _first(list(report.aliases.items()))]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
@@ -145,6 +145,13 @@ def verify_text(report: Report) -> str:
         lines.append(f"DIFFERENT: {counted(len(rows), 'tensor')} of {compared} compared")
     lines.append(cost(report))
     return "\n".join(lines)
+
+
+def verify_verdict(report: Report) -> str:
+    """What `verify -q` says: equal or not, with the first difference, in one line."""
+    lines = verify_text(report).splitlines()
+    verdict, first = lines[-2], lines[0]
+    return verdict if first is verdict else f"{verdict}; {first}"
 
 
 def _differing(rows: list[dict[str, Any]]) -> list[str]:

@@ -76,6 +76,10 @@ def verify_running(
     for name, value in given.items():
         if value not in _CHOICES[name]:
             raise UsageError(f'--{name.replace("_", "-")}: "{value}", needed one of {", ".join(_CHOICES[name])}')
+    if ac_scope != "all" and activation_checkpointing == "none":
+        raise UsageError("--ac-scope: says which layers recompute, needed --activation-checkpointing with it")
+    if tp_plan is not None and tp == 1:
+        raise UsageError("--tp-plan: says how TP cuts tensors, needed --tp 2 or more with it")
     dims = ParallelDims(tp=tp, dp_shard=dp_shard)
     user = dict(read_plan(tp_plan)) if tp_plan is not None else None
     report = report or Report("verify")

@@ -1,0 +1,369 @@
+"""Options over all commands: defaults in the help, refusals where one has no meaning, completion in a shell."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import ckptx
+from ckptx.cli import main as main_module
+from ckptx.cli.main import cli, commands
+from ckptx.errors import UsageError
+from ckptx.options import ConvertOptions, parse_size
+from ckptx.verification.running import verify_running
+from tests.writers import LLAMA, llama, write_dcp, write_hf
+
+GLOBAL = {"quiet", "verbose", "no_color"}
+HUB = {"revision", "token", "cache_dir"}
+COMMON = HUB | {
+    "dtype", "names", "prefix", "tied", "tie_missing", "workers", "max_memory", "dry_run", "overwrite", "resume",
+    "trust_remote_code", "report_file", "as_json",
+}  # fmt: skip
+MESH = {"tp", "pp", "dp_shard", "pp_split", "tp_plan"}
+
+# Which options mean something where. A new option is entered here for each command that has it.
+MEANING = {
+    "inspect": HUB | {"tensors", "ranks", "match", "html", "as_json"},
+    "convert hf2dcp": COMMON | MESH | {"files"},
+    "convert dcp2hf": COMMON | {"base", "max_shard_size", "optimizer"},
+    "reshard": COMMON | MESH | {"to", "base", "files", "optimizer"},
+    "diff": HUB | {"as_json"},
+    "verify": HUB
+    | (MESH - {"pp", "pp_split"})
+    | {
+        "dtype", "run", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile",
+        "backward", "trust_remote_code", "as_json", "report_file",
+    },
+    "env": {"as_json"},
+}  # fmt: skip
+COMMANDS = commands()
+OPTIONS = {
+    param.name: param
+    for command in COMMANDS.values()
+    for param in command.params
+    if isinstance(param, click.Option) and param.name not in GLOBAL
+}
+
+
+def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """What the process would exit with."""
+    monkeypatch.setattr("sys.argv", ["ckptx", *map(str, arguments)])
+    monkeypatch.setattr(main_module.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as leave:
+        main_module.main()
+    assert isinstance(leave.value.code, int)
+    return leave.value.code
+
+
+def flag_of(option: str) -> str:
+    return next(flag for flag in OPTIONS[option].opts if flag.startswith("--"))
+
+
+# ---------------------------------------------------------------------------------------------- help
+
+
+def options_of(command: click.Command) -> list[click.Option]:
+    return [param for param in command.params if isinstance(param, click.Option)]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_says_every_default(words: str) -> None:
+    """A flag is off unless given; every other option says what holds without it."""
+    context = click.Context(COMMANDS[words])
+    for option in options_of(COMMANDS[words]):
+        if option.is_flag and not option.secondary_opts:
+            continue
+        record = option.get_help_record(context)
+        assert record is not None
+        assert "[default: " in record[1], f"{words} {option.opts[0]}: its help names no default; give it show_default"
+        assert not re.search(r"\((\d+|\w+)\)\.?( \[|$)", record[1]), f"{words} {option.opts[0]}: two defaults"
+
+
+def test_a_help_page_shows_a_default_as_it_is_written() -> None:
+    shown = CliRunner().invoke(cli, ["convert", "dcp2hf", "--help"], standalone_mode=False).stdout
+    assert "[default: 5GB]" in " ".join(shown.split())
+    assert "default: (" not in " ".join(shown.split())
+
+
+def shown_default(option: click.Option) -> str:
+    return str(option.show_default)
+
+
+CONVERSIONS = {"convert hf2dcp": "hf2dcp", "convert dcp2hf": "dcp2hf", "reshard": "reshard"}
+
+
+@pytest.mark.parametrize("words", CONVERSIONS)
+def test_the_defaults_that_help_says_are_those_of_a_conversion(words: str) -> None:
+    """Giving the default is giving nothing."""
+    plain = ConvertOptions.parse(CONVERSIONS[words], {})
+    checked = set()
+    for option in options_of(COMMANDS[words]):
+        value = getattr(plain, str(option.name), None)
+        if option.is_flag or value is None or option.name == "workers":
+            continue
+        said = shown_default(option)
+        assert (parse_size(said, said) if str(option.metavar) == "SIZE" else said) in (value, str(value)), option.name
+        checked.add(option.name)
+    assert checked >= {"dtype", "tied", "max_memory"}
+
+
+def test_the_defaults_that_help_says_are_those_of_a_run() -> None:
+    defaults = {name: each.default for name, each in inspect.signature(verify_running).parameters.items()}
+    checked = set()
+    for option in options_of(COMMANDS["verify"]):
+        if option.name in defaults and not option.is_flag and defaults[option.name] is not None:
+            assert shown_default(option) == str(defaults[option.name]), option.name
+            checked.add(option.name)
+    assert checked >= {"tp", "dp_shard", "device", "backend", "compute_dtype", "ac_scope"}
+    assert defaults["backward"] is True
+    assert (
+        shown_default(next(each for each in options_of(COMMANDS["verify"]) if each.name == "backward")) == "--backward"
+    )
+
+
+# ------------------------------------------------------------------------------------------- meaning
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_each_command_has_the_options_that_mean_something_there(words: str) -> None:
+    has = {option.name for option in options_of(COMMANDS[words])} - GLOBAL
+    assert has == MEANING[words], f"{words}: enter a new option into MEANING"
+
+
+MEANINGLESS = [(words, option) for words in MEANING for option in sorted(OPTIONS.keys() - MEANING[words])]
+GIVEN: dict[str, Any] = {"tp": 2, "pp": 2, "dp_shard": 2, "files": 2, "workers": 2}
+
+
+def test_there_are_options_without_meaning() -> None:
+    assert len(MEANINGLESS) > 60
+    assert ("convert hf2dcp", "optimizer") in MEANINGLESS
+
+
+@pytest.mark.parametrize(("words", "option"), MEANINGLESS)
+def test_an_option_without_meaning_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: str,
+    option: str,
+) -> None:
+    hf = write_hf(tmp_path / "hf", llama())
+    flag = flag_of(option)
+    value = [] if OPTIONS[option].is_flag else [str(GIVEN.get(option, "1"))]
+    paths = {"env": [], "inspect": [hf]}.get(words, [hf, tmp_path / "out"])
+    assert exit_code(monkeypatch, *words.split(), *paths, flag, *value) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith(f"error: {flag}: has no meaning for {words}, only for ")
+    assert said.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+OF_PYTHON = {"verify": {"workers", "max_memory"}}  # what the function takes beyond its command
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (words, option)
+        for words, option in MEANINGLESS
+        if words in {*CONVERSIONS, "verify"} and option not in OF_PYTHON.get(words, ())
+    ],
+)
+def test_python_refuses_the_same_options(tmp_path: Path, words: str, option: str) -> None:
+    hf = write_hf(tmp_path / "hf", llama())
+    given = {option: GIVEN.get(option, "1")}
+    with pytest.raises(UsageError, match=f"^--{option.replace('_', '-')}: has no meaning for {words}$"):
+        if words == "verify":
+            ckptx.verify(hf, hf, **given)
+        elif words == "reshard":
+            ckptx.reshard(hf, tmp_path / "out", **given)
+        else:
+            ckptx.convert(CONVERSIONS[words], hf, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (words, options)
+        for words, options in itertools.product(
+            ["convert hf2dcp", "convert dcp2hf", "reshard", "verify --run"],
+            [
+                ["--pp-split", "vllm"],
+                ["--tp-plan", "plan.json"],
+                ["--base", "none", "--tie-missing"],
+                ["--base", "none", "--tied", "drop"],
+                ["--ac-scope", "language"],
+            ],
+        )
+        if {flag[2:].replace("-", "_") for flag in options if flag.startswith("--")} <= MEANING[words.split(" --")[0]]
+    ],
+)
+def test_an_option_that_would_be_ignored_beside_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, options: list[str]
+) -> None:
+    src = {"convert dcp2hf": write_dcp(tmp_path / "dcp", llama(), config=LLAMA)}.get(words) or write_hf(
+        tmp_path / "hf", llama()
+    )
+    second = src if words == "verify --run" else tmp_path / "out"
+    assert exit_code(monkeypatch, *words.split(), src, second, *options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --")
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+@pytest.mark.parametrize("source", ["hf", "dcp", "sharded"])
+@pytest.mark.parametrize("options", [{"prefix": "app."}, {"optimizer": "keep"}, {"optimizer": "drop"}])
+def test_resharding_refuses_what_its_source_has_no_use_for(
+    tmp_path: Path, source: str, to: str, options: dict[str, str]
+) -> None:
+    config = LLAMA | {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 8,
+        "vocab_size": 16,
+        "intermediate_size": 24,
+    }
+    hf = write_hf(tmp_path / "hf", llama(), config=config)
+    if source != "hf":
+        ckptx.reshard(hf, tmp_path / source, to={"sharded": "safetensors"}.get(source, source), tp=2)
+    refused = source != "dcp" and ("optimizer" in options or to == "safetensors")
+    refused |= options.get("optimizer") == "keep" and to == "safetensors"
+    said = {"to": to, "tp": 2, **options}
+    if refused:
+        with pytest.raises(UsageError):
+            ckptx.reshard(tmp_path / source, tmp_path / "out", **said)
+        assert not (tmp_path / "out").exists()
+    elif source == "dcp" and "prefix" in options:
+        with pytest.raises(ckptx.errors.InputError, match=r'no tensor name begins with "app\."'):
+            ckptx.reshard(tmp_path / source, tmp_path / "out", **said)
+    else:
+        assert ckptx.reshard(tmp_path / source, tmp_path / "out", **said).ok
+
+
+@pytest.mark.parametrize("words", ["", "convert", "-q", "convert -v"])
+def test_a_group_without_a_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert exit_code(monkeypatch, *words.split()) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    below = "hf2dcp" if "convert" in words else "inspect, convert, reshard, diff, verify, env"
+    assert "needs a command: " in line
+    assert below in line
+    assert said.out == ""
+
+
+# ----------------------------------------------------------------------------------------------- hub
+
+
+@pytest.mark.parametrize("command", ["diff", "verify"])
+def test_hub_options_count_for_both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, Any, Any, Any]] = []
+
+    def snapshot(name: str, *, revision: Any, token: Any, cache_dir: Any, **_: Any) -> str:
+        asked.append((name, revision, token, cache_dir))
+        return str(write_hf(tmp_path / name.replace("/", "-"), llama()))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    hub = ["--revision", "v1", "--token", "secret", "--cache-dir", "cache"]
+    result = CliRunner().invoke(cli, [command, "one/a", "two/b", *hub], standalone_mode=False)
+    assert result.return_value == 0
+    assert asked == [(name, "v1", "secret", "cache") for name in ("one/a", "two/b")]
+    assert "secret" not in result.output
+    assert getattr(ckptx, command)("one/a", "two/b", revision="v2").ok
+    assert asked[-1][1] == "v2"
+
+
+# ------------------------------------------------------------------------------------- env and quiet
+
+
+def test_env_is_a_document_with_json() -> None:
+    result = CliRunner().invoke(cli, ["env", "--json"], standalone_mode=False)
+    found = json.loads(result.stdout)
+    assert (found["command"], found["exit"], found["ok"]) == ("env", 0, True)
+    assert found["ckptx"] == ckptx.__version__
+    assert found["packages"]["click"] and set(found["tested_with"]) <= set(found["packages"])
+    assert found["cores"] >= 1
+
+
+@pytest.mark.parametrize("differs", [False, True])
+@pytest.mark.parametrize("command", ["verify"])
+def test_quiet_leaves_one_line_of_verify(tmp_path: Path, command: str, differs: bool) -> None:
+    hf = write_hf(tmp_path / "hf", llama())
+    other = write_hf(tmp_path / "other", llama() | ({"extra": llama()["model.norm.weight"]} if differs else {}))
+    result = CliRunner().invoke(cli, ["-q", command, str(hf), str(other)], standalone_mode=False)
+    assert result.return_value == int(differs)
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("DIFFERENT: 1 tensor of 21 tensors compared; extra: " if differs else "equal: 21 tensors")
+
+
+@pytest.mark.parametrize(
+    ("tied", "head", "lines"), [(False, True, 0), (True, True, 1), (True, False, 1)], ids=["untied", "both", "tied"]
+)
+def test_ties_are_spoken_of_where_there_are_some(tmp_path: Path, tied: bool, head: bool, lines: int) -> None:
+    config = LLAMA | {"tie_word_embeddings": tied}
+    hf = write_hf(tmp_path / "hf", llama(head=head), config=config)
+    said = CliRunner().invoke(cli, ["convert", "hf2dcp", str(hf), str(tmp_path / "dcp")], standalone_mode=False).stdout
+    assert len(re.findall(r"^tie: ", said, re.MULTILINE)) == lines
+
+
+# ---------------------------------------------------------------------------------------- completion
+
+
+def complete(*words: str) -> list[str]:
+    """What bash offers for the last of `words`."""
+    environment = os.environ | {
+        "_CKPTX_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    program = "import sys; sys.argv[0] = 'ckptx'; from ckptx.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_a_shell_completes_commands_options_values_and_paths() -> None:
+    assert complete("ckptx", "conv") == ["plain,convert"]
+    assert complete("ckptx", "convert", "d") == ["plain,dcp2hf"]
+    assert complete("ckptx", "reshard", "--pp-") == ["plain,--pp-split"]
+    assert complete("ckptx", "reshard", "--pp-split", "") == ["plain,even", "plain,vllm", "plain,titan", "plain,hf"]
+    assert complete("ckptx", "inspect", "mod") == ["file,mod"]
+    assert complete("ckptx", "verify", "a", "mod") == ["file,mod"]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_word_of_a_metavar_is_completed(words: str) -> None:
+    for option in options_of(COMMANDS[words]):
+        if "|" not in (option.metavar or ""):
+            continue
+        offered = [item.value for item in option.shell_complete(click.Context(COMMANDS[words]), "")]
+        assert offered == [word for word in str(option.metavar).split("|") if word.islower() and "," not in word]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell(shell: str, tmp_path: Path) -> None:
+    environment = os.environ | {"_CKPTX_COMPLETE": f"{shell}_source"}
+    program = "import sys; sys.argv[0] = 'ckptx'; from ckptx.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "_CKPTX_COMPLETE" in done.stdout
+    assert f"{shell}_source" in Path("README.md").read_text(encoding="utf-8")
+    if shell == "bash":
+        (tmp_path / "script").write_text(done.stdout)
+        assert subprocess.run(["bash", "-n", str(tmp_path / "script")]).returncode == 0
