@@ -106,7 +106,7 @@ def _add_layout(report: Report, view: ModelView, names: list[str], ranks: bool, 
     except (InputError, UnsupportedError) as error:  # what the files say themselves is still worth a look
         notes.append(str(error))
         manifest = None
-    dims, doubt = mesh_of(manifest, catalog.files)
+    dims, doubt = mesh_of(None if manifest is None else manifest.layout, catalog.files)
     if doubt is not None:
         notes.append(doubt)
     short = {entry.name: name for name, entry in view.tensors.items()}

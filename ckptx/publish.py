@@ -12,7 +12,8 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks
-from ckptx.catalog.manifest import emit_manifest, read_manifest
+from ckptx.catalog.manifest import emit_manifest
+from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.rendezvous import Rendezvous
@@ -216,25 +217,23 @@ def is_complete(target: Path, job: Job) -> bool:
     wanted = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
     try:
         manifest = read_manifest(target / MANIFEST)
-        files, tensors = manifest["files"], manifest["tensors"]
+        files, tensors = manifest.files, manifest.tensors
         return (
-            {name: row["bytes"] for name, row in files.items()} == wanted
+            {name: row.nbytes for name, row in files.items()} == wanted
             and all((target / name).stat().st_size == nbytes for name, nbytes in wanted.items())
-            and all(files[name]["digest"] == digest_bytes(data) for name, data in job.markers)
-            and all(
-                tensors[step.target.name]["dtype"] == step.target.dtype.name for step in job.plan.steps() if step.framed
-            )
+            and all(files[name].digest == digest_bytes(data) for name, data in job.markers)
+            and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.framed)
         )
-    except (CkptxError, OSError, KeyError, TypeError):
+    except (CkptxError, OSError, KeyError):
         return False
 
 
 def has_contents(target: Path, job: Job, files: FilePool, max_memory: int) -> bool:
     """True when the digests in the manifest of `target` are those of the source; reads all of the source."""
-    tensors = read_manifest(target / MANIFEST)["tensors"]
+    tensors = read_manifest(target / MANIFEST).tensors
     reader = TensorReader(files, max_memory)
     return all(
-        tensors[step.target.name]["digest"] == digest_of(reader, step.source, step.target.dtype).digest().hex()
+        tensors[step.target.name].digest == digest_of(reader, step.source, step.target.dtype).digest().hex()
         for step in job.plan.steps()
         if step.framed
     )

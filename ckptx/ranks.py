@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import CutChunks, TensorEntry
+from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape
-from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.mapping.names import pattern_of
 
@@ -195,21 +195,14 @@ def distinct(cut: Cut) -> dict[Region, list[int]]:
     return held
 
 
-def mesh_of(manifest: Mapping[str, Any] | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:
+def mesh_of(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:
     """The mesh a manifest speaks of, and why it is not believed when it is not.
 
     A mesh of one rank says that nothing was cut for ranks, whatever the files are called.
     """
-    if manifest is None:
+    if layout is None:
         return None, None
-    try:
-        layout = manifest["layout"]
-        sizes = [layout[axis] for axis in ("tp", "pp", "dp_shard")]
-        if not all(type(size) is int for size in sizes):
-            raise ValueError
-        dims = ParallelDims(*sizes)
-    except (KeyError, TypeError, ValueError, UsageError):
-        return None, "ckptx.json describes no mesh; ranks are taken from file names"
+    dims = ParallelDims(layout.tp, layout.pp, layout.dp_shard)
     last = max((rank for rank in map(rank_of, files) if rank is not None), default=0)
     if 1 < dims.world_size <= last or dims.world_size > MOST_RANKS:
         return None, f"ckptx.json describes {dims.world_size} ranks, files go up to rank {last}; its mesh is ignored"

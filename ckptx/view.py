@@ -12,7 +12,8 @@ from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.manifest import read_manifest
+from ckptx.catalog.manifest import FileRecord, Manifest
+from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError
 from ckptx.formats.dcp import METADATA, open_payloads
@@ -170,12 +171,22 @@ def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | No
     roles = assign_roles(unwrapped.names.values(), patterns or None, prefix)
     if unwrapped.counts or roles.optimizer or roles.other:
         manifest = manifest_beside(catalog, [])
-        if manifest is not None and manifest["origin"] and manifest["tensors"].keys() >= catalog.tensors.keys():
-            return as_they_are  # it was made from an HF checkpoint: all of it is the model, however it is called
+        apart = {*roles.optimizer, *roles.other}
+        doubtful = [name for name, short in unwrapped.names.items() if name != short or short in apart]
+        if manifest is not None and _were_in_a_model(doubtful, catalog, manifest):
+            return as_they_are
     if unwrapped.collision is not None:
         first, second = unwrapped.collision
         catalog.notes.append(f'wrappers kept in names: "{first}" and "{second}" would become one')
     return unwrapped, roles
+
+
+def _were_in_a_model(names: list[str], catalog: Catalog, manifest: Manifest) -> bool:
+    """True when the checkpoint was made from an HF checkpoint that held `names`, however they are called."""
+    rows, original = manifest.tensors, manifest.original
+    if original is None or not rows.keys() >= catalog.tensors.keys():
+        return False
+    return all(name in original.tensors or rows[name].tied_to is not None for name in names)
 
 
 def rules_of(view: ModelView) -> NameRules | None:
@@ -193,7 +204,7 @@ def dialect_rules(conversions: tuple[Conversion, ...]) -> NameRules:
     return NameRules(conversions, "", patterns - {name for each in conversions for name in each.sources})
 
 
-def manifest_beside(source: Catalog, notes: list[str]) -> dict[str, Any] | None:
+def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
     """The manifest of a checkpoint that ckptx wrote and nobody saved over since, or None.
 
     Args:
@@ -206,18 +217,18 @@ def manifest_beside(source: Catalog, notes: list[str]) -> dict[str, Any] | None:
     if source.format not in ("dcp", "sharded") or not (source.root / MANIFEST).is_file():
         return None
     manifest = read_manifest(source.root / MANIFEST)
-    if manifest.get("format") != source.format:
+    if manifest.format != source.format:
         return None
-    recorded = manifest["files"]
+    recorded = manifest.files
     markers = [f"{part.directory}/{METADATA}" for part in source.parts] or [METADATA]
     for name in markers if source.format == "dcp" else ():
         if not (source.root / name).is_file():  # a part in sharded safetensors, which ckptx does not write
             return None
         data = read_small(source.root / name, METADATA_BYTES)
-        if recorded.get(name) != {"bytes": len(data), "digest": digest_bytes(data)}:
+        if recorded.get(name) != FileRecord(len(data), digest_bytes(data)):
             notes.append(f"{MANIFEST} describes another {name}; ignored")
             return None
-    if any(recorded.get(name, {}).get("bytes") != size for name, size in source.files.items()):
+    if any(name not in recorded or recorded[name].nbytes != size for name, size in source.files.items()):
         notes.append(f"{MANIFEST} describes other files; ignored")
         return None
     return manifest

@@ -198,6 +198,24 @@ def write_dcp(
     return root
 
 
+def manifest(format: str, files: Mapping[str, int], tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Any]:
+    """The contents of a `ckptx.json`, from the sizes of files and the dtype and shape of tensors."""
+    return {
+        "ckptx": 1,
+        "tool": "0.1.0",
+        "format": format,
+        "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "rank_order": "pp,dp,tp", "stages": None},
+        "origin": None,
+        "cuts": [],
+        "files": {name: {"bytes": nbytes, "digest": "0" * 32} for name, nbytes in files.items()},
+        "sidecars": {},
+        "tensors": {
+            name: {"dtype": dtype, "shape": list(shape), "digest": "0" * 32, "file": 0}
+            for name, (dtype, shape) in tensors.items()
+        },
+    }
+
+
 def tree_bytes(root: Path) -> dict[str, bytes]:
     """Every file below `root`."""
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

@@ -13,42 +13,131 @@ safetensors files were laid out, tensors in their order there, so that they can 
 chain of conversions. A tensor in one piece names its `file`; others, the `cut` that says which block is in which file.
 `stages` lists the layers of each pipeline stage as [path, first, stop]. `tied_to` names the tensor with the same bytes,
 `model` what the tensor is called in the model where that differs.
+
+Whoever hands over a checkpoint hands over its manifest, so it is read into the values below or refused. It may decide
+how files are called and in which order tensors lie in them, never what they hold.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ckptx.errors import InputError, UnsupportedError
-from ckptx.storage import read_small
-from ckptx.untrusted.limits import MANIFEST_BYTES
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.region import Region, Shape
 
 SCHEMA = 1
+RANK_ORDER = "pp,dp,tp"
+ORIGINAL_FORMAT = "huggingface"
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Parses a manifest.
+class FileRecord(NamedTuple):
+    """A file as it was written."""
 
-    Raises:
-        InputError: It is not one.
-        UnsupportedError: A newer ckptx wrote it.
+    nbytes: int
+    digest: str
+
+
+class CutRecord(NamedTuple):
+    """Blocks of tensors that are cut alike: the file of each, by index, and the blocks that repeat another one."""
+
+    files: tuple[int, ...]
+    regions: tuple[Region, ...]
+    replicas: tuple[int, ...]
+
+
+class TensorRecord(NamedTuple):
+    """A tensor as it was written: in one `file`, or by a `cut`; both are indices."""
+
+    dtype: DType
+    shape: Shape
+    digest: str
+    file: int | None
+    cut: int | None
+    tied_to: str | None
+    model: str | None
+
+
+class LayoutRecord(NamedTuple):
+    """The mesh a checkpoint was cut for, and the layers (path, first, stop) of each pipeline stage."""
+
+    tp: int
+    pp: int
+    dp_shard: int
+    stages: tuple[tuple[tuple[str, int, int], ...], ...] | None
+
+
+class OriginalFile(NamedTuple):
+    """A safetensors file: the metadata of a header as the library writes it, or the text of any other header."""
+
+    name: str
+    metadata: Mapping[str, str] | None
+    header: str | None
+
+
+class OriginalIndex(NamedTuple):
+    """An index: the metadata of one as transformers writes it, or the text of any other."""
+
+    name: str
+    metadata: Any
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class OriginalFiles:
+    """What it takes to write the files of an HF checkpoint again.
+
+    Attributes:
+        files: Every file.
+        index: None for a single file without one.
+        tensors: Name -> index of its file, in the order in which they lie there.
     """
-    try:
-        manifest = json.loads(read_small(path, MANIFEST_BYTES))
-        version = manifest["ckptx"]
-        for key in ("files", "sidecars", "tensors"):
-            manifest[key].items()
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{path}: is not a manifest of ckptx ({type(error).__name__}: {error}); remove it if it is damaged, no "
-            "loader needs it"
-        ) from error
-    if version != SCHEMA:
-        raise UnsupportedError(f"{path}: manifest version {version}, this ckptx reads {SCHEMA}; use a newer ckptx")
-    return dict(manifest)
+
+    files: tuple[OriginalFile, ...]
+    index: OriginalIndex | None
+    tensors: Mapping[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """The `origin` of a manifest."""
+        files = [
+            {"name": file.name, "metadata": file.metadata}
+            if file.header is None
+            else {"name": file.name, "header": file.header}
+            for file in self.files
+        ]
+        index = self.index
+        as_json = None if index is None else {"name": index.name, "metadata": index.metadata}
+        if index is not None and index.text is not None:
+            as_json = {"name": index.name, "text": index.text}
+        return {"format": ORIGINAL_FORMAT, "files": files, "index": as_json, "tensors": dict(self.tensors)}
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest that was read and found to be one.
+
+    Attributes:
+        where: How errors name it.
+        format: Of the checkpoint it describes: "dcp", "sharded" or "huggingface".
+        layout: How tensors were cut.
+        original: The files of the HF checkpoint at the beginning of the chain; None when it did not begin with one.
+        cuts: By index.
+        files: Files of tensors, then commit markers.
+        sidecars: Files that travel with the weights.
+        tensors: By name on disk.
+    """
+
+    where: str
+    format: str
+    layout: LayoutRecord
+    original: OriginalFiles | None
+    cuts: tuple[CutRecord, ...]
+    files: Mapping[str, FileRecord]
+    sidecars: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
 
 
 def emit_manifest(manifest: dict[str, Any]) -> bytes:

@@ -7,8 +7,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import CutChunks, TensorEntry
-from ckptx.catalog.manifest import SCHEMA
-from ckptx.conversion.memory import Origin
+from ckptx.catalog.manifest import RANK_ORDER, SCHEMA, OriginalFiles
 from ckptx.cutting import Mesh
 from ckptx.version import __version__
 
@@ -20,7 +19,7 @@ def manifest_of(
     *,
     aliases: Mapping[str, str] | None = None,
     copies: Mapping[str, str] | None = None,
-    origin: Origin | None = None,
+    original: OriginalFiles | None = None,
     mesh: Mesh | None = None,
     model_names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def manifest_of(
         digests: By name of a stored tensor.
         aliases: Names that share the bytes of a stored tensor.
         copies: Stored names that hold the bytes of another one.
-        origin: What it takes to write the original files again.
+        original: What it takes to write the original files again.
         mesh: How it is cut.
         model_names: Name in the model of a tensor that is called otherwise here.
     """
@@ -58,10 +57,10 @@ def manifest_of(
             "tp": dims.tp if dims else 1,
             "pp": dims.pp if dims else 1,
             "dp_shard": dims.dp_shard if dims else 1,
-            "rank_order": "pp,dp,tp",
+            "rank_order": RANK_ORDER,
             "stages": mesh.layers() if mesh else None,
         },
-        "origin": origin,
+        "origin": None if original is None else original.as_json(),
         "cuts": cuts.rows,
         "tensors": rows,
     }

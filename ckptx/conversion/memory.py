@@ -3,51 +3,48 @@ its end."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ckptx.catalog.catalog import Catalog
+from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.manifest import Manifest, OriginalFiles, TensorRecord
 from ckptx.conversion.target import Target
-from ckptx.formats import huggingface_layout
+from ckptx.errors import InputError
+from ckptx.formats.huggingface_layout import HuggingFaceLayout
+from ckptx.formats.original_files import remember, restore
+from ckptx.formats.sidecars import MANIFEST
 from ckptx.view import ModelView, manifest_beside
-
-Origin = dict[str, Any]
-
-
-def remembered(source: Catalog) -> Origin:
-    """What to remember of an HF checkpoint: its files, and for each tensor, in their order, which file holds it."""
-    files = {name: index for index, name in enumerate(source.files)}
-    origin = huggingface_layout.remember(source)
-    origin["tensors"] = {name: files[entry.chunks[0].file] for name, entry in source.tensors.items()}
-    return origin
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The original files of a checkpoint, and where their tensors are now.
+    """The original files of a checkpoint, and what is known of their tensors.
 
     Attributes:
-        origin: What `remembered` gave.
-        holders: Original name -> name of the tensor that has its bytes today, in the order of the files.
+        original: The files.
+        where: The manifest that remembers them.
         digests: Recorded when they were written, where the tensor was stored as it is.
         shared: Names of today that only share the bytes of one of them.
     """
 
-    origin: Origin
-    holders: dict[str, str]
+    original: OriginalFiles
+    where: str
     digests: dict[str, str]
     shared: set[str]
 
-    def restore(self, root: Path, tensors: Mapping[str, TensorEntry]) -> huggingface_layout.HuggingFaceLayout:
-        """The layout of the original files, of `tensors` by original name."""
-        placed = {name: (tensors[name], file) for name, file in self.origin["tensors"].items()}
-        return huggingface_layout.restore(root, self.origin, placed)
+    def restore(self, root: Path, tensors: Mapping[str, TensorEntry]) -> HuggingFaceLayout:
+        """The layout of the original files, of `tensors` by original name.
+
+        Raises:
+            InputError: A header or the index that is remembered as text says something else.
+        """
+        return restore(root, self.original, tensors, self.where)
 
 
-def kept_origin(view: ModelView, notes: list[str]) -> Origin | None:
+def kept_original(view: ModelView, notes: list[str]) -> OriginalFiles | None:
     """What to remember when this checkpoint is converted: its own files, or those it came from itself.
 
     Args:
@@ -55,12 +52,12 @@ def kept_origin(view: ModelView, notes: list[str]) -> Origin | None:
         notes: Gets what the user should know about its manifest.
     """
     if view.catalog.format == "huggingface":
-        return remembered(view.catalog)
+        return remember(view.catalog, notes)
     manifest = kept_manifest(view, notes)
-    return None if manifest is None else manifest["origin"]
+    return None if manifest is None else manifest.original
 
 
-def kept_manifest(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
+def kept_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
     """The manifest beside a checkpoint that remembers the files it came from, where it still is what it describes.
 
     Args:
@@ -68,49 +65,75 @@ def kept_manifest(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
         notes: Gets what the user should know about its manifest.
     """
     manifest = manifest_beside(view.catalog, notes)
-    if manifest is None or "tensors" not in (manifest["origin"] or {}):
+    if manifest is None or manifest.original is None:
         return None
-    rows = manifest["tensors"]
     on_disk = {entry.name: entry for entry in view.tensors.values()}
-    return manifest if on_disk.keys() == rows.keys() and _are_as_recorded(on_disk, rows) else None
+    if on_disk.keys() != manifest.tensors.keys() or not _are_as_recorded(on_disk, manifest.tensors):
+        notes.append(f"{MANIFEST} describes other tensors; the files it remembers are not given back")
+        return None
+    return manifest
 
 
-def names_on_disk(origin: Origin | None) -> list[str] | None:
+def names_on_disk(original: OriginalFiles | None) -> list[str] | None:
     """The names that the original files have."""
-    return None if origin is None else list(origin["tensors"])
+    return None if original is None else list(original.tensors)
 
 
-def _are_as_recorded(tensors: Mapping[str, TensorEntry], rows: Mapping[str, Any]) -> bool:
-    return all(
-        (e.dtype.name, list(e.shape)) == (rows[name]["dtype"], rows[name]["shape"]) for name, e in tensors.items()
-    )
+def _are_as_recorded(tensors: Mapping[str, TensorEntry], rows: Mapping[str, TensorRecord]) -> bool:
+    return all((e.dtype, e.shape) == (rows[name].dtype, rows[name].shape) for name, e in tensors.items())
 
 
 def recall(
-    manifest: Mapping[str, Any], origin: Origin, target: Target, old: Mapping[str, str], as_written: Collection[str]
+    manifest: Manifest,
+    target: Target,
+    old: Mapping[str, str],
+    as_written: Collection[str],
+    decisions: Sequence[TieDecision],
 ) -> Memory | None:
     """The original files, if the tensors of `target`, which has the names on disk, are all there is in them.
 
+    A tensor is left out only where the config ties it to one that is there and both were found to hold the same
+    bytes, never because the manifest says so.
+
     Args:
-        manifest: Of the source.
-        origin: From it.
+        manifest: Of the source; it remembers files.
         target: No names are shared in it; names tied to one of another file may be there, and are left out.
-        old: Name in the target -> name in the manifest.
+        old: Name in the target -> name in the source, which is also that in the manifest.
         as_written: Names in the target whose bytes are those that the manifest digested.
+        decisions: On the ties of the source, by its names.
+
+    Raises:
+        InputError: The manifest calls tensors tied that hold different bytes.
     """
-    rows = manifest["tensors"]
-    found: dict[str, str] = {}
-    for name in origin["tensors"]:
-        holder = name if name in target.tensors else rows.get(old.get(name, name), {}).get("tied_to")
-        if holder not in target.tensors:
-            return None
-        found[name] = holder
-    shared = {name for name in target.tensors if name not in found}
-    if not all("tied_to" in rows.get(old.get(name, name), {}) for name in shared):
+    rows, original = manifest.tensors, manifest.original
+    assert original is not None
+    if not target.tensors.keys() >= original.tensors.keys():
         return None
-    digests = {
-        name: rows[old[name]]["digest"]
-        for name, holder in found.items()
-        if name == holder and name in as_written and old[name] in rows
-    }
-    return Memory(origin, found, digests, shared)
+    kept = {old.get(name, name) for name in original.tensors}
+    shared = target.tensors.keys() - original.tensors.keys()
+    families = _families(decisions)
+    for name in sorted(old.get(name, name) for name in shared):
+        row = rows.get(name)
+        if row is None or row.tied_to is None:
+            return None
+        if families.get(name, name) != families.get(row.tied_to):
+            if any({each.target, each.source} == {name, row.tied_to} and each.declared for each in decisions):
+                raise InputError(
+                    f'{manifest.where}: tensors[{json.dumps(name)}].tied_to: says "{row.tied_to}", which holds other '
+                    "bytes; remove it, no loader needs it, and both tensors are converted"
+                )
+            return None
+        if not any(families.get(each) == families[name] for each in kept):
+            return None
+    digests = {name: rows[old[name]].digest for name in original.tensors if name in as_written and old[name] in rows}
+    return Memory(original, manifest.where, digests, set(shared))
+
+
+def _families(decisions: Sequence[TieDecision]) -> dict[str, str]:
+    """Name -> one name for all that the config ties to it and that hold the same bytes."""
+    found: dict[str, str] = {}
+    for each in decisions:
+        if each.declared and each.case == "equal":
+            first, second = found.setdefault(each.source, each.source), found.setdefault(each.target, each.target)
+            found.update((name, first) for name, family in list(found.items()) if family == second)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptx.conversion.config import Home
 from ckptx.conversion.dcp_output import DcpContents, DcpOutput, lay_out
 from ckptx.conversion.manifest import manifest_of
-from ckptx.conversion.memory import kept_origin, names_on_disk
+from ckptx.conversion.memory import kept_original, names_on_disk
 from ckptx.conversion.meshed import cut_target, cutter_for, describe_ranks, unknown_names
 from ckptx.conversion.names import Spelling, respell
 from ckptx.conversion.run import Conversion
@@ -37,7 +37,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
     view, decisions = run.view(home.config, options.prefix if is_dcp else None)
     if view.config is None and options.base != "none":
         report.warnings.append("no config.json: tied names are unknown, every tensor is converted as it is")
-    origin = kept_origin(view, report.warnings)
+    original = kept_original(view, report.warnings)
     keeps_state = is_dcp and options.optimizer != "drop"
     if keeps_state:
         locate_all(view, run.files, later=not options.dry_run)
@@ -46,9 +46,9 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
         run.drop_training_state(view, "dropped as asked")
     target = share(run, view, decisions, aliases_possible=True)
     if not target.holds(view.tensors):
-        origin = None
+        original = None
     default = "disk" if run.source.format == "sharded" else None
-    spelling = respell(run, view, target, by_default=default, original=names_on_disk(origin))
+    spelling = respell(run, view, target, by_default=default, original=names_on_disk(original))
     was_cast = cast(run, view, target, home.base)
     outward = _outward(run, view, target, spelling)
     run.note_wrappers(view, kept=not spelling.sources)
@@ -74,7 +74,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
     )
     edits = dtype_edits(view.config, options.dtype) if was_cast else []
     if was_cast or (options.prefix and not is_dcp):
-        origin = None
+        original = None
     carried = (home.base or run.source).sidecars
     job = Job(
         plan,
@@ -87,7 +87,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
             outcome.digests,
             aliases=report.aliases,
             copies={**target.copies, **state.target.copies},
-            origin=origin,
+            original=original,
             mesh=mesh,
             model_names=_model_names(spelling, outward),
         ),

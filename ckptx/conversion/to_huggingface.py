@@ -9,7 +9,7 @@ from ckptx.architecture.tied import TieDecision, config_edits
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.config import Home
 from ckptx.conversion.manifest import manifest_of
-from ckptx.conversion.memory import Memory, kept_manifest, recall
+from ckptx.conversion.memory import Memory, kept_manifest, names_on_disk, recall
 from ckptx.conversion.names import respell
 from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target, cast, share
@@ -17,6 +17,7 @@ from ckptx.errors import Defect, InputError
 from ckptx.formats import huggingface_layout
 from ckptx.formats.huggingface import read_header
 from ckptx.formats.sharding_info import holds_parts
+from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
 from ckptx.storage import FilePool
@@ -39,7 +40,7 @@ def to_huggingface(run: Conversion, home: Home) -> None:
     run.drop_training_state(view, "is not converted to HF")
     if not view.tensors:
         raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
-    memory, target = _recall(run, view, home)
+    memory, target = _recall(run, view, home, decisions)
     if memory is not None and target is not None:
         layout = memory.restore(run.dst, target.tensors)
         edits: list[dict[str, Any]] = []
@@ -65,7 +66,9 @@ def to_huggingface(run: Conversion, home: Home) -> None:
     run.execute(job, target.written())
 
 
-def _recall(run: Conversion, view: ModelView, home: Home) -> tuple[Memory | None, Target | None]:
+def _recall(
+    run: Conversion, view: ModelView, home: Home, decisions: list[TieDecision]
+) -> tuple[Memory | None, Target | None]:
     """What the manifest of this very checkpoint remembers, unless the options ask for something else."""
     options = run.options
     asked = options.dtype != "auto" or options.max_shard_size_given or options.tied != "auto" or view.prefix
@@ -74,22 +77,22 @@ def _recall(run: Conversion, view: ModelView, home: Home) -> tuple[Memory | None
     manifest = kept_manifest(view, run.report.warnings)
     if manifest is None:
         return None, None
-    origin = manifest["origin"]
     before, target = run.source, Target.of(view.tensors)
-    spelling = respell(run, view, target, by_default="disk", original=list(origin["tensors"]))
+    spelling = respell(run, view, target, by_default="disk", original=names_on_disk(manifest.original))
     old = {new: name for name, new in spelling.renamed(view).items()}
     # A digest is that of the bytes in the order they were written: those of other rows are other bytes.
     as_written = {
         name for name, entry in target.tensors.items() if name in old and entry.chunks is view.tensors[old[name]].chunks
     }
-    memory = recall(manifest, origin, target, old, as_written)
+    memory = recall(manifest, target, old, as_written, decisions)
     if memory is None:
         run.source = before
+        run.report.warnings.append(f"{MANIFEST} remembers files of other tensors; they are laid out anew")
         return None, None
     kept = Target({}, {}, {})
-    for name, holder in memory.holders.items():
-        kept.tensors[name] = target.tensors[holder]._replace(name=name)
-        kept.origin[name], kept.read[name] = target.origin[holder], target.read[holder]
+    for name in memory.original.tensors:
+        kept.tensors[name] = target.tensors[name]
+        kept.origin[name], kept.read[name] = target.origin[name], target.read[name]
     run.share_ledger([old.get(name, name) for name in memory.shared], view)
     cast(run, view, kept, None)
     return memory, kept

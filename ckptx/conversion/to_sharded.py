@@ -7,7 +7,7 @@ from typing import Any
 from ckptx.architecture.tied import TieDecision
 from ckptx.conversion.config import Home
 from ckptx.conversion.manifest import manifest_of
-from ckptx.conversion.memory import kept_origin, names_on_disk
+from ckptx.conversion.memory import kept_original, names_on_disk
 from ckptx.conversion.meshed import cut_target, cutter_for, describe_ranks, unknown_names
 from ckptx.conversion.names import respell
 from ckptx.conversion.run import Conversion
@@ -35,11 +35,11 @@ def to_sharded(run: Conversion, home: Home) -> None:
         raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
     if run.source.format == "dcp":
         run.drop_training_state(view, "does not fit into safetensors")
-    origin = kept_origin(view, report.warnings)
+    original = kept_original(view, report.warnings)
     target = share(run, view, decisions, aliases_possible=True)
     if not target.holds(view.tensors):
-        origin = None
-    spelling = respell(run, view, target, by_default="model", original=names_on_disk(origin))
+        original = None
+    spelling = respell(run, view, target, by_default="model", original=names_on_disk(original))
     was_cast = cast(run, view, target, home.base)
     cutter = cutter_for(run, view, spelling.rules, list(target.tensors), replicate=True)
     mesh = cut_target(run, target, cutter, unknown_names(view, target, spelling))
@@ -66,7 +66,7 @@ def to_sharded(run: Conversion, home: Home) -> None:
             layout.catalog,
             outcome.digests,
             copies=target.copies,
-            origin=None if was_cast else origin,
+            original=None if was_cast else original,
             mesh=mesh,
         ),
     )

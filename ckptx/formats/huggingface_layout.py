@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import UnsupportedError
-from ckptx.formats.huggingface import INDEX, SINGLE, index_text, parse_index
+from ckptx.formats.huggingface import INDEX, SINGLE, index_text
 from ckptx.formats.safetensors import frame_header, header_text, padded
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
@@ -53,7 +52,7 @@ def allocate(root: Path, tensors: Iterable[TensorEntry], max_shard_size: int) ->
     catalog, prologues = Catalog(root, "huggingface", {}), {}
     for name, shard in zip(names, shards, strict=True):
         shard.sort(key=lambda entry: (-entry.dtype.bits, entry.name))
-        prologues[name] = _place(catalog, name, shard, padded(_header(shard, _METADATA)))
+        prologues[name] = place_file(catalog, name, shard, padded(header_of(shard, _METADATA)))
     if total == 1:
         return HuggingFaceLayout(catalog, prologues, INDEX, None)
     weight_map = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
@@ -63,54 +62,8 @@ def allocate(root: Path, tensors: Iterable[TensorEntry], max_shard_size: int) ->
     return HuggingFaceLayout(catalog, prologues, INDEX, index_text(weight_map, metadata))
 
 
-def remember(source: Catalog) -> dict[str, Any]:
-    """The `origin` of a manifest: what it takes to write the files of `source` again, byte for byte."""
-    files: list[dict[str, Any]] = []
-    for name in source.files:
-        text = source.verbatim[name]
-        metadata = json.loads(text).get("__metadata__", {}) if '"__metadata__"' in text else {}
-        tensors = [entry for entry in source.tensors.values() if entry.chunks[0].file == name]
-        usual = padded(_header(tensors, metadata)) == text
-        files.append({"name": name, "metadata": metadata} if usual else {"name": name, "header": text})
-    origin: dict[str, Any] = {"format": "huggingface", "files": files, "index": None}
-    for name, text in source.verbatim.items():
-        if name not in source.files:
-            metadata = json.loads(text).get("metadata", {})
-            weight_map = {entry.name: entry.chunks[0].file for entry in source.tensors.values()}
-            usual = index_text(weight_map, metadata) == text
-            origin["index"] = {"name": name, "metadata": metadata} if usual else {"name": name, "text": text}
-    return origin
-
-
-def restore(root: Path, origin: Mapping[str, Any], tensors: Mapping[str, tuple[TensorEntry, int]]) -> HuggingFaceLayout:
-    """The files that `remember` saw.
-
-    Args:
-        root: The directory to be.
-        origin: What `remember` gave.
-        tensors: By name, in the order of the files: entry, and the index of its file in `origin`.
-    """
-    catalog, prologues = Catalog(root, "huggingface", {}), {}
-    shards: list[list[TensorEntry]] = [[] for _ in origin["files"]]
-    for entry, file in tensors.values():
-        shards[file].append(entry)
-    for file, shard in zip(origin["files"], shards, strict=True):
-        text = file.get("header")
-        if text is None:
-            text = padded(_header(shard, file["metadata"]))
-        prologues[file["name"]] = _place(catalog, file["name"], shard, text)
-    index = origin["index"]
-    if index is None:
-        return HuggingFaceLayout(catalog, prologues, INDEX, None)
-    text = index.get("text")
-    if text is None:
-        weight_map = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
-        text = index_text(weight_map, index["metadata"])
-    parse_index(text, root / index["name"])
-    return HuggingFaceLayout(catalog, prologues, index["name"], text)
-
-
-def _header(shard: list[TensorEntry], metadata: dict[str, str]) -> str:
+def header_of(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
+    """The text of the header of a file that holds these tensors one after the other, without padding."""
     rows, at = [], 0
     for entry in shard:
         rows.append((entry.name, entry.dtype, entry.shape, at, at + entry.nbytes))
@@ -118,7 +71,8 @@ def _header(shard: list[TensorEntry], metadata: dict[str, str]) -> str:
     return header_text(rows, metadata)
 
 
-def _place(catalog: Catalog, file: str, shard: list[TensorEntry], text: str) -> bytes:
+def place_file(catalog: Catalog, file: str, shard: list[TensorEntry], text: str) -> bytes:
+    """Enters a file with these tensors into `catalog`, and gives its first bytes: the header `text`, framed."""
     prologue = frame_header(text)
     at = len(prologue)
     for entry in shard:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from json.encoder import encode_basestring
 from math import prod
 from typing import Any, NamedTuple
@@ -177,7 +177,7 @@ def _check_metadata(metadata: Any, where: str) -> dict[str, str]:
     return metadata
 
 
-def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata: dict[str, str]) -> str:
+def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata: Mapping[str, str]) -> str:
     """The JSON text of a header as the library writes it, without padding.
 
     Args:
@@ -186,7 +186,7 @@ def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata:
     """
     parts = []
     if metadata:
-        parts.append('"__metadata__":' + json.dumps(metadata, ensure_ascii=False, separators=(",", ":")))
+        parts.append('"__metadata__":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")))
     parts.extend(
         f'{encode_basestring(name)}:{{"dtype":"{dtype.name}","shape":[{",".join(map(str, shape))}],'
         f'"data_offsets":[{begin},{end}]}}'

@@ -21,7 +21,7 @@ from pathlib import Path
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.manifest import read_manifest
+from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
 from ckptx.errors import InputError
 from ckptx.formats.huggingface import INDEX, read_header
@@ -117,9 +117,9 @@ def _recorded_shapes(root: Path, names: Iterable[str]) -> dict[str, Shape] | Non
     if not (root / MANIFEST).is_file():
         return None
     manifest = read_manifest(root / MANIFEST)
-    if manifest.get("format") != "sharded":
+    if manifest.format != "sharded":
         return None
-    listed = {name: row["bytes"] for name, row in manifest["files"].items() if is_shard(name)}
+    listed = {name: file.nbytes for name, file in manifest.files.items() if is_shard(name)}
     present = set(names)
     for name in sorted(listed.keys() - present):
         raise InputError(
@@ -137,7 +137,7 @@ def _recorded_shapes(root: Path, names: Iterable[str]) -> dict[str, Shape] | Non
                 f"{root / name}: has {found} bytes, {MANIFEST} says {nbytes}; copy it again, or remove {MANIFEST} if "
                 "another tool saved here since"
             )
-    return {name: tuple(row["shape"]) for name, row in manifest["tensors"].items()}
+    return {name: row.shape for name, row in manifest.tensors.items()}
 
 
 class _Pieces:

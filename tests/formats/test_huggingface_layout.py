@@ -10,9 +10,8 @@ import pytest
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import UnsupportedError
-from ckptx.formats.huggingface import INDEX, SINGLE, open_huggingface
-from ckptx.formats.huggingface_layout import HuggingFaceLayout, allocate, natural_key, remember, restore
-from tests.writers import framed, header, llama, value, write_hf, write_safetensors
+from ckptx.formats.huggingface import SINGLE
+from ckptx.formats.huggingface_layout import HuggingFaceLayout, allocate, natural_key
 
 
 def entries(**shapes: tuple[int, ...]) -> list[TensorEntry]:
@@ -66,70 +65,3 @@ def test_names_of_digits_that_are_not_decimal_are_sorted_too() -> None:
 def test_a_dtype_that_safetensors_lacks() -> None:
     with pytest.raises(UnsupportedError, match='tensor "a" has dtype C128'):
         allocate(Path("x"), [TensorEntry("a", BY_NAME["C128"], (1,), ())], 100)
-
-
-def rewritten(root: Path, weights: str) -> dict[str, bytes]:
-    """Headers and index as `restore` gives them from what `remember` kept, through JSON as a manifest is."""
-    source = open_huggingface(root, weights)
-    origin = json.loads(json.dumps(remember(source)))
-    files = list(source.files)
-    tensors = {name: (entry, files.index(entry.chunks[0].file)) for name, entry in source.tensors.items()}
-    layout = restore(root, origin, tensors)
-    assert layout.catalog.files == source.files
-    assert {n: e.chunks for n, e in layout.catalog.tensors.items()} == {n: e.chunks for n, e in source.tensors.items()}
-    texts = dict(layout.prologues)
-    if layout.index_text is not None:
-        texts[layout.index_name] = layout.index_text.encode()
-    return texts
-
-
-def check_restored(root: Path, weights: str) -> None:
-    for name, data in rewritten(root, weights).items():
-        assert (root / name).read_bytes().startswith(data), name
-
-
-def test_usual_files_are_restored_without_keeping_their_headers(tmp_path: Path) -> None:
-    write_hf(tmp_path, llama(), shards=2)
-    check_restored(tmp_path, INDEX)
-    origin = remember(open_huggingface(tmp_path, INDEX))
-    assert all(set(file) == {"name", "metadata"} for file in origin["files"])
-    assert set(origin["index"]) == {"name", "metadata"}
-
-
-@pytest.mark.parametrize("metadata", [{}, {"format": "pt", "x": 'é " \\'}, {"b": "1", "a": "2"}])
-def test_metadata_of_any_kind(tmp_path: Path, metadata: dict[str, str]) -> None:
-    write_safetensors(tmp_path / SINGLE, llama(), metadata)
-    check_restored(tmp_path, SINGLE)
-
-
-@pytest.mark.parametrize("how", ["spaces", "order of keys", "unpadded", "metadata last", "escapes"])
-def test_unusual_headers_are_kept_as_they_are(tmp_path: Path, how: str) -> None:
-    tensors = {"a": value("F32", 2), "é": value("F32", 3)}
-    rows = header(tensors, {"format": "pt"})
-    text = {
-        "spaces": json.dumps(rows, indent=1, ensure_ascii=False),
-        "order of keys": json.dumps({k: dict(reversed(v.items())) for k, v in rows.items()}, ensure_ascii=False),
-        "unpadded": json.dumps(rows, separators=(",", ":"), ensure_ascii=False),
-        "metadata last": json.dumps(dict(reversed(rows.items())), ensure_ascii=False),
-        "escapes": json.dumps(rows, separators=(",", ":")),
-    }[how]
-    (tmp_path / SINGLE).write_bytes(framed(text, b"".join(data for _, _, data in tensors.values())))
-    check_restored(tmp_path, SINGLE)
-
-
-@pytest.mark.parametrize("newline", ["\n", "\r\n", ""])
-@pytest.mark.parametrize("indent", [None, 2, 4])
-def test_an_index_of_any_style(tmp_path: Path, indent: int | None, newline: str) -> None:
-    write_hf(tmp_path, llama(), shards=2)
-    index = json.loads((tmp_path / INDEX).read_text())
-    (tmp_path / INDEX).write_bytes((json.dumps(index, indent=indent) + newline).encode())
-    check_restored(tmp_path, INDEX)
-
-
-def test_the_comparison_would_notice(tmp_path: Path) -> None:
-    """A planted defect: another index than the one remembered."""
-    write_hf(tmp_path, llama(), shards=2)
-    texts = rewritten(tmp_path, INDEX)
-    assert texts[INDEX] == (tmp_path / INDEX).read_bytes()
-    (tmp_path / INDEX).write_text((tmp_path / INDEX).read_text() + " ")
-    assert texts[INDEX] != (tmp_path / INDEX).read_bytes()

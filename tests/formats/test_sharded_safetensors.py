@@ -16,7 +16,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.sharded_safetensors import is_shard, open_sharded, replica_pairs, shard_name
 from ckptx.storage import FilePool
 from tests.formats.cut_writer import rows, write_shard
-from tests.writers import INDEX, SINGLE, flip, value, write_safetensors
+from tests.writers import INDEX, SINGLE, flip, manifest, value, write_safetensors
 
 W = value("BF16", 6, 4, seed=1)
 NORM = value("F32", 4, seed=2)
@@ -259,10 +259,9 @@ def test_other_safetensors_below_are_none_of_our_business(tmp_path: Path) -> Non
 
 
 def write_manifest(root: Path) -> Path:
-    files = {file.name: {"bytes": file.stat().st_size, "digest": ""} for file in sorted(root.glob("shard-*"))}
-    tensors = {"w": {"dtype": "BF16", "shape": [6, 4]}, "norm": {"dtype": "F32", "shape": [4]}}
-    manifest = {"ckptx": 1, "format": "sharded", "files": files, "sidecars": {}, "tensors": tensors}
-    (root / "ckptx.json").write_bytes(emit_manifest(manifest))
+    files = {file.name: file.stat().st_size for file in sorted(root.glob("shard-*"))}
+    found = manifest("sharded", files, {"w": ("BF16", [6, 4]), "norm": ("F32", [4])})
+    (root / "ckptx.json").write_bytes(emit_manifest(found))
     return root
 
 
@@ -318,6 +317,5 @@ def test_a_manifest_vouches_for_ranks_that_only_repeat(tmp_path: Path) -> None:
 
 def test_the_manifest_of_another_format_says_nothing(tmp_path: Path) -> None:
     root = three_ranks(tmp_path)
-    manifest = {"ckptx": 1, "format": "dcp", "files": {}, "sidecars": {}, "tensors": {}}
-    (root / "ckptx.json").write_bytes(emit_manifest(manifest))
+    (root / "ckptx.json").write_bytes(emit_manifest(manifest("dcp", {}, {})))
     assert len(open_sharded(root).tensors) == 3

@@ -1,0 +1,330 @@
+"""Reading `ckptx.json` into a `Manifest`, or saying which field of it is wrong.
+
+Every field is looked at, also those that nobody asks for today: a manifest that is wrong in one place is not what
+ckptx wrote, and is not believed in another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.file_name import colliding_name, name_fault, weights_fault
+from ckptx.catalog.manifest import (
+    ORIGINAL_FORMAT,
+    RANK_ORDER,
+    SCHEMA,
+    CutRecord,
+    FileRecord,
+    LayoutRecord,
+    Manifest,
+    OriginalFile,
+    OriginalFiles,
+    OriginalIndex,
+    TensorRecord,
+)
+from ckptx.catalog.region import Region, Shape
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.storage import read_small
+from ckptx.untrusted.json_text import parse_json
+from ckptx.untrusted.limits import MANIFEST_BYTES, shape_fault
+
+_MAX_VALUES = 1 << 24  # of any type; the largest published model with its optimizer state has a tenth
+_END = 1 << 63
+_FORMATS = ("dcp", "sharded", "huggingface")
+_HEX = frozenset("0123456789abcdef")
+
+T = TypeVar("T")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file.
+
+    Raises:
+        InputError: It is not one, or no regular file.
+        UnsupportedError: A newer ckptx wrote it.
+    """
+    return parse_manifest(read_small(path, MANIFEST_BYTES), str(path))
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Reads a manifest.
+
+    Args:
+        data: The bytes of the file.
+        where: Its path, with which errors begin.
+
+    Raises:
+        InputError: It is not a manifest; the message names the field.
+        UnsupportedError: A newer ckptx wrote it.
+    """
+    found = _json(data, where)
+    version = found.get("ckptx")
+    if type(version) is not int or version < 1:
+        raise _not_one(where, f"ckptx: found {version!r:.60}, needed the version of the manifest")
+    if version != SCHEMA:
+        raise UnsupportedError(
+            f"{where}: manifest version {version}, this ckptx reads {SCHEMA}; use a newer ckptx, or remove the file, "
+            "which no loader needs"
+        )
+    try:
+        return _Reader().manifest(found, where)
+    except _Fault as fault:
+        raise _not_one(where, f"{fault.field}: found {fault.found}, needed {fault.needed}") from None
+
+
+def _json(data: bytes, where: str) -> dict[str, Any]:
+    if sum(data.count(char) for char in b"[{,") > _MAX_VALUES:
+        raise _not_one(where, f"more than the {_MAX_VALUES} values allowed")
+    try:
+        found = parse_json(data.decode("utf-8"), "the text")
+    except (UnicodeDecodeError, InputError) as error:
+        raise _not_one(where, f"{error!s:.120}") from error
+    if not isinstance(found, dict):
+        raise _not_one(where, f"found a {type(found).__name__}, needed a JSON object")
+    return found
+
+
+def _not_one(where: str, reason: str) -> InputError:
+    return InputError(f"{where}: is not a manifest of ckptx ({reason}); remove it if it is damaged, no loader needs it")
+
+
+class _Fault(Exception):
+    """A field that is not what it should be."""
+
+    def __init__(self, field: str, found: Any, needed: str, said: str | None = None) -> None:
+        super().__init__(field)
+        self.field, self.found, self.needed = field, said or f"{found!r:.60}", needed
+
+
+class _Reader:
+    """Reads the fields of one manifest; what is wrong is refused by its path in the file."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[Shape, Shape] = {}
+        self._inside: set[tuple[int, Shape]] = set()
+
+    def manifest(self, found: Mapping[str, Any], where: str) -> Manifest:
+        self._text(found.get("tool"), "tool")
+        format = found.get("format")
+        if format not in _FORMATS:
+            self._refuse("format", format, f"one of {', '.join(_FORMATS)}")
+        files, sidecars = (self._rows(found, key, self._file) for key in ("files", "sidecars"))
+        twice = colliding_name([*files, *sidecars])
+        if twice is not None:
+            self._refuse("files and sidecars", twice, "each name once")
+        cuts = tuple(
+            self._cut(cut, len(files), f"cuts[{number}]")
+            for number, cut in enumerate(self._list(found.get("cuts"), "cuts"))
+        )
+        tensors = self._rows(found, "tensors", lambda row: self._tensor(row, cuts, len(files)))
+        self._check_ties(tensors)
+        origin = found.get("origin", 0)  # None says that there is none, a manifest without the key is no manifest
+        return Manifest(
+            where,
+            str(format),
+            self._layout(found.get("layout"), "layout"),
+            None if origin is None else self._original(origin, "origin"),
+            cuts,
+            files,
+            sidecars,
+            tensors,
+        )
+
+    def _rows(self, found: Mapping[str, Any], key: str, read: Callable[[Any], T]) -> dict[str, T]:
+        rows = self._object(found.get(key), key)
+        for name in rows:
+            fault = None if key == "tensors" else name_fault(name)
+            if fault is not None:
+                self._refuse(key, name, f"names of files; {fault}")
+            self._text(name, key)
+        parsed = {}
+        for name, row in rows.items():
+            try:
+                parsed[name] = read(row)
+            except _Fault as fault:
+                fault.field = f"{_at(key, name)}{fault.field}"
+                raise
+        return parsed
+
+    def _file(self, row: Any) -> FileRecord:
+        row = self._object(row, "")
+        return FileRecord(self._count(row.get("bytes"), ".bytes"), self._digest(row.get("digest"), ".digest"))
+
+    def _tensor(self, row: Any, cuts: tuple[CutRecord, ...], files: int) -> TensorRecord:
+        row = self._object(row, "")
+        name = row.get("dtype")
+        dtype = BY_NAME.get(name) if isinstance(name, str) else None
+        if dtype is None:
+            self._refuse(".dtype", name, "a dtype")
+        shape = self._shape(row.get("shape"), ".shape")
+        if prod(shape) * dtype.bits >= _END:
+            self._refuse(".shape", list(shape), "one that fits into a file")
+        file, cut = row.get("file"), row.get("cut")
+        if (file is None) == (cut is None):
+            self._refuse("", sorted(row), "one of file and cut")
+        if file is not None:
+            self._index(file, files, ".file")
+        else:
+            self._index(cut, len(cuts), ".cut")
+            if (cut, shape) not in self._inside:  # tensors that share a cut have one shape
+                if not all(_is_inside(region, shape) for region in cuts[cut].regions):
+                    self._refuse(".cut", cut, "blocks inside of the shape")
+                self._inside.add((cut, shape))
+        return TensorRecord(
+            dtype,
+            shape,
+            self._digest(row.get("digest"), ".digest"),
+            file,
+            cut,
+            *(None if row.get(key) is None else self._text(row[key], f".{key}") for key in ("tied_to", "model")),
+        )
+
+    def _check_ties(self, tensors: Mapping[str, TensorRecord]) -> None:
+        for name, row in tensors.items():
+            if row.tied_to is None:
+                continue
+            other = tensors.get(row.tied_to)
+            if other is None or row.tied_to == name or (other.dtype, other.shape) != (row.dtype, row.shape):
+                self._refuse(
+                    f"{_at('tensors', name)}.tied_to", row.tied_to, "another tensor of the same dtype and shape"
+                )
+
+    def _cut(self, cut: Any, files: int, at: str) -> CutRecord:
+        cut = self._object(cut, at)
+        held, offsets, sizes, replicas = (
+            self._list(cut.get(key), f"{at}.{key}") for key in ("files", "offsets", "sizes", "replicas")
+        )
+        if not len(held) == len(offsets) == len(sizes):
+            self._refuse(at, f"{len(held)}, {len(offsets)}, {len(sizes)}", "a file, offsets and sizes for each block")
+        for file in held:
+            self._index(file, files, f"{at}.files")
+        for replica in replicas:
+            self._index(replica, len(held), f"{at}.replicas")
+        regions = []
+        for begin, size in zip(offsets, sizes, strict=True):
+            region = Region(self._shape(begin, f"{at}.offsets"), self._shape(size, f"{at}.sizes"))
+            if len(region.offsets) != len(region.sizes):
+                self._refuse(f"{at}.offsets", begin, f"{len(size)} of them")
+            regions.append(region)
+        return CutRecord(tuple(held), tuple(regions), tuple(replicas))
+
+    def _layout(self, layout: Any, at: str) -> LayoutRecord:
+        layout = self._object(layout, at)
+        tp, pp, dp_shard = (self._positive(layout.get(axis), f"{at}.{axis}") for axis in ("tp", "pp", "dp_shard"))
+        if layout.get("rank_order") != RANK_ORDER:
+            self._refuse(f"{at}.rank_order", layout.get("rank_order"), RANK_ORDER)
+        stages = layout.get("stages", 0)
+        if stages is None:
+            return LayoutRecord(tp, pp, dp_shard, None)
+        at = f"{at}.stages"
+        spans = (tuple(self._span(span, at) for span in self._list(stage, at)) for stage in self._list(stages, at))
+        return LayoutRecord(tp, pp, dp_shard, tuple(spans))
+
+    def _span(self, span: Any, at: str) -> tuple[str, int, int]:
+        if not isinstance(span, list) or len(span) != 3:
+            self._refuse(at, span, "[path, first, stop]")
+        return self._text(span[0], at), self._count(span[1], at), self._count(span[2], at)
+
+    def _original(self, origin: Any, at: str) -> OriginalFiles:
+        origin = self._object(origin, at)
+        if origin.get("format") != ORIGINAL_FORMAT:
+            self._refuse(f"{at}.format", origin.get("format"), ORIGINAL_FORMAT)
+        files = tuple(
+            self._original_file(file, f"{at}.files[{number}]")
+            for number, file in enumerate(self._list(origin.get("files"), f"{at}.files"))
+        )
+        index = origin.get("index", 0)
+        index = None if index is None else self._original_index(index, f"{at}.index")
+        fault = weights_fault([file.name for file in files], None if index is None else index.name)
+        if fault is not None:
+            raise _Fault(f"{at}.files", None, "the names of an HF checkpoint", said=fault)
+        tensors = self._object(origin.get("tensors"), f"{at}.tensors")
+        for name, file in tensors.items():
+            self._text(name, f"{at}.tensors")
+            self._index(file, len(files), _at(f"{at}.tensors", name))
+        if set(tensors.values()) != set(range(len(files))):
+            self._refuse(f"{at}.tensors", f"{len(set(tensors.values()))} files", f"tensors in each of {len(files)}")
+        return OriginalFiles(files, index, tensors)
+
+    def _original_file(self, file: Any, at: str) -> OriginalFile:
+        file = self._object(file, at)
+        name = self._text(file.get("name"), f"{at}.name")
+        if ("metadata" in file) == ("header" in file):
+            self._refuse(at, sorted(map(str, file)), "one of metadata and header")
+        if "header" in file:
+            return OriginalFile(name, None, self._text(file["header"], f"{at}.header"))
+        metadata = self._object(file["metadata"], f"{at}.metadata")
+        for key, value in metadata.items():
+            self._text(key, f"{at}.metadata")
+            self._text(value, f"{at}.metadata")
+        return OriginalFile(name, metadata, None)
+
+    def _original_index(self, index: Any, at: str) -> OriginalIndex:
+        index = self._object(index, at)
+        name = self._text(index.get("name"), f"{at}.name")
+        if ("metadata" in index) == ("text" in index):
+            self._refuse(at, sorted(map(str, index)), "one of metadata and text")
+        if "text" in index:
+            return OriginalIndex(name, None, self._text(index["text"], f"{at}.text"))
+        return OriginalIndex(name, index["metadata"], None)
+
+    def _object(self, value: Any, at: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self._refuse(at, value, "an object")
+        return value
+
+    def _list(self, value: Any, at: str) -> list[Any]:
+        if not isinstance(value, list):
+            self._refuse(at, value, "a list")
+        return value
+
+    def _text(self, value: Any, at: str) -> str:
+        if type(value) is not str:
+            self._refuse(at, value, "a text")
+        return value
+
+    def _count(self, value: Any, at: str) -> int:
+        if type(value) is not int or not 0 <= value < _END:
+            self._refuse(at, value, "a number of 0 or more")
+        return value
+
+    def _positive(self, value: Any, at: str) -> int:
+        return self._count(value, at) or self._refuse(at, value, "1 or more")
+
+    def _index(self, value: Any, stop: int, at: str) -> None:
+        if type(value) is not int or not 0 <= value < stop:
+            self._refuse(at, value, f"the index of one of {stop}")
+
+    def _shape(self, value: Any, at: str) -> Shape:
+        if not isinstance(value, list) or any(type(size) is not int or not 0 <= size < _END for size in value):
+            self._refuse(at, value, "a list of sizes")
+        shape = tuple(value)
+        if shape not in self._shapes:
+            fault = shape_fault(shape)
+            if fault is not None:
+                raise _Fault(at, None, "one that fits into memory", said=fault)
+        return self._shapes.setdefault(shape, shape)  # a few of them repeat many thousand times
+
+    def _digest(self, value: Any, at: str) -> str:
+        if type(value) is not str or len(value) != 32 or not _HEX.issuperset(value):
+            self._refuse(at, value, "a digest of 32 hex digits")
+        return value
+
+    def _refuse(self, at: str, found: Any, needed: str) -> NoReturn:
+        raise _Fault(at, found, needed)
+
+
+def _at(key: str, name: str) -> str:
+    """The path of a field in an object."""
+    return f"{key}[{json.dumps(name):.200}]"
+
+
+def _is_inside(region: Region, shape: Shape) -> bool:
+    return len(region.sizes) == len(shape) and all(
+        begin + size <= dim for begin, size, dim in zip(*region, shape, strict=True)
+    )

@@ -1,0 +1,175 @@
+"""The files of an HF checkpoint, remembered and laid out again; what was remembered decides names and order alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptx.catalog.manifest import OriginalFile, OriginalFiles, OriginalIndex, emit_manifest
+from ckptx.catalog.manifest_parser import parse_manifest
+from ckptx.errors import InputError
+from ckptx.formats.huggingface import INDEX, SINGLE, open_huggingface
+from ckptx.formats.original_files import remember, restore
+from tests.writers import framed, header, llama, manifest, value, write_hf, write_index, write_safetensors
+
+
+def rewritten(root: Path, weights: str) -> dict[str, bytes]:
+    """Headers and index as `restore` gives them from what `remember` kept, through JSON as a manifest is."""
+    source = open_huggingface(root, weights)
+    original = remember(source, [])
+    assert original is not None
+    found = manifest("huggingface", source.files, {}) | {"origin": original.as_json()}
+    kept = parse_manifest(emit_manifest(found), "ckptx.json").original
+    assert kept == original
+    layout = restore(root, kept, source.tensors, "ckptx.json")
+    assert layout.catalog.files == source.files
+    assert {n: e.chunks for n, e in layout.catalog.tensors.items()} == {n: e.chunks for n, e in source.tensors.items()}
+    texts = dict(layout.prologues)
+    if layout.index_text is not None:
+        texts[layout.index_name] = layout.index_text.encode()
+    return texts
+
+
+def check_restored(root: Path, weights: str) -> None:
+    for name, data in rewritten(root, weights).items():
+        assert (root / name).read_bytes().startswith(data), name
+
+
+def test_usual_files_are_restored_without_keeping_their_headers(tmp_path: Path) -> None:
+    write_hf(tmp_path, llama(), shards=2)
+    check_restored(tmp_path, INDEX)
+    original = remember(open_huggingface(tmp_path, INDEX), [])
+    assert original is not None and original.index is not None
+    assert all(file.header is None for file in original.files)
+    assert original.index.text is None
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt", "x": 'é " \\'}, {"b": "1", "a": "2"}])
+def test_metadata_of_any_kind(tmp_path: Path, metadata: dict[str, str]) -> None:
+    write_safetensors(tmp_path / SINGLE, llama(), metadata)
+    check_restored(tmp_path, SINGLE)
+
+
+@pytest.mark.parametrize("how", ["spaces", "order of keys", "unpadded", "metadata last", "escapes"])
+def test_unusual_headers_are_kept_as_they_are(tmp_path: Path, how: str) -> None:
+    tensors = {"a": value("F32", 2), "é": value("F32", 3)}
+    rows = header(tensors, {"format": "pt"})
+    text = {
+        "spaces": json.dumps(rows, indent=1, ensure_ascii=False),
+        "order of keys": json.dumps({k: dict(reversed(v.items())) for k, v in rows.items()}, ensure_ascii=False),
+        "unpadded": json.dumps(rows, separators=(",", ":"), ensure_ascii=False),
+        "metadata last": json.dumps(dict(reversed(rows.items())), ensure_ascii=False),
+        "escapes": json.dumps(rows, separators=(",", ":")),
+    }[how]
+    (tmp_path / SINGLE).write_bytes(framed(text, b"".join(data for _, _, data in tensors.values())))
+    check_restored(tmp_path, SINGLE)
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", ""])
+@pytest.mark.parametrize("indent", [None, 2, 4])
+def test_an_index_of_any_style(tmp_path: Path, indent: int | None, newline: str) -> None:
+    write_hf(tmp_path, llama(), shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / INDEX).write_bytes((json.dumps(index, indent=indent) + newline).encode())
+    check_restored(tmp_path, INDEX)
+
+
+def test_the_comparison_would_notice(tmp_path: Path) -> None:
+    """A planted defect: another index than the one remembered."""
+    write_hf(tmp_path, llama(), shards=2)
+    texts = rewritten(tmp_path, INDEX)
+    assert texts[INDEX] == (tmp_path / INDEX).read_bytes()
+    (tmp_path / INDEX).write_text((tmp_path / INDEX).read_text() + " ")
+    assert texts[INDEX] != (tmp_path / INDEX).read_bytes()
+
+
+@pytest.mark.parametrize("depth", [1, 31, 32, 60])
+def test_an_index_that_is_nested_deeply(tmp_path: Path, depth: int) -> None:
+    """A manifest may be nested no deeper than any other file, with the index inside of it."""
+    write_hf(tmp_path, llama(), shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())
+    for _ in range(depth):
+        index["metadata"] = [index["metadata"]]
+    (tmp_path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    check_restored(tmp_path, INDEX)
+
+
+@pytest.mark.parametrize(
+    "names", [["a.st", "b.st"], ["./a.safetensors", "b.safetensors"], ["model.safetensors", "b.safetensors"]]
+)
+def test_names_that_are_not_given_back_are_not_remembered(tmp_path: Path, names: list[str]) -> None:
+    tensors = {"a": value("F32", 2), "b": value("F32", 3)}
+    for name, (tensor, data) in zip(names, tensors.items(), strict=True):
+        write_safetensors(tmp_path / name, {tensor: data})
+    write_index(tmp_path, dict(zip(tensors, names, strict=True)))
+    notes: list[str] = []
+    assert remember(open_huggingface(tmp_path, INDEX), notes) is None
+    assert "not remembered" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda rows: rows.update(a=rows["b"], b=rows["a"]), 'tensor "a" is F32 [3] at bytes'),
+        (lambda rows: rows["a"].update(dtype="I32"), 'tensor "a" is I32'),
+        (lambda rows: rows["a"].update(shape=[2, 1]), 'tensor "a" is F32 [2, 1]'),
+        (lambda rows: rows.update(c=rows.pop("a")), 'tensor "a" is not in it'),
+        (lambda rows: rows["a"].update(data_offsets=[0, 4]), 'tensor "a" spans 4 bytes'),
+        (lambda rows: rows["a"].update(shape=[1 << 70]), 'tensor "a"'),
+        (lambda rows: rows["a"].update(dtype="F7"), "no dtype"),
+        (lambda rows: rows.pop("b"), "tensors end at byte"),
+        (lambda rows: rows.update(c={"dtype": "F32", "shape": [0], "data_offsets": [20, 20]}), "holds 3 tensors"),
+        (lambda rows: rows.update(__metadata__={"a": 1}), "__metadata__"),
+        (lambda rows: rows.update(__metadata__=7), "__metadata__"),
+    ],
+)
+def test_a_header_that_says_something_else_is_refused(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    tensors = {"a": value("F32", 2), "b": value("F32", 3)}
+    write_safetensors(tmp_path / SINGLE, tensors)
+    source = open_huggingface(tmp_path, SINGLE)
+    rows = header(tensors, {"format": "pt"})
+
+    def restored() -> None:
+        original = OriginalFiles((OriginalFile(SINGLE, None, json.dumps(rows)),), None, {"a": 0, "b": 0})
+        restore(tmp_path, original, source.tensors, "x/ckptx.json")
+
+    restored()
+    spoil(rows)
+    with pytest.raises(InputError, match=r"^x/ckptx\.json: origin\.files\[0\]\.header: .*remove it") as error:
+        restored()
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda found: found.update({"model.norm.weight": "model-00001-of-00002.safetensors"}),
+        lambda found: found.update({"more": "model-00001-of-00002.safetensors"}),
+        lambda found: found.update({"model.norm.weight": "/etc/passwd"}),
+        lambda found: found.pop("model.norm.weight"),
+        lambda found: found.clear(),
+    ],
+)
+def test_an_index_that_says_something_else_is_refused(
+    tmp_path: Path, spoil: Callable[[dict[str, str]], object]
+) -> None:
+    write_hf(tmp_path, llama(), shards=2)
+    source = open_huggingface(tmp_path, INDEX)
+    index = json.loads((tmp_path / INDEX).read_text())
+    original = remember(source, [])
+    assert original is not None
+
+    def restored() -> None:
+        kept = OriginalFiles(original.files, OriginalIndex(INDEX, None, json.dumps(index)), original.tensors)
+        restore(tmp_path, kept, source.tensors, "x/ckptx.json")
+
+    restored()
+    spoil(index["weight_map"])
+    with pytest.raises(InputError, match=r"^x/ckptx\.json: origin\.index\.text: .*remove it"):
+        restored()
