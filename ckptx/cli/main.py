@@ -13,6 +13,7 @@ import click
 
 from ckptx.cli.options import SETTINGS, Section, SectionedGroup, global_options, need_command
 from ckptx.cli.output import say_error
+from ckptx.cli.streams import settle_streams
 from ckptx.errors import Terminated
 from ckptx.version import __version__
 
@@ -97,6 +98,7 @@ def _said(error: click.UsageError) -> str:
 
 def main() -> None:
     """Runs the command line and exits with the code that `cli.md` promises."""
+    settle_streams()
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only moves bytes here, but would start threads
     gc.disable()  # catalogs are many small objects without cycles; looking for some costs a third of the start
