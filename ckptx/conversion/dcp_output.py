@@ -41,12 +41,14 @@ class DcpOutput:
         groups: Files that are written together.
         markers: `.metadata`, by path.
         ranks: Rank of each file.
+        fqns: By path of a `.metadata`: name in it -> name in `catalog` of what it names.
     """
 
     catalog: Catalog
     groups: list[tuple[str, ...]]
     markers: list[tuple[str, bytes]]
     ranks: dict[str, int]
+    fqns: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def lay_out(root: Path, contents: DcpContents, dims: ParallelDims, files: int | None, source: Catalog) -> DcpOutput:
@@ -64,14 +66,15 @@ def lay_out(root: Path, contents: DcpContents, dims: ParallelDims, files: int | 
         _append(output, layout, lead)
         names = {} if part is None else part.names
         planner_data = source.planner_data if part is None else part.planner_data
-        output.markers.append((lead + METADATA, _metadata(layout.catalog, inside, names, planner_data)))
+        output.fqns[lead + METADATA], data = _metadata(layout.catalog, inside, names, planner_data)
+        output.markers.append((lead + METADATA, data))
     return output
 
 
 def _metadata(
     catalog: Catalog, contents: DcpContents, names: Mapping[str, str], planner_data: Mapping[str, Any] | None
-) -> bytes:
-    """`.metadata` of one part, under the names it has there."""
+) -> tuple[dict[str, str], bytes]:
+    """Names in the `.metadata` of one part with what each stands for, and the `.metadata` itself."""
 
     def called(name: str) -> str:
         """A name that came with a copy or an alias is spelled as its twin is."""
@@ -89,7 +92,9 @@ def _metadata(
     )
     aliases = {called(name): called(stored) for name, stored in contents.aliases.items()}
     twins = {called(name): called(stored) for name, stored in contents.copies.items()}
-    return dcp_layout.metadata_bytes(renamed, aliases, planner_data, twins)
+    fqns = {called(name): name for name in (*catalog.tensors, *catalog.objects)}
+    fqns |= {called(name): stored for name, stored in contents.aliases.items()}
+    return fqns, dcp_layout.metadata_bytes(renamed, aliases, planner_data, twins)
 
 
 def _of_part(contents: DcpContents, part: Part, parts: tuple[Part, ...]) -> DcpContents:

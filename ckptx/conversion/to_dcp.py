@@ -11,6 +11,7 @@ from ckptx.conversion.names import Spelling, respell
 from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target, cast, share
 from ckptx.conversion.training_state import TrainingState, carry_state
+from ckptx.conversion.written import check_dcp
 from ckptx.cutting import Mesh
 from ckptx.formats import dcp_layout
 from ckptx.formats.dcp import METADATA
@@ -91,6 +92,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
             mesh=mesh,
             model_names=_model_names(spelling, outward),
         ),
+        check=lambda tree, _: check_dcp(tree, output),
         markers=output.markers,
     )
     run.execute(job, target.written() | state.target.written())
@@ -116,7 +118,8 @@ def _lay_out(run: Conversion, target: Target, state: TrainingState, mesh: Mesh |
         assert not state.target.tensors
         catalog = dcp_layout.allocate(run.dst, target.tensors.values(), run.options.files)
         marker = (METADATA, dcp_layout.metadata_bytes(catalog, target.aliases))
-        return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {})
+        fqns = {name: name for name in catalog.tensors} | target.aliases
+        return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {}, {METADATA: fqns})
     order = {name: at for at, name in enumerate(run.source.tensors)}
     origin = {**target.origin, **state.target.origin}
     cuts = [(entry, mesh.placed[name].stage, mesh.placed[name].blocks) for name, entry in target.tensors.items()]

@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.architecture.tied import TieDecision, config_edits
-from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.config import Home
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.memory import Memory, kept_manifest, names_on_disk, recall
 from ckptx.conversion.names import respell
 from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target, cast, share
-from ckptx.errors import Defect, InputError
+from ckptx.conversion.written import check_digests, check_huggingface
+from ckptx.errors import InputError
 from ckptx.formats import huggingface_layout
-from ckptx.formats.huggingface import read_header
-from ckptx.formats.sharding_info import holds_parts
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
-from ckptx.storage import FilePool
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
 from ckptx.view import ModelView
@@ -54,13 +51,18 @@ def to_huggingface(run: Conversion, home: Home) -> None:
     origin = home.base if home.base is not None else run.source
     carried = [] if options.base == "none" else [sidecar.name for sidecar in origin.sidecars]
     recorded = {} if memory is None else memory.digests
+
+    def check(tree: Path, outcome: Outcome) -> None:
+        check_huggingface(tree, layout)
+        check_digests(outcome, recorded)
+
     job = Job(
         plan,
         run.source,
         run.carry(origin.root, carried, edits),
         options.fingerprint(),
         lambda outcome: manifest_of("huggingface", layout.catalog, outcome.digests),
-        lambda tree, outcome: _check_written(tree, layout.catalog, outcome, recorded),
+        check,
         [] if layout.index_text is None else [(layout.index_name, layout.index_text.encode())],
     )
     run.execute(job, target.written())
@@ -114,25 +116,3 @@ def untie_edits(
             place = place.get(key, {})
         edits.append({"key": ".".join(path), "before": place.get(path[-1]), "after": after})
     return edits
-
-
-def _check_written(tree: Path, layout: Catalog, outcome: Outcome, recorded: dict[str, str]) -> None:
-    """Reads the headers back, and holds the bytes read against the digests taken when the DCP was written."""
-    with FilePool(tree) as files:
-        for name in layout.files:
-            header = read_header(files, name)
-            if holds_parts(header, name):
-                raise InputError(
-                    f"{name}: its header, as ckptx.json remembers it, calls whole tensors parts of larger ones; remove "
-                    "ckptx.json and convert again"
-                )
-            for tensor in header.tensors:
-                entry = layout.tensors[tensor.name]
-                if (tensor.dtype, tensor.shape, name) != (entry.dtype, entry.shape, entry.chunks[0].file):
-                    raise Defect(f'{name}: header of "{tensor.name}" is not what was planned; please report it')
-    for name, digest in recorded.items():
-        if outcome.digests[name] != digest:
-            raise InputError(
-                f'tensor "{name}": digest {outcome.digests[name]}, ckptx.json records {digest}; the bytes changed '
-                "since they were converted, restore them from a copy"
-            )

@@ -13,6 +13,7 @@ from ckptx.conversion.names import respell
 from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import cast, share
 from ckptx.conversion.to_huggingface import untie_edits
+from ckptx.conversion.written import check_sharded
 from ckptx.errors import InputError
 from ckptx.formats import sharded_safetensors_layout
 from ckptx.mapping.config import dtype_edits
@@ -69,6 +70,7 @@ def to_sharded(run: Conversion, home: Home) -> None:
             original=None if was_cast else original,
             mesh=mesh,
         ),
+        check=lambda tree, _: check_sharded(tree, layout.catalog),
     )
     run.execute(job, target.written())
 

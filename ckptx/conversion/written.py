@@ -1,0 +1,198 @@
+"""The check after writing: what a reader will find in the staged files, held against what was planned.
+
+Headers and markers are parsed again, from the files and by the code that opens checkpoints, so that neither a defect
+of a writer nor a text that was carried over can say something else than the plan: which tensor lies where, of what
+dtype and shape, and at which byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
+from ckptx.catalog.region import Region, whole
+from ckptx.conversion.dcp_output import DcpOutput
+from ckptx.errors import Defect, InputError
+from ckptx.formats.dcp import METADATA
+from ckptx.formats.dcp_layout import torch_shape
+from ckptx.formats.dcp_metadata import DcpMetadata, StorageInfo, parse_metadata
+from ckptx.formats.huggingface import parse_index, read_header
+from ckptx.formats.huggingface_layout import HuggingFaceLayout
+from ckptx.formats.sharding_info import holds_parts, offsets_of, sharding_info
+from ckptx.formats.torch_zip import archive_frame
+from ckptx.storage import FilePool
+from ckptx.transfer.executor import Outcome
+
+# Reading `.metadata` takes some 10 us and 1 KB for each block: beyond so many, both would show. Of larger ones, the
+# first and the last block of each file are looked at.
+_MOST_BLOCKS = 1 << 14
+
+
+def check_huggingface(tree: Path, layout: HuggingFaceLayout) -> None:
+    """Reads headers and index back.
+
+    Raises:
+        InputError: A header that the manifest remembers calls whole tensors parts of larger ones.
+        Defect: Anything else is not as planned.
+    """
+    catalog = layout.catalog
+    planned = _Planned(catalog)
+    with FilePool(tree) as files:
+        for name in catalog.files:
+            header = read_header(files, name)
+            if holds_parts(header, name):
+                raise InputError(
+                    f"{name}: its header, as ckptx.json remembers it, calls whole tensors parts of larger ones; remove "
+                    "ckptx.json and convert again"
+                )
+            for tensor in header.tensors:
+                place = name, tensor.begin, tensor.end - tensor.begin
+                planned.find(tensor.name, tensor.dtype, Chunk(whole(tensor.shape), *place))
+    planned.require_all()
+    owners = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
+    if layout.index_text is None:
+        if len(catalog.files) != 1:
+            raise _defect(str(tree), f"{len(catalog.files)} files and no index")
+    elif parse_index(layout.index_text, tree / layout.index_name) != owners:
+        raise _defect(layout.index_name, "it does not say where tensors are")
+
+
+def check_sharded(tree: Path, catalog: Catalog) -> None:
+    """Reads the headers of shards back.
+
+    Raises:
+        Defect: A block is not where it was planned.
+    """
+    planned = _Planned(catalog)
+    with FilePool(tree) as files:
+        for name in catalog.files:
+            header = read_header(files, name)
+            info = sharding_info(header.metadata, name) or {}
+            for tensor in header.tensors:
+                offsets = offsets_of(info.get(tensor.name), tensor.name, tensor.shape, name)
+                place = name, tensor.begin, tensor.end - tensor.begin
+                planned.find(tensor.name, tensor.dtype, Chunk(Region(offsets, tensor.shape), *place))
+    planned.require_all()
+
+
+def check_dcp(tree: Path, output: DcpOutput) -> None:
+    """Reads the heads of archives back, and parses each `.metadata` that is about to be written.
+
+    Raises:
+        Defect: A block is not where it was planned.
+    """
+    catalog = output.catalog
+    few = sum(len(entry.chunks) for entry in catalog.tensors.values()) <= _MOST_BLOCKS
+    with FilePool(tree) as files:
+        for entry, chunk in _blocks(catalog) if few else _outermost(catalog):
+            frame = archive_frame(entry.dtype, chunk.region.sizes)
+            if files.read(chunk.file, chunk.offset, len(frame.head)) != frame.head:
+                raise _defect(chunk.file, f'no archive of "{entry.name}" {chunk.region} at byte {chunk.offset}')
+    for marker, data in output.markers if few else ():
+        _check_metadata(parse_metadata(data, marker), marker, output)
+
+
+def _check_metadata(metadata: DcpMetadata, marker: str, output: DcpOutput) -> None:
+    """Every name of one part, and where its blocks are said to lie."""
+    catalog, fqns = output.catalog, output.fqns[marker]
+    lead = marker[: -len(METADATA)]
+    found = {*metadata.tensors, *metadata.objects}
+    if found != fqns.keys() or len(metadata.tensors) + len(metadata.objects) != len(found):
+        raise _defect(marker, f'names such as "{next(iter(found ^ fqns.keys()), "")}"')
+    for fqn, tensor in metadata.tensors.items():
+        entry = catalog.tensors[fqns[fqn]]
+        said = {(region, lead + place.path, place.offset, place.length) for region, place in _places(fqn, metadata)}
+        planned = {(_in_torch(entry, chunk.region), *chunk[1:4]) for chunk in entry.chunks}
+        size = torch_shape(entry.dtype, entry.shape, fqn)
+        if (tensor.dtype, tensor.size) != (entry.dtype.torch, size) or said != planned:
+            raise _defect(marker, f'"{fqn}" {tensor.dtype} {tensor.size} at {said!s:.200}')
+    for fqn in metadata.objects:
+        path, offset, length, _ = metadata.storage[fqn, None]
+        if catalog.objects[fqns[fqn]][1:] != (lead + path, offset, length):
+            raise _defect(marker, f'object "{fqn}" at byte {offset} of {path}')
+
+
+def _places(fqn: str, metadata: DcpMetadata) -> Iterator[tuple[Region, StorageInfo]]:
+    return ((region, metadata.storage[fqn, region.offsets]) for region in metadata.tensors[fqn].chunks)
+
+
+def check_digests(outcome: Outcome, recorded: Mapping[str, str]) -> None:
+    """Holds the bytes that were copied against what was recorded of them when they were first converted.
+
+    Raises:
+        InputError: They are others.
+    """
+    for name, digest in recorded.items():
+        if outcome.digests[name] != digest:
+            raise InputError(
+                f'tensor "{name}": digest {outcome.digests[name]}, ckptx.json records {digest}; the bytes changed '
+                "since they were converted, restore them from a copy"
+            )
+
+
+class _Planned:
+    """The blocks that were planned, by tensor and file; counts those that were found.
+
+    A file holds one block of a tensor, and tensors that are cut alike share the list of their files.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._numbers: dict[int, dict[str, int]] = {}
+        self._found = 0
+
+    def find(self, name: str, dtype: DType, found: Chunk) -> None:
+        """Takes note of a block.
+
+        Raises:
+            Defect: It is none of those planned.
+        """
+        entry = self._catalog.tensors.get(name)
+        if entry is None or entry.dtype is not dtype or self._planned(entry, found.file) != found:
+            raise _defect(found.file, f'"{name}" {dtype} {found.region} at byte {found.offset}')
+        self._found += 1
+
+    def _planned(self, entry: TensorEntry, file: str) -> Chunk | None:
+        chunks = entry.chunks
+        if not isinstance(chunks, CutChunks):
+            return next((chunk for chunk in chunks if chunk.file == file), None)
+        numbers = self._numbers.get(id(chunks.files))
+        if numbers is None:
+            numbers = {name: number for number, name in enumerate(chunks.files)}
+            self._numbers[id(chunks.files)] = numbers
+        return chunks[numbers[file]] if file in numbers else None
+
+    def require_all(self) -> None:
+        """Every planned block must have been found; a header holds a name once, so none was found twice."""
+        planned = sum(len(entry.chunks) for entry in self._catalog.tensors.values())
+        if self._found != planned:
+            raise _defect(str(self._catalog.root), f"{self._found} blocks of {planned}")
+
+
+def _blocks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
+    return ((entry, chunk) for entry in catalog.tensors.values() for chunk in entry.chunks)
+
+
+def _outermost(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
+    """The first and the last block of each file."""
+    first: dict[str, tuple[TensorEntry, Chunk]] = {}
+    last: dict[str, tuple[TensorEntry, Chunk]] = {}
+    for entry, chunk in _blocks(catalog):
+        if chunk.file not in first or chunk.offset < first[chunk.file][1].offset:
+            first[chunk.file] = entry, chunk
+        if chunk.file not in last or chunk.offset > last[chunk.file][1].offset:
+            last[chunk.file] = entry, chunk
+    yield from first.values()
+    yield from last.values()
+
+
+def _in_torch(entry: TensorEntry, region: Region) -> Region:
+    dtype, name = entry.dtype, entry.name
+    return Region(torch_shape(dtype, region.offsets, name), torch_shape(dtype, region.sizes, name))
+
+
+def _defect(where: str, found: str) -> Defect:
+    return Defect(f"{where}: holds {found}, which is not what was planned; please report it")
