@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.errors import EnvironmentProblem, InputError, OutputError, UnsupportedError
+from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
 from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.report.report import Report, count_dtypes
+from ckptx.report_file import refuse_place, write_text
 from ckptx.view import ModelView, manifest_beside, view_model
 
 
@@ -44,6 +45,8 @@ def inspect(
         OutputError: The page cannot be written.
     """
     report = Report("inspect")
+    if html is not None:
+        refuse_place(html)
     catalog = open_checkpoint(resolve(str(path), revision=revision, token=token, cache_dir=cache_dir))
     view = _viewed(catalog, report.warnings)
     report.tensors = len(catalog.tensors)
@@ -116,15 +119,8 @@ def _add_layout(report: Report, view: ModelView, names: list[str], ranks: bool, 
     if html is not None:
         from ckptx.report.html import layout_page
 
-        _write(html, layout_page(report, layout))
+        write_text(html, layout_page(report, layout))
         report.details["html"] = str(html)
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise OutputError(f"{path}: the page cannot be written: {error.strerror}; name another file") from error
 
 
 def _describe(catalog: Catalog, name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
@@ -16,10 +16,12 @@ from ckptx.catalog.manifest import emit_manifest
 from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.sidecars import MANIFEST
+from ckptx.held_directory import Expected, HeldDirectory, refuse_clashes
 from ckptx.rendezvous import Rendezvous
-from ckptx.staging import Staging, staged, sync
-from ckptx.storage import FilePool, create, open_regular, unreadable, write_at
-from ckptx.transfer.digest import LEAF, digest_bytes, leaf_digest, tree_digest
+from ckptx.source_state import Seen, agreement, is_agreed, seen_of
+from ckptx.staging import Staging, open_staged
+from ckptx.storage import FilePool
+from ckptx.transfer.digest import LEAF, digest_bytes, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.sinks import digest_of
@@ -48,6 +50,15 @@ class Job:
     check: Callable[[Path, Outcome], None] = lambda tree, outcome: None
     markers: list[tuple[str, bytes]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Checks the names of all output files, wherever they come from.
+
+        Raises:
+            InputError: One leads out of the output, or is given to two files.
+        """
+        tensor_files = (file.name for file in self.plan.files)
+        refuse_clashes((*tensor_files, *self.sidecars, *(name for name, _ in self.markers), MANIFEST))
+
     @property
     def nbytes(self) -> int:
         """Bytes the output takes, the manifest excepted."""
@@ -66,64 +77,79 @@ def publish(
     resume: bool,
     on_progress: Callable[[int], None],
     ranks: Rendezvous | None = None,
+    beside: Iterable[Catalog] = (),
+    may_replace: Callable[[Path], None] = lambda target: None,
 ) -> Outcome | None:
     """Writes and publishes.
 
     With `ranks`, each process writes its share of the files, and rank 0 publishes what all of them wrote.
 
+    Args:
+        job: What to make.
+        target: Where.
+        files: Of the source.
+        workers: Threads.
+        max_memory: Bytes of buffers in flight.
+        overwrite: Replace what is at the target.
+        resume: Continue an interrupted run.
+        on_progress: Called now and then with the bytes written.
+        ranks: The other processes that make the same output.
+        beside: Other checkpoints that the output is made from.
+        may_replace: Raises OutputError for a directory that must not be replaced.
+
     Returns:
         What the copy found out, or None when `resume` found the output complete already.
 
     Raises:
-        OutputError, SpaceError: It cannot be written.
+        OutputError, SpaceError: It cannot be written, or somebody else changed what was written.
         InputError: The source is corrupt, or changed while it was read.
     """
+    seen = seen_of(job.source, *beside)
     if ranks is not None and ranks.rank:
-        return _assist(job, target, files, workers, max_memory, on_progress, ranks)
+        return _assist(job, target, files, workers, max_memory, on_progress, ranks, seen)
     together = ranks.failing_together() if ranks is not None else nullcontext()
-    with Staging(target, overwrite=overwrite, resume=resume) as staging, together:
-        before = fingerprint(job.source)
-        if resume and is_complete(target, job) and has_contents(target, job, files, max_memory):
+    with Staging(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
+        seen.require_unchanged()
+        if resume and _is_done(target, job, files, seen, max_memory):
             staging.discard()
             if ranks is not None:
                 ranks.say("plan", "complete")
             return None
         staging.refuse_target_unless(overwrite)
-        plan = repr((before, _layout(job.plan), sorted(job.options.items()))).encode()
-        staging.begin(plan, resume)
-        staging.require_space(job.nbytes - _allocated(staging.tree))
+        plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
+        resumed = staging.begin(plan, resume)
+        if resumed:
+            staging.output.keep_only({file.name for file in job.plan.files})
+        staging.require_space(job.nbytes - staging.output.allocated())
         if ranks is not None:
-            ranks.say("plan", digest_bytes(plan))
+            ranks.say("plan", {"agreed": _agreed(job, files), "resumed": resumed})
         outcome = execute(
             job.plan,
             files,
-            staging.tree,
-            staging.journal,
+            staging.output,
+            staging.notes,
             workers=workers,
             max_memory=max_memory,
+            resumed=resumed,
             on_progress=_watching(on_progress, ranks),
             groups=None if ranks is None else _share(job.plan, ranks),
         )
+        own = set(outcome.file_digests)
         if ranks is not None:
             for rank in range(1, ranks.world_size):
                 outcome.add(Outcome(**ranks.hear(rank, "outcome")))
-        if fingerprint(job.source) != before:
-            raise InputError(f"{job.source.root}: changed while it was being read; wait for its writer, then run again")
+        seen.require_unchanged()
         job.check(staging.tree, outcome)
-        sidecars = {name: _write_sidecar(staging.tree / name, data) for name, data in sorted(job.sidecars.items())}
-        listed = [*((file.name, file.nbytes, outcome.file_digests[file.name]) for file in job.plan.files)]
-        for name, data in job.markers:
-            nbytes, digest = _write_sidecar(staging.tree / name, data)
-            listed.append((name, nbytes, digest))
-        manifest = job.manifest(outcome)
-        tensors = manifest.pop("tensors")
-        manifest["files"] = {name: {"bytes": nbytes, "digest": digest} for name, nbytes, digest in listed}
-        manifest["sidecars"] = {
-            name: {"bytes": nbytes, "digest": digest} for name, (nbytes, digest) in sidecars.items()
+        expected = {
+            file.name: Expected(file.nbytes, staging.output.identity(file.name) if file.name in own else None)
+            for file in job.plan.files
         }
-        manifest["tensors"] = tensors
-        _write_sidecar(staging.tree / MANIFEST, emit_manifest(manifest))
-        staging.publish()
+        expected |= _write_rest(staging.output, job, outcome, seen)
+        if ranks is not None:
+            ranks.say("written", True)
+            for rank in range(1, ranks.world_size):
+                ranks.hear(rank, "held")
+        staging.publish(expected)
     if ranks is not None:
         ranks.say("published", True)
     return outcome
@@ -137,34 +163,71 @@ def _assist(
     max_memory: int,
     on_progress: Callable[[int], None],
     ranks: Rendezvous,
+    seen: Seen,
 ) -> Outcome | None:
     """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
-    before = fingerprint(job.source)
-    plan = repr((before, _layout(job.plan), sorted(job.options.items()))).encode()
+    seen.require_unchanged()
     wanted = ranks.hear(0, "plan")
     if wanted == "complete":
         return None
-    if wanted != digest_bytes(plan):
+    if not is_agreed(wanted["agreed"], _agreed(job, files)):
         raise InputError(
             f"{job.source.root}: rank {ranks.rank} sees another checkpoint or was given other options than rank 0; "
             "start all ranks alike, on a directory that all nodes share"
         )
-    tree, journal = staged(target)
-    outcome = execute(
-        job.plan,
-        files,
-        tree,
-        journal,
-        workers=workers,
-        max_memory=max_memory,
-        on_progress=_watching(on_progress, ranks),
-        groups=_share(job.plan, ranks),
-    )
-    for name in outcome.file_digests:
-        sync(tree / name)  # rank 0 may be on another node
-    ranks.say("outcome", asdict(outcome))
-    ranks.hear(0, "published")
+    with open_staged(target) as (tree, journal):
+        outcome = execute(
+            job.plan,
+            files,
+            tree,
+            journal,
+            workers=workers,
+            max_memory=max_memory,
+            resumed=wanted["resumed"],
+            on_progress=_watching(on_progress, ranks),
+            groups=_share(job.plan, ranks),
+        )
+        seen.require_unchanged()
+        tree.sync_held()  # rank 0 may be on another node
+        ranks.say("outcome", asdict(outcome))
+        ranks.hear(0, "written")
+        tree.check_held()
+        ranks.say("held", True)
+        ranks.hear(0, "published")
     return outcome
+
+
+def _agreed(job: Job, files: FilePool) -> dict[str, str]:
+    """What all ranks must see alike before any of them writes."""
+    return agreement(job.source, files, _layout(job.plan), repr(sorted(job.options.items())))
+
+
+def _write_rest(output: HeldDirectory, job: Job, outcome: Outcome, seen: Seen) -> dict[str, Expected]:
+    """Writes what is no tensor file: sidecars, markers, and the manifest at last."""
+    written: dict[str, Expected] = {}
+
+    def write(name: str, data: Path | bytes) -> dict[str, Any]:
+        leaves: list[bytes] = []
+        nbytes = 0
+
+        def blocks() -> Iterator[bytes]:
+            nonlocal nbytes
+            for block in seen.blocks(data, LEAF):
+                leaves.append(leaf_digest(block))
+                nbytes += len(block)
+                yield block
+
+        identity = output.write(name, blocks())
+        written[name] = Expected(nbytes, identity, lambda descriptor: file_digest(descriptor) == tree_digest(leaves))
+        return {"bytes": nbytes, "digest": tree_digest(leaves).hex()}
+
+    sidecars = {name: write(name, data) for name, data in sorted(job.sidecars.items())}
+    rows = {file.name: {"bytes": file.nbytes, "digest": outcome.file_digests[file.name]} for file in job.plan.files}
+    rows |= {name: write(name, data) for name, data in job.markers}
+    manifest = job.manifest(outcome)
+    tensors = manifest.pop("tensors")
+    write(MANIFEST, emit_manifest({**manifest, "files": rows, "sidecars": sidecars, "tensors": tensors}))
+    return written
 
 
 def _share(plan: CopyPlan, ranks: Rendezvous) -> list[int]:
@@ -192,24 +255,30 @@ def _watching(on_progress: Callable[[int], None], ranks: Rendezvous | None) -> C
     return watch
 
 
-def fingerprint(source: Catalog) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the tensor files of a checkpoint.
+def _is_done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> bool:
+    """True when the target holds what the job would write: what its manifest says, and what is on disk."""
+    return is_complete(target, job) and is_intact(target, job, seen) and has_contents(target, job, files, max_memory)
 
-    Raises:
-        InputError: A file is gone, or has another size than when the checkpoint was opened.
-    """
-    rows = []
-    for name in source.files:
-        try:
-            stat = os.stat(source.root / name)
-        except OSError as error:
-            raise unreadable(source.root / name, error) from error
-        if stat.st_size != source.files[name]:
-            raise InputError(
-                f"{source.root / name}: changed while it was being read; wait for its writer, then run again"
-            )
-        rows.append((name, stat.st_size, stat.st_mtime_ns))
-    return rows
+
+def is_intact(target: Path, job: Job, seen: Seen) -> bool:
+    """True when tensor files, markers and sidecars on disk have the bytes that they should; reads all of them."""
+    try:
+        wanted = {name: row.digest for name, row in read_manifest(target / MANIFEST).files.items()}
+        wanted |= {name: digest_bytes(data) for name, data in job.markers}
+        for name, data in job.sidecars.items():
+            wanted[name] = tree_digest(leaf_digest(block) for block in seen.blocks(data, LEAF)).hex()
+        with HeldDirectory.at(Path(os.path.realpath(target))) as held:
+            return all(_digest_in(held, name) == digest for name, digest in wanted.items())
+    except (CkptxError, OSError):
+        return False
+
+
+def _digest_in(held: HeldDirectory, name: str) -> str:
+    descriptor = held.open(name)
+    try:
+        return file_digest(descriptor).hex()
+    finally:
+        os.close(descriptor)
 
 
 def is_complete(target: Path, job: Job) -> bool:
@@ -257,37 +326,3 @@ def _layout(plan: CopyPlan) -> str:
         for step in plan.steps()
     )
     return tree_digest([*files, *steps]).hex()
-
-
-def _allocated(tree: Path) -> int:
-    """Bytes of disk that the tree of an interrupted run already takes."""
-    return sum(path.stat().st_blocks * 512 for path in tree.rglob("*") if path.is_file())
-
-
-def _write_sidecar(path: Path, data: Path | bytes) -> tuple[int, str]:
-    """Copies a file or writes bytes; gives size and digest."""
-    descriptor = create(path)
-    leaves: list[bytes] = []
-    at = 0
-    try:
-        os.ftruncate(descriptor, 0)
-        for block in _leaves(data):
-            write_at(descriptor, block, at, path)
-            leaves.append(leaf_digest(block))
-            at += len(block)
-    finally:
-        os.close(descriptor)
-    return at, tree_digest(leaves).hex()
-
-
-def _leaves(data: Path | bytes) -> Iterator[bytes]:
-    if isinstance(data, bytes):
-        for at in range(0, len(data), LEAF):
-            yield data[at : at + LEAF]
-        return
-    try:
-        with os.fdopen(open_regular(data), "rb") as file:
-            while block := file.read(LEAF):
-                yield block
-    except OSError as error:
-        raise unreadable(data, error) from error

@@ -10,23 +10,25 @@ There is nothing but files in it, because nodes may share no more than a file sy
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
+import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ckptx.errors import Defect, EnvironmentProblem, PeerFailure, exit_code_of
-from ckptx.storage import unwritable
+from ckptx.errors import CkptxError, Defect, EnvironmentProblem, OutputError, PeerFailure, exit_code_of
+from ckptx.held_directory import PROBE, HeldDirectory
+from ckptx.storage import take_lock, unwritable
 
 _POLL = 0.02  # seconds
 _PATIENCE = 300.0  # seconds that ranks may start apart
 _SETTLE = 0.2  # seconds after which what rank 0 wrote is not of an earlier meeting
 _FAREWELL = 60.0  # seconds that rank 0 waits for the others to hear how it ended
+_MOST = 1 << 30  # bytes that a rank may have to say
+_NAMES = re.compile(rf"rank-\d+|\.?open|\.?[0-9a-f]{{16}}-\d+-\w+|{PROBE}")
 
 
 def _death(rank: int) -> PeerFailure:
@@ -53,11 +55,26 @@ class Rendezvous:
         resolved = Path(os.path.realpath(target))
         self._root = resolved.parent / f".{resolved.name}.ckptx-ranks"
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._root / f"rank-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._root.parent.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(exist_ok=True)
+        except FileExistsError:
+            pass  # something that is no directory: said by who opens it
         except OSError as error:
             raise unwritable(self._root, error) from error
-        self._take_lock()
+        self._held = HeldDirectory.at(self._root)
+        try:
+            self._refuse_foreign()
+            self._lock = self._held.create(f"rank-{rank}", keep=True)
+        except BaseException:
+            self._held.close()
+            raise
+        try:
+            self._take_lock()
+        except BaseException:
+            os.close(self._lock)
+            self._remove_if_bare()
+            self._held.close()
+            raise
         self._number = self._open() if rank == 0 else self._wait_for_opening()
         self._all_here_by, self._gone_by = time.monotonic() + _PATIENCE, 0.0
         if rank:
@@ -71,26 +88,37 @@ class Rendezvous:
             return None
         return cls(target, int(rank), int(world_size))
 
+    def _refuse_foreign(self) -> None:
+        foreign = [name for name in self._held.names() if not _NAMES.fullmatch(name)]
+        if foreign:
+            raise OutputError(f"{self._root}: is no meeting place of ckptx, it holds {foreign[0]!a}; move it elsewhere")
+        if not self._held.is_own():
+            raise OutputError(f"{self._root}: is the meeting place of another user; remove it, or choose another DST")
+
+    def _remove_if_bare(self) -> None:
+        """Takes away the directory of a rank that could not even come."""
+        with suppress(OSError):
+            if self._held.names() == [f"rank-{self.rank}"]:
+                self._held.remove(f"rank-{self.rank}")
+                self._root.rmdir()
+
     def _take_lock(self) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(self._lock, 0)  # what an earlier rank signed must not seem to be alive
-                return
-            except BlockingIOError:
-                # Somebody looks whether this rank lives, or the same rank of an earlier run is not quite gone.
-                if time.monotonic() > deadline:
-                    raise EnvironmentProblem(
-                        f"{self._root}: rank {self.rank} is running already; wait for that run or stop it"
-                    ) from None
-                time.sleep(_POLL)
+        while not take_lock(self._lock, self._root / f"rank-{self.rank}"):
+            # Somebody looks whether this rank lives, or the same rank of an earlier run is not quite gone.
+            if time.monotonic() > deadline:
+                raise EnvironmentProblem(
+                    f"{self._root}: rank {self.rank} is running already; wait for that run or stop it"
+                )
+            time.sleep(_POLL)
+        os.ftruncate(self._lock, 0)  # what an earlier rank signed must not seem to be alive
 
     def _open(self) -> str:
         """Clears away what an earlier meeting left, and opens this one."""
-        for path in self._root.iterdir():
-            if not path.name.startswith("rank-"):
-                path.unlink(missing_ok=True)
+        for name in self._held.names():
+            if not name.startswith("rank-"):
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._held.descriptor)
         number = os.urandom(8).hex()
         self._sign(number)
         self._write("open", number)
@@ -181,8 +209,12 @@ class Rendezvous:
         """Rank 0 waits until all have heard the end, and removes the directory."""
         if self.rank == 0:
             self._await_ends()
-            shutil.rmtree(self._root, ignore_errors=True)
+            with suppress(OSError):
+                for name in self._held.names():
+                    os.unlink(name, dir_fd=self._held.descriptor)
+                self._root.rmdir()
         os.close(self._lock)
+        self._held.close()
 
     def _await_ends(self) -> None:
         self._gone_by = self._gone_by or time.monotonic() + _FAREWELL
@@ -194,39 +226,43 @@ class Rendezvous:
 
     def _has_come(self, rank: int, number: str) -> bool:
         try:
-            return (self._root / f"rank-{rank}").read_text() == number
-        except OSError:
+            return self._held.read(f"rank-{rank}") == number.encode()
+        except CkptxError:
             return False
 
     def _is_gone(self, rank: int, number: str) -> bool:
         """True when a rank came to the meeting with that number and does not live any more."""
         try:
-            descriptor = os.open(self._root / f"rank-{rank}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
+            descriptor = self._held.open(f"rank-{rank}", write=True)  # some file systems lock what is open for writing
+        except (CkptxError, FileNotFoundError):
             return False
         try:
-            if os.pread(descriptor, 64, 0).decode(errors="replace") != number:
+            if os.pread(descriptor, 64, 0) != number.encode():
                 return False
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+            return take_lock(descriptor, self._root / f"rank-{rank}")
         finally:
             os.close(descriptor)
-        return True
 
     def _write(self, name: str, what: Any) -> None:
         """In one step, so that nobody reads half of it."""
-        temporary = self._root / f".{name}"
+        temporary, descriptor = f".{name}", self._held.descriptor
         try:
-            temporary.write_text(json.dumps(what), encoding="utf-8")
-            os.replace(temporary, self._root / name)
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=descriptor)
+            self._held.write(temporary, [json.dumps(what).encode()])
+            os.replace(temporary, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
         except FileNotFoundError:
             return  # rank 0 has closed the meeting
+        except OutputError:
+            if not self._root.exists():
+                return
+            raise
         except OSError as error:
             raise unwritable(self._root, error) from error
 
     def _read(self, name: str) -> Any:
         try:
-            return json.loads((self._root / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            said = self._held.read(name, _MOST)
+            return None if said is None else json.loads(said)
+        except (OSError, CkptxError, ValueError):
             return None

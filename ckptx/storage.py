@@ -7,10 +7,14 @@ translates `ENOSPC`, and can be made to fail by a test.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, SpaceError
 
@@ -27,12 +31,48 @@ def inside(root: Path, name: str) -> Path:
     return root / pure
 
 
+class Identity(NamedTuple):
+    """What tells one state of a file from another, or from another file that takes its place."""
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Identity:
+        """That of a file from what `stat` says."""
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def identities(root: Path, names: Iterable[str]) -> dict[str, tuple[int, int, int, int]]:
+    """Those of the files that are there. Taken before they are read, they tell afterwards whether it was these."""
+    found: dict[str, tuple[int, int, int, int]] = {}
+    for name in names:
+        with suppress(OSError):  # who reads it says what is wrong with it
+            state = os.stat(root / name)
+            if stat.S_ISREG(state.st_mode):
+                found[name] = Identity.of(state)
+    return found
+
+
+def changed(path: Path) -> InputError:
+    """The refusal for a file that is not what it was when the checkpoint was opened."""
+    return InputError(f"{path}: changed while it was being read; wait for its writer, then run again")
+
+
 class FilePool:
     """Read-only file descriptors by name below one root, opened on first use and kept; safe to share by threads."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, recorded: Mapping[str, tuple[int, int, int, int]] | None = None) -> None:
+        """Opens nothing yet.
+
+        Args:
+            root: What names are relative to.
+            recorded: Identity by name; a file that is another one when it is opened is refused.
+        """
         allow_many_files()
-        self.root = root
+        self.root, self._recorded = root, recorded or {}
         self._descriptors: dict[str, int] = {}
 
     def __enter__(self) -> FilePool:
@@ -56,7 +96,12 @@ class FilePool:
         """
         descriptor = self._descriptors.get(name)
         if descriptor is None:
-            descriptor = self._keep(name, open_regular(inside(self.root, name)))
+            path = inside(self.root, name)
+            descriptor = open_regular(path)
+            if name in self._recorded and Identity.of(os.fstat(descriptor)) != self._recorded[name]:
+                os.close(descriptor)
+                raise changed(path)
+            descriptor = self._keep(name, descriptor)
         return descriptor
 
     def _keep(self, name: str, descriptor: int) -> int:
@@ -68,6 +113,10 @@ class FilePool:
     def size(self, name: str) -> int:
         """Size of `name` in bytes."""
         return os.fstat(self.fd(name)).st_size
+
+    def identity(self, name: str) -> Identity:
+        """What tells the file that is open as `name` from any other."""
+        return Identity.of(os.fstat(self.fd(name)))
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
         """What there is of `nbytes` bytes of `name` from `offset` on."""
@@ -157,15 +206,6 @@ def unreadable(path: Path, error: OSError) -> CkptxError:
     return InputError(f"{path}: cannot be read: {error.strerror}")
 
 
-def create(path: Path) -> int:
-    """Opens `path` for reading and writing, creating it and its directories; the mode follows the umask."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
 def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
     """Writes all of `data` at `offset`; the one verb through which every output byte goes.
 
@@ -182,18 +222,26 @@ def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path)
         raise unwritable(path, error) from error
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Creates or replaces a small file."""
-    descriptor = create(path)
+def take_lock(descriptor: int, path: Path) -> bool:
+    """Locks a file for this process until it is closed; False while another one has it.
+
+    Raises:
+        OutputError: The file system knows no such locks; `path` is only named.
+    """
     try:
-        os.ftruncate(descriptor, 0)
-        write_at(descriptor, data, 0, path)
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise OutputError(
+            f"{path}: cannot be locked: {error.strerror or error}; ckptx needs a file system with flock for DST, write "
+            "to another one and copy the result"
+        ) from error
+    return True
 
 
 def unwritable(path: Path, error: OSError) -> CkptxError:
     """The refusal for a failed write, by cause."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(f"{path}: {error.strerror}; nothing was published, free some space and run again")
-    return OutputError(f"{path}: cannot be written: {error.strerror}")
+    return OutputError(f"{path}: cannot be written: {error.strerror or error}")

@@ -16,10 +16,11 @@ ROOT = Path(ckptx.__file__).parent
 FLOORS = (
     ("errors", "version"),
     ("untrusted", "storage"),
+    ("held_directory", "output_place"),
     ("catalog", "staging", "rendezvous"),
     ("layout", "mapping"),
-    ("formats", "architecture", "transfer", "ranks"),
-    ("view",),
+    ("formats", "architecture", "transfer", "ranks", "report_file"),
+    ("view", "replacing", "source_state"),
     ("runtime", "report", "cutting", "publish", "options"),
     ("conversion", "inspection", "difference", "verification"),
     ("robustness",),
@@ -98,8 +99,8 @@ def test_a_module_imports_from_lower_floors_alone(file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [
-        ("storage.py", "from ckptx.cli.main import main", "storage (floor 2) imports cli (floor 10)"),
-        ("formats/x.py", "import ckptx.transfer.plan", "formats (floor 5) imports transfer (floor 5)"),
+        ("storage.py", "from ckptx.cli.main import main", "storage (floor 2) imports cli (floor 11)"),
+        ("formats/x.py", "import ckptx.transfer.plan", "formats (floor 6) imports transfer (floor 6)"),
         ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
         ("storage.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),
         ("storage.py", "from ckptx.staging import Staging", "imports staging"),
@@ -124,7 +125,7 @@ def test_a_planted_import_is_found(file: str, source: str, fault: str) -> None:
     ("file", "source"),
     [
         ("formats/x.py", "from ckptx.formats.dcp import open_dcp\nfrom . import dcp\nfrom .dcp import open_dcp"),
-        ("staging.py", "from ckptx.storage import create"),
+        ("staging.py", "from ckptx.storage import write_at"),
         ("verification/bits.py", "from ckptx.difference import diff"),
         ("architecture/meta_model.py", "import torch\nfrom transformers import AutoConfig"),
         ("cli/x.py", "from ckptx.conversion.convert import convert\nimport os, numpy"),

@@ -113,8 +113,10 @@ def test_what_is_not_cut_is_told_by_file(tmp_path: Path) -> None:
 
 def test_a_page_is_written_over_what_was_there(cut: Path, tmp_path: Path) -> None:
     page = tmp_path / "layout.html"
-    page.write_text("old")
+    ckptx.inspect(cut, html=page, match="*head*")
+    before = page.read_text()
     report = ckptx.inspect(cut, html=page)
+    assert page.read_text() != before
     assert fault_of_page(page.read_text()) is None
     assert report.details["html"] == str(page) and report.ranks == []
     assert len(Page(page.read_text()).all("a", "cell")) == 8
@@ -123,5 +125,5 @@ def test_a_page_is_written_over_what_was_there(cut: Path, tmp_path: Path) -> Non
 
 
 def test_a_page_that_cannot_be_written_is_an_error_of_the_output(cut: Path, tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"no/layout.html: the page cannot be written: No such file"):
+    with pytest.raises(OutputError, match=r"no/layout.html: its directory does not exist"):
         ckptx.inspect(cut, html=tmp_path / "no" / "layout.html")

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckptx
-from ckptx import staging as staging_module
 from ckptx import storage
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.region import Region
@@ -201,26 +200,24 @@ def test_a_damaged_head_is_found_where_it_is_read(tmp_path: Path, side: int, at:
 
 
 def test_an_existing_directory_is_refused_then_overwritten(hf: Path, dst: Path) -> None:
-    dst.mkdir()
-    (dst / "mine").write_bytes(b"mine")
+    before = tree_bytes(write_hf(dst, llama()))
     with pytest.raises(OutputError, match="--overwrite"):
         convert(hf, dst)
-    assert tree_bytes(dst) == {"mine": b"mine"}
+    assert tree_bytes(dst) == before
     convert(hf, dst, overwrite=True)
-    assert "mine" not in names_in(dst)
+    assert names_in(dst) == [".metadata", "__0_0.distcp", "ckptx.json", "config.json"]
     assert names_in(dst.parent) == ["dcp"]
 
 
 def test_overwrite_keeps_the_old_one_when_the_run_fails(hf: Path, dst: Path) -> None:
-    dst.mkdir()
-    (dst / "mine").write_bytes(b"mine")
+    before = tree_bytes(write_hf(dst, llama()))
 
     def fail(done: int, total: int) -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
         convert(hf, dst, overwrite=True, on_progress=fail)
-    assert tree_bytes(dst) == {"mine": b"mine"}
+    assert tree_bytes(dst) == before
     assert names_in(dst.parent) == ["dcp"]
 
 
@@ -359,14 +356,14 @@ def usage(free: int) -> Any:
 def test_too_little_space_is_said_before_a_byte_is_written(
     hf: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_module.shutil, "disk_usage", lambda path: usage(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1000))
     with pytest.raises(SpaceError, match="1000 free"):
         convert(hf, dst)
     assert names_in(dst.parent) == []
 
 
 def test_a_dry_run_reports_too_little_space_and_succeeds(hf: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module.shutil, "disk_usage", lambda path: usage(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1000))
     report = convert(hf, dst, dry_run=True)
     assert report.exit == 0
     assert any("not enough space" in warning for warning in report.warnings)

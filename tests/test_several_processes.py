@@ -44,7 +44,7 @@ from ckptx.cli.main import main
 def slow(plan, files, tree, journal, *, on_progress, **named):
     for at in range(1000):
         for place in (tree, journal):
-            (place / f"late-{at}").write_bytes(b"late")
+            place.write(f"late-{at}", [b"late"])
         if at % 50 == 49:
             on_progress(at)
         time.sleep(0.01)

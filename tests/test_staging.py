@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,9 @@ import pytest
 
 from ckptx import staging as staging_module
 from ckptx.errors import OutputError, SpaceError
-from ckptx.staging import Staging, free_space, is_being_written, refuse_existing, refuse_overlap
+from ckptx.held_directory import HeldDirectory
+from ckptx.output_place import free_space, refuse_existing, refuse_overlap
+from ckptx.staging import Staging, is_being_written
 from tests.writers import names_in, tree_bytes
 
 
@@ -65,7 +66,7 @@ def test_a_dangling_link_is_no_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exchange", ["renameat2", "without renameat2"])
 def test_overwrite_replaces_the_whole_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
     if exchange != "renameat2":
-        monkeypatch.setattr(staging_module, "_rename_exchange", lambda a, b: False)
+        monkeypatch.setattr(staging_module, "_exchange_names", lambda *names: False)
     target = old(tmp_path / "out")
     with Staging(target, overwrite=True) as staging:
         fill(staging)
@@ -80,13 +81,13 @@ def test_a_swap_cut_in_the_middle_is_repaired_by_the_next_run(tmp_path: Path, mo
     target = old(tmp_path / "out")
     real = os.rename
 
-    def killed(a: Path, b: Path) -> None:
-        if b == target:
+    def killed(a: str, b: str, **directories: int) -> None:
+        if b == target.name:
             raise KeyboardInterrupt
-        real(a, b)
+        real(a, b, **directories)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging_module, "_rename_exchange", lambda a, b: False)
+        patch.setattr(staging_module, "_exchange_names", lambda *names: False)
         patch.setattr(staging_module.os, "rename", killed)
         with pytest.raises(KeyboardInterrupt), Staging(target, overwrite=True) as staging:
             fill(staging)
@@ -106,12 +107,12 @@ def test_a_swap_that_fails_in_the_middle_puts_the_old_back(tmp_path: Path, monke
     target = old(tmp_path / "out")
     real = os.rename
 
-    def failing(a: Path, b: Path) -> None:
-        if b == target and a.name == "tree":
+    def failing(a: str, b: str, **directories: int) -> None:
+        if b == target.name and a == "tree":
             raise OSError(5, "Input/output error")
-        real(a, b)
+        real(a, b, **directories)
 
-    monkeypatch.setattr(staging_module, "_rename_exchange", lambda a, b: False)
+    monkeypatch.setattr(staging_module, "_exchange_names", lambda *names: False)
     monkeypatch.setattr(staging_module.os, "rename", failing)
     with pytest.raises(OutputError, match="Input/output error"), Staging(target, overwrite=True) as staging:
         fill(staging)
@@ -120,12 +121,29 @@ def test_a_swap_that_fails_in_the_middle_puts_the_old_back(tmp_path: Path, monke
     assert names_in(tmp_path) == ["out"]
 
 
-def test_the_old_directory_is_removed_when_the_swap_was_done(tmp_path: Path) -> None:
+def test_the_old_directory_is_removed_when_the_swap_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after both renames of a swap: the new one is in place, the old one is rubbish."""
     target = old(tmp_path / "out")
-    old(tmp_path / ".out.ckptx-old")
-    with pytest.raises(OutputError):
-        Staging(target)
+
+    def killed(self: HeldDirectory, name: str) -> None:
+        if name == ".out.ckptx-old":
+            raise KeyboardInterrupt
+        real(self, name)
+
+    real = HeldDirectory.remove
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_module, "_exchange_names", lambda *names: False)
+        patch.setattr(HeldDirectory, "remove", killed)
+        with pytest.raises(KeyboardInterrupt), Staging(target, overwrite=True) as staging:
+            fill(staging)
+            staging.publish()
+    assert names_in(tmp_path) == [".out.ckptx-old", ".out.ckptx-partial", "out"]
+    assert tree_bytes(target) == {"file": b"new"}
+    with Staging(target, overwrite=True) as staging:
+        assert names_in(tmp_path) == [".out.ckptx-partial", "out"]
+        fill(staging, b"newer")
+        staging.publish()
+    assert tree_bytes(target) == {"file": b"newer"}
     assert names_in(tmp_path) == ["out"]
 
 
@@ -208,17 +226,19 @@ def test_the_place_stays_claimed_until_the_last_run_has_cleaned_up(
 ) -> None:
     target = tmp_path / "out"
     refused = 0
-    real = shutil.rmtree
+    real = HeldDirectory.remove
 
-    def another_run_begins(path: Path, **settings: bool) -> None:
+    def another_run_begins(self: HeldDirectory, name: str) -> None:
         nonlocal refused
-        for _ in range(2):
-            real(path, **settings)
-            with pytest.raises(OutputError, match="another ckptx is writing it"):
-                Staging(target, overwrite=True)
-            refused += 1
+        for moment in range(2):
+            if name != "lock" or not moment:
+                with pytest.raises(OutputError, match="another ckptx is writing it"):
+                    Staging(target, overwrite=True)
+                refused += 1
+            if not moment:
+                real(self, name)
 
-    monkeypatch.setattr(staging_module.shutil, "rmtree", another_run_begins)
+    monkeypatch.setattr(HeldDirectory, "remove", another_run_begins)
     try:
         with Staging(target) as staging:
             fill(staging)
@@ -231,12 +251,12 @@ def test_the_place_stays_claimed_until_the_last_run_has_cleaned_up(
     assert names_in(tmp_path) == ([] if fails else ["out"])
 
 
-def test_a_directory_claimed_by_the_next_run_is_not_removed(tmp_path: Path) -> None:
+def test_a_staging_directory_with_something_foreign_in_it_is_not_removed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Staging(tmp_path / "out") as staging:
         fill(staging)
-        (staging.root / "of the next run").write_bytes(b"")
+        (staging.root / "foreign").write_bytes(b"")
         staging.discard()
-        assert names_in(staging.root) == ["of the next run"]
+        assert names_in(staging.root) == ["foreign", "lock"]
         raise KeyboardInterrupt
 
 

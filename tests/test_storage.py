@@ -12,7 +12,8 @@ import pytest
 
 from ckptx import storage
 from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
-from ckptx.storage import FilePool, create, inside, unreadable, unwritable, write_at, write_file
+from ckptx.held_directory import HeldDirectory
+from ckptx.storage import FilePool, inside, unreadable, unwritable, write_at
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.safetensors", "./a", "a..b", "..a", "a/...", " "])
@@ -75,16 +76,11 @@ def test_missing_dangling_and_forbidden_files_read_differently(tmp_path: Path) -
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(storage.os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
-    descriptor = create(tmp_path / "deep" / "a")
+    with HeldDirectory.at(tmp_path) as held:
+        descriptor = held.create("deep/a")
     write_at(descriptor, b"0123456789", 2, tmp_path / "deep" / "a")
     os.close(descriptor)
     assert (tmp_path / "deep" / "a").read_bytes() == b"\0\x000123456789"
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    write_file(tmp_path / "a", b"0123456789")
-    write_file(tmp_path / "a", b"ab")
-    assert (tmp_path / "a").read_bytes() == b"ab"
 
 
 @pytest.mark.parametrize(
@@ -114,14 +110,15 @@ def test_a_full_device_is_said_to_be_full() -> None:
 
 def test_a_file_below_a_file_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
-    with pytest.raises(OutputError, match="cannot be written"):
-        create(tmp_path / "a" / "b")
+    with HeldDirectory.at(tmp_path) as held, pytest.raises(OutputError, match="is in the way"):
+        held.create("a/b")
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        write_file(tmp_path / "a", b"")
+        with HeldDirectory.at(tmp_path) as held:
+            held.write("a", [])
     finally:
         os.umask(before)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640

@@ -35,6 +35,8 @@ class Catalog:
             shared storages in a `.bin`) are entries of their own with equal chunks.
         objects: Pickled objects of a DCP, never opened.
         files: Size in bytes of every file that holds tensor data.
+        identities: Device, inode, size and time of every file that was read or will be, as they were before: those of
+            tensor files come from the descriptor their header was read from.
         sidecars: Files that travel with the weights.
         config: The parsed `config.json`, or None.
         verbatim: Texts that only their own format understands and a way back may need: safetensors headers and
@@ -49,6 +51,7 @@ class Catalog:
     tensors: dict[str, TensorEntry]
     objects: dict[str, BytesEntry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
+    identities: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     sidecars: tuple[Sidecar, ...] = ()
     config: dict[str, Any] | None = None
     verbatim: dict[str, str] = field(default_factory=dict)

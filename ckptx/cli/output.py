@@ -14,6 +14,7 @@ import click
 
 from ckptx.errors import CkptxError, Defect, OutputError, PeerFailure, Terminated, UsageError, exit_code_of
 from ckptx.report.report import Report, human_bytes
+from ckptx.report_file import refuse_place
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -50,9 +51,11 @@ class Output:
         Returns:
             The exit code.
         """
-        report = Report(command)
+        report = Report(command, file=None if self.report_file is None else Path(self.report_file))
         interrupted: BaseException | None = None
         try:
+            if report.file is not None and os.environ.get("WORLD_SIZE", "1") == "1":
+                refuse_place(report.file)  # several processes look when they have met, to fail together
             report = work(report)
         except CkptxError as error:
             report.exit, report.error = error.exit_code, str(error)
@@ -79,9 +82,10 @@ class Output:
         if self.report_file is not None and self._is_first:
             try:
                 report.write(Path(self.report_file))
-            except OSError as error:
-                say_error(f"{self.report_file}: the report cannot be written: {error.strerror}")
-                report.exit = report.exit or 5
+            except OutputError as error:
+                if str(error) != report.error:  # said before the work, and so is not said twice
+                    say_error(f"{error}; the report was not written")
+                report.exit = report.exit or error.exit_code
         if self.as_json and self._is_first:
             report.exit = _print(report.to_json()) or report.exit
         if report.error is not None and not (report.is_echo and not self._is_first):

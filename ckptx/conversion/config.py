@@ -12,7 +12,8 @@ from ckptx.formats.huggingface import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import look_around
 from ckptx.options import ConvertOptions
-from ckptx.staging import refuse_overlap
+from ckptx.output_place import refuse_overlap
+from ckptx.replacing import refuse_files_of
 
 
 class Home(NamedTuple):
@@ -36,6 +37,8 @@ def home_of(run: Conversion) -> Home:
     base = _open_base(run.options)
     if base is not None:
         refuse_overlap(base.root, run.dst)
+        refuse_files_of(base, run.dst)
+        run.beside.append(base)
         return Home(base, base.config)
     if run.options.base == "none":
         run.report.warnings.append("--base none: no config, ties were not resolved and no prefix was looked for")

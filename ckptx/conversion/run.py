@@ -13,10 +13,11 @@ from ckptx.errors import Defect
 from ckptx.formats.huggingface import read_json
 from ckptx.mapping.config import edited_config
 from ckptx.options import ConvertOptions
+from ckptx.output_place import free_space
 from ckptx.publish import Job, publish
 from ckptx.rendezvous import Rendezvous
+from ckptx.replacing import refuse_foreign
 from ckptx.report.report import Report, counted, human_bytes
-from ckptx.staging import free_space
 from ckptx.storage import FilePool
 from ckptx.view import ModelView, compare_replicas, decide_ties, locate_payloads, tie_rows, view_model
 
@@ -29,6 +30,7 @@ class Conversion:
 
     Attributes:
         ranks: The other processes that make the same output.
+        beside: Other checkpoints that the output is made from: a base.
         shared: Names on disk whose bytes a tied name stands for; they need not be written.
         accountable: Names on disk of the tensors that must all end somewhere.
     """
@@ -40,6 +42,7 @@ class Conversion:
     report: Report
     on_progress: Progress
     ranks: Rendezvous | None = None
+    beside: list[Catalog] = field(default_factory=list)
     shared: set[str] = field(default_factory=set)
     accountable: tuple[str, ...] = ()
 
@@ -138,6 +141,8 @@ class Conversion:
             resume=options.resume,
             on_progress=lambda done: self.on_progress(done, total),
             ranks=self.ranks,
+            beside=self.beside,
+            may_replace=refuse_foreign,
         )
         if outcome is None:
             report.warnings.append(f"{self.dst} is complete already; nothing to resume")

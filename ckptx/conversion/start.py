@@ -10,9 +10,11 @@ from ckptx.conversion.run import Conversion, Progress
 from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
+from ckptx.output_place import refuse_existing, refuse_overlap
 from ckptx.rendezvous import Rendezvous
+from ckptx.replacing import refuse_files_of, refuse_foreign
 from ckptx.report.report import Report
-from ckptx.staging import refuse_existing, refuse_overlap
+from ckptx.report_file import refuse_place
 from ckptx.storage import FilePool
 
 
@@ -27,11 +29,15 @@ def started(
     """Opens the source, does the work, and closes the report."""
     ranks = Rendezvous.from_environment(Path(dst))
     with ranks.session() if ranks is not None else nullcontext():
+        if report.file is not None and (ranks is None or not ranks.rank):
+            refuse_place(report.file)
         path = resolve(str(src), revision=settings.revision, token=settings.token, cache_dir=settings.cache_dir)
         refuse_overlap(path, Path(dst))
         if not settings.resume and not settings.dry_run:
             refuse_existing(Path(dst), settings.overwrite)
+            refuse_foreign(Path(dst))
         source = open_checkpoint(path)
-        with FilePool(source.root) as files:
+        refuse_files_of(source, Path(dst))
+        with FilePool(source.root, source.identities) as files:
             work(Conversion(source, files, Path(dst), settings, report, on_progress, ranks))
     return report.finish()

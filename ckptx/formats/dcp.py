@@ -22,7 +22,7 @@ from ckptx.formats.dcp_metadata import DcpMetadata, Key, StorageInfo, TensorMeta
 from ckptx.formats.foreign import refuse_directory
 from ckptx.formats.torch_zip import archive_frame, archive_length, locate_payload
 from ckptx.formats.unpickle import without_garbage_collection
-from ckptx.storage import FilePool, inside, open_regular, read_small, unreadable
+from ckptx.storage import FilePool, Identity, identities, inside, open_regular, read_small, unreadable
 from ckptx.untrusted.limits import METADATA_BYTES
 
 METADATA = ".metadata"
@@ -38,8 +38,8 @@ def open_dcp(root: Path) -> Catalog:
         UnsupportedError: A dtype that ckptx does not know, or files that went through a transform.
     """
     with without_garbage_collection():
+        catalog = Catalog(root, "dcp", {}, identities=identities(root, (METADATA,)))
         metadata = parse_metadata(_read_metadata(root), f"{root / METADATA}")
-        catalog = Catalog(root, "dcp", {})
         proved: set[tuple[Shape, tuple[Region, ...]]] = set()
         entries = [_tensor(name, tensor, metadata.storage, proved, root) for name, tensor in metadata.tensors.items()]
         for name in metadata.objects:
@@ -55,7 +55,9 @@ def open_dcp(root: Path) -> Catalog:
             )
         entries.sort(key=lambda entry: entry.chunks[0][1:3] if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
-        catalog.files = _check_files(root, metadata.storage)
+        found = _check_files(root, metadata.storage)
+        catalog.files = {name: identity.nbytes for name, identity in found.items()}
+        catalog.identities.update(found)
     if isinstance(metadata.planner_data, dict):
         catalog.planner_data = metadata.planner_data
     elif metadata.planner_data is not None:
@@ -158,20 +160,20 @@ def _check_coverage(name: str, shape: Shape, chunks: list[Chunk], root: Path) ->
     )
 
 
-def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, int]:
-    """Sizes of the files that `storage` names, each long enough for what is said to lie in it."""
+def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, Identity]:
+    """The files that `storage` names, each long enough for what is said to lie in it."""
     needed: dict[str, int] = {}
     for place in storage.values():
         end = place.offset + place.length
         if end > needed.get(place.path, -1):
             needed[place.path] = end
-    sizes = {}
+    found = {}
     for name in sorted(needed):
         path = inside(root, name)
         try:
-            found = os.stat(path)
-            size = found.st_size
-            if size < needed[name] or not stat.S_ISREG(found.st_mode):
+            state = os.stat(path)
+            found[name], size = Identity.of(state), state.st_size
+            if size < needed[name] or not stat.S_ISREG(state.st_mode):
                 descriptor = open_regular(path)
                 start = os.pread(descriptor, len(_LFS_POINTER), 0)
                 os.close(descriptor)
@@ -184,8 +186,7 @@ def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, in
                 f"{path}: has {size} bytes, .metadata points up to byte {needed[name]}; "
                 "the file is truncated, copy or download it again"
             )
-        sizes[name] = size
-    return sizes
+    return found
 
 
 def open_payloads(catalog: Catalog, files: FilePool, *, later: bool = False) -> Catalog:

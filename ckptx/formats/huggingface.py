@@ -70,6 +70,7 @@ def _open_files(root: Path, names: list[str]) -> Catalog | None:
                     return None
                 recording.add(name)
             catalog.files[name] = files.size(name)
+            catalog.identities[name] = files.identity(name)
             catalog.verbatim[name] = header.text
             for tensor in header.tensors:
                 if tensor.name in owner:

@@ -18,11 +18,11 @@ from ckptx.formats.dcp import open_dcp
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
 from ckptx.formats.sharded_safetensors import is_shard, open_sharded
 from ckptx.formats.sharding_info import that_record_offsets
-from ckptx.formats.sidecars import beside_one_file, look_around
+from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
 from ckptx.formats.torch_bin import open_bin
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.staging import is_being_written
-from ckptx.storage import read_small, unreadable
+from ckptx.storage import identities, read_small, unreadable
 from ckptx.untrusted.limits import INDEX_BYTES
 
 _METADATA = ".metadata"
@@ -58,6 +58,7 @@ def open_checkpoint(path: Path) -> Catalog:
     located = locate(path)
     if is_being_written(located.root):
         raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
+    before = identities(located.root, (*located.weights, "config.json", MANIFEST))
     if located.kind == "dcp":
         catalog = _open_parts(located)
     elif located.kind == "sharded":
@@ -73,6 +74,8 @@ def open_checkpoint(path: Path) -> Catalog:
     if not catalog.tensors:
         raise InputError(f"{located.root}: holds no tensors")
     _add_surroundings(catalog, located)
+    around = identities(located.root, (sidecar.name for sidecar in catalog.sidecars))
+    catalog.identities = {**around, **before, **catalog.identities}
     return catalog
 
 
@@ -134,6 +137,7 @@ def _open_parts(located: Located) -> Catalog:
             names[name] = on_disk
         merged.parts += (Part(part, names, catalog.planner_data),)
         merged.files.update((f"{part}/{name}", size) for name, size in catalog.files.items())
+        merged.identities.update((f"{part}/{name}", each) for name, each in catalog.identities.items())
         merged.notes.extend(f"{part}: {note}" for note in catalog.notes)
     return merged
 

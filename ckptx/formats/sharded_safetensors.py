@@ -81,6 +81,7 @@ def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None)
         for name in names:
             with FilePool(root) as files:
                 catalog.files[name] = files.size(name)
+                catalog.identities[name] = files.identity(name)
                 pieces.add(name, read_header(files, name))
         assembly = _Assembly(root, names)
         catalog.tensors = {

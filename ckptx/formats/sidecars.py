@@ -36,6 +36,20 @@ _KNOWN = re.compile(
 )
 
 
+# What repositories of models hold beside that.
+_ABOUT = re.compile(
+    r"README(\.\w+)?|LICEN[CS]E([-_.]\w+)*|NOTICE(\.\w+)?|USE_POLICY(\.\w+)?|\.gitattributes|modules\.json|"
+    r"(config_sentence_transformers|sentence_bert_config|quantize_config|quantization_config|hf_quant_config|"
+    r"adapter_config|params|recipe|video_processor|fqn_to_file_index_mapping)\.(json|yaml)|tekken\.json|"
+    r"[\w.-]+\.tiktoken|(vocab|merges|sentencepiece|spiece|tokenizer)[\w.-]*\.(txt|model|json|vocab|bpe)"
+)
+
+
+def is_known_sidecar(base: str) -> bool:
+    """True for the name of a file that belongs to a model by its name alone."""
+    return _KNOWN.fullmatch(base) is not None or _ABOUT.fullmatch(base) is not None
+
+
 class Surroundings(NamedTuple):
     """What lies beside the weights: files to carry, and files that are left behind."""
 

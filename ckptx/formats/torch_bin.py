@@ -49,6 +49,7 @@ def _open_files(root: Path, names: Sequence[str]) -> Catalog:
     with FilePool(root) as files:
         for name in names:
             catalog.files[name] = files.size(name)
+            catalog.identities[name] = files.identity(name)
             for entry in _open_file(files, name):
                 if entry.name in entries:
                     raise InputError(

@@ -18,6 +18,7 @@ from ckptx.ranks import Group, Holder, Layout, spans, spans_text
 from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import Report, counted, human_bytes
+from ckptx.report_file import GENERATOR
 
 _MOST_CELLS = 4096  # ranks drawn one by one
 _MOST_BARS = 2048
@@ -43,6 +44,7 @@ def layout_page(report: Report, layout: Layout) -> str:
             '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
+            GENERATOR,
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',

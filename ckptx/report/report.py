@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.entry import TensorEntry
+from ckptx.report_file import write_text
 
 SCHEMA_VERSION = 1
 
@@ -36,6 +37,7 @@ class Report:
         gb_per_s: Gigabytes (1e9) written per second.
         peak_rss: Peak resident set size of the process, in bytes.
         details: Fields of one command alone.
+        file: Where it will be written, if anywhere: looked at before the work.
         is_echo: True when the error is that of another rank, which has said it.
     """
 
@@ -57,6 +59,7 @@ class Report:
     peak_rss: int = 0
     details: dict[str, Any] = field(default_factory=dict)
     is_echo: bool = False
+    file: Path | None = None
     _started: float = field(default_factory=time.perf_counter, repr=False)
 
     @property
@@ -101,7 +104,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Writes the document to a file."""
-        path.write_text(self.to_json(), encoding="utf-8")
+        write_text(path, self.to_json())
 
 
 def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:

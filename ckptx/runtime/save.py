@@ -27,13 +27,14 @@ from torch.optim import Optimizer
 from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError, Defect, InputError, UnsupportedError, UsageError
 from ckptx.formats.sidecars import look_around
+from ckptx.held_directory import HeldDirectory
 from ckptx.runtime.activation_checkpointing.wrap import configs_as_given
 from ckptx.runtime.distributed import everywhere, together
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.rectangles import AliasWriter, LoadPlanner, SavePlanner
 from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout
 from ckptx.staging import Staging, staged
-from ckptx.storage import read_small, unwritable, write_file
+from ckptx.storage import read_small, unwritable
 
 _MODEL, _OPTIMIZER = "model", "optim"
 _SIDECAR_BYTES = 1 << 30
@@ -84,7 +85,7 @@ def save(
             _write(state, staged(path)[0], aliases)
         with together():
             if staging is not None:
-                _write_beside(model, staging.tree, beside)
+                _write_beside(model, staging.output, beside)
                 staging.publish()
 
 
@@ -276,10 +277,10 @@ def _write(state: _State, directory: Path, aliases: Mapping[str, str]) -> None:
         raise Defect(f"{directory}: {type(error).__name__}: {error}; please report this") from failed
 
 
-def _write_beside(model: nn.Module, directory: Path, beside: Path | None) -> None:
+def _write_beside(model: nn.Module, output: HeldDirectory, beside: Path | None) -> None:
     if beside is None:
         with configs_as_given(model):
-            write_file(directory / "config.json", model.config.to_json_string().encode())
+            output.write("config.json", [model.config.to_json_string().encode()])
         return
     for sidecar in look_around(beside, frozenset()).carried:
-        write_file(directory / sidecar.name, read_small(beside / sidecar.name, _SIDECAR_BYTES))
+        output.write(sidecar.name, [read_small(beside / sidecar.name, _SIDECAR_BYTES)])

@@ -7,6 +7,7 @@ digest of a tensor does not depend on the format or on how it is cut.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import xxhash
@@ -22,6 +23,7 @@ __all__ = [
     "block_digest",
     "crc32",
     "digest_bytes",
+    "file_digest",
     "hash_of",
     "join_crc32",
     "leaf_digest",
@@ -45,6 +47,16 @@ def tree_digest(leaves: Iterable[bytes]) -> bytes:
 def digest_bytes(data: bytes) -> str:
     """The digest of bytes in memory, in hex."""
     return tree_digest(leaf_digest(data[at : at + LEAF]) for at in range(0, len(data), LEAF)).hex()
+
+
+def file_digest(descriptor: int) -> bytes:
+    """The digest of an open file, read from its begin to its end."""
+    leaves = []
+    at = 0
+    while block := os.pread(descriptor, LEAF, at):
+        leaves.append(leaf_digest(block))
+        at += len(block)
+    return tree_digest(leaves)
 
 
 def join_crc32(first: int, second: int, nbytes: int) -> int:

@@ -13,9 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from ckptx.storage import FilePool, create
+from ckptx.errors import OutputError
+from ckptx.held_directory import HeldDirectory
+from ckptx.storage import FilePool
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest, tree_digest
 from ckptx.transfer.passes import BLOCK, Buffers, Cancelled, Pass
@@ -57,11 +58,12 @@ class Outcome:
 def execute(
     plan: CopyPlan,
     source: FilePool,
-    tree: Path,
-    journal: Path,
+    tree: HeldDirectory,
+    journal: HeldDirectory,
     *,
     workers: int,
     max_memory: int,
+    resumed: bool = False,
     on_progress: Callable[[int], None] = lambda nbytes: None,
     groups: Collection[int] | None = None,
 ) -> Outcome:
@@ -70,10 +72,11 @@ def execute(
     Args:
         plan: What to copy.
         source: Files of the source.
-        tree: Where the target files go.
+        tree: Where the target files go; it keeps them open, to know them again.
         journal: Directory that remembers finished tensors; those it names are checked and not copied again.
         workers: Number of threads.
         max_memory: Bytes of buffers in flight, all workers together.
+        resumed: Files and journal of an interrupted run may be there; otherwise a file that is there is refused.
         on_progress: Called by the calling thread now and then with the bytes written so far.
         groups: Indices of the groups to write; None writes all. The outcome is about these alone.
 
@@ -82,7 +85,7 @@ def execute(
         SpaceError: The disk is full.
         OutputError: The target cannot be written.
     """
-    return Copy(plan, source, tree, journal, workers, max_memory, groups).run(on_progress)
+    return Copy(plan, source, tree, journal, workers, max_memory, resumed, groups).run(on_progress)
 
 
 class Copy:
@@ -92,13 +95,15 @@ class Copy:
         self,
         plan: CopyPlan,
         source: FilePool,
-        tree: Path,
-        journal: Path,
+        tree: HeldDirectory,
+        journal: HeldDirectory,
         workers: int,
         max_memory: int,
+        resumed: bool,
         groups: Collection[int] | None,
     ) -> None:
         self.plan, self.source, self.tree, self.journal = plan, source, tree, journal
+        self.resumed = resumed
         runs = [run for run in plan.runs() if groups is None or run.group in groups]
         chosen = range(len(plan.groups)) if groups is None else groups
         self.files = sorted(index for group in chosen for index in plan.groups[group].files)
@@ -128,7 +133,9 @@ class Copy:
         sys.setswitchinterval(_SWITCH)
         try:
             for index in self.files:
-                self.descriptors[index] = create(self.tree / self.plan.files[index].name)
+                descriptor = self.descriptors[index] = self.tree.hold(self.plan.files[index].name, keep=self.resumed)
+                if os.fstat(descriptor).st_size > self.plan.files[index].nbytes:
+                    os.ftruncate(descriptor, self.plan.files[index].nbytes)  # what is in front is looked at below
             threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(self.workers)]
             for thread in threads:
                 thread.start()
@@ -148,8 +155,6 @@ class Copy:
             self._digest_files()
         finally:
             sys.setswitchinterval(patience)
-            for descriptor in self.descriptors.values():
-                os.close(descriptor)
         self.outcome.bytes_written = sum(self.written)
         return self.outcome
 
@@ -178,7 +183,9 @@ class Copy:
         missing: deque[tuple[int, int]] = deque()
         for index in self.files:
             nbytes, leaves = self.plan.files[index].nbytes, self.leaves[index]
-            os.ftruncate(self.descriptors[index], nbytes)
+            found = os.fstat(self.descriptors[index]).st_size
+            if found != nbytes:
+                raise self._cut_short(index, found)
             missing += [(index, leaf) for leaf in range(-(-nbytes // size)) if leaf not in leaves]
         readers = [
             threading.Thread(target=self._read_back, args=(missing,), daemon=True)
@@ -194,6 +201,13 @@ class Copy:
             file, leaves = self.plan.files[index], self.leaves[index]
             self.outcome.file_digests[file.name] = tree_digest(leaves[leaf] for leaf in sorted(leaves)).hex()
 
+    def _cut_short(self, index: int, found: int) -> OutputError:
+        file = self.plan.files[index]
+        return OutputError(
+            f"{self.tree.path / file.name}: has {found} bytes, {file.nbytes} were written; somebody else works in the "
+            "staging directory, nothing was published, run again"
+        )
+
     def _read_back(self, missing: deque[tuple[int, int]]) -> None:
         """Digests blocks of files, until none is left."""
         buffer = memoryview(bytearray(BLOCK))
@@ -208,7 +222,9 @@ class Copy:
                 tree = TreeDigest()
                 for at in range(begin, end, BLOCK):
                     view = buffer[: min(BLOCK, end - at)]
-                    os.preadv(self.descriptors[index], [view], at)
+                    got = os.preadv(self.descriptors[index], [view], at)
+                    if got != len(view):
+                        raise self._cut_short(index, at + got)
                     tree.update(view, last=at + len(view) == end)
                 (self.leaves[index][leaf],) = tree.leaves
         except BaseException as error:  # handed to the calling thread

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import CutChunks, Frame
 from ckptx.catalog.region import Region, Shape, whole
-from ckptx.storage import create, write_at
+from ckptx.storage import write_at
 from ckptx.transfer import digest
 from ckptx.transfer.blocks import Block, Direct, Tiles
 from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
@@ -37,6 +37,7 @@ _GROUP_BUFFERS = 1 << 20
 _DIRECT = 64 << 10  # a row of a block this long is worth a system call
 
 _LEAF_NBYTES = 16  # of a digest in the journal
+_MAX_JOURNAL = 64 << 20  # of one run; a longer one is not ours, and what lies behind is copied again
 
 
 class Cancelled(Exception):
@@ -96,14 +97,14 @@ class Pass:
         self._shared = copy.shared[run.group, run.first] if run.rows is not None else None
         self._finished: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
         share = "" if run.rows is None else f"-{run.rows[0]}"
-        self._journal_path = copy.journal / f"{run.group:05d}-{run.first:07d}{share}"
+        self._journal_name = f"{run.group:05d}-{run.first:07d}{share}"
 
     def run(self) -> None:
         """Copies what an interrupted run has not finished."""
         steps = self._group.steps[self._run.first : self._run.stop]
-        done, self._journal_at = self._resume(steps)
-        self._journal = create(self._journal_path)
+        self._journal = self._copy.journal.create(self._journal_name, keep=self._copy.resumed)
         try:
+            done, self._journal_at = self._resume(steps)
             if self._run.first == 0 and self._run.rows is None:
                 self._write_prologues(fresh=not done)
             for step in steps[done:]:
@@ -126,7 +127,7 @@ class Pass:
         file = self._group.files[number]
         out = self._outs[name] = OutFile(
             self._copy.descriptors[file],
-            self._copy.tree / name,
+            self._copy.tree.path / name,
             self._plan.files[file].nbytes,
             self._buffers.get(number + 1)[: self._size],
             self._copy.leaves[file],
@@ -148,7 +149,7 @@ class Pass:
             if prologue and fresh:
                 self._out(name, 0).write(prologue)
             elif prologue:
-                write_at(self._copy.descriptors[file], prologue, 0, self._copy.tree / name)
+                write_at(self._copy.descriptors[file], prologue, 0, self._copy.tree.path / name)
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
@@ -286,7 +287,7 @@ class Pass:
             if frame is not None:
                 tail = frame.tail(joined(shared.blocks[index]).crc)
                 descriptor = self._copy.descriptors[self._group.files[self._numbers[name]]]
-                write_at(descriptor, tail, offset + len(frame.head) + cut.sizes[index], self._copy.tree / name)
+                write_at(descriptor, tail, offset + len(frame.head) + cut.sizes[index], self._copy.tree.path / name)
                 self._on_write(len(tail))
         self._copy.outcome.digests[step.target.name] = tree_digest(
             shared.leaves[index] for index in sorted(shared.leaves)
@@ -300,15 +301,13 @@ class Pass:
         while self._finished and not _is_buffered(self._finished[0][0]):
             done += self._finished.popleft()[1]
         if done:
-            write_at(self._journal, done, self._journal_at, self._journal_path)
+            write_at(self._journal, done, self._journal_at, self._copy.journal.path / self._journal_name)
             self._journal_at += len(done)
 
     def _resume(self, steps: tuple[Step, ...]) -> tuple[int, int]:
         """Steps that an interrupted run finished, whose bytes on disk still have their digests; and where the journal
         goes on."""
-        if not self._journal_path.exists():
-            return 0, 0
-        recorded = self._journal_path.read_bytes()
+        recorded = os.pread(self._journal, min(os.fstat(self._journal).st_size, _MAX_JOURNAL), 0)
         at = 0
         for number, step in enumerate(steps):
             cut = self._cut_of(step)

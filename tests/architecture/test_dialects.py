@@ -19,6 +19,7 @@ from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats import dcp_layout, torch_zip
 from ckptx.formats.registry import open_checkpoint
+from ckptx.held_directory import HeldDirectory
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
 from ckptx.mapping.pull_back import PullBack
@@ -211,7 +212,11 @@ def test_the_executor_writes_rewritten_tensors_as_any_other(workers: int, tmp_pa
     )  # fmt: skip
     for path in ("titan", "journal"):
         (tmp_path / path).mkdir()
-    with FilePool(tmp_path / "hub") as files:
-        execute(plan, files, tmp_path / "titan", tmp_path / "journal", workers=workers, max_memory=1 << 20)
+    with (
+        FilePool(tmp_path / "hub") as files,
+        HeldDirectory.at(tmp_path / "titan") as tree,
+        HeldDirectory.at(tmp_path / "journal") as journal,
+    ):
+        execute(plan, files, tree, journal, workers=workers, max_memory=1 << 20)
     (tmp_path / "titan" / ".metadata").write_bytes(dcp_layout.metadata_bytes(target, {}))
     stock.assert_same_tensors(stock.load(tmp_path / "titan"), in_torchtitan(disk, rotated=True))

@@ -112,7 +112,9 @@ def test_report_writes_the_same_document(tmp_path: Path, hf: Path, dst: Path, fa
 def test_a_report_that_cannot_be_written_is_an_error(tmp_path: Path, hf: Path, dst: Path) -> None:
     result = run("convert", "hf2dcp", hf, dst, "--report", tmp_path / "gone" / "report.json")
     assert result.return_value == 5
-    assert "report.json: the report cannot be written" in result.stderr
+    assert "report.json: its directory does not exist" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert names_in(dst.parent) == ["hf"]
 
 
 def test_verify_finds_a_difference_and_exits_with_1(tmp_path: Path, hf: Path) -> None:

@@ -17,6 +17,7 @@ from ckptx.catalog.entry import Block, Chunk, CutChunks, Record, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import Defect, InputError
 from ckptx.formats import torch_zip
+from ckptx.held_directory import HeldDirectory
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
 from ckptx.storage import FilePool
@@ -136,8 +137,8 @@ def expected(target: Catalog, framed: bool, prologue: bytes = b"") -> dict[str, 
 def run(plan: CopyPlan, root: Path, out: Path, workers: int = 1) -> Outcome:
     (out / "journal").mkdir(parents=True, exist_ok=True)
     (out / "tree").mkdir(exist_ok=True)
-    with FilePool(root) as files:
-        return execute(plan, files, out / "tree", out / "journal", workers=workers, max_memory=64 << 20)
+    with FilePool(root) as files, HeldDirectory.at(out / "tree") as tree, HeldDirectory.at(out / "journal") as journal:
+        return execute(plan, files, tree, journal, workers=workers, max_memory=64 << 20, resumed=True)
 
 
 MESHES = [
@@ -301,10 +302,13 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(tmp_p
     digests: dict[str, str] = {}
     for group in range(2):
         (tmp_path / "journal").mkdir(exist_ok=True)
-        with FilePool(source.root) as files:
-            outcome = execute(
-                plan, files, tmp_path / "tree", tmp_path / "journal", workers=2, max_memory=64 << 20, groups=[group]
-            )
+        (tmp_path / "tree").mkdir(exist_ok=True)
+        with (
+            FilePool(source.root) as files,
+            HeldDirectory.at(tmp_path / "tree") as tree,
+            HeldDirectory.at(tmp_path / "journal") as journal,
+        ):
+            outcome = execute(plan, files, tree, journal, workers=2, max_memory=64 << 20, groups=[group])
         assert sorted(outcome.file_digests) == sorted(groups[group])
         digests |= outcome.digests
     assert digests == {name: defined(data_of(origin[name])) for name in merged.tensors}

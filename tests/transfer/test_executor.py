@@ -15,6 +15,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import Defect, InputError
 from ckptx.formats import dcp_layout, huggingface_layout, torch_zip
 from ckptx.formats.huggingface import open_huggingface
+from ckptx.held_directory import HeldDirectory
 from ckptx.storage import FilePool
 from ckptx.transfer import digest as digest_module
 from ckptx.transfer import outfile as outfile_module
@@ -52,8 +53,8 @@ def hf(tmp_path: Path) -> Path:
 def copy(plan: CopyPlan, root: Path, out: Path, workers: int = 2, **settings: object) -> Outcome:
     (out / "journal").mkdir(parents=True, exist_ok=True)
     (out / "tree").mkdir(exist_ok=True)
-    with FilePool(root) as files:
-        return execute(plan, files, out / "tree", out / "journal", workers=workers, max_memory=16 << 20, **settings)  # type: ignore[arg-type]
+    with FilePool(root) as files, HeldDirectory.at(out / "tree") as tree, HeldDirectory.at(out / "journal") as journal:
+        return execute(plan, files, tree, journal, workers=workers, max_memory=16 << 20, resumed=True, **settings)  # type: ignore[arg-type]
 
 
 def expected(target: Catalog) -> dict[str, bytes]:

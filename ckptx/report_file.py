@@ -1,0 +1,86 @@
+"""Where a report or a page may be written: a new file, or in the place of an earlier report or page of ckptx."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from ckptx.errors import OutputError
+
+GENERATOR = '<meta name="generator" content="ckptx">'
+_HEAD = 4096  # bytes in which a report or page says what it is
+_REPORT = re.compile(
+    rb'\{\s*"schema_version":\s*\d+,\s*"command":\s*"'
+    rb'(convert|reshard|inspect|diff|verify|env|forecast|robustness|usage)[^"]*",\s*"exit":\s*\d+,\s*"ok":\s*(true|false)'
+)
+# Pages from before they named their generator: the same head, word for word.
+_OLD_PAGE = re.compile(
+    rb'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" '
+    rb"content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[^\"]*\">\n(<meta [^>]*>\n)+"
+    rb"<title>[^<]* - layout</title>"
+)
+
+
+def refuse_place(path: Path) -> None:
+    """Looks, before any work, whether a report or page may be written there.
+
+    Raises:
+        OutputError: Something is there that is none, or its directory is missing.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        if not Path(os.path.abspath(path)).parent.is_dir():
+            raise OutputError(f"{path}: its directory does not exist; create it, or name another file") from None
+        return
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}; name another file") from error
+    if not stat.S_ISREG(found.st_mode):
+        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no regular file"
+        raise OutputError(f"{path}: is {what}; name a new file, or an earlier report or page of ckptx")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            is_ours = is_earlier_output(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror}; name another file") from error
+    if not is_ours:
+        raise OutputError(f"{path}: exists, and is no report or page of ckptx; name another file, or remove it")
+
+
+def is_earlier_output(descriptor: int) -> bool:
+    """True for an open file that begins as a report or a page of ckptx does."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        return False
+    head = os.pread(descriptor, _HEAD, 0)
+    if _REPORT.match(head):
+        return True
+    is_page = head.startswith(b"<!doctype html>\n") and b"\n" + GENERATOR.encode() + b"\n" in head
+    return is_page or _OLD_PAGE.match(head) is not None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Puts a report or page in its place in one step.
+
+    Raises:
+        OutputError: It may not be there, or cannot be written.
+    """
+    refuse_place(path)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.ckptx-new"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+            file.write(text.encode("utf-8", "replace"))
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OutputError(f"{path}: cannot be written: {error.strerror}; name another file") from error
+        raise
