@@ -9,6 +9,7 @@ from ckptx.conversion.run import Conversion
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hub import resolve
 from ckptx.formats.huggingface import read_json
+from ckptx.formats.megatron import is_torch_dist
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import look_around
 from ckptx.options import ConvertOptions
@@ -43,6 +44,11 @@ def home_of(run: Conversion) -> Home:
     if run.options.base == "none":
         run.report.warnings.append("--base none: no config, ties were not resolved and no prefix was looked for")
         return Home(None, None)
+    if run.source.config is None and is_torch_dist(run.source.root):
+        raise InputError(
+            f"{run.source.root}: has Megatron's own names, which are not mapped to published ones, and no config.json; "
+            "pass --base none to write the tensors under their own names"
+        )
     if run.source.config is None:
         raise InputError(
             f"{run.source.root}: has no config.json, which names the architecture and its ties; pass --base HF, the "

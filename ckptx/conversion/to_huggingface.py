@@ -15,6 +15,7 @@ from ckptx.conversion.target import Target, cast, share
 from ckptx.conversion.written import check_digests, check_huggingface
 from ckptx.errors import InputError
 from ckptx.formats import huggingface_layout
+from ckptx.formats.megatron import COMMON_FILE, without_backend
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
@@ -49,7 +50,9 @@ def to_huggingface(run: Conversion, home: Home) -> None:
         layout = huggingface_layout.allocate(run.dst, target.tensors.values(), options.max_shard_size)
     plan = plan_copy(run.source, layout.catalog, target.origin, prologues=layout.prologues)
     origin = home.base if home.base is not None else run.source
-    carried = [] if options.base == "none" else [sidecar.name for sidecar in origin.sidecars]
+    carried = without_backend(origin.root, origin.sidecars)
+    if options.base == "none":
+        carried = [name for name in carried if name == COMMON_FILE]
     recorded = {} if memory is None else memory.digests
 
     def check(tree: Path, outcome: Outcome) -> None:

@@ -16,6 +16,7 @@ from ckptx.conversion.to_huggingface import untie_edits
 from ckptx.conversion.written import check_sharded
 from ckptx.errors import InputError
 from ckptx.formats import sharded_safetensors_layout
+from ckptx.formats.megatron import without_backend
 from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
 from ckptx.transfer.planner import plan_copy
@@ -56,11 +57,11 @@ def to_sharded(run: Conversion, home: Home) -> None:
     edits = dtype_edits(view.config, options.dtype) if was_cast else []
     edits += untie_edits(run, view, home.config, decisions)
     _warn_of_forced_ties(run, decisions, edits)
-    carried = (home.base or run.source).sidecars
+    beside = home.base or run.source
     job = Job(
         plan,
         run.source,
-        run.carry(home.base.root if home.base is not None else root, [sidecar.name for sidecar in carried], edits),
+        run.carry(beside.root, without_backend(beside.root, beside.sidecars), edits),
         options.fingerprint(),
         lambda outcome: manifest_of(
             "sharded",

@@ -5,8 +5,10 @@
                             fqn -> BytesStorageMetadata            a pickled object
       storage_data          MetadataIndex(fqn, offset) -> _StorageInfo(relative_path, offset, length)
       planner_data          fqn -> path in the nested state dict: {"a.b": ("a", "b")}
+      all_local_plans       Megatron only: the SavePlan of each rank, with a WriteItem for each chunk
 
-It is read with stand-ins for these classes.
+It is read with stand-ins for these classes. Plans say what a rank meant to write, not what lies in the files: their
+stand-ins keep nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ Key = tuple[str, Shape | None]
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 
@@ -82,6 +86,18 @@ class _Properties(metaclass=Sealed):
         self.dtype = state[0]
 
 
+class _Plan(metaclass=Sealed):
+    """Stands in for a plan and whatever it is made of; keeps nothing of it."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: object) -> _Plan:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 def _drop(*_: object) -> None:
     """Stands in for constructors of values that ckptx has no use for (absolute paths, memory formats)."""
 
@@ -99,6 +115,13 @@ _ALLOWED: Globals = {
     (_SHARDED_TENSOR, "TensorProperties"): _Properties,
     (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): Call(_drop),
     (FILESYSTEM_MODULE, "_StorageInfo"): _Info,
+    **{
+        (_PLANNER, name): _Plan
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    },
+    (FILESYSTEM_MODULE, "_StoragePrefix"): _Plan,
+    (_MEGATRON, "MCoreSavePlan"): _Plan,
+    (_MEGATRON, "MCoreMetadata"): _Metadata,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Call(lambda name: Symbol(name)),
     ("collections", "OrderedDict"): Dict,

@@ -16,6 +16,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats import huggingface
 from ckptx.formats.dcp import open_dcp
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
+from ckptx.formats.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.sharded_safetensors import is_shard, open_sharded
 from ckptx.formats.sharding_info import that_record_offsets
 from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
@@ -84,14 +85,19 @@ def _add_surroundings(catalog: Catalog, located: Located) -> None:
     if os.path.lexists(root / "config.json"):  # not `is_file`: what is no file is refused there, not passed over
         catalog.config = huggingface.read_json(root / "config.json")
     used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
+    is_megatron = located.kind == "dcp" and is_torch_dist(root)
     if located.kind != "dcp" or catalog.config is not None:
         around = look_around(root, used) if _has_own_directory(located) else beside_one_file(root)
         catalog.sidecars = around.carried
         named = {note.split(" ", 1)[0] for note in catalog.notes}
-        left = [name for name in around.left if name not in named]
+        left = [name for name in around.left if name not in named and not (is_megatron and name == COMMON_FILE)]
         if left:
             listed = ", ".join(left[:5]) + (f", and {len(left) - 5} more" if len(left) > 5 else "")
             catalog.notes.append(f"not carried: {listed}")
+    if is_megatron:
+        known = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(root))}
+        catalog.sidecars = tuple(known[name] for name in sorted(known))
+        catalog.notes.append("Megatron torch_dist: tensors have Megatron's own names and layout")
 
 
 def _has_own_directory(located: Located) -> bool:
