@@ -20,9 +20,10 @@ _WORDS = {
     "names": ("disk", "model", "torchtitan"),
     "optimizer": ("keep", "drop"),
     "to": ("dcp", "safetensors"),
+    "index": ("auto", "always"),
 }
 _DTYPES = {
-    "auto": "auto",
+    "auto": "auto", "base": "base",
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32",
 }  # fmt: skip
 
@@ -49,9 +50,9 @@ def default_workers() -> int:
 
 # Options that some commands do not have.
 _MEANINGLESS = {
-    "hf2dcp": ("max_shard_size", "base", "to", "optimizer"),
+    "hf2dcp": ("max_shard_size", "index", "base", "to", "optimizer"),
     "dcp2hf": ("files", "to", "tp", "pp", "dp_shard", "pp_split", "tp_plan"),
-    "reshard": ("max_shard_size",),
+    "reshard": ("max_shard_size", "index"),
 }
 
 
@@ -60,7 +61,7 @@ class ConvertOptions:
     """Options of `convert` and `reshard`; names and meanings are those of the command line.
 
     Attributes:
-        dtype: "auto", "bf16", "fp16" or "fp32".
+        dtype: "auto", "base" (as each tensor is in the base), "bf16", "fp16" or "fp32".
         names: "disk", "model" or "torchtitan"; None is "disk" for convert and DCP, "model" for sharded safetensors.
         prefix: None for auto; otherwise stripped from the names of a DCP, added by hf2dcp.
         tied: "auto", "alias", "copy" or "drop".
@@ -73,6 +74,7 @@ class ConvertOptions:
         files: Number of `.distcp` files, of each rank when cut; None lets the size decide.
         max_shard_size: Bytes of tensors in a safetensors shard.
         max_shard_size_given: True when the user chose it: the original shards are then not restored.
+        index: dcp2hf: "always" writes an index beside a single file, too.
         base: Of a DCP: checkpoint that gives config and sidecars, "none" for none.
         workers: Threads.
         max_memory: Bytes of buffers in flight.
@@ -93,6 +95,7 @@ class ConvertOptions:
     files: int | None = None
     max_shard_size: int = 5_000_000_000
     max_shard_size_given: bool = False
+    index: str = "auto"
     base: str | None = None
     workers: int = 1
     max_memory: int = 256_000_000
@@ -125,7 +128,7 @@ class ConvertOptions:
                 raise UsageError(f"--{name.replace('_', '-')}: has no meaning for {said}")
         dtype = str(values.get("dtype", "auto"))
         if dtype not in _DTYPES:
-            raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
+            raise UsageError(f'--dtype: "{dtype}", needed one of auto, base, bf16, fp16, fp32')
         values["dtype"] = _DTYPES[dtype]
         if values.get("prefix") == "auto":
             del values["prefix"]
@@ -196,7 +199,7 @@ class ConvertOptions:
 
     def fingerprint(self) -> dict[str, Any]:
         """The options that decide bytes beyond the layout itself."""
-        return {"dtype": self.dtype, "tied": self.tied, "prefix": self.prefix, "names": self.names}
+        return {"dtype": self.dtype, "tied": self.tied, "prefix": self.prefix, "names": self.names, "index": self.index}
 
     @property
     def is_cut(self) -> bool:

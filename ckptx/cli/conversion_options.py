@@ -11,8 +11,8 @@ from ckptx.cli.options import F, Section, hub_options, output_options, with_glob
 CONTENT = Section(
     "Content",
     [
-        "to", "dtype", "names", "prefix", "tied", "tie_missing", "optimizer", "base", "max_shard_size", "files",
-        "trust_remote_code",
+        "to", "dtype", "names", "prefix", "tied", "tie_missing", "optimizer", "base", "max_shard_size", "index",
+        "files", "trust_remote_code",
     ],
 )  # fmt: skip
 LAYOUT = Section("Layout", ["tp", "pp", "dp_shard", "pp_split", "tp_plan"])
@@ -25,9 +25,10 @@ def common_options(function: F) -> F:
         [
             click.option(
                 "--dtype",
-                metavar="auto|bf16|fp16|fp32",
+                metavar="auto|base|bf16|fp16|fp32",
                 show_default="auto",
-                help="Cast floats; auto keeps each tensor's own. Integers, scales, and fp32 the model needs stay.",
+                help="Cast floats; auto keeps each tensor's own, base is as the base has it. Integers, scales, and "
+                "fp32 the model needs stay.",
             ),
             click.option(
                 "--tied",

@@ -84,6 +84,7 @@ def hf2dcp(src: str, dst: str, as_json: bool, report_file: str | None, **options
 @optimizer_option("drop, as safetensors hold the model alone")
 @base_option
 @click.option("--max-shard-size", metavar="SIZE", show_default="5GB", help="Tensors in one safetensors file.")
+@click.option("--index", metavar="auto|always", show_default="auto", help="An index beside a single file, too.")
 @common_options
 def dcp2hf(src: str, dst: str, as_json: bool, report_file: str | None, **options: Any) -> int:
     """Convert a torch DCP, or sharded safetensors, in any layout into an HF directory."""

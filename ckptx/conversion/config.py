@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
 from ckptx.conversion.run import Conversion
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.hf_metadata import DIRECTORY, find_hf_metadata, read_hf_metadata
 from ckptx.formats.hub import resolve
 from ckptx.formats.huggingface import read_json
 from ckptx.formats.megatron import is_torch_dist
@@ -21,12 +24,16 @@ class Home(NamedTuple):
     """What a checkpoint is a checkpoint of.
 
     Attributes:
-        base: The checkpoint named by `--base`, or None.
+        base: The checkpoint named by `--base`, else what the trainer left of it in `.hf_metadata/`, or None.
         config: That of the base, else the one beside the tensors; None with `--base none`.
+        dtypes: Of the tensors of the base, by their names there.
+        files: Tensor name -> number of its file in the base, where `.hf_metadata/` says so.
     """
 
     base: Catalog | None
     config: dict[str, Any] | None
+    dtypes: Mapping[str, DType] = {}
+    files: Mapping[str, int] = {}
 
 
 def home_of(run: Conversion) -> Home:
@@ -40,21 +47,40 @@ def home_of(run: Conversion) -> Home:
         refuse_overlap(base.root, run.dst)
         refuse_files_of(base, run.dst)
         run.beside.append(base)
-        return Home(base, base.config)
+        return Home(base, base.config, {name: entry.dtype for name, entry in base.tensors.items()})
     if run.options.base == "none":
         run.report.warnings.append("--base none: no config, ties were not resolved and no prefix was looked for")
         return Home(None, None)
-    if run.source.config is None and is_torch_dist(run.source.root):
+    home = home_beside(run)
+    if home.config is None and is_torch_dist(run.source.root):
         raise InputError(
             f"{run.source.root}: has Megatron's own names, which are not mapped to published ones, and no config.json; "
             "pass --base none to write the tensors under their own names"
         )
-    if run.source.config is None:
+    if home.config is None:
         raise InputError(
             f"{run.source.root}: has no config.json, which names the architecture and its ties; pass --base HF, the "
             "checkpoint it was trained from, or --base none to write the tensors alone"
         )
-    return Home(None, run.source.config)
+    return home
+
+
+def home_beside(run: Conversion) -> Home:
+    """What lies beside the tensors: `.hf_metadata/`, or a config.
+
+    Raises:
+        InputError: It is damaged.
+    """
+    source = run.source
+    directory = find_hf_metadata(source.root, source.parts) if source.format in ("dcp", "sharded") else None
+    if directory is None:
+        return Home(None, source.config)
+    found = read_hf_metadata(directory)
+    base = None
+    if found.config is not None:
+        base = Catalog(found.root, "huggingface", {}, config=found.config, sidecars=found.sidecars)
+        run.report.warnings.append(f"{DIRECTORY} beside the tensors is the base: its config and other files are taken")
+    return Home(base, source.config, found.dtypes, found.files)
 
 
 def _open_base(options: ConvertOptions) -> Catalog | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptx.conversion.config import Home, home_of
+from ckptx.conversion.config import home_beside, home_of
 from ckptx.conversion.run import Conversion, Progress
 from ckptx.conversion.start import started
 from ckptx.conversion.to_dcp import to_dcp
@@ -57,7 +57,7 @@ def _to_dcp(run: Conversion) -> None:
         raise UsageError(
             f"{run.source.root}: is a DCP already; convert dcp2hf turns it into safetensors, reshard cuts it anew"
         )
-    to_dcp(run, Home(None, run.source.config), cut=run.options.is_cut)
+    to_dcp(run, home_beside(run), cut=run.options.is_cut)
 
 
 def _to_huggingface(run: Conversion) -> None:

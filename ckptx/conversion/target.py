@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckptx.architecture.tied import TieDecision
-from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import CAST_TARGETS
 from ckptx.catalog.entry import TensorEntry
 from ckptx.conversion.run import Conversion
 from ckptx.errors import InputError
-from ckptx.mapping.dtypes import cast_targets
-from ckptx.report.report import count_dtypes
 from ckptx.view import ModelView
 
 
@@ -113,33 +108,3 @@ def share(run: Conversion, view: ModelView, decisions: list[TieDecision], *, ali
             target.leave_out(name)
     run.share_ledger({name for decision in shared for name in (decision.target, decision.source)}, view)
     return target
-
-
-def cast(run: Conversion, view: ModelView, target: Target, base: Catalog | None) -> bool:
-    """Gives each target tensor its dtype; True when any is cast."""
-    wanted: Any = run.options.dtype
-    architecture = view.architecture
-    dtypes = cast_targets(
-        target.tensors,
-        CAST_TARGETS.get(wanted),
-        lambda name: architecture is not None and wanted != "fp32" and architecture.keeps_fp32(name, wanted),
-        _kept_by(base),
-    )
-    before = count_dtypes(target.tensors.values())
-    changed = [name for name, dtype in dtypes.items() if target.tensors[name].dtype is not dtype]
-    for name in changed:
-        target.tensors[name] = target.tensors[name]._replace(dtype=dtypes[name])
-    run.report.dtypes = {"before": before, "after": count_dtypes(target.tensors.values())}
-    if wanted != "auto":
-        kept = [name for name, entry in target.tensors.items() if entry.dtype.cast and name not in changed]
-        asked = CAST_TARGETS[wanted]
-        run.report.details["kept_dtype"] = [name for name in kept if target.tensors[name].dtype is not asked]
-    return bool(changed)
-
-
-def _kept_by(base: Catalog | None) -> frozenset[str]:
-    """Names a base keeps in float32; a base wholly in float32 says nothing about what must stay so."""
-    if base is None:
-        return frozenset()
-    kept = frozenset(name for name, entry in base.tensors.items() if entry.dtype.name == "F32")
-    return frozenset() if len(kept) == len(base.tensors) else kept

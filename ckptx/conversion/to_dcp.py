@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from ckptx.conversion.config import Home
 from ckptx.conversion.dcp_output import DcpContents, DcpOutput, lay_out
+from ckptx.conversion.dtypes import cast
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.memory import kept_original, names_on_disk
 from ckptx.conversion.meshed import cut_target, cutter_for, describe_ranks, unknown_names
 from ckptx.conversion.names import Spelling, respell
 from ckptx.conversion.run import Conversion
-from ckptx.conversion.target import Target, cast, share
+from ckptx.conversion.target import Target, share
 from ckptx.conversion.training_state import TrainingState, carry_state
 from ckptx.conversion.written import check_dcp
 from ckptx.cutting import Mesh
@@ -50,7 +51,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
         original = None
     default = "disk" if run.source.format == "sharded" else None
     spelling = respell(run, view, target, by_default=default, original=names_on_disk(original))
-    was_cast = cast(run, view, target, home.base)
+    was_cast = cast(run, view, target, home, spelling)
     outward = _outward(run, view, target, spelling)
     run.note_wrappers(view, kept=not spelling.sources)
     mesh = None

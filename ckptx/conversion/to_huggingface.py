@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptx.architecture.tied import TieDecision, config_edits
 from ckptx.conversion.config import Home
+from ckptx.conversion.dtypes import cast, lossless_edits
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.memory import Memory, kept_manifest, names_on_disk, recall
 from ckptx.conversion.names import respell
 from ckptx.conversion.run import Conversion
-from ckptx.conversion.target import Target, cast, share
+from ckptx.conversion.target import Target, share
 from ckptx.conversion.written import check_digests, check_huggingface
 from ckptx.errors import InputError
 from ckptx.formats import huggingface_layout
+from ckptx.formats.hf_metadata import FILES
 from ckptx.formats.megatron import COMMON_FILE, without_backend
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
+from ckptx.report.report import counted
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
 from ckptx.view import ModelView
@@ -44,10 +47,14 @@ def to_huggingface(run: Conversion, home: Home) -> None:
         edits: list[dict[str, Any]] = []
     else:
         target = share(run, view, decisions, aliases_possible=False)
-        respell(run, view, target, by_default="disk" if is_sharded or view.dialect else None)
-        edits = dtype_edits(home.config, options.dtype) if cast(run, view, target, home.base) else []
+        spelling = respell(run, view, target, by_default="disk" if is_sharded or view.dialect else None)
+        was_cast = cast(run, view, target, home, spelling)
+        edits = lossless_edits(run, view, target, home, spelling, was_cast=was_cast)
         edits += untie_edits(run, view, home.config, decisions)
-        layout = huggingface_layout.allocate(run.dst, target.tensors.values(), options.max_shard_size)
+        files = _files_of_base(run, home, target)
+        layout = huggingface_layout.allocate(run.dst, target.tensors.values(), options.max_shard_size, files)
+    if options.index == "always":
+        layout = huggingface_layout.with_index(layout)
     plan = plan_copy(run.source, layout.catalog, target.origin, prologues=layout.prologues)
     origin = home.base if home.base is not None else run.source
     carried = without_backend(origin.root, origin.sidecars)
@@ -69,6 +76,19 @@ def to_huggingface(run: Conversion, home: Home) -> None:
         [] if layout.index_text is None else [(layout.index_name, layout.index_text.encode())],
     )
     run.execute(job, target.written())
+
+
+def _files_of_base(run: Conversion, home: Home, target: Target) -> Mapping[str, int] | None:
+    """Which file of the base each tensor was in, where the trainer noted it and nothing else is asked for."""
+    if run.options.max_shard_size_given or home.files.keys().isdisjoint(target.tensors):
+        return None
+    lost = [name for name in home.files if name not in target.tensors]
+    if lost:
+        run.report.warnings.append(
+            f"{FILES}: {counted(len(lost), 'name')} of no tensor here, as tied ones are, left out of the files: "
+            f'"{lost[0]}"{" and more" if len(lost) > 1 else ""}'
+        )
+    return home.files
 
 
 def _recall(
@@ -99,7 +119,7 @@ def _recall(
         kept.tensors[name] = target.tensors[name]
         kept.origin[name], kept.read[name] = target.origin[name], target.read[name]
     run.share_ledger([old.get(name, name) for name in memory.shared], view)
-    cast(run, view, kept, None)
+    cast(run, view, kept, home, spelling)
     return memory, kept
 
 

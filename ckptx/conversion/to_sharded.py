@@ -6,18 +6,18 @@ from typing import Any
 
 from ckptx.architecture.tied import TieDecision
 from ckptx.conversion.config import Home
+from ckptx.conversion.dtypes import cast, lossless_edits
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.memory import kept_original, names_on_disk
 from ckptx.conversion.meshed import cut_target, cutter_for, describe_ranks, unknown_names
 from ckptx.conversion.names import respell
 from ckptx.conversion.run import Conversion
-from ckptx.conversion.target import cast, share
+from ckptx.conversion.target import share
 from ckptx.conversion.to_huggingface import untie_edits
 from ckptx.conversion.written import check_sharded
 from ckptx.errors import InputError
 from ckptx.formats import sharded_safetensors_layout
 from ckptx.formats.megatron import without_backend
-from ckptx.mapping.config import dtype_edits
 from ckptx.publish import Job
 from ckptx.transfer.planner import plan_copy
 
@@ -42,7 +42,7 @@ def to_sharded(run: Conversion, home: Home) -> None:
     if not target.holds(view.tensors):
         original = None
     spelling = respell(run, view, target, by_default="model", original=names_on_disk(original))
-    was_cast = cast(run, view, target, home.base)
+    was_cast = cast(run, view, target, home, spelling)
     cutter = cutter_for(run, view, spelling.rules, list(target.tensors), replicate=True)
     mesh = cut_target(run, target, cutter, unknown_names(view, target, spelling))
     layout = sharded_safetensors_layout.allocate(
@@ -54,7 +54,7 @@ def to_sharded(run: Conversion, home: Home) -> None:
         run, layout.catalog.files, {name: int(name.split("-")[1]) - 1 for name in layout.catalog.files}, mesh.dims
     )
     plan = plan_copy(run.source, layout.catalog, target.origin, prologues=layout.prologues, groups=layout.groups)
-    edits = dtype_edits(view.config, options.dtype) if was_cast else []
+    edits = lossless_edits(run, view, target, home, spelling, was_cast=was_cast)
     edits += untie_edits(run, view, home.config, decisions)
     _warn_of_forced_ties(run, decisions, edits)
     beside = home.base or run.source

@@ -26,27 +26,25 @@ class HuggingFaceLayout(NamedTuple):
     index_text: str | None
 
 
-def allocate(root: Path, tensors: Iterable[TensorEntry], max_shard_size: int) -> HuggingFaceLayout:
+def allocate(
+    root: Path, tensors: Iterable[TensorEntry], max_shard_size: int, files: Mapping[str, int] | None = None
+) -> HuggingFaceLayout:
     """Fills shards in natural order of names; inside a shard wide dtypes come first, so that each tensor is aligned.
 
     Args:
         root: The directory to be.
         tensors: Names, dtypes and shapes.
         max_shard_size: Bytes of tensors in a shard; a larger tensor gets a shard of its own.
+        files: Which tensors lie together, by a number for each; those it lacks go to the last. Goes before the size.
 
     Raises:
         UnsupportedError: safetensors cannot hold a dtype.
     """
-    shards: list[list[TensorEntry]] = [[]]
-    size = 0
-    for entry in sorted(tensors, key=lambda entry: natural_key(entry.name)):
+    entries = sorted(tensors, key=lambda entry: natural_key(entry.name))
+    for entry in entries:
         if not entry.dtype.in_safetensors:
             raise UnsupportedError(f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold')
-        if shards[-1] and size + entry.nbytes > max_shard_size:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.nbytes
+    shards = _by_number(entries, files) if files else _by_size(entries, max_shard_size)
     total = len(shards)
     names = [SINGLE] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
     catalog, prologues = Catalog(root, "huggingface", {}), {}
@@ -55,11 +53,40 @@ def allocate(root: Path, tensors: Iterable[TensorEntry], max_shard_size: int) ->
         prologues[name] = place_file(catalog, name, shard, padded(header_of(shard, _METADATA)))
     if total == 1:
         return HuggingFaceLayout(catalog, prologues, INDEX, None)
+    return HuggingFaceLayout(catalog, prologues, INDEX, _index_of(catalog))
+
+
+def _by_size(entries: Iterable[TensorEntry], most: int) -> list[list[TensorEntry]]:
+    shards: list[list[TensorEntry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return shards
+
+
+def _by_number(entries: Iterable[TensorEntry], files: Mapping[str, int]) -> list[list[TensorEntry]]:
+    """A number that no tensor has leaves no gap in the names."""
+    last = max(files.values())
+    shards: dict[int, list[TensorEntry]] = {}
+    for entry in entries:
+        shards.setdefault(files.get(entry.name, last), []).append(entry)
+    return [shards[number] for number in sorted(shards)]
+
+
+def with_index(layout: HuggingFaceLayout) -> HuggingFaceLayout:
+    """The same with an index, which a single file does without."""
+    return layout if layout.index_text is not None else layout._replace(index_text=_index_of(layout.catalog))
+
+
+def _index_of(catalog: Catalog) -> str:
     weight_map = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
     parameters = sum(entry.numel for entry in catalog.tensors.values())
-    metadata = {"total_parameters": parameters, "total_size": nbytes}
-    return HuggingFaceLayout(catalog, prologues, INDEX, index_text(weight_map, metadata))
+    return index_text(weight_map, {"total_parameters": parameters, "total_size": nbytes})
 
 
 def header_of(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats import huggingface
 from ckptx.formats.dcp import open_dcp
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
+from ckptx.formats.hf_metadata import config_in, find_hf_metadata
 from ckptx.formats.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.sharded_safetensors import is_shard, open_sharded
 from ckptx.formats.sharding_info import that_record_offsets
@@ -82,6 +83,10 @@ def open_checkpoint(path: Path) -> Catalog:
 
 def _add_surroundings(catalog: Catalog, located: Located) -> None:
     root = located.root
+    beside = find_hf_metadata(root, catalog.parts) if located.kind in ("dcp", "sharded") else None
+    catalog.config = None if beside is None else config_in(beside)
+    if catalog.config is not None:
+        return  # what travels with the weights lies there, too
     if os.path.lexists(root / "config.json"):  # not `is_file`: what is no file is refused there, not passed over
         catalog.config = huggingface.read_json(root / "config.json")
     used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))

@@ -44,6 +44,26 @@ def cast_targets(
     return result
 
 
+def base_targets(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) -> dict[str, DType]:
+    """The dtype each tensor gets when it is to be as in a base checkpoint.
+
+    Args:
+        tensors: By the name they have in the output.
+        base: Dtypes in the base, by the same names; it may lack some.
+
+    Returns:
+        A dtype for every name. Floats that are plain floats in both get that of the base; everything else keeps its
+        own, and so do scales of quantised weights.
+    """
+    quantised = any(is_quantised_weight(entry) for entry in tensors.values())
+    result = {}
+    for name, entry in tensors.items():
+        wanted = base.get(name, entry.dtype)
+        keep = not (entry.dtype.cast and wanted.cast) or (quantised and name.endswith(_SCALE_ENDINGS))
+        result[name] = entry.dtype if keep else wanted
+    return result
+
+
 def is_quantised_weight(entry: TensorEntry) -> bool:
     """True for a matrix in a quantised dtype; an integer vector or counter is none."""
     return entry.dtype.name in _QUANTISED and len(entry.shape) >= 2

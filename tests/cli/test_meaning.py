@@ -36,7 +36,7 @@ MESH = {"tp", "pp", "dp_shard", "pp_split", "tp_plan"}
 MEANING = {
     "inspect": HUB | {"tensors", "ranks", "match", "html", "as_json"},
     "convert hf2dcp": COMMON | MESH | {"files"},
-    "convert dcp2hf": COMMON | {"base", "max_shard_size", "optimizer"},
+    "convert dcp2hf": COMMON | {"base", "max_shard_size", "index", "optimizer"},
     "reshard": COMMON | MESH | {"to", "base", "files", "optimizer"},
     "diff": HUB | {"as_json"},
     "verify": HUB
