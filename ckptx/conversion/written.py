@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, Shape
 from ckptx.conversion.dcp_output import DcpOutput
 from ckptx.errors import Defect, InputError
 from ckptx.formats.dcp import METADATA
@@ -21,14 +20,15 @@ from ckptx.formats.dcp_layout import torch_shape
 from ckptx.formats.dcp_metadata import DcpMetadata, StorageInfo, parse_metadata
 from ckptx.formats.huggingface import parse_index, read_header
 from ckptx.formats.huggingface_layout import HuggingFaceLayout
+from ckptx.formats.safetensors import HeaderTensor
 from ckptx.formats.sharding_info import holds_parts, offsets_of, sharding_info
 from ckptx.formats.torch_zip import archive_frame
 from ckptx.storage import FilePool
 from ckptx.transfer.executor import Outcome
 
-# Reading `.metadata` takes some 10 us and 1 KB for each block: beyond so many, both would show. Of larger ones, the
-# first and the last block of each file are looked at.
-_MOST_BLOCKS = 1 << 14
+# Reading `.metadata` and the heads of archives takes some 20 us and 1 KB for each block. Where blocks are so many that
+# this would show beside the copy, the first and the last block of each file are looked at instead.
+_FEW_BLOCKS, _MOST_BLOCKS, _SMALL_BLOCK = 1 << 12, 1 << 17, 1 << 20
 
 
 def check_huggingface(tree: Path, layout: HuggingFaceLayout) -> None:
@@ -49,8 +49,7 @@ def check_huggingface(tree: Path, layout: HuggingFaceLayout) -> None:
                     "ckptx.json and convert again"
                 )
             for tensor in header.tensors:
-                place = name, tensor.begin, tensor.end - tensor.begin
-                planned.find(tensor.name, tensor.dtype, Chunk(whole(tensor.shape), *place))
+                planned.find(tensor, None, name)
     planned.require_all()
     owners = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
     if layout.index_text is None:
@@ -73,8 +72,7 @@ def check_sharded(tree: Path, catalog: Catalog) -> None:
             info = sharding_info(header.metadata, name) or {}
             for tensor in header.tensors:
                 offsets = offsets_of(info.get(tensor.name), tensor.name, tensor.shape, name)
-                place = name, tensor.begin, tensor.end - tensor.begin
-                planned.find(tensor.name, tensor.dtype, Chunk(Region(offsets, tensor.shape), *place))
+                planned.find(tensor, offsets, name)
     planned.require_all()
 
 
@@ -85,7 +83,7 @@ def check_dcp(tree: Path, output: DcpOutput) -> None:
         Defect: A block is not where it was planned.
     """
     catalog = output.catalog
-    few = sum(len(entry.chunks) for entry in catalog.tensors.values()) <= _MOST_BLOCKS
+    few = _are_few(catalog)
     with FilePool(tree) as files:
         for entry, chunk in _blocks(catalog) if few else _outermost(catalog):
             frame = archive_frame(entry.dtype, chunk.region.sizes)
@@ -93,6 +91,11 @@ def check_dcp(tree: Path, output: DcpOutput) -> None:
                 raise _defect(chunk.file, f'no archive of "{entry.name}" {chunk.region} at byte {chunk.offset}')
     for marker, data in output.markers if few else ():
         _check_metadata(parse_metadata(data, marker), marker, output)
+
+
+def _are_few(catalog: Catalog) -> bool:
+    blocks = sum(len(entry.chunks) for entry in catalog.tensors.values())
+    return blocks <= _FEW_BLOCKS or (blocks <= _MOST_BLOCKS and sum(catalog.files.values()) > blocks * _SMALL_BLOCK)
 
 
 def _check_metadata(metadata: DcpMetadata, marker: str, output: DcpOutput) -> None:
@@ -144,15 +147,26 @@ class _Planned:
         self._numbers: dict[int, dict[str, int]] = {}
         self._found = 0
 
-    def find(self, name: str, dtype: DType, found: Chunk) -> None:
+    def find(self, tensor: HeaderTensor, offsets: Shape | None, file: str) -> None:
         """Takes note of a block.
+
+        Args:
+            tensor: As the header of its file has it.
+            offsets: Where it begins in the whole tensor; None for the whole tensor itself.
+            file: The file.
 
         Raises:
             Defect: It is none of those planned.
         """
+        name, dtype, shape, begin, end = tensor
         entry = self._catalog.tensors.get(name)
-        if entry is None or entry.dtype is not dtype or self._planned(entry, found.file) != found:
-            raise _defect(found.file, f'"{name}" {dtype} {found.region} at byte {found.offset}')
+        chunk = self._planned(entry, file) if entry is not None and entry.dtype is dtype else None
+        if (
+            chunk is None
+            or (chunk.offset, chunk.nbytes, chunk.region.sizes) != (begin, end - begin, shape)
+            or (any(chunk.region.offsets) if offsets is None else chunk.region.offsets != offsets)
+        ):
+            raise _defect(file, f'"{name}" {dtype} {list(shape)} at byte {begin}')
         self._found += 1
 
     def _planned(self, entry: TensorEntry, file: str) -> Chunk | None:
