@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
+from ckptx.counting import parameters_of
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
@@ -40,9 +41,11 @@ def diff(
     """
     report = Report("diff")
     paths = [resolve(str(each), revision=revision, token=token, cache_dir=cache_dir) for each in (a, b)]
-    first, second = in_common_names(*(_headers_of(view_model(open_checkpoint(path))) for path in paths))
+    a_view, b_view = (view_model(open_checkpoint(path)) for path in paths)
+    report.tensors = len(a_view.catalog.tensors)
+    report.details["parameters"] = parameters_of(a_view).count
+    first, second = in_common_names(_headers_of(a_view), _headers_of(b_view))
     views = [first, second]
-    report.tensors = len(first.tensors)
     report.dtypes = {
         "before": count_dtypes(first.tensors.values()),
         "after": count_dtypes(second.tensors.values()),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
+from ckptx.counting import aliases_of, parameters_of
 from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
 from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
@@ -54,7 +55,6 @@ def inspect(
     report.warnings.extend(catalog.notes)
     groups: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    parameters = 0
     seen: set[object] = set()
     for name, entry in view.tensors.items():
         group = ".".join(pattern_of(name).split(".")[:3])
@@ -63,18 +63,20 @@ def inspect(
         if place not in seen:  # a name that shares the bytes of another adds nothing
             seen.add(place)
             sizes[group] += entry.nbytes
-            parameters += entry.numel
+    parameters = parameters_of(view)
+    report.aliases = aliases_of(catalog)
     report.details = {
         "path": str(catalog.root),
         "format": catalog.format,
         "bytes": catalog.nbytes,
-        "parameters": parameters,
+        "parameters": parameters.count,
         "architecture": None if view.architecture is None else view.architecture.class_name,
         "prefix": view.prefix,
         "files": catalog.files,
         "sidecars": [sidecar.name for sidecar in catalog.sidecars],
         "chunks": sum(len(entry.chunks) for entry in catalog.tensors.values()),
-        "shared": _shared_names(catalog),
+        "shared": _shared_names(report.aliases),
+        "tied": parameters.tied,
         "optimizer": {"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)},
         "other": view.other,
         "objects": len(catalog.objects),
@@ -136,15 +138,9 @@ def _describe(catalog: Catalog, name: str) -> dict[str, Any]:
     }
 
 
-def _shared_names(catalog: Catalog) -> list[list[str]]:
+def _shared_names(aliases: dict[str, str]) -> list[list[str]]:
     """Groups of names that point at the same bytes."""
-    groups: dict[object, list[str]] = {}
-    for name, entry in catalog.tensors.items():
-        if entry.numel:
-            groups.setdefault(entry.chunks[0][1:3], []).append(name)
-    shared = []
-    for names in groups.values():
-        chunks = catalog.tensors[names[0]].chunks
-        if len(names) > 1:
-            shared.append([name for name in names if catalog.tensors[name].chunks == chunks])
-    return [names for names in shared if len(names) > 1]
+    groups: dict[str, list[str]] = {}
+    for name, stored in aliases.items():
+        groups.setdefault(stored, [stored]).append(name)
+    return list(groups.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
@@ -62,8 +63,14 @@ class Job:
     @property
     def nbytes(self) -> int:
         """Bytes the output takes, the manifest excepted."""
-        sidecars = (len(data) if isinstance(data, bytes) else data.stat().st_size for data in self.sidecars.values())
+        sidecars = self.sidecar_sizes().values()
         return self.plan.bytes_written + sum(len(data) for _, data in self.markers) + sum(sidecars)
+
+    def sidecar_sizes(self) -> dict[str, int]:
+        """Bytes of each sidecar."""
+        return {
+            name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.sidecars.items()
+        }
 
 
 def publish(
@@ -155,6 +162,24 @@ def publish(
     return outcome
 
 
+def _manifest_bytes(job: Job, outcome: Outcome, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
+    """`ckptx.json`: what the job says of its tensors, and size and digest of each file."""
+    manifest = job.manifest(outcome)
+    tensors = manifest.pop("tensors")
+    return emit_manifest({**manifest, "files": files, "sidecars": sidecars, "tensors": tensors})
+
+
+def manifest_size(job: Job) -> int:
+    """Bytes that `ckptx.json` will take. It holds digests of what is not read yet, but all digests are equally long."""
+    digest = tree_digest([]).hex()
+    sizes = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
+    files, sidecars = (
+        {name: {"bytes": nbytes, "digest": digest} for name, nbytes in each.items()}
+        for each in (sizes, job.sidecar_sizes())
+    )
+    return len(_manifest_bytes(job, Outcome(defaultdict(lambda: digest)), files, sidecars))
+
+
 def _assist(
     job: Job,
     target: Path,
@@ -224,9 +249,7 @@ def _write_rest(output: HeldDirectory, job: Job, outcome: Outcome, seen: Seen) -
     sidecars = {name: write(name, data) for name, data in sorted(job.sidecars.items())}
     rows = {file.name: {"bytes": file.nbytes, "digest": outcome.file_digests[file.name]} for file in job.plan.files}
     rows |= {name: write(name, data) for name, data in job.markers}
-    manifest = job.manifest(outcome)
-    tensors = manifest.pop("tensors")
-    write(MANIFEST, emit_manifest({**manifest, "files": rows, "sidecars": sidecars, "tensors": tensors}))
+    write(MANIFEST, _manifest_bytes(job, outcome, rows, sidecars))
     return written
 
 

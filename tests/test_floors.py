@@ -14,14 +14,14 @@ import ckptx
 ROOT = Path(ckptx.__file__).parent
 
 FLOORS = (
-    ("errors", "version"),
+    ("errors", "version", "wording"),
     ("untrusted", "storage"),
     ("held_directory", "output_place"),
     ("catalog", "staging", "rendezvous"),
     ("layout", "mapping"),
     ("formats", "architecture", "transfer", "ranks", "report_file"),
     ("view", "replacing", "source_state"),
-    ("runtime", "report", "cutting", "publish", "options"),
+    ("runtime", "report", "cutting", "publish", "options", "counting"),
     ("conversion", "inspection", "difference", "verification"),
     ("robustness",),
     ("cli", "__main__"),

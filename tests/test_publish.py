@@ -50,7 +50,7 @@ def test_only_the_target_remains(hf: Path, dst: Path) -> None:
     report = convert(hf, dst)
     assert names_in(dst.parent) == ["dcp"]
     assert names_in(dst) == [".metadata", "__0_0.distcp", "ckptx.json", "config.json"]
-    assert report.bytes_written + (dst / "ckptx.json").stat().st_size == sum(map(len, tree_bytes(dst).values()))
+    assert report.bytes_written == sum(map(len, tree_bytes(dst).values()))
     assert (dst / "config.json").read_bytes() == (hf / "config.json").read_bytes()
 
 
@@ -158,7 +158,7 @@ def test_archives_without_a_checksum_are_counted(tmp_path: Path, shape: tuple[in
     payload = archive_head(dtype, shape) + tensor[2] + archive_tail(dtype, shape, 0)
     write_dcp(tmp_path / "dcp", {"w": tensor, "v": value("F32", 2)}, payloads={"w": payload})
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", base="none")
-    assert "1 archives record no CRC-32; their bytes could not be checked" in report.warnings
+    assert "without a recorded CRC-32: 1 archive, whose bytes could not be checked" in report.warnings
 
 
 @pytest.mark.parametrize("shape", [(8,), (700_000,)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ import ckptx
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, whole
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.ranks import Layout, layer_of, mesh_of, rank_of, spans, spans_text, survey
@@ -100,18 +100,16 @@ FILES = ["__0_0.distcp", "__3_0.distcp"]
 @pytest.mark.parametrize(
     ("layout", "dims", "doubt"),
     [
-        ({"tp": 2, "pp": 2, "dp_shard": 1}, ParallelDims(2, 2, 1), None),
-        ({"tp": 1, "pp": 1, "dp_shard": 1}, ParallelDims(), None),  # files that no rank wrote
-        ({"tp": 1, "pp": 3, "dp_shard": 1}, None, "describes 3 ranks, files go up to rank 3"),
-        ({"tp": 1 << 20, "pp": 1, "dp_shard": 1}, None, "describes 1048576 ranks"),
-        ({"tp": 0, "pp": 1, "dp_shard": 1}, None, "no mesh"),
-        ({"tp": True, "pp": 4, "dp_shard": 1}, None, "no mesh"),
-        ({"tp": 4, "pp": 1}, None, "no mesh"),
-        ("tp4", None, "no mesh"),
+        (LayoutRecord(2, 2, 1, None), ParallelDims(2, 2, 1), None),
+        (LayoutRecord(1, 1, 1, None), ParallelDims(), None),  # files that no rank wrote
+        (LayoutRecord(1, 3, 1, None), None, "describes 3 ranks, files go up to rank 3"),
+        (LayoutRecord(1 << 20, 1, 1, None), None, "describes 1048576 ranks"),
     ],
 )
-def test_a_manifest_is_believed_when_it_fits_the_files(layout: Any, dims: ParallelDims | None, doubt: str) -> None:
-    found, said = mesh_of({"layout": layout}, FILES)
+def test_a_manifest_is_believed_when_it_fits_the_files(
+    layout: LayoutRecord, dims: ParallelDims | None, doubt: str
+) -> None:
+    found, said = mesh_of(layout, FILES)
     assert found == dims
     assert (said is None) == (doubt is None) and (doubt or "") in (said or "")
     assert mesh_of(None, FILES) == (None, None)

@@ -15,7 +15,7 @@ from ckptx.conversion.target import Target
 from ckptx.errors import UsageError
 from ckptx.mapping.config import dtype_edits, dtypes_in, is_held, widened
 from ckptx.mapping.dtypes import base_targets, cast_targets
-from ckptx.report.report import count_dtypes, counted
+from ckptx.report.report import counted
 from ckptx.view import ModelView, rules_of
 
 
@@ -44,11 +44,9 @@ def cast(run: Conversion, view: ModelView, target: Target, home: Home, spelling:
             lambda name: architecture is not None and wanted != "fp32" and architecture.keeps_fp32(name, wanted),
             _kept_by(home.dtypes, in_base),
         )
-    before = count_dtypes(target.tensors.values())
     changed = [name for name, dtype in dtypes.items() if target.tensors[name].dtype is not dtype]
     for name in changed:
         target.tensors[name] = target.tensors[name]._replace(dtype=dtypes[name])
-    run.report.dtypes = {"before": before, "after": count_dtypes(target.tensors.values())}
     if wanted == "base":
         _report_base(run, target, in_base)
     elif wanted != "auto":

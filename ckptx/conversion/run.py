@@ -9,15 +9,18 @@ from typing import Any
 
 from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import TensorEntry
+from ckptx.counting import leaders_of, parameters_decided
 from ckptx.errors import Defect
 from ckptx.formats.huggingface import read_json
+from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.config import edited_config
 from ckptx.options import ConvertOptions
 from ckptx.output_place import free_space
-from ckptx.publish import Job, publish
+from ckptx.publish import Job, manifest_size, publish
 from ckptx.rendezvous import Rendezvous
 from ckptx.replacing import refuse_foreign
-from ckptx.report.report import Report, counted, human_bytes
+from ckptx.report.report import Report, count_dtypes, counted, human_bytes
 from ckptx.storage import FilePool
 from ckptx.view import ModelView, compare_replicas, decide_ties, locate_payloads, tie_rows, view_model
 
@@ -33,6 +36,7 @@ class Conversion:
         beside: Other checkpoints that the output is made from: a base.
         shared: Names on disk whose bytes a tied name stands for; they need not be written.
         accountable: Names on disk of the tensors that must all end somewhere.
+        tied: Name on disk -> a name for the tensor it is, the same for all names that were found to be one tensor.
     """
 
     source: Catalog
@@ -45,6 +49,7 @@ class Conversion:
     beside: list[Catalog] = field(default_factory=list)
     shared: set[str] = field(default_factory=set)
     accountable: tuple[str, ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.accountable = tuple(self.source.tensors)
@@ -59,6 +64,9 @@ class Conversion:
         self.source = view.catalog
         decisions = decide_ties(view, self.files, tie_missing=options.tie_missing)
         report.ties = tie_rows(decisions)
+        leaders = leaders_of(decisions)
+        report.details["parameters"] = parameters_decided(view, leaders)
+        self.tied = {view.tensors[name].name: leader for name, leader in leaders.items() if name in view.tensors}
         report.warnings.extend(
             f"declared tied, but not: {decision.evidence}; both are kept"
             for decision in decisions
@@ -84,7 +92,7 @@ class Conversion:
         """Says what became of the wrappers in names."""
         done = "kept in" if kept else "removed from"
         self.report.warnings.extend(
-            f'wrapper "{wrapper}." {done} {count} names' for wrapper, count in view.wrappers.items()
+            f'wrapper "{wrapper}." {done} {counted(count, "name")}' for wrapper, count in view.wrappers.items()
         )
 
     def drop_training_state(self, view: ModelView, reason: str) -> None:
@@ -121,12 +129,20 @@ class Conversion:
             written: Names on disk of the source tensors that the job writes.
         """
         report, options = self.report, self.options
-        report.tensors = sum(step.framed for step in job.plan.steps())
+        steps = {step.target.name: step for step in job.plan.steps() if step.framed}
+        on_disk = set(self.accountable)
+        stored = [self._bytes_of(step.source, on_disk) for step in steps.values()]
+        shown = [*steps.values(), *(steps[name] for name in report.aliases.values())]
+        report.dtypes = {
+            "before": count_dtypes(step.source for step in shown),
+            "after": count_dtypes(step.target for step in shown),
+        }
+        report.tensors = len(stored) + len(report.aliases)
         objects = sum(not step.framed for step in job.plan.steps())
         if objects:
             report.details["objects"] = {"count": objects, "carried": True}
         report.bytes_read, report.bytes_written = job.plan.bytes_read, job.nbytes
-        self._settle_ledger(set(written))
+        self._settle_ledger(set(written), stored)
         if options.dry_run:
             self._describe(job)
             return
@@ -149,31 +165,57 @@ class Conversion:
             report.bytes_read = report.bytes_written = 0
             return
         report.bytes_read = outcome.bytes_read
-        report.bytes_written = outcome.bytes_written + job.nbytes - total
+        manifest = (self.dst / MANIFEST).stat().st_size
+        report.bytes_written = outcome.bytes_written + job.nbytes - total + manifest
         if outcome.unrecorded:
-            report.warnings.append(f"{outcome.unrecorded} archives record no CRC-32; their bytes could not be checked")
+            said = counted(outcome.unrecorded, "archive")
+            report.warnings.append(f"without a recorded CRC-32: {said}, whose bytes could not be checked")
 
-    def _settle_ledger(self, written: set[str]) -> None:
-        """Every source tensor is written, an alias, or dropped by a named rule."""
-        dropped = {row["name"] for row in self.report.dropped}
-        accounted = written | dropped | self.shared
-        lost = [name for name in self.accountable if name not in accounted]
-        if lost:
-            raise Defect(f'tensor "{lost[0]}" and {len(lost) - 1} more would be lost; please report it')
-        self.report.details["ledger"] = {
+    def _bytes_of(self, entry: TensorEntry, on_disk: set[str]) -> object:
+        """A key for the bytes that an entry of the source stands for: equal for the names of one tensor."""
+        if entry.name in self.tied:
+            return self.tied[entry.name]
+        # An entry that was put together may begin where another begins that was taken out of the same tensor.
+        return entry.chunks[0][1:3] if entry.numel and entry.name in on_disk else entry.name
+
+    def _settle_ledger(self, written: set[str], stored: list[object]) -> None:
+        """Every source tensor is written, an alias, or dropped by a named rule; every name of the target has its bytes.
+
+        Args:
+            written: Names on disk of the source tensors that the target is made of.
+            stored: For each tensor that is stored, a key for the bytes it is read from.
+        """
+        report = self.report
+        dropped = {row["name"] for row in report.dropped}
+        left = set(self.accountable)
+        ends = {}
+        for end, names in (("written", written), ("aliases", self.shared), ("dropped", dropped)):
+            ends[end] = len(left & names)
+            left -= names
+        if left:
+            raise Defect(f'tensor "{min(left)}" and {len(left) - 1} more would be lost; please report it')
+        report.details["ledger"] = {
             "source": len(self.accountable),
-            "written": len(written),
-            "alias": len(self.shared - written),
-            "dropped": len(dropped),
+            **ends,
+            "target": {
+                "tensors": report.tensors,
+                "stored": len(set(stored)),
+                "copies": len(stored) - len(set(stored)),
+                "aliases": len(report.aliases),
+            },
         }
 
     def _describe(self, job: Job) -> None:
         """Fills the report of a dry run."""
-        files = [{"name": file.name, "bytes": file.nbytes, "tensors": file.blocks} for file in job.plan.files]
-        files += [{"name": name, "bytes": len(data), "tensors": 0} for name, data in job.markers]
+        sizes = [(file.name, file.nbytes, file.blocks) for file in job.plan.files]
+        sizes += [(name, len(data), 0) for name, data in job.markers]
+        sizes += [(name, nbytes, 0) for name, nbytes in job.sidecar_sizes().items()]
+        sizes.append((MANIFEST, manifest_size(job), 0))
+        files = [{"name": name, "bytes": nbytes, "tensors": tensors} for name, nbytes, tensors in sizes]
+        self.report.bytes_written = needed = sum(nbytes for _, nbytes, _ in sizes)
         free = free_space(self.dst)
         self.report.details |= {"dry_run": True, "files": files, "memory": self.options.max_memory, "free_space": free}
-        if free < job.nbytes:
+        if free < needed:
             self.report.warnings.append(
-                f"not enough space: needs {human_bytes(job.nbytes)}, {human_bytes(free)} free at {self.dst}"
+                f"not enough space: needs {human_bytes(needed)}, {human_bytes(free)} free at {self.dst}"
             )

@@ -25,6 +25,7 @@ from ckptx.formats.sharding_info import holds_parts, offsets_of, sharding_info
 from ckptx.formats.torch_zip import archive_frame
 from ckptx.storage import FilePool
 from ckptx.transfer.executor import Outcome
+from ckptx.wording import counted
 
 # Reading `.metadata` and the heads of archives takes some 20 us and 1 KB for each block. Where blocks are so many that
 # this would show beside the copy, the first and the last block of each file are looked at instead.
@@ -54,7 +55,7 @@ def check_huggingface(tree: Path, layout: HuggingFaceLayout) -> None:
     owners = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
     if layout.index_text is None:
         if len(catalog.files) != 1:
-            raise _defect(str(tree), f"{len(catalog.files)} files and no index")
+            raise _defect(str(tree), f"{counted(len(catalog.files), 'file')} and no index")
     elif parse_index(layout.index_text, tree / layout.index_name) != owners:
         raise _defect(layout.index_name, "it does not say where tensors are")
 

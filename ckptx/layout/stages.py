@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptx.errors import UnsupportedError, UsageError
+from ckptx.wording import counted
 
 SPLITS = ("even", "vllm", "titan", "hf")
 
@@ -36,8 +37,8 @@ def split_layers(count: int, pp: int, how: str = "even") -> tuple[int, ...]:
         return _explicit(count, pp, how)
     if 1 < pp > count:
         raise UsageError(
-            f"pipeline split {how}: found {count} layers for {pp} stages, needed one for each; use fewer stages, or "
-            "give the counts, of which some may be 0"
+            f"pipeline split {how}: found {counted(count, 'layer')} for {counted(pp, 'stage')}, needed one for each; "
+            "use fewer stages, or give the counts, of which some may be 0"
         )
     share, rest = divmod(count, pp)
     counts = [share + (stage < rest) for stage in range(pp)]
@@ -54,8 +55,9 @@ def split_layers(count: int, pp: int, how: str = "even") -> tuple[int, ...]:
         counts[-1] -= 1
     if pp > 1 and min(counts) < 1:
         raise UsageError(
-            f"pipeline split {how}: {count} layers over {pp} stages make {','.join(map(str, counts))}, needed one for "
-            "each stage; use fewer stages, or give these counts if that is what you want"
+            f"pipeline split {how}: {counted(count, 'layer')} over {counted(pp, 'stage')} make "
+            f"{','.join(map(str, counts))}, needed one for each stage; use fewer stages, or "
+            "give these counts if that is what you want"
         )
     return tuple(counts)
 
@@ -182,7 +184,7 @@ def _explicit(count: int, pp: int, how: str) -> tuple[int, ...]:
         ) from None
     if len(counts) != pp or min(counts) < 0 or sum(counts) != count:
         raise UsageError(
-            f'pipeline split "{how}": found {len(counts)} stages of {sum(counts)} layers, needed {pp} stages of '
-            f"{count} layers, none below 0; give one count for each stage"
+            f'pipeline split "{how}": found {counted(len(counts), "stage")} of {counted(sum(counts), "layer")}, '
+            f"needed {counted(pp, 'stage')} of {counted(count, 'layer')}, none below 0; give one count for each stage"
         )
     return counts

@@ -15,6 +15,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import Defect, InputError, UnsupportedError
 from ckptx.mapping.rewrite import concat, interleave, merge, permute_rope, split, transpose, unmerge
+from ckptx.wording import counted
 
 UNSUPPORTED = "unsupported:"
 _INVERSE = {"merge": "unmerge", "unmerge": "merge", "chunk": "concat", "split": "concat", "concat": "chunk"}
@@ -113,7 +114,8 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
     for op in conversion.ops:
         columns = _applied(op, columns, len(conversion.targets), shapes)
     if len(columns) != len(conversion.targets):
-        raise Defect(f"{conversion}: gave {len(columns)} tensors; this is a defect of ckptx, please report it")
+        gave = counted(len(columns), "tensor")
+        raise Defect(f"{conversion}: gave {gave}; this is a defect of ckptx, please report it")
     return columns
 
 
@@ -162,8 +164,8 @@ def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape |
         sizes = op.args or tuple(known)
         if len(sizes) != (len(op.args) or count):
             raise UnsupportedError(
-                f'tensor "{entry.name}": the model holds it in {count} parts whose sizes are not known; keep the names '
-                "that it has on disk"
+                f'tensor "{entry.name}": the model holds it in {counted(count, "part")} whose sizes are not '
+                "known; keep the names that it has on disk"
             )
         return sizes
     size, parts = entry.shape[op.dim], op.args[0] if op.args else count

@@ -16,6 +16,7 @@ from ckptx.errors import InputError
 from ckptx.mapping.name_index import NameIndex, fill, indices_of
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Columns, Conversion, convert
+from ckptx.wording import counted
 
 ShapeOf = Callable[[str], "Shape | None"]
 
@@ -272,7 +273,7 @@ class NameRules:
             removed = sum(old == self._prefix + new for old, new in plain)
             for count, what in ((added, "added to"), (removed, "removed from")):
                 if count:
-                    renamed.notes.append(f'base model prefix "{self._prefix}" {what} {count} names')
+                    renamed.notes.append(f'base model prefix "{self._prefix}" {what} {counted(count, "name")}')
         return renamed
 
     def to_disk(self, tensors: Mapping[str, TensorEntry], wanted: Iterable[str] | None = None) -> Renamed:
@@ -419,4 +420,4 @@ def _is_identity(conversion: Conversion) -> bool:
 
 
 def _counted(names: Sequence[str]) -> str:
-    return f'"{names[0]}"' if len(names) == 1 else f'{len(names)} tensors, "{names[0]}" and more,'
+    return f'"{names[0]}"' if len(names) == 1 else f'{counted(len(names), "tensor")}, "{names[0]}" and more,'

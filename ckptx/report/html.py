@@ -231,7 +231,7 @@ def _tensors(layout: Layout) -> Iterator[str]:
         yield _row(layout, index, group)
     yield "</nav>"
     if len(groups) > _MOST_ROWS:
-        yield f"<p class=note>{len(groups) - _MOST_ROWS:,} more patterns; search finds them.</p>"
+        yield f"<p class=note>{counted(len(groups) - _MOST_ROWS, 'more pattern')}; search finds them.</p>"
     yield "</div>"
     yield '<div class=detail id="detail">'
     yield "<noscript>Each row shows its cut in small; scripts draw it to scale.</noscript>"

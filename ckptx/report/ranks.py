@@ -102,7 +102,8 @@ def _rank_row(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
 def _by_file(rows: list[dict[str, Any]]) -> list[str]:
     shown = rows[:_MOST_RANKS]
     cells = [[r["file"], _shortened(r["layers"]), f"{r['tensors']:,}", human_bytes(r["bytes"])] for r in shown]
-    more = [f"    and {len(rows) - len(shown):,} more files, --json lists all"] if len(rows) > len(shown) else []
+    left = len(rows) - len(shown)
+    more = [f"    and {counted(left, 'more file')}, --json lists all"] if left else []
     return _table(("file", "layers", "tensors", "bytes"), cells) + more
 
 
@@ -130,7 +131,7 @@ def _summary(rows: list[dict[str, Any]], balance: dict[str, Any] | None) -> list
         )
     lines = _table(("stage", "ranks", "layers", "least", "mean", "most", "x mean"), cells)
     if len(shown) > _MOST_RANKS:
-        lines.append(f"    and {len(shown) - _MOST_RANKS:,} more stages, --json lists all ranks")
+        lines.append(f"    and {counted(len(shown) - _MOST_RANKS, 'more stage')}, --json lists all ranks")
     ordered = sorted(rows, key=lambda row: (-row["bytes"], row["rank"]))
     extremes = [*ordered[:_EXTREMES], *ordered[-_EXTREMES:]]
     lines.append("    the fullest and the emptiest ranks; --json lists all")

@@ -12,22 +12,23 @@ from typing import Any
 
 from ckptx.catalog.entry import TensorEntry
 from ckptx.report_file import write_text
+from ckptx.wording import counted as counted
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(slots=True)
 class Report:
-    """Top level of `--json`. Field by field as documented in the README.
+    """Top level of `--json`. docs/report.md defines every word of it.
 
     Attributes:
         command: "convert hf2dcp", "verify", ...
         exit: The exit code; `ok` is true when it is 0.
         error: The one line of an error, or None.
-        tensors: Number of logical tensors written (or looked at).
+        tensors: Names of tensors in the checkpoint that was written, or looked at; of a comparison, the reference.
         bytes_read: Bytes of tensor data read.
-        bytes_written: Bytes written, headers included.
-        aliases: Name -> name it shares bytes with.
+        bytes_written: Bytes of every file written: weights, sidecars, index, manifest.
+        aliases: Name in that checkpoint -> name it shares bytes with.
         ties: Decisions on tied names: target, source, case, action, evidence.
         dropped: Tensors left out: name, reason.
         edits: Changes to config.json: key, before, after.
@@ -35,7 +36,7 @@ class Report:
         warnings: What the user should know.
         seconds: Wall-clock time.
         gb_per_s: Gigabytes (1e9) written per second.
-        peak_rss: Peak resident set size of the process, in bytes.
+        peak_rss: Peak resident set size of this process, in bytes.
         details: Fields of one command alone.
         file: Where it will be written, if anywhere: looked at before the work.
         is_echo: True when the error is that of another rank, which has said it.
@@ -71,7 +72,7 @@ class Report:
         """Takes the time and the memory of the process."""
         self.seconds = time.perf_counter() - self._started
         self.gb_per_s = self.bytes_written / self.seconds / 1e9 if self.seconds else 0.0
-        self.peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.peak_rss = peak_memory()
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,17 +108,27 @@ class Report:
         write_text(path, self.to_json())
 
 
+def peak_memory() -> int:
+    """Peak resident set size of this program, in bytes.
+
+    The kernel's VmHWM begins anew when a process becomes another program; `ru_maxrss` keeps what the one before took,
+    so it is asked only where there is no /proc.
+    """
+    try:
+        for line in Path("/proc/self/status").read_bytes().splitlines():
+            if line.startswith(b"VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
     """Number of tensors by dtype, by name of the dtype."""
     counts: dict[str, int] = {}
     for entry in tensors:
         counts[entry.dtype.name] = counts.get(entry.dtype.name, 0) + 1
     return dict(sorted(counts.items()))
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 tensor`, `20,000 tensors`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def human_bytes(nbytes: float) -> str:

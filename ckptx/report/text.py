@@ -19,13 +19,14 @@ def conversion_text(report: Report) -> str:
         verb = "would write"
     else:
         verb = "wrote"
-    lines = [f"{verb} {counted(report.tensors, 'tensor')}, {human_bytes(report.bytes_written)}"]
+    ledger = details.get("ledger")
+    lines = [f"{verb} {counted(report.tensors, 'tensor')}{_made_of(ledger)}, {human_bytes(report.bytes_written)}"]
     if details.get("dry_run"):
         lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(details['memory'])}"
         files = details["files"]
         lines += [f"  {row['name']}  {human_bytes(row['bytes'])}" + _of(row["tensors"]) for row in _first(files)]
         if len(files) > _MOST_ROWS:
-            lines.append(f"  and {len(files) - _MOST_ROWS:,} more files, --json lists all")
+            lines.append(f"  and {counted(len(files) - _MOST_ROWS, 'more file')}, --json lists all")
     architecture = details.get("architecture")
     if architecture:
         lines.append(f"architecture: {architecture['class']} ({architecture['known_from']})")
@@ -45,14 +46,21 @@ def conversion_text(report: Report) -> str:
     kept = details.get("kept_dtype")
     if kept:
         lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
-    ledger = details.get("ledger")
     if ledger:
         lines.append(
-            f"ledger: {ledger['source']} in the source = {ledger['written']} written + {ledger['alias']} aliases + "
-            f"{ledger['dropped']} dropped"
+            f"ledger: {ledger['source']:,} in the source = {ledger['written']:,} written + "
+            f"{counted(ledger['aliases'], 'alias')} + {ledger['dropped']:,} dropped"
         )
     lines.append(cost(report))
     return "\n".join(lines)
+
+
+def _made_of(ledger: dict[str, Any] | None) -> str:
+    """`(90 stored + 1 alias)`, where not every name has bytes of its own."""
+    target = ledger["target"] if ledger else {}
+    stored = f"{target.get('stored', 0):,} stored"
+    parts = [counted(target[key], noun) for key, noun in (("copies", "copy"), ("aliases", "alias")) if target.get(key)]
+    return f" ({' + '.join([stored, *parts])})" if parts else ""
 
 
 def _layout(report: Report) -> list[str]:
@@ -67,7 +75,7 @@ def _layout(report: Report) -> list[str]:
             said = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
             lines.append(f"  stage {stage}: {said}")
         if layout["pp"] > _MOST_ROWS:
-            lines.append(f"  and {layout['pp'] - _MOST_ROWS} more stages")
+            lines.append(f"  and {counted(layout['pp'] - _MOST_ROWS, 'more stage')}")
     counts: Counter[tuple[str, bool]] = Counter()
     for row in rules:
         counts[row["rule"], row["dim"] is not None] += row["tensors"]
@@ -86,7 +94,7 @@ def inspect_text(report: Report) -> str:
         f"{details['path']}",
         f"  format        {details['format']}, {counted(len(details['files']), 'file')}",
         f"  architecture  {details['architecture'] or 'unknown'}",
-        f"  tensors       {report.tensors} in {counted(details['chunks'], 'chunk')}, {human_bytes(details['bytes'])}",
+        f"  tensors       {_names(report)} in {counted(details['chunks'], 'chunk')}, {human_bytes(details['bytes'])}",
         f"  parameters    {details['parameters']:,}",
         f"  dtypes        {_counts(report.dtypes['before'])}",
     ]
@@ -100,6 +108,7 @@ def inspect_text(report: Report) -> str:
     if details["objects"]:
         lines.append(f"  objects       {details['objects']} pickled, never opened")
     lines += [f"  shared        {' = '.join(names)}" for names in _first(details["shared"])]
+    lines += [f"  tied          {' = '.join(names)}, stored apart, counted once" for names in _first(details["tied"])]
     if details["unknown"]:
         lines.append(f"  unknown       {counted(len(details['unknown']), 'tensor')}: {_some(details['unknown'])}")
     if details["sidecars"]:
@@ -121,6 +130,14 @@ def inspect_text(report: Report) -> str:
     if details.get("html"):
         lines.append(f"  page          {details['html']}")
     return "\n".join(lines)
+
+
+def _names(report: Report) -> str:
+    """How many names there are, and how many of them share the bytes of others."""
+    aliases = len(report.aliases)
+    if not aliases:
+        return f"{report.tensors:,}"
+    return f"{report.tensors:,} ({report.tensors - aliases:,} stored + {counted(aliases, 'alias')})"
 
 
 def diff_text(report: Report) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
+from ckptx.counting import parameters_of
 from ckptx.difference import TiedNames, differing_headers, in_common_names
 from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
@@ -55,6 +56,7 @@ def verify(
         raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
     report = report or Report("verify")
     first, second = _open(reference), _open(checkpoint)
+    report.tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
         for view, files in ((first, files_a), (second, files_b)):
             report.warnings.extend(f"{view.catalog.root}: {note}" for note in view.catalog.notes)
@@ -65,21 +67,21 @@ def verify(
         pairs, rows = _pair_up(first, second, targets)
         comparison = _Comparison(pairs, (files_a, files_b), max_memory)
         rows += comparison.run(workers or default_workers(), on_progress)
-    report.tensors = len(first.tensors)
     report.bytes_read = comparison.bytes_read
     report.dtypes = {
         "before": count_dtypes(first.tensors.values()),
         "after": count_dtypes(second.tensors.values()),
     }
     if comparison.unrecorded:
-        report.warnings.append(f"{comparison.unrecorded} archives record no CRC-32; their bytes could not be checked")
+        said = counted(comparison.unrecorded, "archive")
+        report.warnings.append(f"without a recorded CRC-32: {said}, whose bytes could not be checked")
     for view in (first, second):
         if view.optimizer or view.other:
             report.warnings.append(
                 f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
                 f"{counted(len(view.other), 'other tensor')}"
             )
-    report.details = {"compared": len(pairs), "differing": rows}
+    report.details = {"compared": len(pairs), "differing": rows, "parameters": parameters}
     if rows or not pairs:
         report.exit = 1
     return report.finish()

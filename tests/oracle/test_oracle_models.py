@@ -133,7 +133,7 @@ def test_verify_and_diff_call_every_form_equal(model: Converted, other: str) -> 
 def test_every_tensor_is_accounted_for(model: Converted) -> None:
     for report in model.reports:
         ledger = report.details["ledger"]
-        assert ledger["source"] == ledger["written"] + ledger["alias"]
+        assert ledger["source"] == ledger["written"] + ledger["aliases"]
         assert ledger["dropped"] == len(report.dropped) == 0
     assert model.reports[0].details["ledger"]["source"] == len(model.names)
 

@@ -15,6 +15,7 @@ import pytest
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, CutChunks, TensorEntry
+from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
@@ -173,7 +174,7 @@ def test_ranks_that_are_too_many_to_draw_are_said() -> None:
 
 def test_files_take_the_place_of_ranks_where_nothing_is_cut() -> None:
     catalog = catalog_of([("layers.0.w", (4,), 0)], ParallelDims(2))
-    dims, _ = mesh_of({"layout": {"tp": 1, "pp": 1, "dp_shard": 1}}, catalog.files)
+    dims, _ = mesh_of(LayoutRecord(1, 1, 1, None), catalog.files)
     page = Page(page_of(catalog, dims)[0])
     assert [cell.attributes["aria-label"] for cell in page.all("a", "cell")] == [
         "__0_0.distcp: 8 B, 1 tensor",

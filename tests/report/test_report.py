@@ -31,7 +31,7 @@ def test_the_document_is_written_as_printed(tmp_path: Path) -> None:
     report.write(tmp_path / "report.json")
     assert (tmp_path / "report.json").read_text() == report.to_json()
     document = json.loads(report.to_json())
-    assert (document["ok"], document["compared"], document["schema_version"]) == (False, 3, 1)
+    assert (document["ok"], document["compared"], document["schema_version"]) == (False, 3, 2)
 
 
 def test_details_do_not_hide_what_every_report_has() -> None:

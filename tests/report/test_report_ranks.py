@@ -17,8 +17,8 @@ def said(dims: ParallelDims | None, holders: Sequence[Holder]) -> list[str]:
     report = Report("inspect", tensors=9, dtypes={"before": {"BF16": 9}})
     report.details = {
         "path": "made", "format": "dcp", "files": {}, "architecture": None, "chunks": 9, "bytes": 1, "parameters": 1,
-        "prefix": "", "optimizer": {"tensors": 0, "bytes": 0}, "other": [], "objects": 0, "shared": [], "unknown": [],
-        "sidecars": [], "groups": [{"pattern": "w", "tensors": 9, "bytes": 1}],
+        "prefix": "", "optimizer": {"tensors": 0, "bytes": 0}, "other": [], "objects": 0, "shared": [], "tied": [],
+        "unknown": [], "sidecars": [], "groups": [{"pattern": "w", "tensors": 9, "bytes": 1}],
     }  # fmt: skip
     describe_layout(report, Layout(list(holders), dims, [], [], {}))
     return inspect_text(report).splitlines()
