@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptx.errors import UsageError
+from ckptx.untrusted.limits import MEMORY_BYTES, RANKS, WORKERS
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1} | {
@@ -35,7 +36,10 @@ def parse_size(text: str | int, option: str) -> int:
         UsageError: It is none of these, or nothing.
     """
     match = _SIZE.fullmatch(str(text))
-    nbytes = int(float(match[1]) * _UNITS[(match[2] or "B").lower()]) if match else 0
+    amount = float(match[1]) * _UNITS[(match[2] or "B").lower()] if match else 0.0
+    if amount > MEMORY_BYTES:
+        raise UsageError(f'{option}: "{text!s:.40}" is more than {MEMORY_BYTES >> 40} TiB, the most allowed')
+    nbytes = int(amount)
     if nbytes < 1:
         raise UsageError(f'{option}: "{text}" is not a size; write 5GB, 256MiB or a number of bytes')
     return nbytes
@@ -143,6 +147,11 @@ class ConvertOptions:
         for name in ("workers", "files", "tp", "pp", "dp_shard"):
             if name in values and (type(values[name]) is not int or values[name] < 1):
                 raise UsageError(f"--{name.replace('_', '-')}: {values[name]!r}, needed a positive number")
+            most = WORKERS if name == "workers" else RANKS
+            if values.get(name, 0) > most:
+                raise UsageError(f"--{name.replace('_', '-')}: {values[name]}, allowed at most {most}")
+        if values.get("tp", 1) * values.get("pp", 1) * values.get("dp_shard", 1) > RANKS:
+            raise UsageError(f"--tp x --pp x --dp-shard: allowed at most {RANKS} ranks")
         if values["max_memory"] < (2 << 20) * values["workers"]:
             raise UsageError(f"--max-memory: {values['max_memory']} bytes, needed at least 2 MiB for each worker")
         settings = cls(**values)

@@ -10,11 +10,13 @@ from typing import Any
 
 from ckptx.architecture.expressions import Scope, attempt, evaluate
 from ckptx.architecture.plan_overrides import ABSENT, OVERRIDES, Override, spelled_out
-from ckptx.architecture.structure import Change, Heads, Structure, is_live, op_parts, under
+from ckptx.architecture.structure import Change, Heads, LayerStack, Structure, is_live, op_parts, under
+from ckptx.errors import InputError
 from ckptx.layout.stages import Stack
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, Op
+from ckptx.untrusted.limits import LAYERS
 
 _VOCABULARY = "vocabulary rows"
 
@@ -54,9 +56,16 @@ def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, .
         InputError: `config.json` does not say how many layers there are.
     """
     scope = _scope(structure, config)
-    return tuple(
-        Stack(stack.path, evaluate(stack.length, scope), stack.before, stack.after) for stack in structure.stacks
-    )
+    return tuple(Stack(stack.path, _layers(stack, scope), stack.before, stack.after) for stack in structure.stacks)
+
+
+def _layers(stack: LayerStack, scope: Scope) -> int:
+    count = evaluate(stack.length, scope)
+    if not 0 <= count <= LAYERS:
+        raise InputError(
+            f"config.json: {stack.length}: found {count} layers, needed 0 to {LAYERS}; correct config.json"
+        )
+    return count
 
 
 def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Conversion, ...]:

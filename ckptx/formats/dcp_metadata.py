@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError
-from ckptx.formats.unpickle import Call, Dict, Globals, Sealed, Symbol, load, without_garbage_collection
+from ckptx.formats.unpickle import LAYOUT, ORDERED, Call, Globals, Sealed, Symbol, load, without_garbage_collection
+from ckptx.untrusted.limits import DIMS, ELEMENT_BITS, JSON_DEPTH, TENSORS, shape_fault
+
+_NUMBERS = frozenset({int})
 
 Key = tuple[str, Shape | None]
 
@@ -123,8 +126,8 @@ _ALLOWED: Globals = {
     (_MEGATRON, "MCoreSavePlan"): _Plan,
     (_MEGATRON, "MCoreMetadata"): _Metadata,
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): Call(lambda name: Symbol(name)),
-    ("collections", "OrderedDict"): Dict,
+    ("torch.serialization", "_get_layout"): LAYOUT,
+    ("collections", "OrderedDict"): ORDERED,
     **{(module, name): Call(_drop) for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
 
@@ -140,23 +143,22 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
         InputError: It is damaged, or names classes that have no place in it.
     """
     with without_garbage_collection():
-        return _parse(load(data, _ALLOWED, where), where)
+        return _parse(load(data, _ALLOWED, where), where, len(data))
 
 
-def _parse(root: object, where: str) -> DcpMetadata:
+def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
     if not isinstance(root, _Metadata):
         raise InputError(f"{where}: holds a {type(root).__name__}, needed the metadata of a torch DCP; copy it again")
     fields = vars(root)
     shapes = _Shapes()
     try:
-        tensors, objects = _parse_state(fields["state_dict_metadata"], shapes)
+        tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, nbytes)
         storage = _parse_storage(fields["storage_data"], shapes)
+        planner_data = _planner_data(fields.get("planner_data"), nbytes)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{where}: damaged metadata ({type(error).__name__}: {error!s:.120}); copy it again") from None
     version = fields.get("version")
-    return DcpMetadata(
-        tensors, objects, storage, fields.get("planner_data"), version if isinstance(version, str) else None
-    )
+    return DcpMetadata(tensors, objects, storage, planner_data, version if isinstance(version, str) else None)
 
 
 @dataclass(slots=True)
@@ -167,26 +169,32 @@ class _Shapes:
     regions: dict[tuple[Shape, Shape], Region] = field(default_factory=dict)
 
     def shape(self, value: Any) -> Shape:
+        # Before it is hashed: what is no flat tuple of numbers could take for ever.
+        if type(value) is not tuple or len(value) > DIMS or not _NUMBERS.issuperset(map(type, value)):
+            raise ValueError("a size is not a tuple of counts")
         known = self.seen.get(value)
         if known is None:
-            if type(value) is not tuple or any(type(size) is not int or not 0 <= size < 1 << 63 for size in value):
+            if any(not 0 <= size < 1 << ELEMENT_BITS for size in value):
                 raise ValueError("a size is not a tuple of counts")
             known = self.seen.setdefault(value, value)
         return known
 
     def region(self, offsets: Any, sizes: Any) -> Region:
-        known = self.regions.get((offsets, sizes))
+        wanted = Region(self.shape(offsets), self.shape(sizes))
+        known = self.regions.get(wanted)
         if known is None:
-            known = Region(self.shape(offsets), self.shape(sizes))
-            if len(known.offsets) != len(known.sizes):
+            if len(wanted.offsets) != len(wanted.sizes):
                 raise ValueError("a chunk has offsets and sizes of different length")
-            self.regions[known] = known
+            known = self.regions[wanted] = wanted
         return known
 
 
-def _parse_state(state: Any, shapes: _Shapes) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
+def _parse_state(state: Any, shapes: _Shapes, most: int) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
+    """Tensors and objects; `most` chunks are looked at: tensors may share a list of them that is written once."""
     tensors: dict[str, TensorMetadata] = {}
     objects: list[str] = []
+    if len(state) > TENSORS:
+        raise ValueError(f"{len(state):,} names, allowed at most {TENSORS:,}")
     for fqn, described in dict.items(state):
         _check_text(fqn)
         fields = vars(described)
@@ -195,10 +203,16 @@ def _parse_state(state: Any, shapes: _Shapes) -> tuple[dict[str, TensorMetadata]
             if type(dtype) is not Symbol:
                 raise ValueError(f"{fqn!r} has no dtype")
             chunks = []
+            most -= len(fields["chunks"])
+            if most < 0:
+                raise ValueError("more chunks than bytes")
             for chunk in fields["chunks"]:
                 place = vars(chunk)
                 chunks.append(shapes.region(place["offsets"], place["sizes"]))
-            tensors[fqn] = TensorMetadata(dtype[6:], shapes.shape(fields["size"]), tuple(chunks))
+            size = shapes.shape(fields["size"])
+            if (fault := shape_fault(size)) is not None:
+                raise ValueError(f"{fqn!r} has {fault}")
+            tensors[fqn] = TensorMetadata(dtype[6:], size, tuple(chunks))
         elif type(described) is _BytesStorage:
             objects.append(fqn)
         else:
@@ -221,8 +235,47 @@ def _parse_storage(storage: Any, shapes: _Shapes) -> dict[Key, StorageInfo]:
         if key in found:
             raise ValueError(f"{fqn!r} has two places for one chunk")
         transforms = fields.get("transform_descriptors")
-        found[key] = StorageInfo(path, offset, length, tuple(map(str, transforms)) if transforms else None)
+        if transforms:
+            found[key] = StorageInfo(path, offset, length, _names_of(transforms))
+            continue
+        found[key] = StorageInfo(path, offset, length)
     return found
+
+
+def _names_of(transforms: Any) -> tuple[str, ...]:
+    if not isinstance(transforms, list | tuple):
+        raise TypeError("transforms are no list")
+    return tuple(each[:80] if isinstance(each, str) else f"a {type(each).__name__}" for each in transforms[:8])
+
+
+def _planner_data(value: Any, most: int) -> Any:
+    """What the planner of the writer left, looked at level by level before anything else walks through it.
+
+    Args:
+        value: Carried into an output where it is a dict; a nest that holds itself would be written out without end.
+        most: Values allowed.
+
+    Raises:
+        ValueError: It is deeper than `JSON_DEPTH` levels, or written out it would hold more values.
+    """
+    level = [value]
+    for _ in range(JSON_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below.extend(each)
+                below.extend(each.values())
+            elif isinstance(each, tuple | list):
+                below.extend(each)
+            elif isinstance(each, str):
+                _check_text(str(each))
+            if len(below) > most:
+                raise ValueError("planner_data holds more values than bytes")
+        if not below:
+            return value
+        most -= len(below)
+        level = below
+    raise ValueError(f"planner_data is nested deeper than {JSON_DEPTH} levels")
 
 
 def _check_text(value: Any) -> None:

@@ -25,7 +25,7 @@ from ckptx.formats.torch_bin import open_bin
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.staging import is_being_written
 from ckptx.storage import identities, read_small, unreadable
-from ckptx.untrusted.limits import INDEX_BYTES
+from ckptx.untrusted.limits import INDEX_BYTES, NAME_LENGTH, TENSORS
 
 _METADATA = ".metadata"
 _BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -75,10 +75,20 @@ def open_checkpoint(path: Path) -> Catalog:
         catalog = open_sharded(located.root) if found is None else found
     if not catalog.tensors:
         raise InputError(f"{located.root}: holds no tensors")
+    _refuse_absurd(catalog)
     _add_surroundings(catalog, located)
     around = identities(located.root, (sidecar.name for sidecar in catalog.sidecars))
     catalog.identities = {**around, **before, **catalog.identities}
     return catalog
+
+
+def _refuse_absurd(catalog: Catalog) -> None:
+    """Refuses names that nobody gave, and more of them than any model has."""
+    longest = max(map(len, (*catalog.tensors, *catalog.objects)))
+    if longest > NAME_LENGTH:
+        raise InputError(f"{catalog.root}: a name of {longest:,} characters, allowed at most {NAME_LENGTH:,}")
+    if len(catalog.tensors) > TENSORS:
+        raise InputError(f"{catalog.root}: {len(catalog.tensors):,} tensors, allowed at most {TENSORS:,}")
 
 
 def _add_surroundings(catalog: Catalog, located: Located) -> None:

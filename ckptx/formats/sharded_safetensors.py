@@ -16,6 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
@@ -38,6 +39,7 @@ from ckptx.formats.sharding_info import (
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.unpickle import without_garbage_collection
 from ckptx.storage import FilePool
+from ckptx.untrusted.limits import shape_fault
 
 _NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -196,7 +198,9 @@ class _Assembly:
             self._own[pieces[0].file] += 1
             return TensorEntry(name, dtype, pieces[0].region.sizes, tuple(pieces))
         dims = range(len(pieces[0].region.sizes))
-        shape = tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in pieces) for dim in dims)
+        shape = self._whole(
+            name, tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in pieces) for dim in dims)
+        )
         # Ranks that got no rows say so all at the same place.
         filled = [chunk for chunk in pieces if chunk.region.numel] or [Chunk(whole(shape), *pieces[0][1:])]
         first: dict[Region, Chunk] = {}
@@ -212,6 +216,12 @@ class _Assembly:
         elif not replicas:
             self._own[chunks[0].file] += 1
         return TensorEntry(name, dtype, shape, chunks, tuple(replicas))
+
+    def _whole(self, name: str, shape: Shape) -> Shape:
+        fault = shape_fault(shape)
+        if fault is not None:
+            raise InputError(f'{self._root}: the shards of tensor "{name}" add up to {fault}; they are damaged')
+        return shape
 
     def _check_coverage(self, name: str, shape: Shape, chunks: tuple[Chunk, ...]) -> None:
         key = shape, tuple([id(chunk.region) for chunk in chunks])  # equal regions are one object
@@ -241,10 +251,11 @@ class _Assembly:
             for shard in range(1, max(counts) + 1)
             for number in range(1, counts.get(shard, usual) + 1)
         )
-        lost = [shard_name(*numbers) for numbers in wanted if numbers not in present]
+        # The first few alone: the numbers in a name have as many digits as a name has room for.
+        lost = [shard_name(*numbers) for numbers in islice((each for each in wanted if each not in present), 4)]
         if not lost:
             return "a shard is missing or damaged, copy the checkpoint again"
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        more = " and more" if len(lost) > 3 else ""
         return f"there is no {', '.join(lost[:3])}{more}, copy the checkpoint again"
 
     def _count(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:

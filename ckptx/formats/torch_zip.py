@@ -38,6 +38,7 @@ from ckptx.formats.zip_directory import (
     data_begin,
     read_directory,
 )
+from ckptx.untrusted.limits import PICKLE_BYTES
 
 _ALIGNMENT = 64
 _UTF8 = 0x0800
@@ -366,12 +367,12 @@ def open_archive(read: Read, offset: int, length: int, where: str) -> Archive:
     prefix = next(iter(members), "").partition("/")[0] + "/"
     if f"{prefix}constants.pkl" in members:
         raise UnsupportedError(f"{where}: TorchScript archive, which is not converted; save its state_dict()")
-    order = content(window, members, f"{prefix}byteorder", where) or b"little"
+    order = content(window, members, f"{prefix}byteorder", where, 64) or b"little"
     if order == b"big":
         raise UnsupportedError(f"{where}: written big-endian, which is not converted")
     if order != b"little":
         raise damaged(where, "unknown byte order")
-    pickled = content(window, members, f"{prefix}data.pkl", where)
+    pickled = content(window, members, f"{prefix}data.pkl", where, PICKLE_BYTES)
     if pickled is None:
         raise damaged(where, "no data.pkl inside")
     records = {}
@@ -380,7 +381,17 @@ def open_archive(read: Read, offset: int, length: int, where: str) -> Archive:
             begin = data_begin(window, name, member, where)
             crc = member.crc or (None if member.nbytes else 0)
             records[name[len(prefix) + 5 :]] = Record(offset + begin, member.nbytes, crc)
+    _refuse_overlaps(records, where)
     return Archive(load_torch(pickled, where), records)
+
+
+def _refuse_overlaps(records: dict[str, Record], where: str) -> None:
+    """Storages that lie over each other: a small archive would become an output of any size."""
+    end, before = 0, ""
+    for record, key in sorted((record[:2], key) for key, record in records.items()):
+        if record[0] < end and record[1]:
+            raise damaged(where, f"storages {before[:40]!r} and {key[:40]!r} share bytes")
+        end, before = max(end, sum(record)), key
 
 
 def _refuse_foreign(first: bytes, where: str) -> None:

@@ -1,17 +1,20 @@
 """Reads the pickles inside torch checkpoints without running anything they name.
 
-A pickle is a program. Three walls keep this one harmless:
+A pickle is a program. Four walls keep this one harmless:
 
 1. Opcodes. A scan before loading lets through the opcodes torch's writers use, and checks every length and memo index
-   against the size of the data: CPython's unpickler would allocate 64 GiB for one damaged memo index.
+   against the size of the data: CPython's unpickler would allocate 64 GiB for one damaged memo index. Numbers have at
+   most 64 bits, and empty containers, which take a byte here and seventy in memory, are counted.
 2. Names. A global is looked up in a table; what is not in the table is refused by name. The table never holds the real
    class, only a stand-in that records its arguments.
 3. Stand-ins. They cannot be changed from inside the pickle (`BUILD` could otherwise set attributes on a class), so one
    file cannot influence how the next one is read.
+4. Keys. No tuple is ever hashed, compared or printed: one that holds itself twice, seventy times over, takes 300 bytes
+   and would take years; one nested 100,000 deep overflows the C stack; and numbers can be chosen so that the hashes of
+   all tuples of them are equal. So every dict is a `Dict`, which refuses such keys. Texts have hashes that nobody can
+   foresee, and of numbers of 64 bits at most a handful share one.
 
-Whatever goes wrong comes out as a `CkptxError`. One thing is not walled off: a pickle made on purpose, with a tuple
-nested 100,000 deep as the key of a dict, overflows the C stack of CPython when the key is hashed. It ends the process;
-it runs nothing.
+Whatever goes wrong comes out as a `CkptxError`, after work in proportion to the size of the data.
 """
 
 from __future__ import annotations
@@ -22,20 +25,28 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import repeat, starmap
 from typing import Any, NamedTuple, NoReturn
 
 from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
 from ckptx.errors import CkptxError, InputError
+from ckptx.untrusted.limits import DIMS, shape_fault
 
 Globals = Mapping[tuple[str, str], object]
 
-_NO_ARGUMENT = re.escape(b"(N)]}taesubR0\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94Q")
+_NO_ARGUMENT = re.escape(b"(N)]taesubR0\x81\x85\x86\x87\x88\x89\x90\x93\x94Q")
 _WITH_ARGUMENT = rb"[Khq\x80].|M..|[Jj]....|[G\x95]........"
 # Everything between two strings in one match; bounded, because the engine keeps a record per repetition.
 _RUN = re.compile(rb"[%b]*(?:(?:%b)[%b]*){0,4096}" % (_NO_ARGUMENT, _WITH_ARGUMENT, _NO_ARGUMENT), re.DOTALL)
-_LENGTH_1 = frozenset(b"\x8cC\x8a")  # SHORT_BINUNICODE, SHORT_BINBYTES, LONG1
+
+# What makes a dict, a set, or a frozen set of what is on the stack, and what stands in for it.
+_OURS = {0x7D: 0x97, 0x8F: 0x97, 0x91: ord("t")}
+_LENGTH_1 = frozenset(b"\x8cC")  # SHORT_BINUNICODE, SHORT_BINBYTES
 _LENGTH_4 = frozenset(b"XB")  # BINUNICODE, BINBYTES
-_GLOBAL, _LONG_BINPUT, _STOP = b"cr."
+_GLOBAL, _LONG_BINPUT, _STOP, _LONG1 = b"cr.\x8a"
+_FEW_CONTAINERS = 1 << 20
+_BYTES_PER_CONTAINER = 4
+_LONGEST_DTYPE = 40
 
 # A dtype this version of ckptx does not know is still a dtype: it is refused later, with the name of its tensor.
 _DTYPE_LIKE = re.compile(r"(?:bfloat|complex|float|bits|q?u?int|bool)\w*")
@@ -71,12 +82,38 @@ class Call:
 
 
 class Dict(dict[Any, Any], metaclass=Sealed):
-    """Stands in for `collections.OrderedDict`; attributes such as `_metadata` of a state dict are dropped."""
+    """Stands in for dicts and sets, ordered or not; attributes such as `_metadata` of a state dict are dropped."""
 
     __slots__ = ()
 
+    def __setitem__(self, key: object, value: object) -> None:
+        if isinstance(key, tuple):
+            raise pickle.UnpicklingError("a tuple as a key, which torch never writes")
+        dict.__setitem__(self, key, value)
+
+    def add(self, item: object) -> None:
+        """Of a set: what the opcode that fills one calls."""
+        self[item] = None
+
     def __setstate__(self, state: object) -> None:
         pass
+
+
+type.__setattr__(Dict, "__name__", "dict")  # what errors say was found
+
+
+def _ordered(pairs: object = ()) -> Dict:
+    """Stands in for `collections.OrderedDict`, which may be called with its items."""
+    made = Dict()
+    if not isinstance(pairs, tuple | list):
+        raise pickle.UnpicklingError("an ordered dict of something else than pairs")
+    for pair in pairs:
+        key, value = pair
+        made[key] = value
+    return made
+
+
+ORDERED = Call(_ordered)
 
 
 def load(
@@ -96,10 +133,10 @@ def load(
     Raises:
         InputError: The pickle is damaged, or names something that is not allowed. Nothing was executed.
     """
-    _scan(data, where)
+    checked = _scan(data, where)
     try:
         with without_garbage_collection():
-            return _Unpickler(data, allowed, persistent).load()
+            return _Unpickler(checked, allowed, persistent).load()
     except CkptxError as error:
         raise type(error)(f"{where}: {error}") from None
     except Exception as error:  # A damaged pickle can raise any class.
@@ -119,8 +156,10 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, allowed: Globals, persistent: Callable[[object], object] | None) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(
+        self, data: bytes | bytearray, allowed: Globals, persistent: Callable[[object], object] | None
+    ) -> None:
+        super().__init__(io.BytesIO(data), buffers=starmap(Dict, repeat(())))
         self._allowed = allowed
         self._persistent = persistent
 
@@ -128,7 +167,7 @@ class _Unpickler(pickle.Unpickler):
         found = self._allowed.get((module, name))
         if found is not None:
             return found
-        if module == "torch" and _DTYPE_LIKE.fullmatch(name):
+        if module == "torch" and len(name) <= _LONGEST_DTYPE and _DTYPE_LIKE.fullmatch(name):
             return Symbol(f"torch.{name}")
         raise InputError(
             f"names {module[:80]}.{name[:80]}, which has no place in a checkpoint; nothing in it was executed"
@@ -140,10 +179,21 @@ class _Unpickler(pickle.Unpickler):
         return self._persistent(pid)
 
 
-def _scan(data: bytes, where: str) -> None:
-    """Refuses opcodes that torch never writes, and lengths or memo indices beyond the data."""
+def _scan(data: bytes, where: str) -> bytearray:
+    """Refuses opcodes that torch never writes, lengths or memo indices beyond the data, and too many containers.
+
+    Returns:
+        The data with every dict and set begun by `Dict`: the opcode for "the next of these buffers" stands in for the
+        ones that make them empty. A frozen set is a tuple.
+    """
     size = len(data)
+    empty = sum(map(data.count, (b"}", b"]", b"\x8f")))
+    if empty > _FEW_CONTAINERS and empty > size // _BYTES_PER_CONTAINER:
+        raise InputError(
+            f"{where}: damaged pickle ({empty:,} containers in {size:,} bytes); nothing in it was executed"
+        )
     match = _RUN.match
+    checked = bytearray(data)
     position = 0
     try:
         while True:
@@ -151,7 +201,15 @@ def _scan(data: bytes, where: str) -> None:
             assert run is not None  # the pattern matches the empty string
             after = run.end()
             code = data[after]
-            if code in _LENGTH_1:
+            if code in _OURS:
+                checked[after] = _OURS[code]
+                position = after + 1
+            elif code == _LONG1:
+                length = data[after + 1]
+                position = after + 2 + length
+                if length > 8 and (length > 9 or data[position - 1]):
+                    raise InputError(f"{where}: damaged pickle (number of {length} bytes at byte {after})")
+            elif code in _LENGTH_1:
                 position = after + 2 + data[after + 1]
             elif code in _LENGTH_4:
                 position = after + 5 + int.from_bytes(data[after + 1 : after + 5], "little")
@@ -160,7 +218,7 @@ def _scan(data: bytes, where: str) -> None:
             elif code == _LONG_BINPUT and int.from_bytes(data[after + 1 : after + 5], "little") < size:
                 position = after + 5
             elif code == _STOP:
-                return
+                return checked
             elif after == position:
                 raise InputError(
                     f"{where}: damaged pickle (opcode 0x{code:02x} at byte {after}); nothing in it was executed"
@@ -217,6 +275,15 @@ def load_torch(data: bytes, where: str) -> Any:
     return load(data, _TORCH, where, _storage)
 
 
+def _layout(name: object) -> Symbol:
+    if not isinstance(name, str):  # anything else would be printed, however deep it is nested
+        raise InputError("names a layout by something else than a text")
+    return Symbol(name[:40])
+
+
+LAYOUT = Call(_layout)
+
+
 def _storage(pid: object) -> StorageRef | Refused:
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
         raise InputError("refers to an object outside the pickle that is no storage")
@@ -235,7 +302,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(map(_is_count, value))
+    return type(value) is tuple and len(value) <= DIMS and all(map(_is_count, value))
 
 
 def _rebuild(
@@ -250,7 +317,9 @@ def _rebuild(
     assert isinstance(offset, int) and isinstance(shape, tuple) and isinstance(strides, tuple)
     if len(shape) != len(strides):
         raise InputError(f"describes a tensor with {len(shape)} dims and {len(strides)} strides")
-    names = tuple(str(name)[:40] for name, is_set in flags.items() if is_set) if isinstance(flags, dict) else ()
+    if (fault := shape_fault(shape)) is not None:
+        raise InputError(f"describes a tensor with {fault}")
+    names = tuple(str(name)[:40] for name, is_set in flags.items() if is_set)[:4] if isinstance(flags, dict) else ()
     return TensorRef(storage, dtype, offset, shape, strides, names)
 
 
@@ -319,7 +388,7 @@ _TORCH: Globals = {
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): _refusal("tensor pickled through numpy"),
     ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _refusal("tensor of another device"),
     ("torch._tensor", "_rebuild_from_type_v2"): Call(_from_type),
-    ("torch.serialization", "_get_layout"): Call(lambda name: Symbol(name)),
+    ("torch.serialization", "_get_layout"): LAYOUT,
     ("torch", "Size"): tuple,
     ("torch", "device"): Call(lambda *_: Symbol("torch.device")),
     ("torch", "per_tensor_affine"): Symbol("torch.per_tensor_affine"),
@@ -340,5 +409,5 @@ _TORCH: Globals = {
             "UntypedStorage",
         )
     },
-    ("collections", "OrderedDict"): Dict,
+    ("collections", "OrderedDict"): ORDERED,
 }

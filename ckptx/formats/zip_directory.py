@@ -25,8 +25,7 @@ LOCATOR = struct.Struct("<4sIQI")
 
 # The end record may be followed by a comment of 64 KiB. A directory larger than the limit is not one.
 _END_SEARCH = 22 + 0xFFFF
-_DIRECTORY_LIMIT = 1 << 28
-_CONTENT_LIMIT = 1 << 30
+_DIRECTORY_LIMIT = 1 << 26
 
 
 class Member(NamedTuple):
@@ -123,7 +122,7 @@ def data_begin(window: Read, name: str, member: Member, where: str) -> int:
     return begin
 
 
-def content(window: Read, members: dict[str, Member], name: str, where: str) -> bytes | None:
+def content(window: Read, members: dict[str, Member], name: str, where: str, limit: int) -> bytes | None:
     """The bytes of a small member, checked against its CRC-32, or None when there is no such member.
 
     Raises:
@@ -133,8 +132,8 @@ def content(window: Read, members: dict[str, Member], name: str, where: str) -> 
     if member is None:
         return None
     begin = data_begin(window, name, member, where)
-    if member.nbytes > _CONTENT_LIMIT:
-        raise damaged(where, f"member {name[:60]!r} of {member.nbytes} bytes")
+    if member.nbytes > limit:
+        raise damaged(where, f"member {name[:60]!r} of {member.nbytes} bytes, allowed at most {limit}")
     data = window(begin, member.nbytes)
     if member.crc and zlib.crc32(data) != member.crc:
         raise damaged(where, f"checksum of member {name[:60]!r} differs")

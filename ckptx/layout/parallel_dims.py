@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptx.errors import UsageError
+from ckptx.untrusted.limits import RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class ParallelDims:
         for axis, size in (("tp", self.tp), ("pp", self.pp), ("dp_shard", self.dp_shard)):
             if size < 1:
                 raise UsageError(f"mesh: {axis} is {size}, needed 1 or more; give 1 to leave it out")
+        if self.world_size > RANKS:
+            raise UsageError(f"mesh: {self.world_size} ranks, allowed at most {RANKS}; use fewer")
 
     @property
     def world_size(self) -> int:

@@ -20,6 +20,7 @@ JSON_BITS = 320  # of a number; some tokenizers write 1e30 for "no limit"
 DIMS = 64
 ELEMENT_BITS = 63
 
+NAME_LENGTH = 4000  # characters; Python reads no number of more than 4,300 digits, and a name may be all digits
 TENSORS = 1 << 20  # of one file or one `.metadata`
 RANKS = 1 << 16
 WORKERS = 1 << 10

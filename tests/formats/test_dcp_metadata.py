@@ -217,7 +217,7 @@ class Foreign:
             "'w' lies at no valid byte range",
         ),
         (
-            stock_metadata(storage_data={stock.MetadataIndex("w", [0]): _StorageInfo("f", 1, 1 << 70)}),
+            stock_metadata(storage_data={stock.MetadataIndex("w", [0]): _StorageInfo("f", 1, (1 << 63) - 1)}),
             "'w' lies at no valid byte range",
         ),
         (
