@@ -8,13 +8,24 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import click
 
-from ckptx.errors import CkptxError, Defect, OutputError, PeerFailure, Terminated, UsageError, exit_code_of
+from ckptx.errors import (
+    CkptxError,
+    Defect,
+    EnvironmentProblem,
+    OutputError,
+    PeerFailure,
+    Terminated,
+    UsageError,
+    exit_code_of,
+)
 from ckptx.report.report import Report, human_bytes
 from ckptx.report_file import refuse_place
+from ckptx.untrusted.printable import lines, one_line, shown
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -61,6 +72,9 @@ class Output:
             report.exit, report.error = error.exit_code, str(error)
             report.is_echo = isinstance(error, PeerFailure) and error.is_said
             self._trace()
+        except MemoryError:
+            report.exit, report.error = EnvironmentProblem.exit_code, "out of memory; run with a smaller --max-memory"
+            self._trace()
         except (KeyboardInterrupt, Terminated) as error:
             interrupted = error
             report.exit = exit_code_of(error)
@@ -75,7 +89,7 @@ class Output:
         report.finish()
         self._deliver(report, text, verdict)
         if interrupted is not None and os.environ.get("CKPTX_DEBUG") == "1":
-            traceback.print_exception(interrupted)
+            click.echo(indent(lines("".join(traceback.format_exception(interrupted))), "| "), err=True)
         return report.exit
 
     def _deliver(self, report: Report, text: Callable[[Report], str], verdict: Callable[[Report], str] | None) -> None:
@@ -93,16 +107,16 @@ class Output:
         if not self.as_json:
             if not self.quiet and report.error is None:
                 for warning in report.warnings:
-                    click.echo(f"note: {warning}", err=True)
+                    click.echo(f"note: {one_line(warning)}", err=True)
             said = verdict if self.quiet and verdict is not None else text
             if report.error is None and self._is_first and (not self.quiet or report.exit or said is verdict):
-                report.exit = _print(said(report) + "\n") or report.exit
+                report.exit = _print(said(shown(report)) + "\n") or report.exit
 
     def _trace(self) -> None:
         context = click.get_current_context(silent=True)
         settings = context.find_root().ensure_object(dict) if context is not None else {}
         if settings.get("verbose") or os.environ.get("CKPTX_DEBUG") == "1":
-            traceback.print_exc()
+            click.echo(indent(lines(traceback.format_exc()), "| "), err=True)
 
     def progress(self, done: int, total: int) -> None:
         """Shows bytes done: a bar on a terminal, elsewhere a line now and then."""
@@ -148,4 +162,4 @@ def say_error(message: str, *, as_json: bool = False) -> None:
     settings = context.find_root().ensure_object(dict) if context is not None else {}
     plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
     label = "error:" if plain or not sys.stderr.isatty() else click.style("error:", fg="red", bold=True)
-    click.echo(f"{label} {message}", err=True, color=False if plain else None)
+    click.echo(f"{label} {one_line(message)}", err=True, color=False if plain else None)

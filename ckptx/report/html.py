@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from html import escape
+from html import escape as escape_html
 from importlib.resources import files
 from urllib.parse import quote
 
@@ -19,6 +19,7 @@ from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report_file import GENERATOR
+from ckptx.untrusted.printable import one_line, shown
 
 _MOST_CELLS = 4096  # ranks drawn one by one
 _MOST_BARS = 2048
@@ -59,13 +60,18 @@ def layout_page(report: Report, layout: Layout) -> str:
             *_bytes(layout),
             *_tensors(layout),
             "</main>",
-            f'<script type="application/json" id="data">{embedded(page_data(layout))}</script>',
+            f'<script type="application/json" id="data">{embedded(shown(page_data(layout), longest=0))}</script>',
             f"<script>{script}</script>",
             "</body>",
             "</html>",
             "",
         ]
     )
+
+
+def escape(text: str) -> str:
+    """Anybody's text in the page: no markup, and nothing that turns or hides the text around it."""
+    return escape_html(one_line(text))
 
 
 def _asset(name: str) -> str:
@@ -250,7 +256,7 @@ def _row(layout: Layout, index: int, group: Group) -> str:
     pattern = ".".join("<em>*</em>" if part == "*" else escape(part) for part in group.pattern.split("."))
     count = f"<b>{group.count:,}&times;</b> " if group.count > 1 else ""
     said = f"{count}{escape(group.dtype.name)} [{', '.join(map(str, cut.shape))}]"
-    target = quote(name_of(group.pattern, members[0]), safe="", errors="surrogatepass")
+    target = quote(one_line(name_of(group.pattern, members[0]), longest=0), safe="")
     return (
         f'<a class=row href="#tensor={target}" data-g={index}><svg viewBox="0 0 48 32" aria-hidden="true">'
         f'<use href="#{symbol_id(layout, group.cut, first)}"/></svg><span class=name>{pattern}</span>'

@@ -7,7 +7,12 @@ the names, as JSON has escapes of its own.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
 
 # Category Cc; U+061C, U+200E/F, U+202A-E, U+2066-9 (direction); U+200B-D, U+2060, U+FEFF (no width); U+2028/9 (lines);
 # U+00AD (soft hyphen); tags, which are invisible; half surrogates, which have no bytes in UTF-8.
@@ -21,9 +26,9 @@ _LONGEST_LINE = 4000  # a header of 100 MB can be all one name
 
 
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
-    r"""`text` as one line: every active character as `\n`, `\x1b`, `\u202e`; the middle of a long one left out."""
+    r"""`text` as one line: every active character as `\n`, `\x1b`, `\u202e`; a long one is cut (not at 0)."""
     line = _IN_LINE.sub(_escaped, text)
-    if len(line) <= longest:
+    if not longest or len(line) <= longest:
         return line
     half = longest // 2
     return f"{line[:half]} [{len(line) - 2 * half:,} characters left out] {line[-half:]}"
@@ -32,6 +37,29 @@ def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
 def lines(text: str) -> str:
     """The same for a text whose newlines are ours: use it on what was put together from `one_line` names."""
     return _IN_TEXT.sub(_escaped, text)
+
+
+def shown(value: T, longest: int = _LONGEST_LINE) -> T:
+    """A value with every text in it as one line: texts, lists, tuples, dicts, dataclasses; what needs no change as is.
+
+    What puts lines together from a report can then not be told from names where a line ends.
+    """
+    made: Any = value
+    if isinstance(value, str):
+        made = one_line(value, longest)
+    elif isinstance(value, dict):
+        changed = {shown(key, longest): shown(below, longest) for key, below in value.items()}
+        made = changed if len(changed) == len(value) else value | changed
+    elif isinstance(value, list):
+        made = [shown(each, longest) for each in value]
+    elif isinstance(value, tuple):
+        parts = [shown(each, longest) for each in value]
+        made = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            setattr(made, field.name, shown(getattr(value, field.name), longest))
+    return cast(T, made)
 
 
 def _escaped(found: re.Match[str]) -> str:
