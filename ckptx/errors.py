@@ -86,10 +86,16 @@ class Terminated(BaseException):
     """SIGTERM arrived. Like KeyboardInterrupt it is no Exception: nothing may swallow it."""
 
 
+class HungUp(Terminated):
+    """SIGHUP arrived: the terminal is gone."""
+
+
 def exit_code_of(error: BaseException) -> int:
     """The exit code of whatever was raised."""
     if isinstance(error, CkptxError):
         return error.exit_code
+    if isinstance(error, HungUp):
+        return 129
     if isinstance(error, Terminated):
         return 143
     return 130 if isinstance(error, KeyboardInterrupt) else Defect.exit_code

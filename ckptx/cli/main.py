@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import signal
 import sys
-from types import FrameType
+from io import TextIOWrapper
 
 import click
 
 from ckptx.cli.options import SETTINGS, Section, SectionedGroup, global_options, need_command
 from ckptx.cli.output import say_error
+from ckptx.cli.signals import listen
 from ckptx.cli.streams import settle_streams
-from ckptx.errors import Terminated
+from ckptx.errors import Defect, Terminated, exit_code_of
 from ckptx.version import __version__
 
 _COMMANDS = {
@@ -99,7 +99,9 @@ def _said(error: click.UsageError) -> str:
 def main() -> None:
     """Runs the command line and exits with the code that `cli.md` promises."""
     settle_streams()
-    signal.signal(signal.SIGTERM, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that cannot show a letter shows its number
+            stream.reconfigure(errors="backslashreplace")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only moves bytes here, but would start threads
     gc.disable()  # catalogs are many small objects without cycles; looking for some costs a third of the start
     try:
@@ -111,13 +113,17 @@ def main() -> None:
         code = error.exit_code
     except click.Abort:
         code = 130
-    except Terminated:
-        code = 143
+    except Terminated as stopped:
+        code = exit_code_of(stopped)
+    except Exception as error:  # not in the work itself, whose errors are reported, but in telling of it
+        say_error(f"internal error: {type(error).__name__}: {error}; please report it")
+        code = Defect.exit_code
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def run() -> None:
     """What the shell starts: `main`, and out, without taking apart catalogs of a hundred thousand tensors first."""
+    listen()
     try:
         main()
     except SystemExit as leave:
@@ -126,7 +132,3 @@ def run() -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(leave.code if isinstance(leave.code, int) else 0)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
