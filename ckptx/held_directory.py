@@ -314,7 +314,11 @@ class HeldDirectory:
             except FileNotFoundError:
                 raise self._changed(name, "was removed") from None
             try:
-                self._hold_against(name, descriptor, left.pop(name, None))
+                what = left.pop(name, None)
+                if what is not None:
+                    self._hold_against(name, os.fstat(descriptor), what)
+                    if what.reads_as is not None and not what.reads_as(descriptor):
+                        raise self._changed(name, "holds other bytes than were written")
                 os.fsync(descriptor)
             except OSError as error:
                 raise unwritable(self.path / name, error) from error
@@ -335,31 +339,34 @@ class HeldDirectory:
             except OSError as error:
                 raise unwritable(self.path / name, error) from error
 
-    def check_held(self) -> None:
-        """Holds the files that this process wrote against their descriptors.
+    def expect(self, sizes: Mapping[str, int]) -> dict[str, Expected]:
+        """What the files of these names and sizes must be: those that this process wrote are known by their inode."""
+        return {
+            name: Expected(nbytes, self.identity(name) if name in self._held else None)
+            for name, nbytes in sizes.items()
+        }
+
+    def require(self, expected: Mapping[str, Expected]) -> None:
+        """Holds files against what they must be, by a look at their names.
 
         Raises:
-            OutputError: One of them is missing or another.
+            OutputError: One of them is missing, is another or of another size than was written.
         """
-        for name, held in self._held.items():
+        for name, what in expected.items():
             *above, last = parts_of(name)
             try:
                 found = os.stat(last, dir_fd=self._directory(tuple(above), make=False), follow_symlinks=False)
             except OSError:
                 raise self._changed(name, "was removed") from None
-            if not os.path.samestat(found, os.fstat(held)):
+            if not stat.S_ISREG(found.st_mode):
                 raise self._changed(name, "was replaced")
+            self._hold_against(name, found, what)
 
-    def _hold_against(self, name: str, descriptor: int, expected: Expected | None) -> None:
-        if expected is None:
-            return
-        found = os.fstat(descriptor)
+    def _hold_against(self, name: str, found: os.stat_result, expected: Expected) -> None:
         if expected.identity is not None and (found.st_dev, found.st_ino) != expected.identity:
             raise self._changed(name, "was replaced")
         if found.st_size != expected.nbytes:
             raise self._changed(name, f"has {found.st_size} bytes, {expected.nbytes} were written")
-        if expected.reads_as is not None and not expected.reads_as(descriptor):
-            raise self._changed(name, "holds other bytes than were written")
 
     def _changed(self, name: str, how: str) -> OutputError:
         return OutputError(

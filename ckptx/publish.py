@@ -21,7 +21,7 @@ from ckptx.held_directory import Expected, HeldDirectory, refuse_clashes
 from ckptx.rendezvous import Rendezvous
 from ckptx.source_state import Seen, agreement, is_agreed, seen_of
 from ckptx.staging import Staging, open_staged
-from ckptx.storage import FilePool
+from ckptx.storage import FilePool, size_of
 from ckptx.transfer.digest import LEAF, digest_bytes, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
@@ -68,9 +68,7 @@ class Job:
 
     def sidecar_sizes(self) -> dict[str, int]:
         """Bytes of each sidecar."""
-        return {
-            name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.sidecars.items()
-        }
+        return {name: len(data) if isinstance(data, bytes) else size_of(data) for name, data in self.sidecars.items()}
 
 
 def publish(
@@ -141,16 +139,12 @@ def publish(
             on_progress=_watching(on_progress, ranks),
             groups=None if ranks is None else _share(job.plan, ranks),
         )
-        own = set(outcome.file_digests)
         if ranks is not None:
             for rank in range(1, ranks.world_size):
                 outcome.add(Outcome(**ranks.hear(rank, "outcome")))
         seen.require_unchanged()
-        job.check(staging.tree, outcome)
-        expected = {
-            file.name: Expected(file.nbytes, staging.output.identity(file.name) if file.name in own else None)
-            for file in job.plan.files
-        }
+        expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
+        _check(job, outcome, staging, expected)
         expected |= _write_rest(staging.output, job, outcome, seen)
         if ranks is not None:
             ranks.say("written", True)
@@ -214,12 +208,28 @@ def _assist(
         )
         seen.require_unchanged()
         tree.sync_held()  # rank 0 may be on another node
+        own = set(outcome.file_digests)
         ranks.say("outcome", asdict(outcome))
         ranks.hear(0, "written")
-        tree.check_held()
+        tree.require(tree.expect({file.name: file.nbytes for file in job.plan.files if file.name in own}))
         ranks.say("held", True)
         ranks.hear(0, "published")
     return outcome
+
+
+def _check(job: Job, outcome: Outcome, staging: Staging, expected: Mapping[str, Expected]) -> None:
+    """Looks at the finished tensor files; that somebody else changed them is said rather than what follows from it."""
+
+    def require_untouched() -> None:
+        staging.require_own()
+        staging.output.require(expected)
+
+    require_untouched()
+    try:
+        job.check(staging.tree, outcome)
+    except CkptxError:
+        require_untouched()
+        raise
 
 
 def _agreed(job: Job, files: FilePool) -> dict[str, str]:

@@ -228,7 +228,7 @@ class Staging:
         """
         try:
             self.output.settle(expected)
-            self._require_own()
+            self.require_own()
             if self._overwrite and self._parent.stat(self.target.name) is not None:
                 self._exchange()
             else:
@@ -244,8 +244,12 @@ class Staging:
             raise unwritable(self.target, error) from error
         self.discard()
 
-    def _require_own(self) -> None:
-        """Everything on the way to the tree is still what was claimed."""
+    def require_own(self) -> None:
+        """Looks whether everything on the way to the tree is still what was claimed.
+
+        Raises:
+            OutputError: It is not.
+        """
         for directory, parent, name in (
             (self._root, self._parent, self.root.name),
             (self.output, self._root, "tree"),

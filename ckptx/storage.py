@@ -188,6 +188,18 @@ def read_small(path: Path, limit: int) -> bytes:
     return b"".join(parts)
 
 
+def size_of(path: Path) -> int:
+    """Size of a file in bytes.
+
+    Raises:
+        InputError: It is missing or cannot be looked at.
+    """
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
 def allow_many_files() -> None:
     """Raises the soft limit of open files to the hard one: a run of 2,000 ranks leaves as many files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

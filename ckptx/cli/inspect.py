@@ -41,7 +41,7 @@ from ckptx.cli.output import Output
 @click.option(
     "--html",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     show_default="no page",
     help="Draw the layout, which rank holds what, into FILE: one page, readable offline.",
 )

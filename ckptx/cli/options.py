@@ -167,7 +167,7 @@ def output_options(function: F) -> F:
         click.Option(
             ["--report", "report_file"],
             metavar="FILE",
-            type=click.Path(dir_okay=False),
+            type=click.Path(),
             show_default="no file",
             help="Write the same document to FILE, on success and on failure.",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ckptx.formats.sidecars import look_around
 from ckptx.options import ConvertOptions
 from ckptx.output_place import refuse_overlap
 from ckptx.replacing import refuse_files_of
+from ckptx.storage import identities
 
 
 class Home(NamedTuple):
@@ -75,10 +77,13 @@ def home_beside(run: Conversion) -> Home:
     directory = find_hf_metadata(source.root, source.parts) if source.format in ("dcp", "sharded") else None
     if directory is None:
         return Home(None, source.config)
+    before = identities(directory, os.listdir(directory))
     found = read_hf_metadata(directory)
     base = None
     if found.config is not None:
         base = Catalog(found.root, "huggingface", {}, config=found.config, sidecars=found.sidecars)
+        base.identities = {**identities(found.root, (sidecar.name for sidecar in found.sidecars)), **before}
+        run.beside.append(base)
         run.report.warnings.append(f"{DIRECTORY} beside the tensors is the base: its config and other files are taken")
     return Home(base, source.config, found.dtypes, found.files)
 
@@ -93,8 +98,10 @@ def _open_base(options: ConvertOptions) -> Catalog | None:
             base = open_checkpoint(root)
         except InputError:
             # Config and tokenizer alone are a base too.
-            base = Catalog(root, "huggingface", {}, config=read_json(root / "config.json"))
+            base = Catalog(root, "huggingface", {}, identities=identities(root, ("config.json",)))
+            base.config = read_json(root / "config.json")
             base.sidecars = look_around(root, frozenset()).carried
+            base.identities = {**identities(root, (sidecar.name for sidecar in base.sidecars)), **base.identities}
     else:
         base = open_checkpoint(root)
     if base.config is None:

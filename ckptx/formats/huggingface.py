@@ -64,13 +64,13 @@ def _open_files(root: Path, names: list[str]) -> Catalog | None:
     recording: set[str] = set()
     with FilePool(root) as files:
         for name in names:
+            identity = files.identity(name)
             header = read_header(files, name)
             if SHARDING_INFO in header.metadata:
                 if holds_parts(header, str(root / name)):
                     return None
                 recording.add(name)
-            catalog.files[name] = files.size(name)
-            catalog.identities[name] = files.identity(name)
+            catalog.files[name], catalog.identities[name] = identity.nbytes, identity
             catalog.verbatim[name] = header.text
             for tensor in header.tensors:
                 if tensor.name in owner:

@@ -82,8 +82,8 @@ def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None)
         pieces = _Pieces(root)
         for name in names:
             with FilePool(root) as files:
-                catalog.files[name] = files.size(name)
-                catalog.identities[name] = files.identity(name)
+                identity = files.identity(name)
+                catalog.files[name], catalog.identities[name] = identity.nbytes, identity
                 pieces.add(name, read_header(files, name))
         assembly = _Assembly(root, names)
         catalog.tensors = {

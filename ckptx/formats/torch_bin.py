@@ -48,8 +48,8 @@ def _open_files(root: Path, names: Sequence[str]) -> Catalog:
     entries: dict[str, TensorEntry] = {}
     with FilePool(root) as files:
         for name in names:
-            catalog.files[name] = files.size(name)
-            catalog.identities[name] = files.identity(name)
+            identity = files.identity(name)
+            catalog.files[name], catalog.identities[name] = identity.nbytes, identity
             for entry in _open_file(files, name):
                 if entry.name in entries:
                     raise InputError(

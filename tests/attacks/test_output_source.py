@@ -1,0 +1,362 @@
+"""Source files that are replaced or rewritten at any moment, and ranks that see different sources: never a copy of two
+states, never a success."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptx
+from ckptx import publish as publish_module
+from ckptx.conversion import start
+from ckptx.errors import CkptxError, InputError, OutputError
+from ckptx.formats import dcp, huggingface
+from ckptx.formats.registry import open_checkpoint
+from ckptx.rendezvous import Rendezvous
+from ckptx.source_state import agreement, is_agreed
+from ckptx.staging import Staging
+from ckptx.storage import FilePool
+from tests.writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
+
+TENSORS = llama(layers=1, hidden=32)
+OTHER: dict[str, Value] = {name: (dtype, shape, bytes(len(data))) for name, (dtype, shape, data) in TENSORS.items()}
+TIME = 10**18
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody cuts the power here, and waiting for the disk would be most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def written(root: Path, kind: str, tensors: dict[str, Value] = TENSORS) -> Path:
+    """A source with a sidecar, all files of one time."""
+    write_hf(root, tensors, shards=2) if kind == "hf" else write_dcp(root, tensors, config=LLAMA)
+    (root / "tokenizer.json").write_bytes(b"{}")
+    for path in root.iterdir():
+        os.utime(path, ns=(TIME, TIME))
+    return root
+
+
+FILES = {
+    "hf": ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"),
+    "dcp": ("__0_0.distcp", ".metadata"),
+}
+BESIDE = ("config.json", "tokenizer.json")
+CASES = [(kind, name) for kind, names in FILES.items() for name in (*names, *BESIDE)]
+
+HOW: dict[str, Callable[[Path, Path], None]] = {}
+
+
+def _how(function: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+    HOW[function.__name__[1:].replace("_", " ")] = function
+    return function
+
+
+@_how
+def _replaced_by_one_of_equal_size_and_time(path: Path, other: Path) -> None:
+    shutil.copy2(other, path.with_name("new"))
+    os.replace(path.with_name("new"), path)
+
+
+@_how
+def _rewritten_in_place(path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+@_how
+def _grown(path: Path, other: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b" ")
+
+
+@_how
+def _removed(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+@_how
+def _replaced_by_a_pipe(path: Path, other: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _at(moment: str, patch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+    """Has `change` happen at a moment of the next conversion."""
+
+    def after(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            result = real(*arguments, **named)
+            change()
+            return result
+
+        patch.setattr(module, name, called)
+
+    if moment == "while it is opened":
+        after(huggingface, "read_header")
+        after(dcp, "parse_metadata")
+    elif moment == "between header and copy":
+        after(start, "open_checkpoint")
+    else:
+        after(publish_module, "execute")
+
+
+@pytest.mark.parametrize("moment", ["while it is opened", "between header and copy", "after the copy"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, how: str, moment: str
+) -> None:
+    source = written(tmp_path / "in" / "source", kind)
+    other = written(tmp_path / "in" / "other", kind, OTHER)
+    direction = "hf2dcp" if kind == "hf" else "dcp2hf"
+    ckptx.convert(direction, source, tmp_path / "in" / "undisturbed")
+    if name in FILES[kind][-1:] or name in BESIDE:
+        (other / name).write_bytes((source / name).read_bytes()[:-1] + b" ")
+        os.utime(other / name, ns=(TIME, TIME))
+    left = [lambda: HOW[how](source / name, other / name)]
+    _at(moment, monkeypatch, lambda: left.pop()() if left else None)
+    (tmp_path / "out").mkdir()
+    try:
+        ckptx.convert(direction, source, tmp_path / "out" / "made")
+    except CkptxError as error:
+        assert error.exit_code == 3
+        assert "\n" not in str(error)
+        assert names_in(tmp_path / "out") == []
+    else:  # one whole state, that which was there before it was opened any further
+        assert moment == "while it is opened"
+        assert ckptx.verify(source, tmp_path / "out" / "made").exit == 0
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_file_that_is_read_or_carried_is_recorded(tmp_path: Path, kind: str) -> None:
+    source = written(tmp_path / "source", kind)
+    assert set(open_checkpoint(source).identities) == set(names_in(source))
+
+
+def test_a_base_that_changes_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = written(tmp_path / "in" / "base", "hf")
+    source = write_dcp(tmp_path / "in" / "dcp", TENSORS)
+    for name in BESIDE:
+        with monkeypatch.context() as patch:
+            _at("after the copy", patch, lambda name=name: (base / name).write_text("{ }"))  # type: ignore[misc]
+            with pytest.raises(InputError, match="changed while it was being read"):
+                ckptx.convert("dcp2hf", source, tmp_path / "out", base=str(base))
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_source_replaced_before_a_resumed_run_is_copied_from_its_begin(tmp_path: Path, kind: str) -> None:
+    """Files of equal names, sizes and times."""
+    source = written(tmp_path / "in" / "source", kind)
+    direction = "hf2dcp" if kind == "hf" else "dcp2hf"
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ckptx.convert(direction, source, tmp_path / "out", on_progress=interrupt)
+    other = written(tmp_path / "in" / "other", kind, OTHER)
+    for name in FILES[kind]:
+        os.replace(other / name, source / name)
+    ckptx.convert(direction, source, tmp_path / "out", resume=True)
+    assert ckptx.verify(source, tmp_path / "out").exit == 0
+
+
+# ------------------------------------------------------------------------------------------------- ranks
+
+
+def seen(root: Path, *more: str) -> dict[str, str]:
+    """What a rank on another machine says of a source."""
+    source = open_checkpoint(root)
+    with FilePool(source.root, source.identities) as files:
+        return {**agreement(source, files, *more), "place": ""}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_ranks_with_copies_of_one_source_agree(tmp_path: Path, kind: str) -> None:
+    here, there = written(tmp_path / "here", kind), written(tmp_path / "there", kind)
+    assert is_agreed(seen(here, "plan"), seen(there, "plan"))
+    assert not is_agreed(seen(here, "plan"), seen(there, "another plan"))
+
+
+@given(
+    st.sampled_from(list(FILES)),
+    st.sampled_from(list(TENSORS)),
+    st.sampled_from(["bytes", "names", "config"]),
+    st.data(),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ranks_with_sources_of_equal_size_and_time_disagree(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, name: str, what: str, data: st.DataObject
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("ranks")
+    tensors = dict(TENSORS)
+    if what == "bytes":
+        dtype, shape, _ = tensors[name]
+        tensors[name] = dtype, shape, OTHER[name][2]
+    elif what == "names":
+        same = [other for other, value in TENSORS.items() if value[:2] == TENSORS[name][:2]]
+        twin = data.draw(st.sampled_from(same))
+        tensors[name], tensors[twin] = tensors[twin], tensors[name]
+    here, there = written(tmp_path / "here", kind), written(tmp_path / "there", kind, tensors)
+    if what == "config":
+        config = (there / "config.json").read_text()
+        (there / "config.json").write_text(config.replace("false", "true "))
+        os.utime(there / "config.json", ns=(TIME, TIME))
+    same = tensors == TENSORS and what != "config"
+    assert is_agreed(seen(here), seen(there)) == same
+    sizes = [{path.name: path.stat().st_size for path in root.iterdir()} for root in (here, there)]
+    assert sizes[0] == sizes[1]
+
+
+def test_ranks_on_one_machine_see_the_very_same_files(tmp_path: Path) -> None:
+    """Copies that are equal as far as anybody looks are different files, and may differ where nobody looked."""
+    said = []
+    for name in ("here", "there"):
+        source = open_checkpoint(written(tmp_path / name, "hf"))
+        with FilePool(source.root) as files:
+            said.append(agreement(source, files))
+    assert said[0]["digest"] == said[1]["digest"] and said[0]["place"]
+    assert not is_agreed(*said) and is_agreed(said[0], said[0])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_processes_with_different_sources_end_with_one_code(tmp_path: Path, first: int) -> None:
+    sources = [written(tmp_path / "in" / "a", "hf"), written(tmp_path / "in" / "b", "hf", OTHER)]
+    (tmp_path / "out").mkdir()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ckptx", "reshard", str(sources[rank ^ first]), str(tmp_path / "out/cut"),
+             "--tp", "2"],
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [3, 3]
+    assert all("rank 1 sees another checkpoint" in each for each in said)
+    assert names_in(tmp_path / "out") == []
+
+
+REPLACED = """
+import os, sys
+import ckptx.publish
+from ckptx.cli.main import main
+execute = ckptx.publish.execute
+def tampered(plan, files, tree, journal, **named):
+    outcome = execute(plan, files, tree, journal, **named)
+    name = sorted(outcome.file_digests)[0]
+    path = tree.path / name
+    data = path.read_bytes()
+    if sys.argv[-1] == "--resume":
+        path.unlink()
+    else:
+        (tree.path.parent.parent / "new").write_bytes(data)
+        os.replace(tree.path.parent.parent / "new", path)
+    return outcome
+ckptx.publish.execute = tampered
+main()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", [[], ["--resume"]], ids=["replaced", "removed"])
+def test_a_file_of_any_rank_that_is_replaced_ends_all(tmp_path: Path, rank: int, how: list[str]) -> None:
+    source = written(tmp_path / "in" / "a", "hf", llama())
+    (tmp_path / "out").mkdir()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *(["-c", REPLACED] if each == rank else ["-m", "ckptx"]), "reshard", str(source),
+             str(tmp_path / "out/cut"), "--tp", "2", "--pp", "2", "--to", "dcp", *how],
+            env=os.environ | {"RANK": str(each), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for each in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [5, 5], said
+    assert names_in(tmp_path / "out") == []
+
+
+# ------------------------------------------------------------------------------------------------- locks
+
+NO_LOCKS = ("ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL", "EIO", "EBADF")
+
+
+@pytest.mark.parametrize("number", [getattr(errno, name) for name in NO_LOCKS], ids=NO_LOCKS)
+@pytest.mark.parametrize("who", ["one process", "rank 0", "rank 1"])
+def test_a_file_system_without_locks_is_an_error_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, who: str
+) -> None:
+    source = written(tmp_path / "in" / "source", "hf")
+    (tmp_path / "out").mkdir()
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if who != "one process":
+        monkeypatch.setenv("RANK", who[-1])
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OutputError, match="cannot be locked") as refused:
+        ckptx.convert("hf2dcp", source, tmp_path / "out" / "made")
+    assert "\n" not in str(refused.value)
+    assert names_in(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", ["rank-0", "rank-1", "open", "directory", "foreign", "file"])
+def test_a_meeting_place_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    meeting, victim = tmp_path / "out" / ".made.ckptx-ranks", tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    meeting.parent.mkdir()
+    if name == "directory":
+        meeting.symlink_to(tmp_path)
+    elif name == "file":
+        meeting.write_bytes(b"mine")
+    else:
+        meeting.mkdir()
+        if name == "foreign":
+            (meeting / "thesis.tex").write_bytes(b"mine")
+        else:
+            (meeting / name).symlink_to(victim)
+    if name in ("rank-1", "open"):  # met while at work: not followed, and removed as what it is
+        os.close(Rendezvous(tmp_path / "out" / "made", 0, 2)._lock)
+    else:
+        with pytest.raises(OutputError):
+            Rendezvous(tmp_path / "out" / "made", 0, 2)
+    assert victim.read_bytes() == b"mine"
+    assert name != "foreign" or (meeting / "thesis.tex").read_bytes() == b"mine"
+
+
+def test_the_lock_of_the_staging_directory_may_be_missing_there_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever an earlier run left stays for a machine that can lock it."""
+    with pytest.raises(KeyboardInterrupt), Staging(tmp_path / "out") as claimed:
+        claimed.begin(b"plan", resume=False)
+        raise KeyboardInterrupt
+    left = json.dumps(names_in(tmp_path / ".out.ckptx-partial"))
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OutputError, match="cannot be locked"):
+        Staging(tmp_path / "out")
+    assert json.dumps(names_in(tmp_path / ".out.ckptx-partial")) == left
