@@ -15,7 +15,9 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks
 from ckptx.catalog.manifest import emit_manifest
 from ckptx.catalog.manifest_parser import read_manifest
+from ckptx.completeness import holds_what_was_planned
 from ckptx.errors import CkptxError, InputError
+from ckptx.formats.huggingface import stray_notes
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.held_directory import Expected, HeldDirectory, refuse_clashes
 from ckptx.rendezvous import Rendezvous
@@ -25,8 +27,9 @@ from ckptx.storage import FilePool, size_of
 from ckptx.transfer.digest import LEAF, digest_bytes, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
-from ckptx.transfer.sinks import digest_of
-from ckptx.transfer.stream import TensorReader
+
+# A file with such a name beside an output would be read in its place, or with it.
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".distcp", ".metadata")
 
 
 @dataclass(slots=True)
@@ -290,7 +293,9 @@ def _watching(on_progress: Callable[[int], None], ranks: Rendezvous | None) -> C
 
 def _is_done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> bool:
     """True when the target holds what the job would write: what its manifest says, and what is on disk."""
-    return is_complete(target, job) and is_intact(target, job, seen) and has_contents(target, job, files, max_memory)
+    if not is_complete(target, job) or not is_intact(target, job, seen):
+        return False
+    return holds_what_was_planned(target, job.plan, files, max_memory)
 
 
 def is_intact(target: Path, job: Job, seen: Seen) -> bool:
@@ -322,23 +327,13 @@ def is_complete(target: Path, job: Job) -> bool:
         files, tensors = manifest.files, manifest.tensors
         return (
             {name: row.nbytes for name, row in files.items()} == wanted
+            and not stray_notes(target, {*wanted, *job.sidecars}, _WEIGHTS)
             and all((target / name).stat().st_size == nbytes for name, nbytes in wanted.items())
             and all(files[name].digest == digest_bytes(data) for name, data in job.markers)
             and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.framed)
         )
     except (CkptxError, OSError, KeyError):
         return False
-
-
-def has_contents(target: Path, job: Job, files: FilePool, max_memory: int) -> bool:
-    """True when the digests in the manifest of `target` are those of the source; reads all of the source."""
-    tensors = read_manifest(target / MANIFEST).tensors
-    reader = TensorReader(files, max_memory)
-    return all(
-        tensors[step.target.name].digest == digest_of(reader, step.source, step.target.dtype).digest().hex()
-        for step in job.plan.steps()
-        if step.framed
-    )
 
 
 def _layout(plan: CopyPlan) -> str:

@@ -20,7 +20,7 @@ FLOORS = (
     ("catalog", "staging", "rendezvous"),
     ("layout", "mapping"),
     ("formats", "architecture", "transfer", "ranks", "report_file"),
-    ("view", "replacing", "source_state"),
+    ("view", "replacing", "source_state", "completeness"),
     ("runtime", "report", "cutting", "publish", "options", "counting"),
     ("conversion", "inspection", "difference", "verification"),
     ("robustness",),

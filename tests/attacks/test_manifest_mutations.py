@@ -183,8 +183,8 @@ def _name_the_index(manifest: Json, random: Random) -> None:
 def _header_as_text(manifest: Json, random: Random) -> None:
     """A header of the attacker's own: that of the original file, spoiled."""
     file = random.choice(manifest["origin"]["files"])
-    path = FIXTURES / manifest["case"] / "hf" / file["name"]
-    data = path.read_bytes()
+    originals = tree_bytes(FIXTURES / manifest["case"] / "hf")
+    data = originals[file["name"]]
     rows = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     file.pop("metadata", None)
     a, b = random.choices([name for name in rows if name != "__metadata__"], k=2)
@@ -258,7 +258,7 @@ def mutated(kind: str, random: Random) -> tuple[list[str], Json]:
                 at = random.choice(below)
                 anywhere(manifest, random, at)
                 done.append(f"{anywhere.__name__} {at}")
-        except (KeyError, TypeError, AttributeError, IndexError, OSError):
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError):
             pass  # what it would have changed is no longer as it was
     manifest.pop("case", None)
     return done, manifest
