@@ -20,9 +20,11 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut, tp_rectangles
 from ckptx.layout.stages import StageMap
 from ckptx.layout.tensor_parallel_plan import Decision, TensorParallelPlan, decide
+from ckptx.mapping.companions import SCALE_OF_BLOCKS
 from ckptx.mapping.names import pattern_of
+from ckptx.mapping.places import Place
 from ckptx.mapping.pull_back import PullBack
-from ckptx.mapping.rules import NameRules, Place
+from ckptx.mapping.rules import NameRules
 from ckptx.storage import read_small
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import PLAN_BYTES
@@ -193,16 +195,24 @@ class _Decisions:
 
     def has_weight(self, name: str, passed: Collection[str]) -> bool:
         """True for what lies beside a weight of the model and belongs to it: a scale, a zero point."""
+        weight = self._weight_of(name)
+        return weight is not None and weight not in passed
+
+    def _weight_of(self, name: str) -> str | None:
+        """The weight that a tensor lies beside: in the same module, or the parameter that it is called after."""
         module, _, leaf = name.rpartition(".")
-        weight = f"{module}.weight"
-        return leaf not in ("weight", "bias") and weight in self._shapes and weight not in passed
+        if leaf in ("weight", "bias"):
+            return None
+        candidates = [f"{module}.weight"]
+        if name.endswith(SCALE_OF_BLOCKS):
+            candidates.append(name.removesuffix(SCALE_OF_BLOCKS))
+        return next((weight for weight in candidates if weight in self._shapes), None)
 
     def of(self, name: str) -> Decision:
         """The decision for a tensor of the model, in whatever form it is stored."""
         shape = self._shapes[name]
-        weight = None
-        if self.has_weight(name, ()):
-            beside = f"{name.rpartition('.')[0]}.weight"
+        weight, beside = None, self._weight_of(name)
+        if beside is not None:
             weight = self._shapes[beside], self.of(beside).placement
         model_name = self.model_name(name)
         place = self._places.get(name)

@@ -20,6 +20,7 @@ from ckptx.formats.dcp import METADATA, open_payloads
 from ckptx.formats.huggingface import refuse_adapters
 from ckptx.formats.sharded_safetensors import replica_pairs
 from ckptx.formats.sidecars import MANIFEST
+from ckptx.mapping.companions import parent_of, with_scales_of_blocks
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rules import NameRules
@@ -115,10 +116,16 @@ def view_model(
     )
     if architecture is not None and patterns:
         unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}
+        if isinstance(config, dict) and "quantization_config" in config:
+            unknown = {name for name in unknown if not _lies_beside_a_weight(name, architecture)}
         view.unknown = [name for name in tensors if name in unknown] if unknown else []
     _refuse_lost_rows(view)
     _refuse_lost_layers(view)
     return view
+
+
+def _lies_beside_a_weight(name: str, architecture: Architecture) -> bool:
+    return parent_of(name, lambda weight: architecture.knows(pattern_of(weight))) is not None
 
 
 def _refuse_lost_rows(view: ModelView) -> None:
@@ -194,7 +201,7 @@ def rules_of(view: ModelView) -> NameRules | None:
     architecture, config = view.published, view.config
     if architecture is None or config is None or not architecture.name_patterns:
         return None
-    conversions = architecture.conversions(config)
+    conversions = with_scales_of_blocks(architecture.conversions(config), config)
     return NameRules(conversions, architecture.base_prefix, architecture.model_names, shape_of=shapes_of(config))
 
 

@@ -72,6 +72,11 @@ def respell(
     if wanted == "torchtitan":
         rules = _torchtitan(view)
         renamed = renamed.then(rules.to_disk(renamed.tensors))
+        if renamed.kept:
+            raise UnsupportedError(
+                f'--names torchtitan: tensor "{renamed.kept[0]}" is quantized; torchtitan has no names for what lies '
+                "beside it; keep the names that it has on disk"
+            )
     run.report.warnings.extend(renamed.notes)
     if all(sources == (name,) for name, sources in renamed.sources.items()):
         return Spelling(rules)

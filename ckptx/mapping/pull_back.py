@@ -20,7 +20,8 @@ from ckptx.catalog.entry import Block, Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.ops import Conversion, convert
-from ckptx.mapping.rules import NameRules, Place, check_complete, gather, named
+from ckptx.mapping.places import Place, named
+from ckptx.mapping.rules import NameRules, check_complete, gather
 
 Cut = Callable[[str, Shape], tuple[Block, ...]]
 

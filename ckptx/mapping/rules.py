@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
-from ckptx.errors import InputError
-from ckptx.mapping.name_index import NameIndex, fill, indices_of
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.mapping.companions import SCALE_OF_BLOCKS, bases_of_scales
+from ckptx.mapping.name_index import NameIndex, indices_of
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Columns, Conversion, convert
+from ckptx.mapping.places import Place, Run, Settled, named, renamed_at, with_companions
 from ckptx.wording import counted
 
 ShapeOf = Callable[[str], "Shape | None"]
@@ -29,12 +31,15 @@ class Renamed(NamedTuple):
         sources: The old names that went into each, in the order of the conversion.
         unknown: Names that no rule knows; their tensors pass through as they are.
         notes: What the user should know.
+        kept: Names that stay although a rule speaks of them: quantized weights of a kind that no rule can put together
+            or take apart with what lies beside them.
     """
 
     tensors: dict[str, TensorEntry]
     sources: dict[str, tuple[str, ...]]
     unknown: list[str]
     notes: list[str]
+    kept: tuple[str, ...] = ()
 
     @classmethod
     def not_yet(cls, tensors: Mapping[str, TensorEntry]) -> Renamed:
@@ -47,28 +52,9 @@ class Renamed(NamedTuple):
             name: tuple(dict.fromkeys(old for each in names for old in self.sources[each]))
             for name, names in second.sources.items()
         }
-        return Renamed(second.tensors, sources, second.unknown, [*self.notes, *second.notes])
-
-
-class Place(NamedTuple):
-    """Where a tensor goes: into one run of a conversion.
-
-    Attributes:
-        conversion: Index of the conversion.
-        fixed: The indices that the whole run shares: its layer.
-        column: Index of the pattern on this side.
-        at: Position in a module list, 0 outside of one.
-    """
-
-    conversion: int
-    fixed: tuple[int, ...]
-    column: int
-    at: int = 0
-
-    @property
-    def run(self) -> tuple[int, tuple[int, ...]]:
-        """What the tensors that go together share."""
-        return self.conversion, self.fixed
+        return Renamed(
+            second.tensors, sources, second.unknown, [*self.notes, *second.notes], (*self.kept, *second.kept)
+        )
 
 
 class _Alike(NamedTuple):
@@ -120,7 +106,11 @@ class NameRules:
         self._back = tuple(conversion.inverse for conversion in self.conversions)
         self._prefix = f"{base_prefix}." if base_prefix else ""
         self._patterns = frozenset(model_patterns).union(*(each.targets for each in self.conversions))
-        self.shape_of: ShapeOf = shape_of or (lambda name: None)
+        self._bases = bases_of_scales(self.conversions)
+        known_shape: ShapeOf = shape_of or (lambda name: None)
+        self.shape_of: ShapeOf = lambda name: (
+            None if self._bases and name.endswith(SCALE_OF_BLOCKS) else known_shape(name)
+        )
         self._is_extra, self._asks_extra = is_extra or (lambda name: False), is_extra is not None
         self._sources = NameIndex(() if _is_identity(each) else each.sources for each in self.conversions)
         self._targets = NameIndex(each.targets for each in self.conversions)
@@ -150,8 +140,11 @@ class NameRules:
         """For each disk name its place in a conversion, its model name when it only changes that, or None.
 
         A name may be one of the model and of the disk: norm0 -> norm1 -> norm2. It is the model's when what it would
-        become is there already.
+        become is there already. What lies beside a weight is renamed as its weight is.
         """
+        return self._places(names).places
+
+    def _places(self, names: Iterable[str]) -> Settled:
         found: dict[str, Place | str | None] = {}
         doubtful: dict[str, tuple[Place, str]] = {}
         for name in names:
@@ -170,7 +163,12 @@ class NameRules:
                         taken.add(plain)
                         del doubtful[name]
                         settled = False
-        return found
+        return with_companions(
+            found,
+            self.conversions,
+            lambda weight: found.get(weight) or next((it for it in self._look_up(weight) if it is not None), None),
+            lambda place: renamed_at(self.conversions, place),
+        )
 
     def _look_up(self, name: str) -> tuple[Place | None, str | None]:
         """How a disk name is converted, and what it is called as one of the model's own; None for what it is not."""
@@ -265,8 +263,9 @@ class NameRules:
                 one name.
             UnsupportedError: A conversion is none of ckptx's.
         """
-        places = self.places(tensors)
-        renamed = _Rewrite(tensors, self.conversions, self.shape_of).run(places)
+        settled = self._places(tensors)
+        places, kept = self._without_staying(settled, self.conversions)
+        renamed = _Rewrite(tensors, self.conversions, self.shape_of).run(places, kept)
         if self._prefix:
             plain = [(old, new) for old, new in places.items() if isinstance(new, str)]
             added = sum(new == self._prefix + old for old, new in plain)
@@ -296,10 +295,41 @@ class NameRules:
             elif place is not None:
                 plain[place] = name
         runs = {place.run for place in names}
-        places = {name: plain.get(name) or self._place_back(name, runs) for name in tensors}
-        return _Rewrite(tensors, self._back, lambda name: None, names).run(places)
+        found = {name: plain.get(name) or self._place_back(name, runs) for name in tensors}
+        settled = with_companions(
+            found,
+            self._back,
+            lambda weight: found.get(weight) or plain.get(weight) or self._place_back(weight, runs),
+            lambda place: names.get(place) or renamed_at(self._back, place),
+        )
+        places, kept = self._without_staying(settled, self._back)
+        return _Rewrite(tensors, self._back, lambda name: None, names).run(places, kept)
 
-    def _place_back(self, name: str, runs: Collection[tuple[int, tuple[int, ...]]]) -> Place | str | None:
+    def _without_staying(
+        self, settled: Settled, conversions: Sequence[Conversion]
+    ) -> tuple[dict[str, Place | str | None], tuple[str, ...]]:
+        """The places once quantized weights that cannot be converted stay as they are, and which do.
+
+        Raises:
+            UnsupportedError: One would have the name of the tensor that it should have become.
+        """
+        if not settled.staying:
+            return settled.places, ()
+        scales = {(k, fixed) for k, base in self._bases.items() for j, fixed in settled.staying if j == base}
+        staying = settled.staying | scales
+        places, kept = dict(settled.places), []
+        for name, place in settled.places.items():
+            if isinstance(place, Place) and place.run in staying:
+                if name in {named(target, place.fixed, place.at) for target in conversions[place.conversion].targets}:
+                    raise UnsupportedError(
+                        f'tensor "{name}": quantized, and the other names call for another order of its elements; keep '
+                        "the names that it has on disk"
+                    )
+                places[name] = name
+                kept.append(name)
+        return places, tuple(kept)
+
+    def _place_back(self, name: str, runs: Collection[Run]) -> Place | str | None:
         """Where a model tensor goes on its way to disk; one of `runs` if it can."""
         fallback: Place | str | None = name if self._is_known(name) else None
         first = True
@@ -327,8 +357,8 @@ class _Rewrite:
         self._names = names or {}
         self._result = Renamed({}, {}, [], [])
 
-    def run(self, places: Mapping[str, Place | str | None]) -> Renamed:
-        """The tensors at their places; those without one pass through."""
+    def run(self, places: Mapping[str, Place | str | None], kept: tuple[str, ...] = ()) -> Renamed:
+        """The tensors at their places; those without one pass through, `kept` are there already."""
         runs = gather(places, self._conversions)
         done = set()
         for name, place in places.items():
@@ -339,7 +369,12 @@ class _Rewrite:
             elif place.run not in done:
                 done.add(place.run)
                 self._convert(place, runs[place.run])
-        return self._result
+        if kept:
+            self._result.notes.append(
+                f"quantized, names kept as they are: {_counted(kept)} with what lies beside them; ckptx puts together "
+                "and takes apart the scales of fp8 in blocks alone"
+            )
+        return self._result._replace(kept=kept)
 
     def _convert(self, place: Place, members: list[dict[int, str]]) -> None:
         conversion = self._conversions[place.conversion]
@@ -408,11 +443,6 @@ def check_complete(conversion: Conversion, fixed: tuple[int, ...], members: Sequ
             f'"{named(conversion.targets[0], fixed, 0)}" together with "{present}"; the checkpoint is incomplete, '
             "download it again"
         )
-
-
-def named(pattern: str, fixed: tuple[int, ...], at: int) -> str:
-    """The name that a pattern of a run stands for; `at` counts for a module list only."""
-    return fill(pattern, fixed if pattern.count("*") == len(fixed) else (*fixed, at))
 
 
 def _is_identity(conversion: Conversion) -> bool:

@@ -1,0 +1,114 @@
+"""What lies beside a quantized weight and belongs to it: scales, zero points, packed forms, by whatever name.
+
+    q_proj.weight  q_proj.weight_scale_inv       fp8 in blocks
+    q_proj.qweight q_proj.qzeros q_proj.scales   GPTQ, AWQ: there is no weight
+    q_proj.weight  q_proj.weight.absmax          bitsandbytes
+    experts.gate_up_proj_blocks, ..._scales      mxfp4
+
+A companion goes where its weight goes. Where the weight only gets another name, so does its companion. Where weights
+are put together or taken apart, the scales of fp8 in blocks go through the same steps, as transformers does it; every
+other kind stays as it is, weights and companions, under the names it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckptx.mapping.ops import Conversion, Op
+
+SCALE_OF_BLOCKS = "_scale_inv"
+_WEIGHT = ".weight"
+_UP = 3  # weight.quant_state.bitsandbytes__nf4 lies two below its module
+_ALSO_FOR_SCALES = frozenset({"merge", "unmerge", "concat", "chunk", "same", "transpose"})
+
+
+class Parent(NamedTuple):
+    """The weight that a companion belongs to.
+
+    Attributes:
+        weight: Its name; the tensor itself need not be there.
+        base: What the names of both begin with.
+    """
+
+    weight: str
+    base: str
+
+    def beside(self, companion: str, weight: str) -> str | None:
+        """The name of `companion` once its weight is called `weight`; None when that has another form of name."""
+        tail = companion[len(self.base) :]
+        if self.base == self.weight:
+            return weight + tail
+        return weight.removesuffix(_WEIGHT) + tail if weight.endswith(_WEIGHT) else None
+
+
+def parents(name: str) -> Iterator[Parent]:
+    """The weights that `name` may be a companion of, the likeliest first."""
+    module, _, leaf = name.rpartition(".")
+    words = leaf.split("_")
+    for end in range(len(words) - 1, 0, -1):
+        weight = ".".join([*([module] if module else []), "_".join(words[:end])])
+        yield Parent(weight, weight)
+    for _ in range(_UP):
+        if not module:
+            return
+        yield Parent(module, module)
+        yield Parent(module + _WEIGHT, module)
+        module = module.rpartition(".")[0]
+
+
+def parent_of(name: str, is_known: Callable[[str], bool]) -> Parent | None:
+    """The weight that `name` is a companion of; None for a tensor of its own.
+
+    Args:
+        name: Of a tensor that is not known itself.
+        is_known: Whether a name is one of a weight.
+    """
+    return next((parent for parent in parents(name) if is_known(parent.weight)), None)
+
+
+def with_scales_of_blocks(conversions: Sequence[Conversion], config: Mapping[str, Any]) -> tuple[Conversion, ...]:
+    """The conversions of a class, and those of the scales of its quantized weights.
+
+    Only fp8 with a scale for each block of rows and columns has them: it is what transformers keeps beside fused
+    experts, `gate_up_proj_scale_inv` beside `gate_up_proj`.
+
+    Args:
+        conversions: Of weights, disk to model.
+        config: The contents of `config.json`.
+    """
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
+        return tuple(conversions)
+    block = quantization.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        return tuple(conversions)
+    return (*conversions, *(_of_scales(each) for each in conversions if each.ops and _goes_for_scales(each)))
+
+
+def _goes_for_scales(conversion: Conversion) -> bool:
+    """True when the steps mean the same for blocks: no sizes in elements, no rows of heads, no look at a shape."""
+    weights = all(source.endswith(_WEIGHT) for source in conversion.sources)
+    return weights and all(op.kind in _ALSO_FOR_SCALES and _is_without_sizes(op) for op in conversion.ops)
+
+
+def _is_without_sizes(op: Op) -> bool:
+    return op.kind == "chunk" or not op.args
+
+
+def _of_scales(conversion: Conversion) -> Conversion:
+    return Conversion(
+        tuple(name + SCALE_OF_BLOCKS for name in conversion.sources),
+        tuple(name + SCALE_OF_BLOCKS for name in conversion.targets),
+        conversion.ops,
+    )
+
+
+def bases_of_scales(conversions: Sequence[Conversion]) -> dict[int, int]:
+    """For each conversion of scales the one of their weights, by index."""
+    indices = {conversion: index for index, conversion in enumerate(conversions)}
+    return {
+        indices[scales]: index
+        for conversion, index in indices.items()
+        if conversion.ops and (scales := _of_scales(conversion)) in indices
+    }

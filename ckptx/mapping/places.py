@@ -1,0 +1,88 @@
+"""Where a tensor goes in a conversion, and what lies beside a quantized weight with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ckptx.mapping.companions import parent_of
+from ckptx.mapping.name_index import fill
+from ckptx.mapping.ops import Conversion
+
+# Index of a conversion, and the indices that what goes into it together shares.
+Run = tuple[int, tuple[int, ...]]
+
+
+class Place(NamedTuple):
+    """Where a tensor goes: into one run of a conversion.
+
+    Attributes:
+        conversion: Index of the conversion.
+        fixed: The indices that the whole run shares: its layer.
+        column: Index of the pattern on this side.
+        at: Position in a module list, 0 outside of one.
+    """
+
+    conversion: int
+    fixed: tuple[int, ...]
+    column: int
+    at: int = 0
+
+    @property
+    def run(self) -> Run:
+        """What the tensors that go together share."""
+        return self.conversion, self.fixed
+
+
+def named(pattern: str, fixed: tuple[int, ...], at: int) -> str:
+    """The name that a pattern of a run stands for; `at` counts for a module list only."""
+    return fill(pattern, fixed if pattern.count("*") == len(fixed) else (*fixed, at))
+
+
+class Settled(NamedTuple):
+    """Places of names, and the runs that stay as they are for the sake of what lies beside their weights."""
+
+    places: dict[str, Place | str | None]
+    staying: set[Run]
+
+
+def with_companions(
+    places: dict[str, Place | str | None],
+    conversions: Sequence[Conversion],
+    place_of: Callable[[str], Place | str | None],
+    renamed: Callable[[Place], str],
+) -> Settled:
+    """Gives what no rule knows but lies beside a weight a place beside it again.
+
+    Args:
+        places: Of all names; None where no rule knows one.
+        conversions: What places refer to.
+        place_of: Where a weight goes, whether it is there or only what was made of it.
+        renamed: The name at a place of a conversion without ops.
+    """
+    settled = Settled(places, set())
+    found = []
+    for name in [name for name, place in places.items() if place is None]:
+        parent = parent_of(name, lambda weight: place_of(weight) is not None)
+        weight = None if parent is None else place_of(parent.weight)
+        if parent is None or weight is None:
+            continue
+        new = parent.beside(name, renamed(weight) if isinstance(weight, Place) else weight)
+        if isinstance(weight, Place) and (new is None or _is_rebuilt(conversions[weight.conversion])):
+            settled.staying.add(weight.run)
+        else:
+            found.append((name, new, weight))
+    for name, new, weight in found:
+        if new is not None and new != name and not (isinstance(weight, Place) and weight.run in settled.staying):
+            places[name] = new
+    return settled
+
+
+def _is_rebuilt(conversion: Conversion) -> bool:
+    return any(op.kind != "same" for op in conversion.ops)
+
+
+def renamed_at(conversions: Sequence[Conversion], place: Place) -> str:
+    """The name at a place of a conversion that only renames, or the first that what is there goes into."""
+    targets = conversions[place.conversion].targets
+    return named(targets[place.column if place.column < len(targets) else 0], place.fixed, place.at)
