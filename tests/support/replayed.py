@@ -1,0 +1,67 @@
+"""What the replays of outside test suites share: shards as torch records them, and a conversion by the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from ckptx.cli.main import cli
+
+INDEX = "model.safetensors.index.json"
+
+
+def save_part(path: Path, tensors: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]] = {}) -> None:
+    """One safetensors file that records where its tensors begin in larger ones; at 0 unless said otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    info = {name: {"saved_offsets": list(offsets.get(name, [0] * part.dim()))} for name, part in tensors.items()}
+    whole = {name: part.contiguous() for name, part in tensors.items()}
+    save_file(whole, path, metadata={"DCP_SHARDING_INFO": json.dumps(info)})
+
+
+def converted(*arguments: object) -> dict[str, Any]:
+    """`ckptx convert ...`: the report, of a run that ended with 0."""
+    result = CliRunner().invoke(cli, ["convert", *map(str, arguments), "--json"], standalone_mode=False)
+    assert result.return_value == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert isinstance(report, dict)
+    return report
+
+
+def loaded(root: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every safetensors file in a directory, by the stock library."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(root.glob("*.safetensors")):
+        held = load_file(path)
+        assert found.keys().isdisjoint(held)
+        found |= held
+    return found
+
+
+def index_of(root: Path) -> dict[str, Any]:
+    """The index of an HF directory."""
+    index = json.loads((root / INDEX).read_text())
+    assert isinstance(index, dict)
+    return index
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of their elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def names_of_tests(module: str) -> set[str]:
+    """Names of the tests of a module, `Class.test` where they are in one."""
+    here: ModuleType = sys.modules[module]
+    found = {name for name in vars(here) if name.startswith("test_")}
+    for each in vars(here).values():
+        if isinstance(each, type) and each.__name__.startswith("Test"):
+            found |= {f"{each.__name__}.{name}" for name in vars(each) if name.startswith("test_")}
+    return found
