@@ -25,6 +25,7 @@ from ckptx.untrusted.limits import ELEMENT_BITS, TENSORS, shape_fault
 # The library refuses longer headers, so nobody could load a file that has one.
 MAX_HEADER = 100_000_000
 
+_METADATA = "__metadata__"
 _LFS_POINTER = b"version https://git-lfs"
 _TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
 
@@ -183,7 +184,13 @@ def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata:
     Args:
         tensors: (name, dtype, shape, begin, end) in the order of their bytes, offsets from the end of the header.
         metadata: `__metadata__`; left out when empty.
+
+    Raises:
+        UnsupportedError: A tensor has the name that the format keeps for metadata.
     """
+    tensors = list(tensors)
+    if any(name == _METADATA for name, *_ in tensors):
+        raise UnsupportedError(f'tensor "{_METADATA}": safetensors keeps this name for itself; give it another one')
     parts = []
     if metadata:
         parts.append('"__metadata__":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")))

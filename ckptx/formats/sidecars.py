@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
+from ckptx.catalog.file_name import name_fault
 from ckptx.formats.foreign import is_foreign_weights
 from ckptx.storage import read_small, unreadable
 from ckptx.untrusted.limits import CONFIG_BYTES
@@ -61,7 +62,7 @@ def look_around(root: Path, used: frozenset[str]) -> Surroundings:
     """Lists the sidecars below `root`.
 
     A directory that holds weights of its own (`onnx/`, `original/`) is left behind, unless `modules.json` says that the
-    model is built from it, as sentence-transformers does.
+    model is built from it, as sentence-transformers does. So is a file whose name has no place in an output.
 
     Args:
         root: The directory of the checkpoint.
@@ -87,6 +88,7 @@ def look_around(root: Path, used: frozenset[str]) -> Surroundings:
         else:
             carried.extend(name for name in inside if name.endswith(_TEXTS))
             left.extend(name for name in inside if not name.endswith(_TEXTS))
+    left.extend(name for name in carried if name_fault(name) is not None)
     return Surroundings(_sidecars(root, carried), tuple(sorted(left)))
 
 
@@ -97,7 +99,8 @@ def beside_one_file(root: Path) -> Surroundings:
 
 
 def _sidecars(root: Path, names: list[str]) -> tuple[Sidecar, ...]:
-    return tuple(Sidecar(name, os.stat(root / name).st_size) for name in sorted(names))
+    """Those of the names that a manifest may hold, too."""
+    return tuple(Sidecar(name, os.stat(root / name).st_size) for name in sorted(names) if name_fault(name) is None)
 
 
 def _walk(root: Path, depth: int, below: str = ".") -> Iterator[tuple[str, list[str]]]:
