@@ -24,7 +24,9 @@ from ckptx.untrusted.printable import one_line, shown
 _MOST_CELLS = 4096  # ranks drawn one by one
 _MOST_BARS = 2048
 _MOST_ROWS = 400  # patterns listed without a search
-_ROOMY = 64  # ranks that leave room for a number of bytes in each cell
+_ROOMY = 64  # ranks that leave room for a number of bytes in each cell,
+_ROOMY_TP = 12  # where no more than these stand side by side in 1,300 px
+_MOST_TP = 32  # cells side by side; more go on in the next line
 _MOST_OUTSIDE = 4
 
 
@@ -111,12 +113,19 @@ def _mesh(layout: Layout) -> Iterator[str]:
     if len(layout.holders) > _MOST_CELLS:
         yield f"<p class=note>More than {_MOST_CELLS:,} ranks are not drawn one by one; --ranks --json lists them.</p>"
     tp = 1 if layout.dims is None else layout.dims.tp
-    yield f'<div class="stages{"" if len(layout.holders) <= _ROOMY else " dense"}" style="--tp:{tp}">'
+    is_roomy = len(layout.holders) <= _ROOMY and tp <= _ROOMY_TP
+    yield f'<div class="stages{"" if is_roomy else " dense"}" style="--tp:{_line(tp)}">'
     for stage, holders in bands:
         yield from _band(layout, stage, holders)
     yield "</div>"
     yield '<p class=readout id="holder" role="status"></p>'
     yield "</section>"
+
+
+def _line(tp: int) -> int:
+    """Cells in a line of a stage: those of all TP ranks, or as many lines of equal length as they need."""
+    lines = -(-tp // _MOST_TP)
+    return -(-tp // lines)
 
 
 def _mesh_sentence(layout: Layout) -> str:
@@ -157,17 +166,26 @@ def _band(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> Itera
             yield f'<div class="cells {"loose" if layout.by_rank else "names"}">'
         else:
             yield "<div class=cells>"
-            yield "<i></i>" + "".join(f"<i>{'tp ' if tp == 0 else ''}{tp}</i>" for tp in range(dims.tp))
+            line = _line(dims.tp)
+            if line == dims.tp:
+                yield "<i></i>" + "".join(f"<i>{'tp ' if tp == 0 else ''}{tp}</i>" for tp in range(dims.tp))
         most = max(holder.nbytes for holder in layout.holders) or 1
         colors = colors_of(layout)
         first = layout.holders.index(holders[0])
         for index, holder in enumerate(holders, start=first):
-            if dims is not None and holder.tp == 0:
-                yield f"<i>{'dp ' if holder.dp == 0 else ''}{holder.dp}</i>"
+            if dims is not None and holder.tp is not None and holder.tp % line == 0:
+                yield f"<i class=line>{_line_label(holder, is_whole=line == dims.tp)}</i>"
             hue, light = colors[index % len(colors)]
             yield _cell(holder, index, f"--h:{hue};--l:{light};--b:{holder.nbytes / most:.3f}")
         yield "</div>"
     yield "</article>"
+
+
+def _line_label(holder: Holder, *, is_whole: bool) -> str:
+    """What stands before a line of cells: its dp; and where lines go on, the TP rank it begins with."""
+    if is_whole:
+        return f"{'dp ' if holder.dp == 0 else ''}{holder.dp}"
+    return f"dp {holder.dp} tp {holder.tp}"
 
 
 def _cell(holder: Holder, index: int, style: str) -> str:

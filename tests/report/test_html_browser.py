@@ -18,7 +18,7 @@ from ckptx.catalog.entry import Block, CutChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.layout.parallel_dims import ParallelDims
 from tests.report.pages import Page
-from tests.report.test_html import EVIL, evil, page_of, small
+from tests.report.test_html import EVIL, catalog_of, evil, page_of, small
 from tests.writers import LLAMA, llama, write_hf
 
 pytestmark = pytest.mark.slow
@@ -133,6 +133,36 @@ def test_every_name_is_found_and_stays_text(browser: list[str], tmp_path: Path, 
     assert page.all("h3")[-1].text == name
     assert not page.all("img") and len(page.all("script")) == 2
     assert not [key for element in page.elements for key in element.attributes if key.startswith("on")]
+
+
+# Runs in the page: every box whose contents are wider than itself, the page included.
+_MEASURE = """<script>addEventListener("load", () => {
+  const wide = [document.documentElement, ...document.querySelectorAll("main *")].filter(
+    (each) => each.scrollWidth > each.clientWidth + 1 && each.clientWidth && getComputedStyle(each).display !== "inline"
+      && !each.closest("svg") && !each.closest(".scroll"));
+  document.title = JSON.stringify(wide.map((each) => each.tagName + "." + each.className));
+})</script>"""
+MESHES = [
+    ParallelDims(tp, pp, 64 // tp // pp) for tp in (1, 2, 4, 8, 16, 32, 64) for pp in (1, 4, 64) if tp * pp <= 64
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [*MESHES, ParallelDims(33, 2, 2), ParallelDims(12, 5), ParallelDims(8, 4, 32)])
+def test_a_page_of_many_ranks_fits_the_width_of_a_screen(
+    browser: list[str], tmp_path: Path, dims: ParallelDims
+) -> None:
+    tensors = [
+        (f"model.layers.{stage}.self_attn.q_proj.weight", (811 * dims.tp, 491 * dims.dp_shard), stage)
+        for stage in range(dims.pp)
+    ]
+    page = page_of(catalog_of(tensors, dims), dims)[0]
+    path = tmp_path / "layout.html"
+    path.write_text(
+        page.replace('http-equiv="Content-Security-Policy"', 'name="none"').replace("</body>", f"{_MEASURE}</body>")
+    )
+    shown = opened([*browser, "--window-size=1300,1400"], path)
+    assert len(shown.all("a", "cell")) == dims.world_size
+    assert shown.all("title")[0].text == "[]"
 
 
 def test_markup_that_gets_in_is_stopped_by_the_policy(browser: list[str], tmp_path: Path) -> None:
