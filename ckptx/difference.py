@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.counting import parameters_of
@@ -41,7 +42,7 @@ def diff(
     """
     report = Report("diff")
     paths = [resolve(str(each), revision=revision, token=token, cache_dir=cache_dir) for each in (a, b)]
-    a_view, b_view = (view_model(open_checkpoint(path)) for path in paths)
+    a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths))
     report.tensors = len(a_view.catalog.tensors)
     report.details["parameters"] = parameters_of(a_view).count
     first, second = in_common_names(_headers_of(a_view), _headers_of(b_view))
@@ -59,6 +60,27 @@ def diff(
     if rows:
         report.exit = 1
     return report.finish()
+
+
+def seen_together(a: Catalog, b: Catalog) -> tuple[ModelView, ModelView]:
+    """Two checkpoints as models; one without a config is seen by that of the other, as `verify --run` builds it.
+
+    Raises:
+        InputError, UnsupportedError: One of them, by its own config.
+    """
+    return _seen_beside(a, b), _seen_beside(b, a)
+
+
+def _seen_beside(catalog: Catalog, other: Catalog) -> ModelView:
+    if catalog.config is not None or other.config is None:
+        return view_model(catalog)
+    try:
+        view = view_model(catalog, config=other.config)
+    except (InputError, UnsupportedError) as error:
+        catalog.notes.append(f"no config.json, and that of {other.root} does not fit: {error}")
+        return view_model(catalog)
+    catalog.notes.append(f"no config.json: seen by that of {other.root}")
+    return view
 
 
 def _headers_of(view: ModelView) -> ModelView:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
@@ -15,11 +17,12 @@ from ckptx.formats.hub import resolve
 from ckptx.formats.huggingface import read_json
 from ckptx.formats.megatron import is_torch_dist
 from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.sidecars import look_around
+from ckptx.formats.sidecars import MANIFEST, look_around
 from ckptx.options import ConvertOptions
 from ckptx.output_place import refuse_overlap
 from ckptx.replacing import refuse_files_of
 from ckptx.storage import identities
+from ckptx.view import manifest_beside
 
 
 class Home(NamedTuple):
@@ -38,8 +41,12 @@ class Home(NamedTuple):
     files: Mapping[str, int] = {}
 
 
-def home_of(run: Conversion) -> Home:
+def home_of(run: Conversion, *, needs_config: bool = True) -> Home:
     """Finds the config.
+
+    Args:
+        run: The conversion.
+        needs_config: False when it can do without where a manifest remembers the files of a checkpoint that had none.
 
     Raises:
         InputError: There is none.
@@ -54,17 +61,39 @@ def home_of(run: Conversion) -> Home:
         run.report.warnings.append("--base none: no config, ties were not resolved and no prefix was looked for")
         return Home(None, None)
     home = home_beside(run)
-    if home.config is None and is_torch_dist(run.source.root):
-        raise InputError(
-            f"{run.source.root}: has Megatron's own names, which are not mapped to published ones, and no config.json; "
-            "pass --base none to write the tensors under their own names"
-        )
-    if home.config is None:
-        raise InputError(
-            f"{run.source.root}: has no config.json, which names the architecture and its ties; pass --base HF, the "
-            "checkpoint it was trained from, or --base none to write the tensors alone"
-        )
+    if home.config is None and (needs_config or not _never_had_one(run)):
+        raise no_config(run.source.root)
     return home
+
+
+def no_config(root: Path) -> InputError:
+    """The error for tensors of an unknown model."""
+    if is_torch_dist(root):
+        return InputError(
+            f"{root}: has Megatron's own names, which are not mapped to published ones, and no config.json; pass "
+            "--base none to write the tensors under their own names"
+        )
+    return InputError(
+        f"{root}: has no config.json, which names the architecture and its ties; pass --base HF, the checkpoint it was "
+        "trained from, or --base none to write the tensors alone"
+    )
+
+
+def _never_had_one(run: Conversion) -> bool:
+    """True when the manifest remembers the files of an HF checkpoint that had no config either.
+
+    What lay beside them travels back, too: the manifest names it, and only what is found there is taken.
+    """
+    source = run.source
+    manifest = manifest_beside(source, [])
+    if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
+        return False
+    around = look_around(source.root, frozenset(source.files)).carried
+    sidecars = tuple(sidecar for sidecar in around if sidecar.name in manifest.sidecars)
+    found = identities(source.root, (sidecar.name for sidecar in sidecars))
+    run.source = replace(source, sidecars=sidecars, identities={**found, **source.identities})
+    run.report.warnings.append(f"no config.json: the files are those that {MANIFEST} remembers, ties are unknown")
+    return True
 
 
 def home_beside(run: Conversion) -> Home:

@@ -63,4 +63,4 @@ def _to_dcp(run: Conversion) -> None:
 def _to_huggingface(run: Conversion) -> None:
     if run.source.format == "huggingface":
         raise UsageError(f"{run.source.root}: is a safetensors checkpoint already; convert hf2dcp turns it into a DCP")
-    to_huggingface(run, home_of(run))
+    to_huggingface(run, home_of(run, needs_config=False))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.architecture.tied import TieDecision, config_edits
-from ckptx.conversion.config import Home
+from ckptx.conversion.config import Home, no_config
 from ckptx.conversion.dtypes import cast, lossless_edits
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.memory import Memory, kept_manifest, names_on_disk, recall
@@ -42,6 +42,8 @@ def to_huggingface(run: Conversion, home: Home) -> None:
     if not view.tensors:
         raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
     memory, target = _recall(run, view, home, decisions)
+    if memory is None and home.config is None and options.base is None:
+        raise no_config(root)
     if memory is not None and target is not None:
         layout = memory.restore(run.dst, target.tensors)
         edits: list[dict[str, Any]] = []
@@ -97,7 +99,7 @@ def _recall(
     """What the manifest of this very checkpoint remembers, unless the options ask for something else."""
     options = run.options
     asked = options.dtype != "auto" or options.max_shard_size_given or options.tied != "auto" or view.prefix
-    if asked or home.base is not None or home.config is None or options.names not in (None, "disk"):
+    if asked or home.base is not None or options.base == "none" or options.names not in (None, "disk"):
         return None, None
     manifest = kept_manifest(view, run.report.warnings)
     if manifest is None:

@@ -13,7 +13,7 @@ from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.counting import parameters_of
-from ckptx.difference import TiedNames, differing_headers, in_common_names
+from ckptx.difference import TiedNames, differing_headers, in_common_names, seen_together
 from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
@@ -24,7 +24,7 @@ from ckptx.storage import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.sinks import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
-from ckptx.view import ModelView, compare_replicas, locate_payloads, view_model
+from ckptx.view import ModelView, compare_replicas, locate_payloads
 
 _BUFFER = 1 << 20
 
@@ -56,7 +56,7 @@ def verify(
     if dtype != "auto" and dtype not in CAST_TARGETS:
         raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
     report = report or Report("verify")
-    first, second = _open(reference), _open(checkpoint)
+    first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint))
     report.tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     seen = seen_of(first.catalog, second.catalog)
     with (
@@ -91,10 +91,6 @@ def verify(
     if rows or not pairs:
         report.exit = 1
     return report.finish()
-
-
-def _open(path: Path) -> ModelView:
-    return view_model(open_checkpoint(path))
 
 
 def _targets(reference: ModelView, dtype: str) -> dict[str, DType]:
