@@ -130,12 +130,12 @@ class Architecture:
 
     def knows(self, name: str) -> bool:
         """Whether a tensor of this name, as found on disk, is no surprise: it belongs to the class or is ignored."""
-        if self._owns(name):
+        if self.owns(name):
             return True
         pattern = pattern_of(name)
         return any(re.search(each, pattern) for each in self.ignored)
 
-    def _owns(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         """Whether a tensor of this name, as found on disk, belongs to the class."""
         pattern = pattern_of(name)
         for old, new in _LEGACY_LEAVES.items():
@@ -156,7 +156,7 @@ class Architecture:
 
     def match(self, names: Iterable[str]) -> float:
         """The fraction of ``names`` that belong to the class, 0.0 for no names."""
-        owned = [self._owns(name) for name in names]
+        owned = [self.owns(name) for name in names]
         return sum(owned) / len(owned) if owned else 0.0
 
     def tensor_parallel_plan(self, config: Mapping[str, Any]) -> TensorParallelPlan:

@@ -59,6 +59,20 @@ def class_names() -> list[str]:
     return [line[len(lead) :].split(b'"', 1)[0].decode("ascii") for line in lines]
 
 
+def classes_of(model_type: str) -> list[str]:
+    """Every class in the table whose own config has this model type, sorted."""
+    said = b',"type":' + json.dumps(model_type).encode("ascii") + b","
+    lead = b'{"class":"'
+    text, found, at = _text(), [], 0
+    while (at := text.find(said, at)) >= 0:
+        start = text.rfind(b"\n", 0, at) + 1
+        name = text[start + len(lead) : at - 1]
+        if text.startswith(lead, start) and b'"' not in name:
+            found.append(name.decode("ascii"))
+        at += len(said)
+    return sorted(found)
+
+
 @functools.cache
 def _text() -> bytes:
     return PATH.read_bytes()
