@@ -1,41 +1,92 @@
-"""Shapes of a model's tensors, for the few that are on disk transposed or not: names alone do not tell which."""
+"""What the tensors of a model must be under its config: from the table of shapes, else from a model without storage."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from ckptx.architecture.expressions import Scope, keys_of
+from ckptx.architecture.shape_rules import Expected
+from ckptx.architecture.shape_table import shape_rules
+from ckptx.architecture.spec import Architecture
 from ckptx.catalog.region import Shape
-from ckptx.errors import missing_package
+from ckptx.mapping.names import pattern_of
+from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rules import ShapeOf
 
 
-def shapes_of(config: Mapping[str, Any]) -> ShapeOf:
-    """Shape of a tensor of the model by its name; None for an unknown class or name.
-
-    They are those of a model without storage. It is built when the first shape is asked for, which costs the import of
-    torch: hardly any class has such tensors (the experts of Qwen3-VL-MoE are some).
+def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> Expected | None:
+    """Names and shapes of a model, None where the table says nothing of its class under this config.
 
     Args:
+        architecture: Of the class, under published names.
+        config: The contents of `config.json`.
+
+    Raises:
+        InputError: A number in the config is none.
+    """
+    if architecture.origin != "table":
+        return None
+    rules = shape_rules(architecture.class_name)
+    return rules.under(config, architecture.structure.root) if rules is not None else None
+
+
+def says_layers(architecture: Architecture, config: Mapping[str, Any]) -> bool:
+    """Whether the config itself gives a number of layers; one that names the class alone has the class's defaults."""
+    structure = architecture.structure
+    told = Scope(config, {}, structure.aliases, structure.root)
+    return any(told.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
+
+
+def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
+    """Shape of a tensor of the model by its name; None where it is not known.
+
+    What the table does not know is looked up in a model without storage, which costs the import of torch: only for
+    tensors that are on disk transposed or not, for which names alone do not tell.
+
+    Args:
+        architecture: Of the class, under published names.
         config: The contents of `config.json`.
     """
+    needed = _without_a_form(architecture.conversions(config))
 
     @functools.cache
-    def shapes() -> dict[str, Shape]:
-        names = config.get("architectures")
-        try:
-            from ckptx.architecture.meta_model import build, known_class
-        except ImportError as error:
-            subject = str(names[0]) if isinstance(names, list) and names else "config.json"
-            raise missing_package(
-                f"{subject}: its shapes tell its tensors apart, so it must be built", error
-            ) from error
+    def expected() -> Expected | None:
+        return expected_of(architecture, config)
 
-        cls: Any = known_class(str(names[0])) if isinstance(names, list) and names else None
+    @functools.cache
+    def built() -> dict[str, Shape]:
+        from ckptx.architecture.meta_model import build, known_class
+
+        cls: Any = known_class(architecture.class_name)
         if cls is None:
             return {}
         model = build(cls, cls.config_class.from_dict(dict(config)))
         return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
-    return lambda name: shapes().get(name)
+    @functools.cache
+    def told(pattern: str) -> Shape | None:
+        known = expected()
+        shapes = known.shapes.get(pattern, ()) if known is not None else ()
+        if len(shapes) != 1:
+            return None
+        sizes = tuple(size for size in shapes[0] if size is not None)
+        return sizes if len(sizes) == len(shapes[0]) else None
+
+    def shape_of(name: str) -> Shape | None:
+        pattern = pattern_of(name)
+        shape = told(pattern)
+        return built().get(name) if shape is None and pattern in needed else shape
+
+    return shape_of
+
+
+def _without_a_form(conversions: Collection[Conversion]) -> frozenset[str]:
+    """Patterns of the model's tensors that no operation says the form on disk of."""
+    return frozenset(
+        pattern_of(target)
+        for conversion in conversions
+        if any((op.kind == "transpose" and op.args) or (op.kind == "split" and not op.args) for op in conversion.ops)
+        for target in conversion.targets
+    )

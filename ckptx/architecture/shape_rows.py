@@ -1,0 +1,129 @@
+"""The lines of the table of shapes: ``ShapeRules`` as JSON, and back.
+
+Every line starts with its key, so that a byte search finds it. As in the table of architectures, what lies below the
+base model of a class is written once for all classes around that base model, without its prefix:
+
+    {"schema":1,...}                                          the header, first
+    {"class":"LlamaForCausalLM","at":"model","body":"LlamaModel",...}
+    {"body":"LlamaModel","shapes":{"hidden_size":"layers.*.{...}.weight,norm.weight"},...}
+
+A shape is written as its sizes with commas between them, ``?`` for one that is not known, and several shapes with a
+bar. Patterns under a shape are required unless they are among ``optional``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ckptx.architecture.patterns import pack, unpack
+from ckptx.architecture.shape_rules import Condition, ShapeRules
+
+SCHEMA = 1
+
+Values = dict[str, Any]
+
+
+def encode_shapes(rules: Mapping[str, tuple[str, ShapeRules]], transformers_version: str) -> str:
+    """The whole table as text; the same rules give the same bytes.
+
+    Args:
+        rules: Per class the prefix of its base model, and its rules.
+        transformers_version: Of the library that was measured.
+    """
+    bodies: dict[str, str] = {}
+    lines = [_json({"schema": SCHEMA, "transformers": transformers_version})]
+    for name, (prefix, known) in sorted(rules.items()):
+        lead = f"{prefix}." if prefix and any(each.startswith(f"{prefix}.") for each in known.shapes) else ""
+        shared = json.dumps(_written(known, lead, True), separators=(",", ":"))
+        owner = bodies.setdefault(shared, name)
+        own = _written(known, lead, False) if lead else {}
+        lines.append(_json({"class": name, **({"at": prefix} if lead else {}), "body": owner, **own}))
+    lines += sorted(_json({"body": owner, **json.loads(text)}) for text, owner in bodies.items())
+    return "\n".join(lines) + "\n"
+
+
+def decode_shapes(values: Values, body: Callable[[str], Mapping[str, Any]]) -> ShapeRules:
+    """The rules of a class line.
+
+    Args:
+        values: The line.
+        body: Gives the body line of a name.
+    """
+    lead = f"{values['at']}." if "at" in values else ""
+    below, own = _read(body(values["body"]), lead), _read(values, "")
+    conditions = dict(below.conditions)
+    for condition, names in own.conditions.items():
+        conditions[condition] = conditions.get(condition, frozenset()) | names
+    return ShapeRules(
+        shapes={**below.shapes, **own.shapes},
+        counts={**below.counts, **own.counts},
+        required=below.required | own.required,
+        conditions=conditions,
+        models={**below.models, **own.models},
+        defaults={**below.defaults, **own.defaults},
+        aliases={**below.aliases, **own.aliases},
+    )
+
+
+def _written(known: ShapeRules, lead: str, is_below: bool) -> Values:
+    """What lies below `lead`, or what does not; numbers and part names go with the first."""
+
+    def chosen(names: Iterable[str]) -> list[str]:
+        return [name.removeprefix(lead) for name in names if name.startswith(lead) is is_below]
+
+    def grouped(texts: Mapping[str, str]) -> dict[str, str]:
+        groups: dict[str, list[str]] = {}
+        for name in chosen(texts):
+            groups.setdefault(texts[lead + name if is_below else name], []).append(name)
+        return {text: pack(names) for text, names in sorted(groups.items())}
+
+    conditions = [
+        [condition.key, condition.kind, list(condition.values), pack(chosen(names))]
+        for condition, names in sorted(known.conditions.items(), key=str)
+        if chosen(names)
+    ]
+    values: Values = {
+        "shapes": grouped({name: _shape_text(shapes) for name, shapes in known.shapes.items()}),
+        "optional": pack(chosen(set(known.shapes) - known.required)),
+        "more": pack(chosen(known.required - set(known.shapes))),
+        "counts": grouped(known.counts),
+        "when": conditions,
+    }
+    if is_below:
+        values |= {"models": dict(known.models), "defaults": dict(known.defaults), "aliases": dict(known.aliases)}
+    return {key: value for key, value in values.items() if value}
+
+
+def _read(values: Mapping[str, Any], lead: str) -> ShapeRules:
+    shapes = {lead + name: _shapes(text) for text, names in values.get("shapes", {}).items() for name in unpack(names)}
+    optional = {lead + name for name in unpack(values.get("optional", ""))}
+    return ShapeRules(
+        shapes=shapes,
+        counts={lead + path: text for text, paths in values.get("counts", {}).items() for path in unpack(paths)},
+        required=frozenset(set(shapes) - optional) | {lead + name for name in unpack(values.get("more", ""))},
+        conditions={
+            Condition(key, kind, tuple(tuple(each) if isinstance(each, list) else each for each in told)): frozenset(
+                lead + name for name in unpack(names)
+            )
+            for key, kind, told, names in values.get("when", ())
+        },
+        models=values.get("models", {}),
+        defaults=values.get("defaults", {}),
+        aliases=values.get("aliases", {}),
+    )
+
+
+def _shape_text(shapes: tuple[tuple[str, ...], ...]) -> str:
+    return "|".join(",".join(text or "?" for text in shape) for shape in shapes)
+
+
+def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        tuple("" if size == "?" else size for size in shape.split(",")) if shape else () for shape in text.split("|")
+    )
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":"), ensure_ascii=True)

@@ -1,0 +1,179 @@
+"""What a class says of its tensors under a config: which must be there, and which shape each has.
+
+Sizes are expressions over ``config.json`` (`expressions`), measured on meta models and not read off any code. Where a
+config says something that was not measured, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+from ckptx.architecture.configs import refusal
+from ckptx.architecture.expressions import Scope, attempt, keys_of
+from ckptx.errors import InputError
+
+Sizes = tuple[int | None, ...]  # of a tensor; None where a size is not known
+
+_MOST = 1 << 20  # layers, experts: a number beyond it is no count
+
+
+class Condition(NamedTuple):
+    """What a config must say for some rules to be right.
+
+    Attributes:
+        key: Dotted.
+        kind: "is": the value, where the config has the key. "set": neither ``null`` nor 0. "among": a list of no other
+            words.
+        values: The value, or the words.
+    """
+
+    key: str
+    kind: str
+    values: tuple[Any, ...]
+
+    def holds(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
+        """Whether the config says so; a key that it leaves out has the default that was measured."""
+        *path, last = self.key.split(".")
+        node: Mapping[str, Any] = config
+        for part in (*root, *path):
+            below = node.get(part)
+            node = below if isinstance(below, Mapping) else node
+        for name in (last, aliases.get(self.key, last)):
+            if name in node:
+                return self._accepts(node[name])
+        return True
+
+    def _accepts(self, value: Any) -> bool:
+        if self.kind == "set":
+            return value not in (None, 0)
+        if self.kind == "among":
+            return value is None or (isinstance(value, list) and all(each in self.values for each in value))
+        held = self.values[0]
+        return bool(value == (list(held) if isinstance(held, tuple) else held))
+
+
+class Expected(NamedTuple):
+    """What a model has under one config.
+
+    Attributes:
+        shapes: Pattern of the model's names -> the shapes that its tensors may have.
+        counts: Path in front of a star -> how many there are.
+        required: Patterns of tensors that must be there, one for each index of each star.
+    """
+
+    shapes: Mapping[str, tuple[Sizes, ...]]
+    counts: Mapping[str, int]
+    required: frozenset[str]
+
+    def indices(self, pattern: str) -> list[tuple[int, ...]]:
+        """What the stars of a required pattern stand for."""
+        parts = pattern.split(".")
+        paths = [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
+        return list(product(*(range(self.counts[path]) for path in paths)))
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRules:
+    """The rules of one class.
+
+    Attributes:
+        shapes: Pattern of the model's names -> the shapes that its tensors may have, each a size per dim as an
+            expression, empty where it is not known.
+        counts: Path in front of a star -> how many there are, an expression.
+        required: Patterns that every config gives, for each index of each star.
+        conditions: What must hold, and for which patterns.
+        models: Per config key of an exchangeable part the model type that all of this was measured with.
+        defaults: As of `Scope`; they count for parts that the config has.
+        aliases: As of `Scope`.
+    """
+
+    shapes: Mapping[str, tuple[tuple[str, ...], ...]]
+    counts: Mapping[str, str] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+    conditions: Mapping[Condition, frozenset[str]] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, int | None] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def under(self, config: Mapping[str, Any], root: tuple[str, ...] = ()) -> Expected | None:
+        """What a model has under the contents of ``config.json``.
+
+        Args:
+            config: It.
+            root: Keys to follow in it before any other, see `Scope`.
+
+        Returns:
+            None where the config has a part that was not measured, or no number that a rule reads: one that somebody
+            wrote by hand, to name the class alone.
+
+        Raises:
+            InputError: A number in it is none, or a size that follows is below one.
+        """
+        for key, model_type in self.models.items():
+            nested = config.get(key)
+            if isinstance(nested, Mapping) and nested.get("model_type") not in (None, model_type):
+                return None
+        told = {key: value for key, value in self.defaults.items() if _has_part(config, key.rpartition(".")[0])}
+        scope = Scope(config, told, self.aliases, root)
+        if not self._speaks(scope):
+            return None
+        doubtful = {
+            pattern
+            for condition, patterns in self.conditions.items()
+            if not condition.holds(config, self.aliases, root)
+            for pattern in patterns
+        }
+        counts = {path: found for path, text in self.counts.items() if (found := _count(text, scope)) is not None}
+        shapes = {
+            pattern: tuple(tuple(_size(text, scope) for text in shape) for shape in told)
+            for pattern, told in self.shapes.items()
+            if pattern not in doubtful
+        }
+        # a size of nothing: the config switches it off
+        shapes = {pattern: told for pattern, told in shapes.items() if all(0 not in shape for shape in told)}
+        absent = {pattern for pattern in self.shapes if pattern not in shapes}
+        required = frozenset(
+            each for each in self.required - absent - doubtful if all(path in counts for path in paths_of(each))
+        )
+        return Expected(shapes, counts, required)
+
+    def _speaks(self, scope: Scope) -> bool:
+        bare = scope._replace(defaults={})
+        texts = {text for shapes in self.shapes.values() for shape in shapes for text in shape if text}
+        keys = {key for text in texts | set(self.counts.values()) for key in keys_of(text)}
+        return any(bare.value(key) is not None for key in keys)
+
+
+def _has_part(config: Mapping[str, Any], path: str) -> bool:
+    """Whether the config holds the sub-config at a dotted path.
+
+    Only of a part do authors leave out what is as usual. What is absent at the root was taken out by hand, for
+    transformers writes every key there.
+    """
+    if not path:
+        return False
+    node: Any = config
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return isinstance(node, Mapping)
+
+
+def paths_of(pattern: str) -> list[str]:
+    """What stands in front of each star of a pattern."""
+    parts = pattern.split(".")
+    return [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
+
+
+def _count(text: str, scope: Scope) -> int | None:
+    found = attempt(text, scope)
+    if found is not None and not 0 <= found <= _MOST:
+        keys = sorted(keys_of(text))
+        raise InputError(refusal(keys[0].split("."), scope.value(keys[0]), "the number of modules"))
+    return found
+
+
+def _size(text: str, scope: Scope) -> int | None:
+    return attempt(text, scope) if text else None

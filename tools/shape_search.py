@@ -1,0 +1,138 @@
+"""Finds an expression over whole numbers that gives the same sizes, under every config that was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+_LEAVES = 5  # keys that one size may depend on
+_CONSTANTS = (2, 3, 4)
+
+
+class Search:
+    """Expressions over some keys, whose values are known for each config.
+
+    A size depends on the keys that change it when they alone change. So few keys matter for one size, and all
+    expressions over these up to a size can be tried, short ones first.
+    """
+
+    def __init__(self, values: Mapping[str, Sequence[int]]) -> None:
+        """Takes the values of each key, one for each config, the first config first."""
+        self._values = {key: np.array(row, dtype=np.int64) for key, row in values.items()}
+        self._levels: dict[tuple[str, ...], list[dict[bytes, str]]] = {}
+
+    def find(self, sizes: Sequence[int]) -> str | None:
+        """The expression of a size, None where no short one gives it under all configs."""
+        wanted = np.array(sizes, dtype=np.int64)
+        if (wanted == wanted[0]).all():
+            return str(int(wanted[0]))
+        keys = self._keys_behind(wanted)
+        if keys is None or not 0 < len(keys) <= _LEAVES:
+            return None
+        return self._over(keys, wanted)
+
+    def _keys_behind(self, wanted: np.ndarray) -> tuple[str, ...] | None:
+        """The keys that change the size: alone where each was changed alone, or all that ever differ with it."""
+        found = set()
+        first = {key: row[0] for key, row in self._values.items()}
+        for at in range(1, len(wanted)):
+            moved = [key for key, row in self._values.items() if row[at] != first[key]]
+            if wanted[at] != wanted[0]:
+                if not moved:
+                    return None
+                if len(moved) == 1:
+                    found.add(moved[0])
+        return tuple(sorted(found))
+
+    def _over(self, keys: tuple[str, ...], wanted: np.ndarray) -> str | None:
+        goal = wanted.tobytes()
+        levels = self._built(keys)
+        for level in levels:
+            if goal in level:
+                return level[goal]
+        for text in self._scaled(levels, wanted):
+            return text
+        if len(keys) > 1:
+            return self._in_two(levels, wanted)
+        return None
+
+    def _built(self, keys: tuple[str, ...]) -> list[dict[bytes, str]]:
+        """Keys, then pairs, then pairs with a third; vectors that were there before are left out."""
+        if keys not in self._levels:
+            length = len(self._values[keys[0]])
+            ones = [(self._values[key], key) for key in keys]
+            small = [*ones, *((np.full(length, number), str(number)) for number in _CONSTANTS)]
+            known: dict[bytes, str] = {row.tobytes(): text for row, text in ones}
+            levels = [dict(known)]
+            before = ones
+            for _ in range(2 if len(keys) <= 4 else 1):
+                made: dict[bytes, str] = {}
+                rows = []
+                for row, text in _combined(before, small):
+                    code = row.tobytes()
+                    if code not in known:
+                        known[code] = made[code] = text
+                        rows.append((row, text))
+                levels.append(made)
+                before = rows
+            self._levels[keys] = levels
+        return self._levels[keys]
+
+    def _scaled(self, levels: list[dict[bytes, str]], wanted: np.ndarray) -> Iterator[str]:
+        """A constant times, or more than, what is there."""
+        for level in levels:
+            for code, text in level.items():
+                row = np.frombuffer(code, dtype=np.int64)
+                if (row == 0).any():
+                    continue
+                if wanted[0] % row[0] == 0 and (row * (factor := wanted[0] // row[0]) == wanted).all():
+                    yield f"{factor} * {_bracketed(text)}"
+                if (wanted - row == (more := wanted[0] - row[0])).all():
+                    yield f"{text} + {more}" if more > 0 else f"{text} - {-more}"
+                if len(level) < 64 and (row != row[0]).any():
+                    yield from _affine(row, text, wanted)
+
+    def _in_two(self, levels: list[dict[bytes, str]], wanted: np.ndarray) -> str | None:
+        """Two of those together."""
+        known = {code: text for level in levels for code, text in level.items()}
+        for level in levels[:2] + levels[2:]:
+            for code, text in level.items():
+                row = np.frombuffer(code, dtype=np.int64)
+                rest = (wanted - row).tobytes()
+                if rest in known:
+                    return f"{text} + {known[rest]}"
+                if (row > 0).all() and (wanted % row == 0).all() and (rest := (wanted // row).tobytes()) in known:
+                    return f"{_bracketed(text)} * {_bracketed(known[rest])}"
+        return None
+
+
+def _affine(row: np.ndarray, text: str, wanted: np.ndarray) -> Iterator[str]:
+    """`a * row + b`."""
+    at = int(np.argmax(row != row[0]))
+    rise, run = int(wanted[at] - wanted[0]), int(row[at] - row[0])
+    if rise % run:
+        return
+    factor = rise // run
+    more = int(wanted[0]) - factor * int(row[0])
+    if factor > 0 and (row * factor + more == wanted).all():
+        yield f"{factor} * {_bracketed(text)} {'+' if more > 0 else '-'} {abs(more)}"
+
+
+def _combined(
+    first: Sequence[tuple[np.ndarray, str]], second: Sequence[tuple[np.ndarray, str]]
+) -> Iterator[tuple[np.ndarray, str]]:
+    for a, x in first:
+        for b, y in second:
+            yield a * b, f"{_bracketed(x)} * {_bracketed(y)}"
+            if (b > 0).all():
+                yield a // b, f"{_bracketed(x)} // {_bracketed(y)}"
+            yield a + b, f"{x} + {y}"
+            if (a > b).all():
+                yield a - b, f"{x} - {_bracketed(y)}"
+            if (a > 0).all() and not y.isdecimal():
+                yield b // a, f"{_bracketed(y)} // {_bracketed(x)}"
+
+
+def _bracketed(text: str) -> str:
+    return f"({text})" if " " in text else text

@@ -1,0 +1,615 @@
+"""Learns the shapes of a class: builds it under configs that differ in their numbers, and solves for the expressions.
+
+Every whole number that the class reads while it is built is changed alone, then several at a time. A dim is the first
+expression over those numbers, from short to long, that gives its size under all of these configs; nothing is read off
+the code or guessed from a name. What else the class reads (flags, words, fractions, lists) is changed once, too: a
+pattern that looks otherwise then gets a condition, and nothing is said of it where the condition does not hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from config_variants import _EXPERTS, _LAYERS, SWITCHES, _configs, _kinds, _others, _recorded
+from shape_search import Search
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ckptx.architecture import meta_model
+from ckptx.architecture.expressions import Scope, attempt
+from ckptx.architecture.meta_model import ConfigBuilder
+from ckptx.architecture.shape_rules import Condition, ShapeRules
+from ckptx.mapping.names import pattern_of
+
+Values = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+_JOINT = 10  # configs with several numbers changed
+_FACTORS = (3, 2, 5)
+_FEW_LAYERS = (4, 8)
+_BESIDE = 24
+_PLAIN = 4  # a constant up to it is one of the class itself
+_SIZED = re.compile(r"size|dim|num|heads|rank|width|length")
+_UNLISTED = 48
+_LABELS = "num_labels"
+_LABELS_TEXT = "(num_labels ?? #id2label ?? 2)"
+# Numbers that no shape follows from, and that config classes check against others.
+_NO_SIZE = re.compile(r"(_token_id|_token_index|_token|token_ids?)$|drop|^_|^initializer|^use_cache$")
+
+
+class Seen(NamedTuple):
+    """One config and the model that it gives.
+
+    Attributes:
+        changed: The dotted keys that were given another value than at first.
+        numbers: Every whole number of the config by dotted key.
+        shapes: Of the tensors of the model by name.
+    """
+
+    changed: frozenset[str]
+    numbers: Mapping[str, int]
+    shapes: Shapes
+
+
+def learned(cls: Any, build_config: ConfigBuilder, base: Values, tied: Iterable[str]) -> ShapeRules | None:
+    """The rules of one class; None where its first config cannot be built.
+
+    Args:
+        cls: The model class.
+        build_config: Its config class as a function of a dict.
+        base: The dict to start from.
+        tied: Names that another tensor may stand for; none of them is required.
+    """
+    lab = _Lab(cls, build_config)
+    found = lab.first(base)
+    if found is None:
+        return None
+    start, reads = found
+    first = lab.observed(start, frozenset())
+    assert first is not None
+    sized = [first, *lab.with_other_numbers(start, reads)]
+    others = list(lab.with_other_words(start, reads))
+    return _Solver(lab, start, sized, others, frozenset(tied)).rules()
+
+
+class _Lab:
+    """Builds one class under many configs."""
+
+    def __init__(self, cls: Any, build_config: ConfigBuilder) -> None:
+        self.cls, self.build_config = cls, build_config
+        self.unlisted: list[tuple[str, ...]] = []  # keys that the model reads and the config class does not have
+        self.unmoved: list[int] = []  # numbers that no other number could be tried for
+
+    def observed(self, values: Values, changed: frozenset[str]) -> Seen | None:
+        """The model of a config, None where there is none."""
+        try:
+            config = self.build_config(copy.deepcopy(values))
+            with _without_values():
+                model = meta_model.build(self.cls, config)
+            shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
+        except Exception:  # whatever the class raises: no checkpoint has such a config
+            return None
+        return Seen(changed, numbers_of(config), shapes)
+
+    def first(self, base: Values) -> tuple[Values, set[tuple[tuple[str, ...], str]]] | None:
+        """`base` with few layers and every number spelled out, and the keys that are read, by place."""
+        for few in (*_FEW_LAYERS, None):
+            values = copy.deepcopy(base)
+            try:
+                if few is not None:
+                    values = self._cut_down(values, few)
+                config = self.build_config(copy.deepcopy(values))
+                with _recorded() as read:
+                    model = meta_model.build(self.cls, config)
+                names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
+                if few is not None and _words_of(config) != _words_of(self.build_config(copy.deepcopy(base))):
+                    continue  # a kind of layer that is only among more of them
+            except Exception:
+                continue
+            reads = {
+                (place, key)
+                for place, held in _configs(config)
+                for key in held
+                if (type(_at(config, place)), key) in read
+            }
+            if getattr(config, "sub_configs", None):  # a composite may hand its own numbers to its parts
+                reads |= {((), key) for key, value in vars(config).items() if type(value) is int}
+            spelled = self._spelled_out(values, config, reads)
+            seen = self.observed(spelled, frozenset())
+            if seen is not None and {pattern_of(name) for name in seen.shapes} == names:
+                return self._with_unlisted(spelled, config, read, reads, seen)
+            if self.observed(values, frozenset()) is not None:
+                return values, reads
+        return None
+
+    def _with_unlisted(
+        self,
+        values: Values,
+        config: Any,
+        read: set[tuple[type, str]],
+        reads: set[tuple[tuple[str, ...], str]],
+        seen: Seen,
+    ) -> tuple[Values, set[tuple[tuple[str, ...], str]]]:
+        """With a number for each key that the model asks for, that its config class does not list, and that matters."""
+        for place, held in _configs(config):
+            owner = _at(config, place)
+            for kind, key in sorted(read, key=str):
+                if kind is not type(owner) or key in held or hasattr(owner, key) or not _SIZED.search(key):
+                    continue
+                given = copy.deepcopy(values)
+                _write(given, (*place, key), _UNLISTED, config)
+                other = self.observed(given, frozenset())
+                if other is not None and other.shapes.keys() == seen.shapes.keys() and other.shapes != seen.shapes:
+                    values, seen, reads = given, other, reads | {(place, key)}
+                    self.unlisted.append((*place, key))
+        return values, reads
+
+    def _cut_down(self, values: Values, few: int) -> Values:
+        config = self.build_config(copy.deepcopy(values))
+        for place, held in _configs(config):
+            for key in (_LAYERS | _EXPERTS) & held.keys():
+                if isinstance(held[key], int) and held[key] > few:
+                    _write(values, (*place, key), few, config)
+        return values
+
+    def _spelled_out(self, values: Values, config: Any, reads: Iterable[tuple[tuple[str, ...], str]]) -> Values:
+        spelled = copy.deepcopy(values)
+        for place, key in sorted(reads):
+            value = vars(_at(config, place)).get(key)
+            if type(value) is int and not _NO_SIZE.search(key):
+                _write(spelled, (*place, key), value, config)
+        return spelled
+
+    def with_other_numbers(self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Seen]:
+        """One number changed, for each; then several."""
+        config = self.build_config(copy.deepcopy(start))
+        changes: dict[tuple[str, ...], int] = {}
+        for place, key in sorted(reads):
+            value = vars(_at(config, place)).get(key)
+            if type(value) is not int or _NO_SIZE.search(key) or value < 2:
+                continue
+            options = (value + 1, value + 2, value * 2) if key in _LAYERS else [value * each for each in _FACTORS]
+            for other in (*options, value + 1):
+                seen = self._changed(start, {(*place, key): other}, config)
+                if seen is not None:
+                    changes[(*place, key)] = other
+                    yield seen
+                    break
+            else:
+                self.unmoved.append(value)
+        labels = self._changed(start, {(_LABELS,): 7}, config)
+        if labels is not None:
+            changes[_LABELS,] = 7
+            yield labels
+        chooser = random.Random(7)  # the same choice each time: the table depends on the classes alone
+        done, paths = 0, sorted(changes)
+        for _ in range(4 * _JOINT):
+            if done == _JOINT or len(paths) < 2:
+                break
+            share = chooser.choice((0.3, 0.5, 0.8))
+            chosen = {path: changes[path] for path in paths if chooser.random() < share}
+            seen = self._changed(start, chosen, config)
+            if seen is not None:
+                done += 1
+                yield seen
+
+    def with_other_words(
+        self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]
+    ) -> Iterator[tuple[Any, ...]]:
+        """(place and key, value at first, other value, what was seen) for all that is no number.
+
+        Nothing was seen where none of the other values gives a model: whatever depends on them stays unknown.
+        """
+        config = self.build_config(copy.deepcopy(start))
+        for place, key in sorted(reads):
+            held = vars(_at(config, place)).get(key)
+            if _NO_SIZE.search(key) or isinstance(held, PreTrainedConfig):
+                continue
+            others = list(_other_words(_at(config, place), key, held))
+            tried = [(other, self._changed(start, {(*place, key): other}, config)) for other in others]
+            if tried and all(seen is None for _, seen in tried):
+                yield (*place, key), held, others[0], None
+            for other, seen in tried:
+                if seen is not None:
+                    yield (*place, key), held, other, seen
+        for place, held in _configs(config):
+            for switch in SWITCHES:
+                key = next(iter(switch))
+                if key not in held or isinstance(held[key], list):
+                    continue
+                seen = self._changed(start, {(*place, each): value for each, value in switch.items()}, config)
+                if seen is not None:
+                    yield (*place, key), held[key], switch[key], seen
+
+    def _changed(self, start: Values, changes: Mapping[tuple[str, ...], Any], config: Any) -> Seen | None:
+        values = copy.deepcopy(start)
+        for path, value in changes.items():
+            _write(values, path, value, config)
+        return self.observed(values, frozenset(".".join(path) for path in changes))
+
+    def absent(
+        self, start: Values, path: tuple[str, ...], others: Sequence[Mapping[tuple[str, ...], int]]
+    ) -> Iterator[Any]:
+        """The config under each of `others` without a key: the dict, and the config made of it."""
+        config = self.build_config(copy.deepcopy(start))
+        for changes in others:
+            values = copy.deepcopy(start)
+            with contextlib.suppress(Exception):  # as everywhere: no checkpoint has such a config
+                for each, value in changes.items():
+                    if each != path:
+                        _write(values, each, value, config)
+                node: Any = values
+                for key in path[:-1]:
+                    node = node.get(key, {})
+                node.pop(path[-1], None)
+                yield values, self.build_config(copy.deepcopy(values))
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Modules are made as they are, but for the first values of their weights, which take most of the time."""
+    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.modules.conv._ConvNd)
+    before = [kind.reset_parameters for kind in kinds]
+    for kind in kinds:
+        kind.reset_parameters = lambda self: None
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, before, strict=True):
+            kind.reset_parameters = original
+
+
+def numbers_of(config: Any) -> dict[str, int]:
+    """Every whole number in a config and those below it, by dotted key."""
+    numbers = {}
+    for place, held in _configs(config):
+        for key, value in held.items():
+            if type(value) is int:
+                numbers[".".join((*place, key))] = value
+    with contextlib.suppress(Exception):
+        numbers[_LABELS] = int(config.num_labels)
+    return numbers
+
+
+def _other_words(config: Any, key: str, value: Any) -> Iterator[Any]:
+    """What to try for a value that is no number, or a number that switches something."""
+    if isinstance(value, bool) or value is None or isinstance(value, str) or value == []:
+        yield from _others(config, key, value)
+    elif isinstance(value, float):
+        yield value * 2
+        yield value / 2
+    elif isinstance(value, int):
+        yield from (4, 2, 1 - value) if value < 2 else (0,)
+    elif isinstance(value, (list, tuple)) and all(type(each) is int for each in value):
+        yield [each * 2 for each in value]
+        yield [*value, value[-1]]
+    if isinstance(value, int) and not isinstance(value, bool) and type(None) in _kinds(config, key):
+        yield None
+
+
+def _at(config: Any, place: Sequence[str]) -> Any:
+    for key in place:
+        config = getattr(config, key)
+    return config
+
+
+def _write(values: Values, path: Sequence[str], value: Any, config: Any) -> None:
+    """Sets one key; the configs on the way to it are spelled out as the class has them."""
+    node = values
+    for key in path[:-1]:
+        config = getattr(config, key)
+        if not isinstance(node.get(key), dict):
+            spelled = {
+                name: each
+                for name, each in config.to_diff_dict().items()
+                if not _NO_SIZE.search(name) and not _is_of_layers(name, each)
+            }
+            node[key] = copy.deepcopy(spelled)
+        node = node[key]
+    node[path[-1]] = value
+
+
+def _is_of_layers(key: str, value: Any) -> bool:
+    """A list with a word or flag for each layer, which config classes make themselves where it is not given."""
+    return (
+        isinstance(value, list)
+        and ("layer" in key or "block" in key)
+        and all(isinstance(each, (str, bool)) for each in value)
+    )
+
+
+class _Solver:
+    """From what was seen to rules."""
+
+    def __init__(
+        self, lab: _Lab, start: Values, sized: Sequence[Seen], others: Sequence[tuple[Any, ...]], tied: frozenset[str]
+    ) -> None:
+        self.lab, self.start, self.sized, self.others, self.tied = lab, start, sized, others, tied
+        self.first = sized[0]
+        self.by_pattern = [_grouped(seen.shapes) for seen in sized]
+        own = self.first.numbers
+        # a number that a config class works out itself, whatever was given, is no number of the file
+        fixed = {key for seen in sized for key in seen.changed if seen.numbers.get(key) == own.get(key)}
+        given = set().union(*(seen.changed for seen in sized))
+        self.keys = sorted((given - fixed) & own.keys())
+        for seen in sized:
+            self.keys = [key for key in self.keys if key in seen.numbers]
+        moved = {
+            key for seen in sized for key in self.keys if key not in seen.changed and seen.numbers[key] != own[key]
+        }
+        self.keys = [key for key in self.keys if key not in moved]
+        self.search = Search({key: [seen.numbers[key] for seen in sized] for key in self.keys})
+        self._texts: dict[tuple[int, ...], str | None] = {}
+        self.dims: dict[str, tuple[tuple[str, ...], ...]] = {}
+
+    def rules(self) -> ShapeRules:
+        patterns = sorted(set.intersection(*(set(each) for each in self.by_pattern)))
+        dims = self.dims
+        for pattern in patterns:
+            found = self._shapes_of(pattern)
+            if found:
+                dims[pattern] = found
+        counts = self._counts(patterns)
+        required = frozenset(each for each in patterns if self._is_everywhere(each, counts))
+        required -= self._may_be_missing(required)
+        conditions = self._conditions(dims, counts, required)
+        texts = {text for shapes in dims.values() for shape in shapes for text in shape} | set(counts.values())
+        used = [key for key in self.keys if any(_uses(text, key) for text in texts)]
+        resolved, defaults, aliases = self._resolution(used)
+        return ShapeRules(
+            shapes={
+                name: tuple(tuple(_resolved(text, resolved) for text in shape) for shape in shapes)
+                for name, shapes in dims.items()
+            },
+            counts={path: _resolved(text, resolved) for path, text in counts.items()},
+            required=required,
+            conditions=conditions,
+            models=self._models(),
+            defaults=defaults,
+            aliases=aliases,
+        )
+
+    # -- expressions
+
+    def _text(self, sizes: Sequence[int]) -> str | None:
+        key = tuple(sizes)
+        if key not in self._texts:
+            text = self.search.find(key)
+            self._texts[key] = text if text is not None and not self._may_hide(text) else None
+        return self._texts[key]
+
+    def _may_hide(self, text: str) -> bool:
+        """Whether a constant may be a number of the config that was not changed."""
+        constants = [int(each) for each in re.findall(r"(?<![\w.])[0-9]+(?![\w.])", text)]
+        if text.isdecimal() and self.lab.unmoved and int(text) > _PLAIN:
+            return True
+        held = set(self.first.numbers.values())
+        return any((each > 1 and each in self.lab.unmoved) or (each > _PLAIN and each in held) for each in constants)
+
+    def _shapes_of(self, pattern: str) -> tuple[tuple[str, ...], ...]:
+        """The shapes that tensors of a pattern may have, in the order of the first tensor that has each."""
+        seen = [list(dict.fromkeys(each[pattern].values())) for each in self.by_pattern]
+        number = len(seen[0])
+        if number > 3 or any(len(shapes) != number for shapes in seen):
+            return ()
+        found = []
+        for at in range(number):
+            shapes = [each[at] for each in seen]
+            if len({len(shape) for shape in shapes}) != 1:
+                return ()
+            texts = [self._text([shape[dim] for shape in shapes]) for dim in range(len(shapes[0]))]
+            if number > 1 and None in texts:
+                return ()
+            found.append(tuple(text or "" for text in texts))
+        return tuple(found) if any(text for shape in found for text in shape) or not found[0] else ()
+
+    # -- names
+
+    def _counts(self, patterns: Iterable[str]) -> dict[str, str]:
+        """How many there are of what a star stands for, by the path in front of it."""
+        paths = {
+            ".".join(parts[:at]) for parts in (each.split(".") for each in patterns)
+            for at, part in enumerate(parts) if part == "*"
+        }  # fmt: skip
+        found = {}
+        for path in sorted(paths):
+            numbers = [_number_below(path, seen.shapes) for seen in self.sized]
+            text = self._text([number or 0 for number in numbers]) if all(numbers) else None
+            if text:
+                found[path] = text
+        return found
+
+    def _is_everywhere(self, pattern: str, counts: Mapping[str, str]) -> bool:
+        parts = pattern.split(".")
+        paths = [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
+        if any(path not in counts for path in paths):
+            return False
+        for seen, grouped in zip(self.sized, self.by_pattern, strict=True):
+            whole = 1
+            for path in paths:
+                whole *= _number_below(path, seen.shapes) or 0
+            if len(grouped[pattern]) != whole:
+                return False
+        return True
+
+    def _may_be_missing(self, patterns: Iterable[str]) -> set[str]:
+        """Buffers, tied names, and what transformers does not miss while it loads."""
+        model = meta_model.build(self.lab.cls, self.lab.build_config(copy.deepcopy(self.start)))
+        buffers = {pattern_of(name) for name, _ in model.named_buffers()}
+        regexes = [each for each in model._keys_to_ignore_on_load_missing or () if isinstance(each, str)]
+        names: dict[str, str] = {}
+        for name in self.first.shapes:
+            names.setdefault(pattern_of(name), name)
+        return {
+            each
+            for each in patterns
+            if each in buffers or each in self.tied or any(re.search(regex, names[each]) for regex in regexes)
+        }
+
+    def _conditions(
+        self, dims: Mapping[str, Any], counts: Mapping[str, str], required: frozenset[str]
+    ) -> dict[Condition, frozenset[str]]:
+        """What must hold for the rules of a pattern to be right, by what was seen when it did not."""
+        found: dict[Condition, set[str]] = {}
+        patterns = set(dims) | required
+        for path, held, other, seen in self.others:
+            grouped = _grouped(seen.shapes) if seen is not None else {}
+            differs = {
+                each
+                for each in patterns
+                if each not in grouped
+                or list(dict.fromkeys(grouped[each].values())) != list(dict.fromkeys(self.by_pattern[0][each].values()))
+                or (each in required and grouped[each].keys() != self.by_pattern[0][each].keys())
+            }
+            if differs:
+                found.setdefault(_condition(".".join(path), held, other), set()).update(differs)
+        for path, words in _words_of(self.lab.build_config(copy.deepcopy(self.start))).items():
+            numbered = {each for each in patterns if "*" in each}
+            if numbered:
+                found.setdefault(Condition(path, "among", tuple(words)), set()).update(numbered)
+        return {condition: frozenset(names) for condition, names in sorted(found.items(), key=str)}
+
+    def _models(self) -> dict[str, str]:
+        """The model types of exchangeable parts that all of this was measured with."""
+        config = self.lab.build_config(copy.deepcopy(self.start))
+        found = {}
+        for key, kind in sorted(getattr(config, "sub_configs", {}).items()):
+            nested = getattr(config, key, None)
+            if kind.__name__ == "AutoConfig" and nested is not None:
+                found[key] = str(nested.model_type)
+        return found
+
+    # -- keys
+
+    def _resolution(self, used: Sequence[str]) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
+        """What absent keys stand for: an expression over others, or a number; and their other spellings."""
+        config = self.lab.build_config(copy.deepcopy(self.start))
+        resolved: dict[str, str] = {}
+        defaults: dict[str, int] = {}
+        aliases: dict[str, str] = {}
+        changes = [
+            {tuple(key.split(".")): seen.numbers[key] for key in seen.changed if key in seen.numbers}
+            for seen in self.sized
+        ]
+        for key in used:
+            if key == _LABELS:
+                resolved[key] = _LABELS_TEXT
+                continue
+            path = tuple(key.split("."))
+            owner = _at(config, path[:-1])
+            spelled = [name for name, mapped in getattr(owner, "attribute_map", {}).items() if mapped == path[-1]]
+            if spelled:
+                aliases[key] = spelled[0]
+            told = list(self._without(path, changes))
+            values = [value for _, value in told]
+            if not told or None in values:
+                continue
+            if len(set(values)) == 1:
+                if len(path) > 1:
+                    defaults[key] = values[0]
+            else:
+                keys = [each for each in self.keys if each != key and all(each in numbers for numbers, _ in told)]
+                text = Search({each: [numbers[each] for numbers, _ in told] for each in keys}).find(tuple(values))
+                if text:
+                    resolved[key] = f"({key} ?? {text})"
+        # an expression for an absent key reads keys that may be absent, too
+        for key in [key for key in self.keys if key not in used]:
+            if any(_uses(text, key) for text in resolved.values()):
+                for _, value in self._without(tuple(key.split(".")), [{}]):
+                    if value is not None and "." in key:
+                        defaults.setdefault(key, value)
+        return resolved, defaults, aliases
+
+    def _without(
+        self, path: tuple[str, ...], changes: Sequence[Mapping[tuple[str, ...], int]]
+    ) -> Iterator[tuple[Mapping[str, int], int | None]]:
+        """(numbers of the config, what it takes for the key) where the key is not given."""
+        beside = [each for each in changes if len(each) != 1 or next(iter(each))[:-1] == path[:-1]][:_BESIDE]
+        for values, config in self.lab.absent(self.start, path, beside):
+            if path in self.lab.unlisted:
+                yield numbers_of(config), self._as_if_given(path, values)
+            else:
+                value = vars(_at(config, path[:-1])).get(path[-1])
+                yield numbers_of(config), value if type(value) is int else None
+
+    def _as_if_given(self, path: tuple[str, ...], values: Values) -> int | None:
+        """The value of an unlisted key that gives the shapes that the model has without it."""
+        seen = self.lab.observed(values, frozenset())
+        key = ".".join(path)
+        if seen is None:
+            return None
+        for pattern, shapes in self.dims.items():
+            for dim, text in enumerate(shapes[0]) if len(shapes) == 1 else ():
+                grouped = _grouped(seen.shapes).get(pattern) if _uses(text, key) else None
+                if grouped is None:
+                    continue
+                size = next(iter(grouped.values()))[dim]
+                tried = [attempt(text, Scope(_nested({**seen.numbers, key: at}))) for at in (1, 2)]
+                rise = (tried[1] or 0) - (tried[0] or 0)
+                if rise and (size - (tried[0] or 0)) % rise == 0:
+                    return 1 + (size - (tried[0] or 0)) // rise
+        return None
+
+
+def _words_of(config: Any) -> dict[str, list[str]]:
+    """Lists of words, one for each layer, by dotted key: other words are other layers."""
+    return {
+        ".".join((*place, key)): sorted(set(value))
+        for place, held in _configs(config)
+        for key, value in sorted(held.items())
+        if _is_of_layers(key, value) and value and isinstance(value[0], str)
+    }
+
+
+def _nested(numbers: Mapping[str, int]) -> Values:
+    """Dotted keys as a config."""
+    config: Values = {}
+    for key, value in numbers.items():
+        node = config
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return config
+
+
+def _condition(key: str, held: Any, other: Any) -> Condition:
+    """What tells the config that was measured from the one with the other value."""
+    if other is None or (other == 0 and type(other) is int and held != 1):
+        return Condition(key, "set", ())
+    value = list(held) if isinstance(held, tuple) else held
+    return Condition(key, "is", (value,) if not isinstance(value, list) else (tuple(value),))
+
+
+def _grouped(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
+    grouped: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        grouped.setdefault(pattern_of(name), {})[name] = shape
+    return grouped
+
+
+def _number_below(path: str, names: Iterable[str]) -> int | None:
+    """How many indices follow `path`; None where two places of that path have other numbers, or some are left out."""
+    depth = path.count(".") + 1
+    found: dict[str, set[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        if len(parts) > depth and parts[depth].isdecimal() and pattern_of(".".join(parts[:depth])) == path:
+            found.setdefault(".".join(parts[:depth]), set()).add(int(parts[depth]))
+    sets = list(found.values())
+    if not sets or any(each != sets[0] for each in sets) or sets[0] != set(range(len(sets[0]))):
+        return None
+    return len(sets[0])
+
+
+def _uses(text: str, key: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text) is not None
+
+
+def _resolved(text: str, resolved: Mapping[str, str]) -> str:
+    return re.sub(r"[A-Za-z_][\w.]*", lambda found: resolved.get(found[0], found[0]), text)
