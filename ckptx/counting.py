@@ -113,7 +113,7 @@ def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
     entries = {name: view.tensors[name] for name in names}
     found: dict[object, list[str]] = {}
     try:
-        with FilePool(catalog.root, catalog.identities) as files:
+        with FilePool(catalog.root) as files:
             if catalog.format == "dcp":
                 part = replace(catalog, tensors={entry.name: entry for entry in entries.values()})
                 located = open_payloads(part, files).tensors

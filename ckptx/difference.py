@@ -11,6 +11,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.counting import parameters_of
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.fit import fit_noted
 from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.report import Report, count_dtypes
@@ -43,6 +44,8 @@ def diff(
     report = Report("diff")
     paths = [resolve(str(each), revision=revision, token=token, cache_dir=cache_dir) for each in (a, b)]
     a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths))
+    for view in (a_view, b_view):
+        fit_noted(view, report.warnings)
     report.tensors = len(a_view.catalog.tensors)
     report.details["parameters"] = parameters_of(a_view).count
     first, second = in_common_names(_headers_of(a_view), _headers_of(b_view))

@@ -10,6 +10,7 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.counting import aliases_of, parameters_of
 from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
+from ckptx.fit import fit_noted
 from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
@@ -81,6 +82,7 @@ def inspect(
         "other": view.other,
         "objects": len(catalog.objects),
         "unknown": view.unknown,
+        "fit": fit_noted(view, report.warnings),
         "groups": [{"pattern": name, "tensors": groups[name], "bytes": sizes[name]} for name in groups],
     }
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]

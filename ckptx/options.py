@@ -70,6 +70,7 @@ class ConvertOptions:
         prefix: None for auto; otherwise stripped from the names of a DCP, added by hf2dcp.
         tied: "auto", "alias", "copy" or "drop".
         tie_missing: Tie a head that is missing and not declared tied.
+        allow_misfit: Take tensors whose names or shapes are not those of the config.
         optimizer: "keep" or "drop"; None keeps what the output can hold.
         to: reshard: "dcp", "safetensors", or None for the family of the input.
         tp, pp, dp_shard: The mesh.
@@ -89,6 +90,7 @@ class ConvertOptions:
     prefix: str | None = None
     tied: str = "auto"
     tie_missing: bool = False
+    allow_misfit: bool = False
     optimizer: str | None = None
     to: str | None = None
     tp: int = 1

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptx.architecture.dialects.spoken import dialect_of, in_dialect
 from ckptx.architecture.find import find_architecture
+from ckptx.architecture.infer import infer_class
 from ckptx.architecture.shapes import shapes_of
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
@@ -87,6 +88,8 @@ def view_model(
     """
     config = config if config is not None else catalog.config
     architecture = None
+    if config is not None and not config.get("architectures"):
+        config = _with_class(config, catalog)
     if config is not None:
         architecture = find_architecture(config, config_dir=catalog.root, trust_remote_code=trust_remote_code)
     published = architecture
@@ -126,6 +129,15 @@ def view_model(
 
 def _lies_beside_a_weight(name: str, architecture: Architecture) -> bool:
     return parent_of(name, lambda weight: architecture.knows(pattern_of(weight))) is not None
+
+
+def _with_class(config: dict[str, Any], catalog: Catalog) -> dict[str, Any]:
+    """The config, with the class that the names of the tensors tell where it says the model type alone."""
+    inferred = infer_class(config, catalog.tensors)
+    if inferred is None:
+        return config
+    catalog.notes.append(inferred.note)
+    return {**config, "architectures": [inferred.class_name]}
 
 
 def _refuse_lost_rows(view: ModelView) -> None:
@@ -202,7 +214,9 @@ def rules_of(view: ModelView) -> NameRules | None:
     if architecture is None or config is None or not architecture.name_patterns:
         return None
     conversions = with_scales_of_blocks(architecture.conversions(config), config)
-    return NameRules(conversions, architecture.base_prefix, architecture.model_names, shape_of=shapes_of(config))
+    return NameRules(
+        conversions, architecture.base_prefix, architecture.model_names, shape_of=shapes_of(architecture, config)
+    )
 
 
 def dialect_rules(conversions: tuple[Conversion, ...]) -> NameRules:

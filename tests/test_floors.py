@@ -21,7 +21,7 @@ FLOORS = (
     ("layout", "mapping"),
     ("formats", "architecture", "transfer", "ranks", "report_file"),
     ("view", "replacing", "source_state", "completeness"),
-    ("runtime", "report", "cutting", "publish", "options", "counting"),
+    ("runtime", "report", "cutting", "publish", "options", "counting", "fit"),
     ("conversion", "inspection", "difference", "verification"),
     ("robustness",),
     ("cli", "__main__"),

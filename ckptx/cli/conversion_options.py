@@ -11,8 +11,8 @@ from ckptx.cli.options import F, Section, hub_options, output_options, with_glob
 CONTENT = Section(
     "Content",
     [
-        "to", "dtype", "names", "prefix", "tied", "tie_missing", "optimizer", "base", "max_shard_size", "index",
-        "files", "trust_remote_code",
+        "to", "dtype", "names", "prefix", "tied", "tie_missing", "allow_misfit", "optimizer", "base", "max_shard_size",
+        "index", "files", "trust_remote_code",
     ],
 )  # fmt: skip
 LAYOUT = Section("Layout", ["tp", "pp", "dp_shard", "pp_split", "tp_plan"])
@@ -38,6 +38,12 @@ def common_options(function: F) -> F:
             ),
             click.option(
                 "--tie-missing", is_flag=True, default=None, help="Tie a head that is missing though not declared tied."
+            ),
+            click.option(
+                "--allow-misfit",
+                is_flag=True,
+                default=None,
+                help="Take tensors whose names or shapes are not those of the config: a part of a model, padded rows.",
             ),
             click.option(
                 "--trust-remote-code", is_flag=True, default=None, help="Run code from SRC for an unknown class."

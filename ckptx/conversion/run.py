@@ -11,7 +11,8 @@ from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.counting import leaders_of, parameters_decided
-from ckptx.errors import Defect
+from ckptx.errors import Defect, InputError
+from ckptx.fit import fit_of
 from ckptx.formats.huggingface import read_json
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.config import edited_config
@@ -86,7 +87,27 @@ class Conversion:
                 f"{counted(len(view.unknown), 'tensor')} unknown to {architecture.class_name}, passed through: "
                 f'"{view.unknown[0]}"{" and more" if len(view.unknown) > 1 else ""}'
             )
+        self._hold_against_config(view)
         return view, decisions
+
+    def _hold_against_config(self, view: ModelView) -> None:
+        """Names and shapes against the config, and what became of it in the report.
+
+        Raises:
+            InputError: They do not fit, and nobody said that they may not.
+        """
+        if view.config is None or view.architecture is None:
+            return
+        fit = fit_of(view)
+        self.report.details["fit"] = fit.to_dict()
+        if not fit.misfits:
+            return
+        said = fit.summary(str(self.source.root))
+        if not self.options.allow_misfit:
+            raise InputError(
+                f"{said}; give the config that it was trained with (--base), or pass --allow-misfit to take it as it is"
+            )
+        self.report.warnings.append(said)
 
     def note_wrappers(self, view: ModelView, *, kept: bool = False) -> None:
         """Says what became of the wrappers in names."""

@@ -35,7 +35,6 @@ def started(
         refuse_overlap(path, Path(dst))
         if not settings.resume and not settings.dry_run:
             refuse_existing(Path(dst), settings.overwrite)
-        if settings.overwrite and not settings.dry_run:
             refuse_foreign(Path(dst))
         source = open_checkpoint(path)
         refuse_files_of(source, Path(dst))

@@ -30,6 +30,8 @@ def conversion_text(report: Report) -> str:
     architecture = details.get("architecture")
     if architecture:
         lines.append(f"architecture: {architecture['class']} ({architecture['known_from']})")
+    if (details.get("fit") or {}).get("note"):
+        lines.append(f"config.json: {details['fit']['note']}")
     if details.get("prefix"):
         lines.append(f'prefix: "{details["prefix"]}" removed from names')
     lines.append(f"dtypes: {_dtypes(report)}")

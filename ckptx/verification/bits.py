@@ -19,7 +19,6 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.options import default_workers
 from ckptx.report.report import Report, count_dtypes, counted
-from ckptx.source_state import seen_of
 from ckptx.storage import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.sinks import digest_of, stream_as
@@ -51,18 +50,14 @@ def verify(
         report: Filled while working.
 
     Raises:
-        InputError, UnsupportedError: One of them cannot be read, or changed while it was.
+        InputError, UnsupportedError: One of them cannot be read.
     """
     if dtype != "auto" and dtype not in CAST_TARGETS:
         raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
     report = report or Report("verify")
     first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint))
     report.tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
-    seen = seen_of(first.catalog, second.catalog)
-    with (
-        FilePool(first.catalog.root, first.catalog.identities) as files_a,
-        FilePool(second.catalog.root, second.catalog.identities) as files_b,
-    ):
+    with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
         for view, files in ((first, files_a), (second, files_b)):
             report.warnings.extend(f"{view.catalog.root}: {note}" for note in view.catalog.notes)
             locate_payloads(view, files)
@@ -72,7 +67,6 @@ def verify(
         pairs, rows = _pair_up(first, second, targets)
         comparison = _Comparison(pairs, (files_a, files_b), max_memory)
         rows += comparison.run(workers or default_workers(), on_progress)
-    seen.require_unchanged()
     report.bytes_read = comparison.bytes_read
     report.dtypes = {
         "before": count_dtypes(first.tensors.values()),

@@ -1,0 +1,354 @@
+"""Whether the tensors of a checkpoint are those of the model that its config describes: names, layers and shapes.
+
+A wrong ``--base``, a model that lacks its last layers, or shards of tensors that somebody renamed to look whole are no
+other model to whoever only moves bytes. Names that the model does not have are no misfit: they pass through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptx.architecture.overrides import SUFFIX_ORIGIN
+from ckptx.architecture.shape_rules import Expected, Sizes, paths_of
+from ckptx.architecture.shapes import expected_of, says_layers
+from ckptx.architecture.spec import Architecture
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Shape, whole
+from ckptx.errors import CkptxError, InputError
+from ckptx.mapping.name_index import fill, indices_of
+from ckptx.mapping.names import pattern_of
+from ckptx.mapping.ops import Conversion, convert
+from ckptx.mapping.places import Place, named
+from ckptx.mapping.rules import NameRules
+from ckptx.view import ModelView, dialect_rules, rules_of
+
+_BYTE = BY_NAME["U8"]
+_LEGACY = re.compile(r"LayerNorm\.(gamma|beta)$")
+# A layer behind the last one with any of these predicts further tokens.
+_PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens)\.")
+
+
+class Misfit(NamedTuple):
+    """One name that is not as the config says.
+
+    Attributes:
+        name: Of a tensor, in the names of the checkpoint as far as it is there.
+        found: What the checkpoint has.
+        needed: What the config asks for.
+    """
+
+    name: str
+    found: str
+    needed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a check found.
+
+    Attributes:
+        checked: "names and shapes", "layers" or "nothing".
+        misfits: In the order of the model's names.
+        unchecked: Tensors of the model whose shape nothing was known of.
+    """
+
+    checked: str
+    misfits: tuple[Misfit, ...] = ()
+    unchecked: int = 0
+
+    @property
+    def note(self) -> str | None:
+        """What the report says where not everything was held against the config."""
+        if self.checked == "nothing":
+            return "names and shapes not checked: nothing is known of the class under this config"
+        if self.checked == "layers":
+            return "shapes not checked: none are known of the class under this config; layers were counted"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the report holds."""
+        misfits = [misfit._asdict() for misfit in self.misfits]
+        return {"checked": self.checked, "unchecked": self.unchecked, "note": self.note, "misfits": misfits}
+
+    def summary(self, subject: str) -> str:
+        """One line with the first three."""
+        said = "; ".join(f'"{name}": found {found}, needed {needed}' for name, found, needed in self.misfits[:3])
+        more = f"; and {len(self.misfits) - 3} more" if len(self.misfits) > 3 else ""
+        return f"{subject}: does not fit its config: {said}{more}"
+
+
+def fit_of(view: ModelView) -> Fit:
+    """Holds the tensors of a model against its config; no byte of them is read.
+
+    Raises:
+        InputError: A number in the config is none.
+    """
+    architecture, config = view.published, view.config
+    if architecture is None or config is None or architecture.origin == SUFFIX_ORIGIN:
+        return Fit("nothing")
+    expected = expected_of(architecture, config)
+    rules = rules_of(view)
+    if expected is None or rules is None:
+        return _layers_alone(view, architecture, config)
+    tensors = view.tensors
+    try:
+        if view.dialect:
+            tensors = dialect_rules(view.dialect).to_model(tensors).tensors
+        survey = _Survey(architecture, config, rules, expected)
+        return survey.of({_LEGACY.sub(_modern, name): entry for name, entry in tensors.items()})
+    except InputError as error:
+        return Fit("names and shapes", (Misfit(str(view.catalog.root), str(error), "tensors that go together"),))
+
+
+def fit_noted(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
+    """The fit of what is only looked at, for a report; `notes` gets a line where it does not fit.
+
+    Returns:
+        None for a checkpoint without a config, or of an unknown class.
+    """
+    if view.published is None or view.config is None:
+        return None
+    try:
+        fit = fit_of(view)
+    except CkptxError as error:
+        notes.append(str(error))
+        return None
+    if fit.misfits:
+        notes.append(fit.summary(str(view.catalog.root)))
+    return fit.to_dict()
+
+
+def _modern(found: re.Match[str]) -> str:
+    return "LayerNorm.weight" if found[1] == "gamma" else "LayerNorm.bias"
+
+
+def _layers_alone(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> Fit:
+    """The number of layers, for a class of which no shapes are known."""
+    misfits: list[Misfit] = []
+    seen = False
+    for stack in architecture.stacks(config) if says_layers(architecture, config) else ():
+        lead = f"{stack.path}."
+        names = (name[len(lead) :] for name in view.tensors if name.startswith(lead))
+        found = {int(index) for name in names if (index := name.partition(".")[0]).isdecimal()}
+        seen = seen or bool(found)
+        needed = f"one of the {stack.count} layers that config.json says"
+        misfits += [Misfit(f"{lead}{at}", "nothing", needed) for at in range(stack.count) if found and at not in found]
+    return Fit("layers" if seen else "nothing", tuple(misfits))
+
+
+class _Run(NamedTuple):
+    """Tensors on disk that go together: per source pattern the positions that are there."""
+
+    conversion: Conversion
+    fixed: tuple[int, ...]
+    positions: list[set[int]]
+
+
+@dataclass(slots=True)
+class _Survey:
+    """One pass over the names of a checkpoint, tensors that are alike together."""
+
+    architecture: Architecture
+    config: Mapping[str, Any]
+    rules: NameRules
+    expected: Expected
+    _there: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
+    _filled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    _runs: dict[tuple[int, tuple[int, ...]], _Run] = field(default_factory=dict)
+    _fits: dict[tuple[object, ...], Sizes | bool] = field(default_factory=dict)
+    _sources: dict[tuple[object, ...], list[list[Shape]] | None] = field(default_factory=dict)
+    _foreign: set[str] = field(default_factory=set)
+    _unchecked: int = 0
+
+    def of(self, tensors: Mapping[str, TensorEntry]) -> Fit:
+        """Everything that does not fit, shapes first."""
+        places = self.rules.places(tensors)
+        for name, place in places.items():
+            if place is None:
+                self._foreign |= self._modules_of(name)
+        misfits = [found for name, place in places.items() if (found := self._look_at(name, place, tensors[name]))]
+        misfits += self._beyond_the_last(tensors, places)
+        prefix = self.architecture.base_prefix
+        is_base = bool(prefix) and not any(name.startswith(f"{prefix}.") for name in tensors)
+        misfits += self._missing(is_base)
+        misfits += self._incomplete_runs()
+        return Fit("names and shapes", tuple(misfits), self._unchecked)
+
+    def _modules_of(self, name: str) -> set[str]:
+        """The module of a name that the model does not have, on disk and in the model."""
+        module = name.rpartition(".")[0]
+        weight = self.rules.model_name(f"{module}.weight")
+        return {module, weight.rpartition(".")[0]} if weight is not None else {module}
+
+    # -- what is there
+
+    def _look_at(self, name: str, place: Place | str | None, entry: TensorEntry) -> Misfit | None:
+        if place is None:
+            return None
+        if isinstance(place, str):
+            pattern = pattern_of(place)
+            self._there.setdefault(pattern, set()).add(indices_of(place))
+            return self._misfit(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
+        conversion = self.rules.conversions[place.conversion]
+        run = self._runs.get(place.run)
+        if run is None:
+            run = self._runs[place.run] = _Run(conversion, place.fixed, [set() for _ in conversion.sources])
+            for target in conversion.targets:
+                self._note_target(target, place.fixed)
+        run.positions[place.column].add(place.at)
+        return self._misfit(
+            name,
+            entry,
+            (place.conversion, place.column, *_alike(conversion, place)),
+            lambda: self._shapes_on_disk(conversion, place),
+        )
+
+    def _note_target(self, target: str, fixed: tuple[int, ...]) -> None:
+        if target.count("*") == len(fixed):
+            name = fill(target, fixed)
+            self._there.setdefault(pattern_of(name), set()).add(indices_of(name))
+        else:  # a list of modules that one tensor on disk holds: all of it
+            self._filled.add((pattern_of(named(target, fixed, 0)), indices_of(named(target, fixed, 0))[:-1]))
+
+    def _misfit(self, name: str, entry: TensorEntry, key: tuple[object, ...], wanted: Any) -> Misfit | None:
+        """A row where the shape is none of those wanted; quantized tensors have forms of their own."""
+        if not entry.dtype.cast or name.rpartition(".")[0] in self._foreign:
+            self._unchecked += 1
+            return None
+        full = (*key, entry.shape)
+        verdict = self._fits.get(full)
+        if verdict is None:
+            verdict = self._fits[full] = _verdict(entry.shape, wanted())
+        if verdict is True:
+            return None
+        if verdict is False:
+            self._unchecked += 1
+            return None
+        return Misfit(name, f"shape {list(entry.shape)}", f"{_said(verdict)} by config.json")
+
+    def _shapes_on_disk(self, conversion: Conversion, place: Place) -> tuple[Sizes, ...] | None:
+        """The shapes that a part of the model's tensors may have."""
+        columns = self._parts(conversion, place.fixed)
+        if columns is None:
+            return None
+        shape = columns[place.column][0]
+        found: list[Sizes] = [shape]
+        for op in conversion.ops:
+            if op.kind == "transpose" and op.args and max(op.dim, op.other) < len(shape):
+                turned = list(shape)
+                turned[op.dim], turned[op.other] = turned[op.other], turned[op.dim]
+                found.append(tuple(turned))
+        return tuple(found)
+
+    def _parts(self, conversion: Conversion, fixed: tuple[int, ...]) -> list[list[Shape]] | None:
+        """Per source pattern the shapes of its tensors on disk, None where they do not follow."""
+        patterns = tuple(pattern_of(named(target, fixed, 0)) for target in conversion.targets)
+        key = (conversion, patterns)
+        if key not in self._sources:
+            self._sources[key] = self._taken_apart(conversion, fixed, patterns)
+        return self._sources[key]
+
+    def _taken_apart(
+        self, conversion: Conversion, fixed: tuple[int, ...], patterns: tuple[str, ...]
+    ) -> list[list[Shape]] | None:
+        entries = []
+        for target, pattern in zip(conversion.targets, patterns, strict=True):
+            told = self.expected.shapes.get(pattern, ())
+            if len(told) != 1 or None in told[0] or target.count("*") != len(fixed):
+                return None
+            shape = tuple(size for size in told[0] if size is not None)
+            entries.append([TensorEntry(pattern, _BYTE, shape, (Chunk(whole(shape), "", 0, prod(shape)),))])
+        try:
+            made = convert(conversion.inverse, entries, [None] * len(conversion.sources))
+        except CkptxError:  # the sizes do not divide, or an operation is none of ours: nothing follows
+            return None
+        return [[entry.shape for entry in column] for column in made]
+
+    # -- what is missing, and what is too much
+
+    def _missing(self, is_base: bool) -> Iterator[Misfit]:
+        tied = {name for pair in self.architecture.ties for spelling in pair.spellings for name in spelling}
+        prefix = f"{self.architecture.base_prefix}."
+        for pattern in sorted(self.expected.required):
+            if is_base and not pattern.startswith(prefix):
+                continue
+            there = self._there.get(pattern, set())
+            for indices in self.expected.indices(pattern):
+                if indices in there or (pattern, indices[:-1]) in self._filled:
+                    continue
+                name = fill(pattern, indices)
+                if name in tied or self._has_other_form(name):
+                    continue
+                yield Misfit(name, "no such tensor", self._shape_said(pattern))
+
+    def _has_other_form(self, name: str) -> bool:
+        """Whether the module holds tensors that the model does not have, as a quantized one does."""
+        module, _, leaf = name.rpartition(".")
+        prefix = self.architecture.base_prefix
+        short = module.removeprefix(f"{prefix}.") if prefix else module
+        return bool({module, short, name, f"{short}.{leaf}"} & self._foreign)
+
+    def _shape_said(self, pattern: str) -> str:
+        told = self.expected.shapes.get(pattern)
+        return f"{_said(told[0])} by config.json" if told else "one by config.json"
+
+    def _incomplete_runs(self) -> Iterator[Misfit]:
+        """Experts, or parts of a fused tensor, that are not all there."""
+        for conversion, fixed, positions in self._runs.values():
+            parts = self._parts(conversion, fixed)
+            for at, source in enumerate(conversion.sources):
+                count = 1 + max(map(max, filter(None, positions))) if parts is None else len(parts[at])
+                needed = f"{count} of its kind by config.json"
+                for position in sorted(positions[at] ^ set(range(count))):
+                    name = named(source, fixed, position)
+                    if position >= count:
+                        yield Misfit(name, "one more", needed)
+                    elif not self._has_other_form(name):
+                        yield Misfit(name, "no such tensor", needed)
+
+    def _beyond_the_last(self, tensors: Iterable[str], places: Mapping[str, Place | str | None]) -> Iterator[Misfit]:
+        """Layers behind the last one that the config says, unless they predict further tokens."""
+        further = self.config.get("num_nextn_predict_layers")
+        further = further if isinstance(further, int) else 0
+        first: dict[tuple[str, int], str] = {}
+        predictors: set[tuple[str, int]] = set()
+        for name in tensors:
+            place = places[name]
+            model_name = name if place is None else place if isinstance(place, str) else self.rules.model_name(name)
+            if model_name is None:
+                continue
+            for path in paths_of(pattern_of(model_name))[:1]:
+                count = self.expected.counts.get(path)
+                index = int(model_name[len(path) + 1 :].partition(".")[0])
+                if count is None or index < count + further:
+                    continue
+                first.setdefault((path, index), name)
+                if place is None or _PREDICTS.search(model_name):
+                    predictors.add((path, index))
+        for (path, index), name in first.items():
+            if (path, index) not in predictors:
+                yield Misfit(name, f"layer {index}", f"{self.expected.counts[path]} of {path} by config.json")
+
+
+def _alike(conversion: Conversion, place: Place) -> tuple[object, ...]:
+    """What tells apart runs of one conversion whose shapes may differ: numbers that stand in its patterns' places."""
+    return tuple(pattern_of(named(target, place.fixed, 0)) for target in conversion.targets)
+
+
+def _verdict(shape: Shape, wanted: tuple[Sizes, ...] | None) -> Sizes | bool:
+    """True where a shape is one of those wanted, False where nothing is known, else the first that is wanted."""
+    if not wanted or (all(size is None for each in wanted for size in each) and wanted != ((),)):
+        return False
+    for each in wanted:
+        if len(each) == len(shape) and all(size in (None, have) for size, have in zip(each, shape, strict=True)):
+            return True
+    return wanted[0]
+
+
+def _said(sizes: Sizes) -> str:
+    return "shape [" + ", ".join("any" if size is None else str(size) for size in sizes) + "]"

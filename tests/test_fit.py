@@ -1,0 +1,288 @@
+"""A checkpoint held against its config: every recipe fits, and whatever is taken away, cut or exchanged is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import EVERY, RECIPES
+
+import ckptx
+from ckptx.architecture.shape_table import shape_rules
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Shape, whole
+from ckptx.errors import InputError
+from ckptx.fit import Fit, fit_of
+from ckptx.view import view_model
+from tests.writers import LLAMA, Value, llama, value, write_dcp, write_hf
+
+EACH = [pytest.param(name, marks=() if name in RECIPES else pytest.mark.slow) for name in EVERY]
+SIZES = {
+    "vocab_size": 16, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+CONFIG = {**LLAMA, **SIZES}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32, "hidden_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 4,
+    "moe_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def fit(config: Mapping[str, Any], shapes: Mapping[str, Shape], dtype: str = "BF16") -> Fit:
+    """Of tensors without bytes."""
+    tensors = {
+        name: TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), name, 0, 8),))
+        for name, shape in shapes.items()
+    }
+    return fit_of(view_model(Catalog(Path("/nowhere"), "huggingface", tensors, config=dict(config))))
+
+
+def recipe(name: str) -> tuple[dict[str, Any], dict[str, Shape]]:
+    """The config of a recipe and the shapes of its tensors, in the names of the model."""
+    with torch.device("meta"):
+        model = EVERY[name].model()
+    model.config.architectures = [type(model).__name__]
+    config = json.loads(model.config.to_json_string())
+    return config, {name: tuple(each.shape) for name, each in model.state_dict().items()}
+
+
+def published_experts() -> dict[str, Shape]:
+    """A Qwen3-MoE with every expert apart, as it is published."""
+    shapes: dict[str, Shape] = {
+        "model.embed_tokens.weight": (32, 16), "lm_head.weight": (32, 16), "model.norm.weight": (16,),
+    }  # fmt: skip
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (16,), f"{at}.post_attention_layernorm.weight": (16,),
+            f"{at}.self_attn.q_proj.weight": (24, 16), f"{at}.self_attn.k_proj.weight": (12, 16),
+            f"{at}.self_attn.v_proj.weight": (12, 16), f"{at}.self_attn.o_proj.weight": (16, 24),
+            f"{at}.self_attn.q_norm.weight": (6,), f"{at}.self_attn.k_norm.weight": (6,),
+            f"{at}.mlp.gate.weight": (4, 16),
+        }  # fmt: skip
+        for expert in range(4):
+            lead = f"{at}.mlp.experts.{expert}"
+            shapes |= {f"{lead}.{name}_proj.weight": (24, 16) for name in ("gate", "up")}
+            shapes[f"{lead}.down_proj.weight"] = (16, 24)
+    return shapes
+
+
+def llama_shapes(**sizes: int) -> dict[str, Shape]:
+    return {name: shape for name, (_, shape, _) in llama(**sizes).items()}
+
+
+# ---------------------------------------------------------------------------------- what fits
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_every_recipe_fits(name: str) -> None:
+    config, shapes = recipe(name)
+    found = fit(config, shapes)
+    assert found.misfits == ()
+    assert found.checked == "names and shapes"
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_half_a_tensor_of_any_recipe_is_found(name: str) -> None:
+    """One tensor at a time, cut along its first dim: all that the table knows the size of are found."""
+    config, shapes = recipe(name)
+    known = shape_rules(config["architectures"][0])
+    assert known is not None
+    large = [each for each, shape in shapes.items() if shape and shape[0] > 1]
+    found = [each for each in large if fit(config, {**shapes, each: (shapes[each][0] // 2, *shapes[each][1:])}).misfits]
+    assert len(found) >= 0.4 * len(large), set(large) - set(found)
+
+
+def test_experts_fit_as_they_are_published_and_as_the_model_has_them() -> None:
+    assert fit(EXPERTS, published_experts()) == Fit("names and shapes")
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_base_model_without_its_prefix_fits(prefix: str) -> None:
+    shapes = {name.removeprefix("model."): shape for name, shape in llama_shapes().items() if name != "lm_head.weight"}
+    config = {**CONFIG, "architectures": ["LlamaModel"]}
+    assert fit(config, {prefix + name: shape for name, shape in shapes.items()}).misfits == ()
+
+
+def test_names_that_the_model_does_not_have_are_no_misfit() -> None:
+    shapes = {**llama_shapes(), "mtp.head.weight": (3, 3), "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)}
+    assert fit(CONFIG, shapes).misfits == ()
+
+
+def test_a_config_that_names_the_class_alone_is_not_held_against_anything() -> None:
+    assert fit(LLAMA, llama_shapes()).checked == "nothing"
+
+
+@pytest.mark.parametrize("leaf", ["qweight", "weight_packed", "weight.absmax"])
+def test_quantized_modules_have_forms_of_their_own(leaf: str) -> None:
+    shapes = llama_shapes()
+    at = "model.layers.1.mlp.up_proj"
+    shapes = {name: shape for name, shape in shapes.items() if name != f"{at}.weight"}
+    assert fit(CONFIG, {**shapes, f"{at}.{leaf}": (3, 24), f"{at}.scales": (1, 24)}).misfits == ()
+    assert fit(CONFIG, shapes).misfits[0].name == f"{at}.weight"
+
+
+@pytest.mark.parametrize("dtype", ["I8", "U8", "F8_E4M3"])
+def test_the_shape_of_what_is_no_plain_float_is_not_judged(dtype: str) -> None:
+    assert fit(CONFIG, dict.fromkeys(llama_shapes(), (3, 3)), dtype).misfits == ()
+
+
+# ------------------------------------------------------------------------------- what does not
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("model", ["llama", "experts"])
+def test_a_tensor_that_is_gone_is_named(model: str, data: st.DataObject) -> None:
+    config, shapes = (CONFIG, llama_shapes()) if model == "llama" else (EXPERTS, published_experts())
+    names = sorted(set(shapes) - {"lm_head.weight", "model.embed_tokens.weight"})  # those are for whoever decides ties
+    gone = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True))
+    found = {each.name for each in fit(config, {name: s for name, s in shapes.items() if name not in gone}).misfits}
+    assert found == set(gone) or {name.replace("gate_proj", "up_proj") for name in found} >= {
+        name.replace("gate_proj", "up_proj") for name in gone
+    }
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("model", ["llama", "experts"])
+def test_a_tensor_of_another_shape_is_named(model: str, data: st.DataObject) -> None:
+    config, shapes = (CONFIG, llama_shapes()) if model == "llama" else (EXPERTS, published_experts())
+    name = data.draw(st.sampled_from(sorted(shapes)))
+    shape = list(shapes[name])
+    change = data.draw(st.sampled_from(("halve", "add", "drop", "turn")))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    if change == "halve":
+        shape[dim] //= 2
+    elif change == "add":
+        shape[dim] += 1
+    elif change == "drop":
+        del shape[dim]
+    else:
+        shape = [*shape, 1]
+    found = fit(config, {**shapes, name: tuple(shape)}).misfits
+    assert [each.name for each in found] == [name]
+    assert str(shape) in found[0].found
+    assert str(list(shapes[name])) in found[0].needed
+
+
+@given(key=st.sampled_from(sorted(SIZES)), other=st.integers(1, 64))
+@settings(deadline=None)
+def test_another_number_in_the_config_does_not_fit(key: str, other: int) -> None:
+    found = fit({**CONFIG, key: other}, llama_shapes())
+    same = other == SIZES[key] or (key == "num_attention_heads" and 8 // other * other == 8 and 8 // other * 2 == 8)
+    if same:
+        assert found.misfits == ()
+    elif key != "num_attention_heads" and key != "num_key_value_heads":
+        assert found.misfits
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, 8])
+def test_layers_are_counted(layers: int) -> None:
+    found = fit({**CONFIG, "num_hidden_layers": layers}, llama_shapes(layers=2))
+    assert found.misfits
+    assert all(each.name.startswith("model.layers.") for each in found.misfits)
+
+
+def test_a_layer_that_predicts_further_tokens_is_not_one_too_many() -> None:
+    extra = {name: shape for name, shape in llama_shapes(layers=3).items() if ".2." in name}
+    shapes = llama_shapes(layers=2)
+    assert fit(CONFIG, {**shapes, **extra}).misfits
+    assert fit(CONFIG, {**shapes, **extra, "model.layers.2.eh_proj.weight": (8, 16)}).misfits == ()
+    assert fit({**CONFIG, "num_nextn_predict_layers": 1}, {**shapes, **extra}).misfits == ()
+
+
+def test_one_expert_more_or_less_is_named() -> None:
+    shapes = published_experts()
+    last = "model.layers.1.mlp.experts.3."
+    fewer = {name: shape for name, shape in shapes.items() if not name.startswith(last)}
+    assert {each.name for each in fit(EXPERTS, fewer).misfits} == {name for name in shapes if name.startswith(last)}
+    more = {**shapes, "model.layers.1.mlp.experts.4.up_proj.weight": (24, 16)}
+    assert "model.layers.1.mlp.experts.4.up_proj.weight" in {each.name for each in fit(EXPERTS, more).misfits}
+
+
+def test_a_class_without_rows_has_its_layers_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptx.architecture.shapes.shape_rules", lambda name: None)
+    found = fit({**CONFIG, "num_hidden_layers": 4}, llama_shapes())
+    assert found.checked == "layers"
+    assert [each.name for each in found.misfits] == ["model.layers.2", "model.layers.3"]
+    assert "shapes not checked" in str(replace(found, misfits=()).note)
+
+
+# --------------------------------------------------------------------------------- the commands
+
+
+def _other_base(here: Path, **changes: Any) -> Path:
+    return write_hf(here / "base", llama(), config={**CONFIG, **changes})
+
+
+def _half(tensors: Mapping[str, Value], name: str) -> dict[str, Value]:
+    dtype, shape, _ = tensors[name]
+    return {**tensors, name: value(dtype, shape[0] // 2, *shape[1:])}
+
+
+CASES: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
+    "another size": (llama(), {"hidden_size": 16}, "needed shape"),
+    "another vocabulary": (llama(), {"vocab_size": 15}, "embed_tokens.weight"),
+    "an incomplete model": (llama(), {"num_hidden_layers": 4}, "model.layers.2"),
+    "a shorter config": (llama(layers=4), {}, "model.layers.2"),
+    "a half tensor": (_half(llama(), "model.layers.0.mlp.up_proj.weight"), {}, "[12, 8], needed shape [24, 8]"),
+    "another architecture": (llama(), {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "q_norm"),
+    "a tensor that is gone": (
+        {name: each for name, each in llama().items() if "layers.1.input" not in name}, {}, "layers.1.input_layernorm",
+    ),
+}  # fmt: skip
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "hf2dcp": lambda here, **options: ckptx.convert("hf2dcp", here / "hf", here / "out", **options),
+    "dcp2hf": lambda here, **options: ckptx.convert("dcp2hf", here / "dcp", here / "out", **options),
+    "dcp2hf --base": lambda here, **options: ckptx.convert(
+        "dcp2hf", here / "bare", here / "out", base=here / "base", **options
+    ),
+    "reshard": lambda here, **options: ckptx.reshard(here / "dcp", here / "out", tp=2, **options),
+    "reshard --base": lambda here, **options: ckptx.reshard(
+        here / "bare", here / "out", tp=2, base=here / "base", **options
+    ),
+    "reshard HF": lambda here, **options: ckptx.reshard(here / "hf", here / "out", tp=2, **options),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_refused_unless_allowed(tmp_path: Path, case: str, command: str) -> None:
+    tensors, changes, said = CASES[case]
+    config = {**CONFIG, **changes}
+    write_hf(tmp_path / "hf", tensors, config=config)
+    write_hf(tmp_path / "base", llama(), config=config)
+    write_dcp(tmp_path / "dcp", tensors, config=config)
+    write_dcp(tmp_path / "bare", tensors, config=None)
+    with pytest.raises(InputError) as caught:
+        COMMANDS[command](tmp_path)
+    assert "does not fit its config" in str(caught.value)
+    assert said in str(caught.value)
+    assert "--allow-misfit" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    report = COMMANDS[command](tmp_path, allow_misfit=True)
+    assert report.ok
+    assert report.details["fit"]["misfits"]
+    assert any("does not fit its config" in each for each in report.warnings)
+
+
+def test_inspect_and_diff_only_note_it(tmp_path: Path) -> None:
+    write_hf(tmp_path / "a", llama(), config={**CONFIG, "hidden_size": 16})
+    report = ckptx.inspect(tmp_path / "a")
+    assert report.ok
+    assert report.details["fit"]["misfits"]
+    assert any("does not fit its config" in each for each in report.warnings)
+    compared = ckptx.diff(tmp_path / "a", tmp_path / "a")
+    assert compared.ok
+    assert any("does not fit its config" in each for each in compared.warnings)
