@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ckptx.errors import CkptxError, InputError, OutputError
 from ckptx.storage import unwritable, write_at
+from ckptx.untrusted.printable import one_line
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # without blocking: a pipe would wait for its other end
@@ -40,7 +41,7 @@ def parts_of(name: str) -> tuple[str, ...]:
         is_text = False
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if not parts or not is_text or name[0] == "/" or name[-1] == "/" or ".." in parts:
-        raise InputError(f'file name "{ascii(name)[1:-1]}" leads out of the output directory; refused')
+        raise InputError(f'file name "{one_line(name)}" leads out of the output directory; refused')
     return parts
 
 
@@ -56,7 +57,9 @@ def refuse_clashes(names: Iterable[str]) -> None:
         parts = parts_of(name)
         above = {parts[:depth] for depth in range(1, len(parts))}
         if parts in files or parts in directories or not above.isdisjoint(files):
-            raise InputError(f'file name "{name}" is taken by another file of the output; the input names it twice')
+            raise InputError(
+                f'file name "{one_line(name)}" is taken by another file of the output; the input names it twice'
+            )
         files.add(parts)
         directories |= above
 
@@ -370,7 +373,8 @@ class HeldDirectory:
 
     def _changed(self, name: str, how: str) -> OutputError:
         return OutputError(
-            f"{self.path / name}: {how}; somebody else works in the staging directory, nothing was published, run again"
+            f"{self.path}/{one_line(name)}: {how}; somebody else works in the staging directory, nothing was "
+            "published, run again"
         )
 
 

@@ -124,11 +124,7 @@ def publish(
                 ranks.say("plan", "complete")
             return None
         staging.refuse_target_unless(overwrite)
-        plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
-        resumed = staging.begin(plan, resume)
-        if resumed:
-            staging.output.keep_only({file.name for file in job.plan.files})
-        staging.require_space(job.nbytes - staging.output.allocated())
+        resumed = _begin(job, staging, seen, resume)
         if ranks is not None:
             ranks.say("plan", {"agreed": _agreed(job, files), "resumed": resumed})
         outcome = execute(
@@ -175,6 +171,16 @@ def manifest_size(job: Job) -> int:
         for each in (sizes, job.sidecar_sizes())
     )
     return len(_manifest_bytes(job, Outcome(defaultdict(lambda: digest)), files, sidecars))
+
+
+def _begin(job: Job, staging: Staging, seen: Seen, resume: bool) -> bool:
+    """Prepares the staging directory; True when an interrupted run of the same job is continued."""
+    plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
+    resumed = staging.begin(plan, resume)
+    if resumed:
+        staging.output.keep_only({file.name for file in job.plan.files})
+    staging.require_space(job.nbytes - staging.output.allocated())
+    return resumed
 
 
 def _assist(

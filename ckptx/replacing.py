@@ -22,6 +22,7 @@ from ckptx.held_directory import HeldDirectory
 from ckptx.output_place import refuse_files_inside
 from ckptx.report_file import is_earlier_output
 from ckptx.transfer.digest import file_digest
+from ckptx.untrusted.printable import one_line
 
 _NAMED = 3  # foreign files that a refusal names
 
@@ -61,7 +62,7 @@ def refuse_foreign(target: Path) -> None:
     except OSError as error:
         raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
     if foreign:
-        named = ", ".join(ascii(name)[1:-1] for name in foreign[:_NAMED])
+        named = ", ".join(one_line(name) for name in foreign[:_NAMED])
         more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
         raise OutputError(
             f"{target}: holds what is no part of a checkpoint: {named}{more}; --overwrite would delete it, move it "
