@@ -18,6 +18,7 @@ from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError
 from ckptx.formats.dcp import METADATA, open_payloads
+from ckptx.formats.hf_metadata import directory_of_config
 from ckptx.formats.huggingface import refuse_adapters
 from ckptx.formats.sharded_safetensors import replica_pairs
 from ckptx.formats.sidecars import MANIFEST
@@ -91,7 +92,9 @@ def view_model(
     if config is not None and not config.get("architectures"):
         config = _with_class(config, catalog)
     if config is not None:
-        architecture = find_architecture(config, config_dir=catalog.root, trust_remote_code=trust_remote_code)
+        architecture = find_architecture(
+            config, config_dir=directory_of_config(catalog), trust_remote_code=trust_remote_code
+        )
     published = architecture
     dialect: tuple[Conversion, ...] = ()
     if architecture is not None and config is not None:

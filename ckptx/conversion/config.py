@@ -12,7 +12,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.conversion.run import Conversion
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf_metadata import DIRECTORY, find_hf_metadata, read_hf_metadata
+from ckptx.formats.hf_metadata import DIRECTORY, directory_of_config, find_hf_metadata, read_hf_metadata
 from ckptx.formats.hub import resolve
 from ckptx.formats.huggingface import read_json
 from ckptx.formats.megatron import is_torch_dist
@@ -103,7 +103,7 @@ def home_beside(run: Conversion) -> Home:
         InputError: It is damaged.
     """
     source = run.source
-    directory = find_hf_metadata(source.root, source.parts) if source.format in ("dcp", "sharded") else None
+    directory = find_hf_metadata(source)
     if directory is None:
         return Home(None, source.config)
     before = identities(directory, os.listdir(directory))
@@ -133,7 +133,7 @@ def _open_base(options: ConvertOptions) -> Catalog | None:
             base.identities = {**identities(root, (sidecar.name for sidecar in base.sidecars)), **base.identities}
     else:
         base = open_checkpoint(root)
-    if base.config is None:
+    if base.config is None or directory_of_config(base) != base.root:
         raise InputError(f"{base.root}: has no config.json; --base needs an HF checkpoint")
     if base.format == "dcp":
         raise UnsupportedError(f"{base.root}: is a DCP; --base needs an HF checkpoint")

@@ -82,7 +82,8 @@ def to_huggingface(run: Conversion, home: Home) -> None:
 
 def _files_of_base(run: Conversion, home: Home, target: Target) -> Mapping[str, int] | None:
     """Which file of the base each tensor was in, where the trainer noted it and nothing else is asked for."""
-    if run.options.max_shard_size_given or home.files.keys().isdisjoint(target.tensors):
+    asked = run.options.max_shard_size_given or run.options.names not in (None, "disk")
+    if asked or home.files.keys().isdisjoint(target.tensors):
         return None
     lost = [name for name in home.files if name not in target.tensors]
     if lost:

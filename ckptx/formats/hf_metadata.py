@@ -10,11 +10,10 @@ Source: `nemo_automodel/components/checkpoint/addons.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptx.catalog.catalog import Part
+from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME, DType
 from ckptx.catalog.entry import Sidecar
 from ckptx.errors import InputError, UnsupportedError
@@ -45,10 +44,18 @@ class HfMetadata(NamedTuple):
     dtypes: dict[str, DType]
 
 
-def find_hf_metadata(root: Path, parts: Sequence[Part] = ()) -> Path | None:
-    """The directory beside the weights of a checkpoint, which in one of two parts is its first."""
-    beside = root / parts[0].directory if parts else root
+def find_hf_metadata(catalog: Catalog) -> Path | None:
+    """The directory beside the weights of a checkpoint in shards; of two parts, beside the first."""
+    if catalog.format not in ("dcp", "sharded"):
+        return None
+    beside = catalog.root / catalog.parts[0].directory if catalog.parts else catalog.root
     return beside / DIRECTORY if (beside / DIRECTORY).is_dir() else None
+
+
+def directory_of_config(catalog: Catalog) -> Path:
+    """Where the config of a checkpoint lies that has one, and the code of a class that brings its own."""
+    found = find_hf_metadata(catalog)
+    return found if found is not None and os.path.lexists(found / _CONFIG) else catalog.root
 
 
 def config_in(directory: Path) -> dict[str, Any] | None:

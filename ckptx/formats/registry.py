@@ -93,7 +93,7 @@ def _refuse_absurd(catalog: Catalog) -> None:
 
 def _add_surroundings(catalog: Catalog, located: Located) -> None:
     root = located.root
-    beside = find_hf_metadata(root, catalog.parts) if located.kind in ("dcp", "sharded") else None
+    beside = find_hf_metadata(catalog)
     catalog.config = None if beside is None else config_in(beside)
     if catalog.config is not None:
         return  # what travels with the weights lies there, too

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.hf_metadata import directory_of_config
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Report
 from ckptx.runtime import execution, noise
@@ -158,13 +159,13 @@ class _Side:
     def _home(self, source: Source) -> Path:
         """The directory of the config."""
         if source.view.catalog.config is not None:
-            return source.root
+            return directory_of_config(source.view.catalog)
         with open_source(self.fallback, trust_remote_code=self.options.trust_remote_code) as other:
             if other.view.catalog.config is None:
                 raise InputError(
                     f"{self.path}: found no config.json beside it or the reference, needed one to build it"
                 )
-            return other.root
+            return directory_of_config(other.view.catalog)
 
     def model(self, source: Source) -> nn.Module:
         """On the meta device."""

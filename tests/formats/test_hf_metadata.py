@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptx.conversion.convert import convert
 from ckptx.conversion.reshard import reshard
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.hf_metadata import DIRECTORY, DTYPES, FILES
+from ckptx.formats.hf_metadata import DIRECTORY, DTYPES, FILES, directory_of_config
 from ckptx.formats.registry import open_checkpoint
 from tests.formats.cut_writer import rows, write_shard
 from tests.writers import INDEX, LLAMA, SINGLE, Value, llama, names_in, write_dcp, write_hf
@@ -57,6 +57,7 @@ def test_it_is_the_base_of_every_command(tmp_path: Path) -> None:
     src = automodel(tmp_path / "model", dict.fromkeys(NAMES, 1), DTYPES_OF_BASE)
     catalog = open_checkpoint(src)
     assert catalog.config == CONFIG
+    assert directory_of_config(catalog) == src / DIRECTORY, "where a model is built from, and its code found"
     convert("dcp2hf", src, tmp_path / "hf")
     assert names_in(tmp_path / "hf") == ["ckptx.json", "code", "config.json", SINGLE, "tokenizer.json"]
     convert("hf2dcp", src, tmp_path / "dcp")
@@ -180,3 +181,16 @@ def test_metadata_without_a_config_leaves_the_one_beside_the_tensors(tmp_path: P
     (src / "config.json").write_text(json.dumps(CONFIG))
     report = convert("dcp2hf", src, tmp_path / "hf", dtype="base")
     assert report.dtypes["after"] == {"BF16": 16, "F32": 5}
+
+
+def test_what_was_not_trained_from_it_is_no_base(tmp_path: Path) -> None:
+    """A step of a trainer holds its own weights beside the metadata of another checkpoint."""
+    src = automodel(tmp_path / "model", None, DTYPES_OF_BASE)
+    with pytest.raises(InputError, match=r"has no config\.json; --base needs an HF checkpoint"):
+        convert("dcp2hf", src, tmp_path / "hf", base=str(src))
+
+
+def test_names_of_the_model_are_not_looked_up_among_those_on_disk(tmp_path: Path) -> None:
+    src = automodel(tmp_path / "model", dict.fromkeys(NAMES[:3], 1) | dict.fromkeys(NAMES[3:], 2))
+    convert("dcp2hf", src, tmp_path / "hf", names="model")
+    assert (tmp_path / "hf" / SINGLE).exists()
