@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check format tables fixtures benchmark clean
+.PHONY: demo test test-all check format tables fixtures benchmark fuzz clean
 
 demo: $(VENV)/ready  ## convert a small checkpoint there and back, and look at it
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh demo
@@ -14,6 +14,9 @@ test: $(VENV)/ready  ## the tests, in a few minutes
 
 test-all: $(VENV)/ready  ## with the wide matrices
 	$(BIN)/python -m pytest
+
+fuzz: $(VENV)/ready  ## spoiled checkpoints of every kind, for ten minutes (FUZZ_SECONDS); what fails is in tests/fuzz/found
+	$(BIN)/python -m tests.fuzz
 
 check: $(VENV)/ready  ## style, types, floors
 	$(BIN)/ruff format --check .

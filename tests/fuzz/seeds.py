@@ -1,0 +1,87 @@
+"""Small checkpoints of every kind, as files in memory: what the fuzzer starts from."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import zipfile
+from pathlib import Path
+
+import ckptx
+from ckptx.catalog.region import Region
+from tests.writers import LLAMA, Value, llama, tree_bytes, write_dcp, write_hf
+
+Files = dict[str, bytes]
+
+CONFIG = {
+    **LLAMA,
+    "hidden_size": 8,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 16,
+}
+
+
+def seeds() -> dict[str, Files]:
+    """The files of each kind of checkpoint, of one small Llama."""
+    tensors = llama()
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        single = write_hf(root / "single", tensors, config=CONFIG)
+        indexed = write_hf(root / "indexed", tensors, shards=2, config=CONFIG)
+        halves = [Region((0, 0), (8, 8)), Region((8, 0), (8, 8))]
+        dcp = write_dcp(
+            root / "dcp", tensors, cuts={"lm_head.weight": halves}, files=2, objects=["step"], config=CONFIG
+        )
+        ckptx.convert("hf2dcp", indexed, root / "written")
+        ckptx.reshard(single, root / "cut", tp=2, pp=2, dp_shard=2, to="dcp")
+        ckptx.reshard(single, root / "sharded", tp=2, pp=2, to="safetensors")
+        (root / "bin").mkdir()
+        (root / "bin" / "config.json").write_bytes((single / "config.json").read_bytes())
+        (root / "bin" / "pytorch_model.bin").write_bytes(torch_file(tensors))
+        found = {path.name: tree_bytes(path) for path in (single, indexed, dcp, *map(root.joinpath, _OURS))}
+    found["legacy"] = {
+        **found["bin"],
+        "pytorch_model.bin": b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.",
+    }
+    return found
+
+
+_OURS = ("written", "cut", "sharded", "bin")
+_STORAGES = {"BF16": "BFloat16Storage", "F32": "FloatStorage"}
+
+
+def torch_file(tensors: dict[str, Value]) -> bytes:
+    """A `pytorch_model.bin`, as `torch.save` of a dict of tensors writes one."""
+    pickled, stream = b"\x80\x02}(", io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for key, (name, (dtype, shape, data)) in enumerate(tensors.items()):
+            count = len(data) // (2 if dtype == "BF16" else 4)
+            pickled += text(name) + b"ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage")
+            pickled += b"ctorch\n" + _STORAGES[dtype].encode() + b"\n" + text(str(key)) + text("cpu")
+            strides = (shape[1], 1) if len(shape) == 2 else (1,)
+            pickled += number(count) + b"tQK\0" + sizes(shape) + sizes(strides)
+            pickled += b"\x89ccollections\nOrderedDict\n)RtR"
+            archive.writestr(zipfile.ZipInfo(f"archive/data/{key}"), data)
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled + b"u.")
+        archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
+        archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
+    return stream.getvalue()
+
+
+def text(value: str) -> bytes:
+    """The opcode of a text."""
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def number(value: int) -> bytes:
+    """The opcode of a number of at most 31 bits."""
+    return b"J" + value.to_bytes(4, "little", signed=True)
+
+
+def sizes(shape: tuple[int, ...]) -> bytes:
+    """The opcodes of a tuple of numbers."""
+    return b"(" + b"".join(map(number, shape)) + b"t"

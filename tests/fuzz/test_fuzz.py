@@ -1,0 +1,82 @@
+"""The fuzzer itself: cases that were kept pass, a few new ones do, and it finds what is planted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.cases import Case
+from tests.fuzz.mutations import mutate_bytes, mutate_header, mutate_json, mutate_pickle, mutate_zip
+from tests.fuzz.sandbox import Outcome, fault_of
+from tests.fuzz.seeds import torch_file
+from tests.writers import llama, safetensors_bytes
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+def fuzz(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`python -m tests.fuzz`, in a process that has nothing heavy in it."""
+    root = Path(__file__).parents[2]
+    words = [sys.executable, "-m", "tests.fuzz", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, cwd=root, timeout=300)
+
+
+def test_every_case_of_the_corpus_passes() -> None:
+    done = fuzz("--replay", CORPUS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(list(CORPUS.glob('*.json')))} cases replayed, 0 failed" in done.stdout
+
+
+def test_new_cases_pass(tmp_path: Path) -> None:
+    done = fuzz("--cases", 60, "--seed", 5, "--keep", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_corpus_is_small() -> None:
+    sizes = [path.stat().st_size for path in CORPUS.glob("*.json")]
+    assert sizes and max(sizes) < 100_000 and sum(sizes) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("outcome", "command", "said"),
+    [
+        (Outcome(70, 0.1, "error: x"), "inspect", "exit 70"),
+        (Outcome(1, 0.1, "error: x"), "convert", "exit 1"),
+        (Outcome(-11, 0.1, ""), "inspect", "signal 11"),
+        (Outcome(-14, 10.1, ""), "inspect", "hangs"),
+        (Outcome(3, 0.1, "error: a\nb"), "inspect", "2 lines"),
+        (Outcome(3, 0.1, "error: \x1b[2J"), "inspect", "control character"),
+        (Outcome(0, 0.1, "Traceback"), "inspect", "traceback"),
+        (Outcome(1, 0.1, ""), "verify", None),
+        (Outcome(3, 0.1, "error: a"), "convert", None),
+    ],
+)
+def test_what_counts_as_a_fault(outcome: Outcome, command: str, said: str | None) -> None:
+    found = fault_of(outcome, command)
+    assert (found is None) if said is None else (found is not None and said in found)
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=100, deadline=None)
+def test_a_mutation_follows_from_its_seed(seed: int) -> None:
+    archive, header = torch_file(llama(1)), safetensors_bytes(llama(1))
+    for mutation, data in (
+        (mutate_json, b'{"a": [1, {"b": "c"}]}'),
+        (mutate_header, header),
+        (mutate_zip, archive),
+        (mutate_pickle, b"\x80\x02}X\x01\0\0\0aK\x01s."),
+        (mutate_bytes, b"abc"),
+    ):
+        assert mutation(Random(seed), data) == mutation(Random(seed), data)
+
+
+def test_a_case_is_kept_whole(tmp_path: Path) -> None:
+    case = Case("inspect SRC", {"a/b": bytes(range(256))})
+    case.write(tmp_path / "1.json")
+    assert Case.read(tmp_path / "1.json") == case
