@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ckptx.errors import CkptxError, InputError, OutputError
 from ckptx.storage import unwritable, write_at
+from ckptx.untrusted.file_name import colliding_name, name_fault
 from ckptx.untrusted.printable import one_line
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -51,17 +52,17 @@ def refuse_clashes(names: Iterable[str]) -> None:
     Raises:
         InputError: Two names clash, or one leads out of the output directory.
     """
-    files: set[tuple[str, ...]] = set()
-    directories: set[tuple[str, ...]] = set()
+    names = list(names)
     for name in names:
-        parts = parts_of(name)
-        above = {parts[:depth] for depth in range(1, len(parts))}
-        if parts in files or parts in directories or not above.isdisjoint(files):
-            raise InputError(
-                f'file name "{one_line(name)}" is taken by another file of the output; the input names it twice'
-            )
-        files.add(parts)
-        directories |= above
+        parts_of(name)
+        fault = name_fault(name)
+        if fault is not None:
+            raise InputError(f'file name "{ascii(name)[1:-1]}" has no place in an output: {fault}; rename it')
+    twice = colliding_name(names)
+    if twice is not None:
+        raise InputError(
+            f'file name "{one_line(twice)}" is taken by another file of the output; the input names it twice'
+        )
 
 
 class Expected(NamedTuple):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ckptx.catalog.dtype import BY_NAME
-from ckptx.catalog.file_name import colliding_name, name_fault, weights_fault
 from ckptx.catalog.manifest import (
     ORIGINAL_FORMAT,
     RANK_ORDER,
@@ -30,6 +29,7 @@ from ckptx.catalog.manifest import (
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage import read_small
+from ckptx.untrusted.file_name import colliding_name, name_fault, weights_fault
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MANIFEST_BYTES, shape_fault
 

@@ -15,13 +15,13 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
-from ckptx.catalog.file_name import weights_fault
 from ckptx.catalog.manifest import OriginalFile, OriginalFiles, OriginalIndex
 from ckptx.catalog.region import Shape
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.huggingface import INDEX, check_index, index_text, parse_index
 from ckptx.formats.huggingface_layout import HuggingFaceLayout, header_of, place_file
 from ckptx.formats.safetensors import frame_header, padded, parse_header
+from ckptx.untrusted.file_name import weights_fault
 from ckptx.untrusted.limits import JSON_DEPTH
 
 _Place = tuple[DType, Shape, int, int]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
-from ckptx.catalog.file_name import name_fault
 from ckptx.formats.foreign import is_foreign_weights
 from ckptx.storage import read_small, unreadable
+from ckptx.untrusted.file_name import name_fault
 from ckptx.untrusted.limits import CONFIG_BYTES
 
 MANIFEST = "ckptx.json"
