@@ -57,7 +57,7 @@ def refuse_clashes(names: Iterable[str]) -> None:
         parts_of(name)
         fault = name_fault(name)
         if fault is not None:
-            raise InputError(f'file name "{ascii(name)[1:-1]}" has no place in an output: {fault}; rename it')
+            raise InputError(f'file name "{one_line(name)}" has no place in an output: {fault}; rename it')
     twice = colliding_name(names)
     if twice is not None:
         raise InputError(
