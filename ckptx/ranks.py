@@ -20,11 +20,11 @@ from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.mapping.names import pattern_of
+from ckptx.untrusted.limits import RANKS
 
 Span = tuple[str, int, int]  # path of a list of layers, first, stop
 Layer = tuple[str, int]
 
-MOST_RANKS = 1 << 17  # a manifest that claims more is not believed
 
 _OF_RANK = re.compile(r"(?:.*/)?(?:__(\d{1,9})_\d+\.distcp|shard-(\d{5,9})-model-\d+-of-\d+\.safetensors)")
 _LAYER = re.compile(r"(.+?)\.([0-9]{1,9})\.")
@@ -202,11 +202,11 @@ def mesh_of(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[Parallel
     """
     if layout is None:
         return None, None
-    dims = ParallelDims(layout.tp, layout.pp, layout.dp_shard)
+    world_size = layout.tp * layout.pp * layout.dp_shard
     last = max((rank for rank in map(rank_of, files) if rank is not None), default=0)
-    if 1 < dims.world_size <= last or dims.world_size > MOST_RANKS:
-        return None, f"ckptx.json describes {dims.world_size} ranks, files go up to rank {last}; its mesh is ignored"
-    return dims, None
+    if 1 < world_size <= last or world_size > RANKS:
+        return None, f"ckptx.json describes {world_size} ranks, files go up to rank {last}; its mesh is ignored"
+    return ParallelDims(layout.tp, layout.pp, layout.dp_shard), None
 
 
 def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None) -> Layout:

@@ -20,7 +20,7 @@ from support.pool import GlooPool
 
 import ckptx
 from ckptx.cli.main import cli
-from ckptx.errors import CkptxError
+from ckptx.errors import CkptxError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Report
 from ckptx.report.running import run_text
@@ -213,7 +213,7 @@ def test_on_one_rank_results_are_equal_bit_for_bit(hf_of: Callable[[str], Path],
 def test_the_python_function_runs_models_too(hf_of: Callable[[str], Path]) -> None:
     report = ckptx.verify(hf_of("llama-tied"), hf_of("llama-tied"), run=True, backward=False)
     assert (report.exit, report.details["run"], report.details["grad_max_abs"]) == (0, True, None)
-    with pytest.raises(TypeError, match="nonsense"):
+    with pytest.raises(UsageError, match="nonsense: has no meaning"):
         ckptx.verify(hf_of("llama-tied"), hf_of("llama-tied"), nonsense=1)
 
 
@@ -323,7 +323,8 @@ def test_heads_that_do_not_divide_are_refused_before_anything_is_built(
         (["--run", "--device", "tpu"], '--device: "tpu", needed one of auto, cpu, cuda'),
         (["--run", "--activation-checkpointing", "some"], "needed one of none, full, submodule, selective"),
         (["--run", "--tp", "0"], "tp is 0"),
-        (["--run", "--tp-plan", "gone.json"], "gone.json"),
+        (["--run", "--tp", "2", "--tp-plan", "gone.json"], "gone.json"),
+        (["--run", "--tp-plan", "gone.json"], "--tp-plan: says how TP cuts tensors, needed --tp 2"),
     ],
 )
 def test_options_that_cannot_be(hf_of: Callable[[str], Path], options: list[str], said: str) -> None:
