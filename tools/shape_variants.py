@@ -206,25 +206,27 @@ class _Lab:
         Nothing was seen where none of the other values gives a model: whatever depends on them stays unknown.
         """
         config = self.build_config(copy.deepcopy(start))
+        together = set()  # keys that mean something only beside others
+        for place, own in _configs(config):
+            for switch in SWITCHES:
+                key = next(iter(switch))
+                if key not in own or isinstance(own[key], list):
+                    continue
+                seen = self._changed(start, {(*place, each): value for each, value in switch.items()}, config)
+                if seen is not None:
+                    together.add((*place, key))
+                    yield (*place, key), own[key], switch[key], seen
         for place, key in sorted(reads):
             held = vars(_at(config, place)).get(key)
             if _NO_SIZE.search(key) or isinstance(held, PreTrainedConfig):
                 continue
             others = list(_other_words(_at(config, place), key, held))
             tried = [(other, self._changed(start, {(*place, key): other}, config)) for other in others]
-            if tried and all(seen is None for _, seen in tried):
+            if tried and all(seen is None for _, seen in tried) and (*place, key) not in together:
                 yield (*place, key), held, others[0], None
             for other, seen in tried:
                 if seen is not None:
                     yield (*place, key), held, other, seen
-        for place, held in _configs(config):
-            for switch in SWITCHES:
-                key = next(iter(switch))
-                if key not in held or isinstance(held[key], list):
-                    continue
-                seen = self._changed(start, {(*place, each): value for each, value in switch.items()}, config)
-                if seen is not None:
-                    yield (*place, key), held[key], switch[key], seen
 
     def _changed(self, start: Values, changes: Mapping[tuple[str, ...], Any], config: Any) -> Seen | None:
         values = copy.deepcopy(start)
