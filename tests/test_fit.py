@@ -101,7 +101,7 @@ def test_half_a_tensor_of_any_recipe_is_found(name: str) -> None:
     assert shape_rules(config["architectures"][0]) is not None
     large = [each for each, shape in shapes.items() if shape and shape[0] > 1]
     found = [each for each in large if fit(config, {**shapes, each: (shapes[each][0] // 2, *shapes[each][1:])}).misfits]
-    assert len(found) >= (0.4 if name not in UNMEASURED else 0) * len(large), set(large) - set(found)
+    assert len(found) >= (0.3 if name not in UNMEASURED else 0) * len(large), set(large) - set(found)
 
 
 def test_experts_fit_as_they_are_published_and_as_the_model_has_them() -> None:
