@@ -11,6 +11,20 @@ from pathlib import Path
 from ckptx.errors import OutputError
 
 
+def refuse_unreachable(target: Path) -> None:
+    """A place that the system cannot even name or look at is none to write to.
+
+    Raises:
+        OutputError: The name is too long, or a directory above is closed or a loop of links.
+    """
+    try:
+        os.lstat(target)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be written: {error.strerror}; choose another DST") from error
+
+
 def refuse_existing(target: Path, overwrite: bool) -> None:
     """An output directory must be absent or empty, and such that a rename can put another in its place.
 

@@ -211,7 +211,8 @@ def unreadable(path: Path, error: OSError) -> CkptxError:
     """The refusal for a file that could not be opened, by cause."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return EnvironmentProblem(f"{path}: cannot be opened: {error.strerror}; raise the limit (ulimit -n)")
-    if path.is_symlink() and not path.exists():
+    # By `os.path`: a `Path` raises for a name that is too long.
+    if os.path.islink(path) and not os.path.exists(path):
         return InputError(f"{path}: symbolic link to {os.readlink(path)}, which does not exist; restore the target")
     if isinstance(error, FileNotFoundError):
         return InputError(f"{path}: no such file; the checkpoint is incomplete")

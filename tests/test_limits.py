@@ -13,7 +13,7 @@ import pytest
 
 from ckptx.cli import main as main_module
 from ckptx.untrusted.limits import DIMS, shape_fault
-from tests.writers import LLAMA, framed, llama, write_hf
+from tests.writers import INDEX, LLAMA, framed, llama, write_hf
 
 CONFIG = {
     **LLAMA, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -125,6 +125,22 @@ def test_numbers_in_names_of_shards(name: str, tmp_path: Path, run: Run) -> None
     (tmp_path / f"{name}.safetensors").write_bytes(framed(rows, bytes(4)))
     code, said = run("inspect", tmp_path)
     assert code == 3 and "no shard covers" in said
+
+
+@pytest.mark.parametrize("length", [256, 5000])
+def test_names_of_files_that_no_system_has(length: int, tmp_path: Path, run: Run) -> None:
+    name = "x" * length
+    root = write_hf(tmp_path / "hf", llama(), shards=2, config=CONFIG)
+    index = json.loads((root / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = name
+    (root / INDEX).write_text(json.dumps(index))
+    good = write_hf(tmp_path / "good", llama(), config=CONFIG)
+    assert run("inspect", root)[0] == 3
+    assert run("inspect", tmp_path / name)[0] == 3
+    assert run("diff", good, tmp_path / name)[0] == 3
+    assert run("reshard", good, tmp_path / "out", "--tp", 2, "--base", tmp_path / name)[0] == 3
+    assert run("reshard", good, tmp_path / "out", "--tp", 2, "--tp-plan", tmp_path / name)[0] == 2
+    assert run("convert", "hf2dcp", good, tmp_path / name)[0] == 5
 
 
 @pytest.mark.parametrize("digits", [5, 19, 400, 3990, 5000])

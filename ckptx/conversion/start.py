@@ -10,7 +10,7 @@ from ckptx.conversion.run import Conversion, Progress
 from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
-from ckptx.output_place import refuse_existing, refuse_overlap
+from ckptx.output_place import refuse_existing, refuse_overlap, refuse_unreachable
 from ckptx.rendezvous import Rendezvous
 from ckptx.replacing import refuse_files_of, refuse_foreign
 from ckptx.report.report import Report
@@ -32,6 +32,7 @@ def started(
         if report.file is not None and (ranks is None or not ranks.rank):
             refuse_place(report.file)
         path = resolve(str(src), revision=settings.revision, token=settings.token, cache_dir=settings.cache_dir)
+        refuse_unreachable(Path(dst))
         refuse_overlap(path, Path(dst))
         if not settings.resume and not settings.dry_run:
             refuse_existing(Path(dst), settings.overwrite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def resolve(
     if not source:  # an unset variable of a shell, not the current directory
         raise InputError('"": no such file or directory')
     path = Path(source)
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):  # of a name that is too long, or in a directory that is closed, a `Path` would raise
         return path
     if "://" in source:
         raise InputError(f"{source}: remote storage is not read; copy it to a local directory first")
@@ -55,5 +56,7 @@ def resolve(
             f"{source}: no such path, and not in the Hub cache while offline; download it first (hf download {source})"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(f"{source}: no such path, and the Hub refused it: {str(error).splitlines()[0]}") from error
+        raise InputError(
+            f"{source}: no such path, and the Hub refused it: {(str(error).splitlines() or ['no reason'])[0]}"
+        ) from error
     return Path(kept)

@@ -175,9 +175,9 @@ def locate(path: Path) -> Located:
         InputError: Nothing, or more than one candidate; they are listed.
         UnsupportedError: A kind that is recognised but not read.
     """
-    if path.is_symlink() and not path.exists():
+    if os.path.islink(path) and not os.path.exists(path):
         raise unreadable(path, FileNotFoundError())
-    if not path.exists():
+    if not os.path.exists(path):
         raise InputError(f"{path}: no such file or directory")
     if path.is_file():
         return _locate_file(path)

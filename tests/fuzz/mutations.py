@@ -11,6 +11,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Callable
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -101,7 +102,7 @@ def mutate_json(random: Random, data: bytes) -> bytes:
     """One value, key or row of a JSON document is changed, dropped, doubled or moved."""
     try:
         document = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return mutate_bytes(random, data)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         places = list(_places(document))
@@ -116,14 +117,15 @@ def mutate_json(random: Random, data: bytes) -> bytes:
         elif what == 4:
             other, place = random.choice(places)
             if place in other if isinstance(other, dict) else place < len(other):
-                holder[key], other[place] = other[place], holder[key]
+                # Copies: a value may hold the other, and nothing may hold itself.
+                holder[key], other[place] = deepcopy(other[place]), deepcopy(holder[key])
         elif what == 5 and isinstance(holder, dict):
             names = [name for each, name in places if isinstance(name, str) and each is not holder]
             holder[random.choice([*TEXTS, *names])] = holder.pop(key)
         elif isinstance(holder, list):
-            holder.insert(key, random.choice(VALUES))
+            holder.insert(key, deepcopy(random.choice(VALUES)))
         else:
-            holder[random.choice(TEXTS)] = random.choice(VALUES)
+            holder[random.choice(TEXTS)] = deepcopy(random.choice(VALUES))
     written = json.dumps(document)
     if random.random() < 0.1:  # a key twice
         written = written.replace("{", "{" + json.dumps(random.choice(TEXTS)) + ": 1, ", 1)
@@ -131,7 +133,7 @@ def mutate_json(random: Random, data: bytes) -> bytes:
 
 
 def _places(document: Any) -> Any:
-    stack = [document]
+    stack = [document] if isinstance(document, dict | list) else []
     while stack:
         node = stack.pop()
         keys = list(node) if isinstance(node, dict) else range(len(node))
@@ -146,7 +148,7 @@ def _nudged(random: Random, value: Any) -> Any:
         return random.choice((value + 1, value - 1, value * 2, -value, value // 2, *random.sample(NUMBERS, 3)))
     if isinstance(value, str) and random.random() < 0.7:
         return random.choice((value + "x", value[:-1], value.upper(), f"../{value}", *random.sample(TEXTS, 3)))
-    return random.choice(VALUES)
+    return deepcopy(random.choice(VALUES))
 
 
 def mutate_bytes(random: Random, data: bytes) -> bytes:

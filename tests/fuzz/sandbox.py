@@ -75,6 +75,13 @@ def command_line(arguments: list[str]) -> Callable[[], int]:
     return work
 
 
+def _is_document(printed: str) -> bool:
+    try:
+        return "exit" in json.loads(printed)
+    except ValueError:
+        return False
+
+
 def fault_of(outcome: Outcome, command: str) -> str | None:
     """What is wrong with how a command ended, whatever it was given."""
     code, seconds, said, printed = outcome
@@ -89,8 +96,10 @@ def fault_of(outcome: Outcome, command: str) -> str | None:
         return f"a traceback at exit {code}"
     if code in REFUSED and len(said.strip().splitlines()) != 1:
         return f"exit {code} with {len(said.strip().splitlines())} lines"
-    if printed.startswith("{"):
-        json.loads(printed)["exit"]  # a document, whatever happened
+    if "out of memory" in said:
+        return f"needs more than {MEMORY} bytes"
+    if printed.startswith("{") and not _is_document(printed):
+        return "a document that is no JSON"
     if any(ord(each) < 32 and each != "\n" for each in said + printed):
         return "a control character printed"
     return None

@@ -53,6 +53,8 @@ def test_the_corpus_is_small() -> None:
         (Outcome(3, 0.1, "error: a\nb"), "inspect", "2 lines"),
         (Outcome(3, 0.1, "error: \x1b[2J"), "inspect", "control character"),
         (Outcome(0, 0.1, "Traceback"), "inspect", "traceback"),
+        (Outcome(7, 0.1, "error: out of memory; run"), "inspect", "needs more than"),
+        (Outcome(0, 0.1, "", "{"), "inspect", "no JSON"),
         (Outcome(1, 0.1, ""), "verify", None),
         (Outcome(3, 0.1, "error: a"), "convert", None),
     ],
