@@ -7,7 +7,7 @@ other model to whoever only moves bytes. Names that the model does not have are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -172,7 +172,9 @@ class _Survey:
             if place is None:
                 self._foreign |= self._modules_of(name)
         misfits = [found for name, place in places.items() if (found := self._look_at(name, place, tensors[name]))]
-        misfits += self._beyond_the_last(tensors, places)
+        behind = self._behind_the_last(places)
+        misfits = [each for each in misfits if each.name not in behind]  # of layers that the model does not have
+        misfits += self._not_predicting(behind, places)
         prefix = self.architecture.base_prefix
         is_base = bool(prefix) and not any(name.startswith(f"{prefix}.") for name in tensors)
         misfits += self._missing(is_base)
@@ -311,28 +313,31 @@ class _Survey:
                     elif not self._has_other_form(name):
                         yield Misfit(name, "no such tensor", needed)
 
-    def _beyond_the_last(self, tensors: Iterable[str], places: Mapping[str, Place | str | None]) -> Iterator[Misfit]:
-        """Layers behind the last one that the config says, unless they predict further tokens."""
+    def _behind_the_last(self, places: Mapping[str, Place | str | None]) -> dict[str, tuple[str, int]]:
+        """Tensors of layers behind the last one that the config says: name -> list of layers, and the index in it."""
+        found: dict[str, tuple[str, int]] = {}
+        for name, place in places.items():
+            model_name = name if place is None else place if isinstance(place, str) else self.rules.model_name(name)
+            for path in paths_of(pattern_of(model_name))[:1] if model_name is not None else ():
+                index = int((model_name or "")[len(path) + 1 :].partition(".")[0])
+                if index >= self.expected.counts.get(path, index + 1):
+                    found[name] = (path, index)
+        return found
+
+    def _not_predicting(
+        self, behind: Mapping[str, tuple[str, int]], places: Mapping[str, Place | str | None]
+    ) -> Iterator[Misfit]:
+        """Layers behind the last one, unless they predict further tokens; one misfit each."""
         further = self.config.get("num_nextn_predict_layers")
         further = further if isinstance(further, int) else 0
+        predictors = {layer for name, layer in behind.items() if places[name] is None or _PREDICTS.search(name)}
         first: dict[tuple[str, int], str] = {}
-        predictors: set[tuple[str, int]] = set()
-        for name in tensors:
-            place = places[name]
-            model_name = name if place is None else place if isinstance(place, str) else self.rules.model_name(name)
-            if model_name is None:
-                continue
-            for path in paths_of(pattern_of(model_name))[:1]:
-                count = self.expected.counts.get(path)
-                index = int(model_name[len(path) + 1 :].partition(".")[0])
-                if count is None or index < count + further:
-                    continue
-                first.setdefault((path, index), name)
-                if place is None or _PREDICTS.search(model_name):
-                    predictors.add((path, index))
+        for name, layer in behind.items():
+            first.setdefault(layer, name)
         for (path, index), name in first.items():
-            if (path, index) not in predictors:
-                yield Misfit(name, f"layer {index}", f"{self.expected.counts[path]} of {path} by config.json")
+            count = self.expected.counts[path]
+            if (path, index) not in predictors and index >= count + further:
+                yield Misfit(name, f"layer {index}", f"{count} of {path} by config.json")
 
 
 def _alike(conversion: Conversion, place: Place) -> tuple[object, ...]:

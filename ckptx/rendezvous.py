@@ -82,10 +82,19 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, target: Path) -> Rendezvous | None:
-        """The meeting that torchrun's environment speaks of; None for a process on its own."""
+        """The meeting that torchrun's environment speaks of; None for a process on its own.
+
+        Raises:
+            EnvironmentProblem: The environment contradicts itself.
+        """
         rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
         if not (rank.isdecimal() and world_size.isdecimal()) or int(world_size) < 2:
             return None
+        if int(rank) >= int(world_size) or len(world_size) > 9:
+            raise EnvironmentProblem(
+                f"environment: RANK is {rank[:20]} and WORLD_SIZE {world_size[:20]}, needed one below the other; "
+                "start with torchrun, or unset both"
+            )
         return cls(target, int(rank), int(world_size))
 
     def _refuse_foreign(self) -> None:

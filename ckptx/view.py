@@ -89,7 +89,7 @@ def view_model(
     """
     config = config if config is not None else catalog.config
     architecture = None
-    if config is not None and not config.get("architectures"):
+    if config is not None and config.get("architectures") in (None, []):
         config = _with_class(config, catalog)
     if config is not None:
         architecture = find_architecture(

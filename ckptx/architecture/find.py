@@ -48,8 +48,8 @@ def find_architecture(
     known = row.architecture_for(config) if row is not None and row.covers(config) else None
     if known is not None:
         return _placed(known, config)
-    if row is None and brings_code and not trust_remote_code:
-        return suffix_architecture(class_name, model_type)
+    if row is None and ((brings_code and not trust_remote_code) or not class_name.isidentifier()):
+        return suffix_architecture(class_name, model_type)  # no class has such a name: nothing is imported to look
     built = _introspected(config, class_name, config_dir, trust_remote_code and row is None)
     return _placed(built, config) if built else suffix_architecture(class_name, model_type)
 

@@ -196,8 +196,8 @@ def test_scales_of_blocks_come_back(hf: Path, tmp_path: Path, to: str, tp: int, 
 
 STRANGE = {
     "llama-untied": {
-        "mtp.layers.0.proj.weight": 3, "model.layers.4.self_attn.q_proj.weight": 3, "model.layers.1.strange.weight": 1,
-        "strange": 0,
+        "mtp.layers.0.proj.weight": 3, "model.layers.4.eh_proj.weight": 3, "model.layers.4.self_attn.q_proj.weight": 3,
+        "model.layers.1.strange.weight": 1, "strange": 0,
     },
     "llava": {"vision_tower.vision_model.strange": 0},
     "mixtral": {"model.layers.3.block_sparse_moe.strange": 3},
