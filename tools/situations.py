@@ -1,0 +1,61 @@
+"""Plays every hostile situation of tests/situations and writes what became of each: docs/situations.md."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[1]
+sys.path.insert(0, str(CHECKOUT))
+
+from tests.situations import files, paths, words  # noqa: E402, F401  importing them fills the table
+from tests.situations.box import SITUATIONS, Runner, play  # noqa: E402
+
+_HEAD = """# Hostile situations, and how each ends
+
+Made by `python tools/situations.py`; the tests in `tests/situations` hold every row. In all of them the command ends in
+time and with a code of the interface, an error is one line, nothing outside DST is created, changed or removed, a run
+that failed leaves nothing at DST or beside it, nothing from the input reaches the terminal but printable text, and what
+a successful run wrote is equal to its source as `ckptx verify` sees it.
+
+"""
+
+
+def main() -> int:
+    """Writes the page; the exit code is 1 when a situation ended otherwise than it must."""
+    rows, right, wrong = [], Counter[str](), 0
+    runner = Runner()
+    with tempfile.TemporaryDirectory(prefix="situations-") as place:
+        for number, each in enumerate(SITUATIONS):
+            root = Path(place, str(number))
+            root.mkdir()
+            outcome = play(each, root, runner)
+            right[each.area] += not outcome.wrong
+            wrong += bool(outcome.wrong)
+            for reason in outcome.wrong:
+                print(f"{each.area}: {each.name}: {reason}", file=sys.stderr)
+            rows.append(f"| {each.area} | {_cell(each.name)} | {outcome.exit} | {_cell(outcome.line, root)} |")
+    runner.close()
+    counts = Counter(each.area for each in SITUATIONS)
+    table = ["| area | tried | right |", "|---|---|---|"]
+    table += [f"| {area} | {count} | {right[area]} |" for area, count in counts.items()]
+    table += [f"| together | {len(SITUATIONS)} | {sum(right.values())} |"]
+    rows = ["| area | situation | exit | it says |", "|---|---|---|---|", *rows]
+    (CHECKOUT / "docs" / "situations.md").write_text(_HEAD + "\n".join(table) + "\n\n" + "\n".join(rows) + "\n")
+    return int(wrong > 0)
+
+
+def _cell(text: str, root: Path | None = None) -> str:
+    """Text as it may stand in a cell: short, without this machine's paths and with pipes escaped."""
+    if root is not None:
+        text = text.replace(f"{root}/", "").replace(str(root), ".")
+    text = re.sub(r"\d+(\.\d+)? s, .*", "", text)
+    text = text if len(text) <= 160 else f"{text[:110]} ... {text[-40:]}"
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
