@@ -28,8 +28,10 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-tables: $(VENV)/ready  ## rebuild ckptx/architecture/table.jsonl from the installed transformers
+# First what every class has (table.jsonl), then the shapes of the classes that have a row in shapes.jsonl.
+tables: $(VENV)/ready  ## rebuild ckptx/architecture/table.jsonl and shapes.jsonl from the installed transformers
 	$(BIN)/python tools/build_tables.py
+	$(BIN)/python tools/build_shapes.py
 
 fixtures: $(VENV)/ready  ## rebuild fixtures/dcp with the installed torch
 	$(BIN)/python tools/build_fixtures.py

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import EVERY, RECIPES
+from support.popular import LANGUAGE, OTHERS, build
 
 import ckptx
 from ckptx.architecture.shape_table import shape_rules
@@ -30,6 +31,7 @@ EACH = [pytest.param(name, marks=() if name in RECIPES else pytest.mark.slow) fo
 # keys and values that layers share, ears, convolutions of a text model behind a tower, heads that do not follow from
 # the width.
 LEAST = {"gemma4-shared-kv": 0.0, "gemma4-audio": 0.2, "lfm2-vl": 0.2, "mamba2": 0.05}
+UNMEASURED = {"Zamba2ForCausalLM", "ZambaForCausalLM"}  # layers share modules: no row of shapes, layers are counted
 SIZES = {
     "vocab_size": 16, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -58,6 +60,16 @@ def recipe(name: str) -> tuple[dict[str, Any], dict[str, Shape]]:
     model.config.architectures = [type(model).__name__]
     config = json.loads(model.config.to_json_string())
     return config, {name: tuple(each.shape) for name, each in model.state_dict().items()}
+
+
+def popular(name: str) -> tuple[dict[str, Any], dict[str, Shape]]:
+    """Likewise of a popular class."""
+    with torch.device("meta"):
+        model = build(name)
+    model.config.architectures = [name]
+    return json.loads(model.config.to_json_string()), {
+        each: tuple(value.shape) for each, value in model.state_dict().items()
+    }
 
 
 def published_experts() -> dict[str, Shape]:
@@ -94,6 +106,21 @@ def test_every_recipe_fits(name: str) -> None:
     found = fit(config, shapes)
     assert found.misfits == ()
     assert found.checked == "names and shapes"
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE, *OTHERS])
+def test_every_popular_class_fits(name: str) -> None:
+    config, shapes = popular(name)
+    found = fit(config, shapes)
+    assert found.misfits == ()
+    assert found.checked == ("layers" if name in UNMEASURED else "names and shapes")
+
+
+@pytest.mark.parametrize("name", [name for name in (*LANGUAGE, *OTHERS) if name not in UNMEASURED])
+def test_half_an_embedding_of_any_popular_class_is_found(name: str) -> None:
+    config, shapes = popular(name)
+    table = next(each for each, shape in shapes.items() if (len(shape) == 2 and "embed" in each) or "wte" in each)
+    assert fit(config, {**shapes, table: (shapes[table][0] // 2, *shapes[table][1:])}).misfits
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -1,4 +1,4 @@
-"""The byte path of every recipe without torch: shapes, names and plans come from the tables."""
+"""The byte path of every recipe and popular class without torch: shapes, names and plans come from the tables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.models import EVERY, RECIPES, write
+from support.popular import LANGUAGE, OTHERS, build
 
 _WORK = """
 import json, sys
@@ -43,9 +44,12 @@ print(json.dumps(found))
 
 
 def _loaded(names: list[str], root: Path) -> dict[str, str]:
-    """Per recipe the first step that imported torch."""
+    """Per recipe or class the first step that imported torch."""
     for name in names:
-        write(EVERY[name], root / "sources" / name)
+        if name in EVERY:
+            write(EVERY[name], root / "sources" / name)
+        else:
+            build(name).save_pretrained(root / "sources" / name)
     arguments = [sys.executable, "-c", _WORK, str(root / "sources"), str(root / "out")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -65,3 +69,12 @@ def test_no_recipe_imports_torch_on_the_byte_path(root: Path) -> None:
 @pytest.mark.slow
 def test_no_recipe_of_the_wide_matrix_does(root: Path) -> None:
     assert _loaded([name for name in EVERY if name not in RECIPES], root / "wide") == {}
+
+
+def test_no_class_whose_layers_share_modules_or_take_other_forms_on_disk_does(root: Path) -> None:
+    assert _loaded(["Zamba2ForCausalLM", "ZambaForCausalLM", "NemotronHForCausalLM"], root / "few") == {}
+
+
+@pytest.mark.slow
+def test_no_popular_class_of_the_table_does(root: Path) -> None:
+    assert _loaded([*LANGUAGE, *OTHERS], root / "popular") == {}

@@ -1,9 +1,10 @@
-"""Writes ckptx/architecture/shapes.jsonl: the shapes of every class of the table, as expressions over its config.
+"""Writes ckptx/architecture/shapes.jsonl: the shapes of popular classes, as expressions over their config.
 
-    python tools/build_shapes.py [--output PATH] [--workers 2] [--keep] [ClassName ...]
+    python tools/build_shapes.py [--output PATH] [--workers 2] [--keep] [--all | ClassName ...]
 
-Classes are those of the table of architectures, which must be there. With `--keep`, rows of classes that are not named
-stay as they are.
+Without names it measures the classes again that have a row, which takes about ten minutes; with `--all`, every class of
+the table of architectures, which takes hours. That table must be there. With `--keep`, rows of classes that are not
+named stay as they are: so a class is added.
 """
 
 from __future__ import annotations
@@ -57,21 +58,22 @@ def row_of(class_name: str) -> Row:
 def main() -> None:
     """Measure every class in worker processes and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="only these classes (default: all of the table)")
+    parser.add_argument("names", nargs="*", help="only these classes (default: those that have a row)")
+    parser.add_argument("--all", action="store_true", help="every class of the table of architectures")
     parser.add_argument("--output", type=Path, default=shape_table.PATH)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="leave the rows of other classes as they are")
     options = parser.parse_args()
 
+    names = options.names or (table.class_names() if options.all else shape_table.class_names())
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        rows = pool.map(row_of, options.names or table.class_names(), chunksize=8)
+        rows = pool.map(row_of, names, chunksize=8)
     rules = {name: (prefix, found) for name, prefix, found, _ in rows if found is not None and found.shapes}
     if options.keep:
-        named = {name for name, _, _, _ in rows}
         for name in shape_table.class_names():
             known, architecture = shape_table.shape_rules(name), table.lookup(name)
-            if name not in named and known is not None and architecture is not None:
+            if name not in names and known is not None and architecture is not None:
                 rules[name] = architecture.base_prefix, known
     options.output.write_text(encode_shapes(rules, version("transformers")), encoding="utf-8")
     sizes = [

@@ -2,14 +2,16 @@
 
     python tools/build_tables.py [--output PATH] [--workers 2] [ClassName ...]
 
-The output depends only on the transformers version. Classes that need their real config.json (ties between
-layers, defaults that cannot be built) get a row that says so; `ckptx.architecture.find` builds those when
-they are met. The names of a row are those of the default config and of its variants (`config_variants`).
+The output depends only on the transformers version. Classes that need their real config.json (defaults that cannot be
+built, ties between numbered layers by no rule that `shared_ties` finds) get a row that says so;
+`ckptx.architecture.find` builds those when they are met. The names of a row are those of the default config and of its
+variants (`config_variants`).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import logging
 import multiprocessing
@@ -99,6 +101,7 @@ def row_of(class_name: str) -> tuple[Row, float]:
 def measured_row(class_name: str) -> Row:
     """Ask the meta model of a class; a class that its defaults do not determine says so."""
     from config_variants import names_of_variants
+    from shared_ties import is_numbered, measured
 
     from ckptx.architecture import meta_model
 
@@ -115,12 +118,17 @@ def measured_row(class_name: str) -> Row:
             continue
     if known is None:
         return Row(class_name, model_type, "its defaults cannot be built", None)
-    if any(part.isdigit() for pair in known.ties for name in pair.spellings[0] for part in name.split(".")):
-        return Row(class_name, known.model_type, "ties between numbered layers", None)
+    shared = None
+    if any(map(is_numbered, known.ties)):
+        found = measured(cls, builder, known)
+        if found is None:
+            return Row(class_name, known.model_type, "ties between numbered layers", None)
+        shared, seed = found
+        known = dataclasses.replace(known, ties=tuple(pair for pair in known.ties if not is_numbered(pair)))
     sub_models, names, structures = _exchangeable(cls, builder, known)
     every = names_of_variants(cls, builder, seed, names)
     structures = {text: each.with_changes_of(every.structure) for text, each in structures.items()}
-    return Row(class_name, known.model_type, "", every.put_into(known), sub_models, structures)
+    return Row(class_name, known.model_type, "", every.put_into(known), sub_models, structures, shared)
 
 
 def _exchangeable(

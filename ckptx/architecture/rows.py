@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptx.architecture.patterns import pack, unpack
+from ckptx.architecture.shared_layers import SharedLayers, decode_shared, encode_shared
 from ckptx.architecture.spec import Architecture, TieFlag, TiePair
 from ckptx.architecture.structure import Structure
 from ckptx.architecture.structure_rows import decode_structure, encode_structure
@@ -40,6 +41,7 @@ class Row:
             with.
         architecture: None when ``introspect`` says why.
         structures: The structure with other sub-models, by the model type of the text model.
+        shared: How ties between layers follow from the config; ``architecture`` has them only for a config.
     """
 
     class_name: str
@@ -48,9 +50,14 @@ class Row:
     architecture: Architecture | None
     sub_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     structures: Mapping[str, Structure] = field(default_factory=dict)
+    shared: SharedLayers | None = None
 
     def architecture_for(self, config: Mapping[str, Any]) -> Architecture | None:
-        """The architecture with the text model that this ``config.json`` names."""
+        """The architecture with the text model and the ties between layers that this ``config.json`` says."""
+        if self.architecture is not None and self.shared is not None:
+            if not self.shared.covers(config):
+                return None
+            return dataclasses.replace(self.architecture, ties=self.architecture.ties + self.shared.ties(config))
         nested = config.get("text_config")
         found = nested.get("model_type") if isinstance(nested, Mapping) else None
         structure = self.structures.get(str(found))
@@ -59,8 +66,8 @@ class Row:
         return dataclasses.replace(self.architecture, structure=structure)
 
     def covers(self, config: Mapping[str, Any]) -> bool:
-        """Whether the row is right for this ``config.json``: its exchangeable sub-models were measured."""
-        if self.architecture is None:
+        """Whether the row is right for this ``config.json``: its sub-models and lists of layers were measured."""
+        if self.architecture is None or (self.shared is not None and not self.shared.covers(config)):
             return False
         for key, measured in self.sub_models.items():
             nested = config.get(key)
@@ -124,7 +131,8 @@ def decode_row(
     )
     sub_models = {key: tuple(types) for key, types in values.get("sub", {}).items()}
     structures = {key: structure_from(built) for key, built in values.get("texts", {}).items()}
-    return Row(class_name, model_type, "", architecture, sub_models, structures)
+    layers = decode_shared(values["shared"]) if "shared" in values else None
+    return Row(class_name, model_type, "", architecture, sub_models, structures, layers)
 
 
 def _encoded(row: Row, bodies: dict[str, str], structures: dict[str, str]) -> dict[str, Any]:
@@ -147,6 +155,7 @@ def _encoded(row: Row, bodies: dict[str, str], structures: dict[str, str]) -> di
     values |= {"fp32": known.keep_in_fp32} if known.keep_in_fp32 else {}
     values |= {"fp32_strict": known.keep_in_fp32_strict} if known.keep_in_fp32_strict else {}
     values |= {"ignored": known.ignored} if known.ignored else {}
+    values |= {"shared": encode_shared(row.shared)} if row.shared else {}
     values |= {"sub": row.sub_models} if row.sub_models else {}
     lead = lead if below else ""
     built = encode_structure(known.structure, lead, structures, row.class_name)

@@ -25,7 +25,7 @@ def lookup(class_name: str, model_type: str | None = None) -> Architecture | Non
         None for an unknown class, another model type, or a class that needs its real config.
     """
     row = find_row(class_name, model_type)
-    return row.architecture if row else None
+    return row.architecture if row and row.shared is None else None
 
 
 @functools.cache

@@ -116,7 +116,9 @@ def test_layer_ties_come_from_the_real_config() -> None:
         "tie_word_embeddings": True,
     }
     found = find_architecture(config)
-    assert found is not None and found.origin == "meta model"
+    built = meta_model.introspect(config)
+    assert found is not None and found.origin == "table"
+    assert built is not None and set(built.ties) == set(found.ties)
     pairs = dict(pair.spellings[0] for pair in found.ties)
     layer_pairs = {t: s for t, s in pairs.items() if t.startswith("model.layers.")}
     assert layer_pairs and all(t.startswith("model.layers.3.") for t in layer_pairs)

@@ -1,0 +1,146 @@
+"""Finds by which rule layers share modules: builds a class under other lists of layers, and holds the rule to each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
+
+from ckptx.architecture import meta_model
+from ckptx.architecture.declared import existing, flatten
+from ckptx.architecture.meta_model import ConfigBuilder
+from ckptx.architecture.shared_layers import SharedLayers
+from ckptx.architecture.spec import Architecture, TiePair
+
+Values = dict[str, Any]
+Pairs = dict[str, str]
+
+_COUNT = "num_hidden_layers"
+_LAYERS = (3, 1, 1, 1, 2, 1)  # how many of another kind stand in front of each shared layer, and at the end
+_LISTS = ("wwwww", ".w.w", "..ww.w..w.w.w", "w....", "...w.ww.")  # w: one that shares
+
+
+def is_numbered(pair: TiePair) -> bool:
+    """Whether a tie is one of a layer, by its number."""
+    return any(part.isdigit() for name in pair.spellings[0] for part in name.split("."))
+
+
+def measured(cls: Any, build: ConfigBuilder, known: Architecture) -> tuple[SharedLayers, Values] | None:
+    """The rule of a class and a config with few layers; None where its ties follow no such rule.
+
+    Args:
+        cls: The model class.
+        build: Its config class as a function of a dict.
+        known: The class under its defaults, with every tie.
+    """
+    pairs = [pair for pair in known.ties if is_numbered(pair)]
+    split = [_split(pair) for pair in pairs]
+    flags, paths = {pair.flag for pair in pairs}, set(split)
+    if None in paths or len(paths) != 1 or len(flags) != 1 or any(pair.is_primary for pair in pairs):
+        return None
+    config = build({}).to_dict()
+    for kinds, kind in _lists(config, pairs, split[0] or ()):
+        lab = _Lab(cls, build, SharedLayers(split[0] or (), kinds, kind, _COUNT, "", 1, {}, pairs[0].flag), config)
+        found = lab.rule()
+        if found is not None and set(found.ties(config)) == set(pairs) and lab.holds(found):
+            return found, lab.base
+    return None
+
+
+class _Lab:
+    """One class with one list of layers."""
+
+    def __init__(self, cls: Any, build: ConfigBuilder, bare: SharedLayers, config: Values) -> None:
+        self.cls, self.build, self.bare, self.config = cls, build, bare, config
+        self.other = next(each for each in config[bare.kinds] if each != bare.kind)
+        self.base = self.listed("".join("." * count + "w" for count in _LAYERS))
+
+    def listed(self, text: str, **changes: Any) -> Values:
+        kinds = [self.bare.kind if each == "w" else self.other for each in text]
+        return {self.bare.kinds: kinds, _COUNT: len(kinds), **changes}
+
+    def rule(self) -> SharedLayers | None:
+        """From what the base and each of its switches and numbers do."""
+        plain = self.pairs(self.base)
+        if not plain:
+            return None
+        names = dict.fromkeys(self.names(plain), "")
+        for key in sorted(key for key, value in self.config.items() if value is False and not key.startswith("_")):
+            pairs = self.pairs({**self.base, key: True})
+            if pairs:
+                names.update(dict.fromkeys(self.names(pairs) - set(names), key))
+        for key in sorted(key for key, value in self.config.items() if type(value) is int):
+            pairs = self.pairs({**self.base, key: self.config[key] + 1})
+            if pairs and len(pairs) < len(plain):
+                return self._with(names, key)
+        return self._with(names, "")
+
+    def _with(self, names: dict[str, str], period: str) -> SharedLayers:
+        bare, default = self.bare, self.config[period] if period else 1
+        return SharedLayers(bare.paths, bare.kinds, bare.kind, bare.count, period, default, names, bare.flag)
+
+    def holds(self, rule: SharedLayers) -> bool:
+        """Whether the rule gives the ties of every list, period and set of switches that is tried."""
+        switches = sorted({key for key in rule.names.values() if key})
+        for text, period, on in product(_LISTS, (1, 2, 3) if rule.period else (1,), (False, True)):
+            values = self.listed(text, **dict.fromkeys(switches, on), **({rule.period: period} if rule.period else {}))
+            pairs, told = self.pairs(values), dict(pair.spellings[0] for pair in rule.ties(values))
+            # a class may refuse a list in which nobody shares
+            if not rule.covers(values) or (pairs != told and (pairs is not None or told)):
+                return False
+        return True
+
+    def pairs(self, values: Values) -> Pairs | None:
+        """Target -> source of every tie between layers, None where there is no such model."""
+        try:
+            model = meta_model.build_with_ties(self.cls, self.build(copy.deepcopy(values)))
+        except Exception:  # whatever the class raises: no checkpoint has such a config
+            return None
+        names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
+        declared = existing(model.all_tied_weights_keys, names)
+        same = {target: source for target, source in declared.items() if names[target] == names[source]}
+        lead = f"{self.bare.paths[0]}."
+        return {target: source for target, source in flatten(same).items() if target.startswith(lead)}
+
+    def names(self, pairs: Pairs) -> set[str]:
+        """Patterns below a layer: a number that runs over all layers that share becomes a star."""
+        lead = f"{self.bare.paths[0]}."
+        places = {str(at) for at in range(len(_LAYERS))}
+        tails = {target.removeprefix(lead).partition(".")[2] for target in pairs}
+        starred: dict[str, set[str]] = {}
+        for tail in tails:
+            parts = tail.split(".")
+            at = next((at for at, part in enumerate(parts) if part.isdigit()), None)
+            if at is not None:
+                starred.setdefault(".".join((*parts[:at], "*", *parts[at + 1 :])), set()).add(parts[at])
+        stars = {pattern for pattern, found in starred.items() if found == places}
+        covered = {pattern.replace("*", place) for pattern in stars for place in places}
+        return stars | (tails - covered)
+
+
+def _split(pair: TiePair) -> tuple[str, ...] | None:
+    """What stands in front of the first number in every spelling; None unless both names agree but for that number."""
+    paths = []
+    for names in pair.spellings:
+        both = [name.split(".") for name in names]
+        at = [next((at for at, part in enumerate(parts) if part.isdigit()), None) for parts in both]
+        if at[0] is None or at[0] != at[1] or _without(both[0], at[0]) != _without(both[1], at[0]):
+            return None
+        paths.append(".".join(both[0][: at[0]]))
+    return tuple(paths)
+
+
+def _without(parts: list[str], at: int) -> list[str]:
+    return [*parts[:at], *parts[at + 1 :]]
+
+
+def _lists(config: Values, pairs: Iterable[TiePair], paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Keys of the config that list a kind for every layer, with the kind of the layers that are tied."""
+    lead = f"{paths[0]}."
+    tied = {int(name.removeprefix(lead).split(".")[0]) for pair in pairs for name in pair.spellings[0]}
+    for key, value in sorted(config.items()):
+        if isinstance(value, list) and len(value) == config.get(_COUNT) and len({*map(str, value)}) > 1:
+            found = {value[at] for at in tied}
+            if len(found) == 1 and isinstance(kind := found.pop(), str):
+                yield key, kind
