@@ -119,7 +119,8 @@ def test_every_popular_class_fits(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in (*LANGUAGE, *OTHERS) if name not in UNMEASURED])
 def test_half_an_embedding_of_any_popular_class_is_found(name: str) -> None:
     config, shapes = popular(name)
-    table = next(each for each, shape in shapes.items() if (len(shape) == 2 and "embed" in each) or "wte" in each)
+    tables = (each for each, shape in shapes.items() if len(shape) == 2 and ("embed" in each or "wte" in each))
+    table = next(each for each in tables if "vision" not in each)
     assert fit(config, {**shapes, table: (shapes[table][0] // 2, *shapes[table][1:])}).misfits
 
 
