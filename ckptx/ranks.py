@@ -21,6 +21,7 @@ from ckptx.catalog.region import Region, Shape
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.mapping.names import pattern_of
 from ckptx.untrusted.limits import RANKS
+from ckptx.untrusted.numbers import salted
 
 Span = tuple[str, int, int]  # path of a list of layers, first, stop
 Layer = tuple[str, int]
@@ -186,13 +187,13 @@ def spans_text(found: Sequence[tuple[str, int, int]]) -> str:
     return "; ".join(parts) or "-"
 
 
-def distinct(cut: Cut) -> dict[Region, list[int]]:
+def distinct(cut: Cut) -> list[tuple[Region, list[int]]]:
     """Rectangles of a cut and who holds each, the one that counts first; empty ones are left out."""
-    held: dict[Region, list[int]] = {}
+    held: dict[tuple[int, Region], list[int]] = {}
     for piece in sorted(cut.pieces, key=lambda piece: piece.replica):
         if piece.region.numel:
-            held.setdefault(piece.region, []).append(piece.holder)
-    return held
+            held.setdefault(salted(piece.region), []).append(piece.holder)
+    return [(region, holders) for (_, region), holders in held.items()]
 
 
 def mesh_of(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:

@@ -32,6 +32,7 @@ from ckptx.storage import read_small
 from ckptx.untrusted.file_name import colliding_name, name_fault, weights_fault
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MANIFEST_BYTES, shape_fault
+from ckptx.untrusted.numbers import OneOfEach, SharedHash, salted
 
 _MAX_VALUES = 1 << 24  # of any type; the largest published model with its optimizer state has a tenth
 _END = 1 << 63
@@ -105,8 +106,8 @@ class _Reader:
     """Reads the fields of one manifest; what is wrong is refused by its path in the file."""
 
     def __init__(self) -> None:
-        self._shapes: dict[Shape, Shape] = {}
-        self._inside: set[tuple[int, Shape]] = set()
+        self._shapes: OneOfEach[Shape] = OneOfEach()
+        self._inside: list[set[tuple[int, Shape]]] = []
 
     def manifest(self, found: Mapping[str, Any], where: str) -> Manifest:
         self._text(found.get("tool"), "tool")
@@ -121,6 +122,7 @@ class _Reader:
             self._cut(cut, len(files), f"cuts[{number}]")
             for number, cut in enumerate(self._list(found.get("cuts"), "cuts"))
         )
+        self._inside = [set() for _ in cuts]
         tensors = self._rows(found, "tensors", lambda row: self._tensor(row, cuts, len(files)))
         self._check_ties(tensors)
         origin = found.get("origin", 0)  # None says that there is none, a manifest without the key is no manifest
@@ -171,10 +173,10 @@ class _Reader:
             self._index(file, files, ".file")
         else:
             self._index(cut, len(cuts), ".cut")
-            if (cut, shape) not in self._inside:  # tensors that share a cut have one shape
+            if salted(shape) not in self._inside[cut]:  # tensors that share a cut have one shape
                 if not all(_is_inside(region, shape) for region in cuts[cut].regions):
                     self._refuse(".cut", cut, "blocks inside of the shape")
-                self._inside.add((cut, shape))
+                self._inside[cut].add(salted(shape))
         return TensorRecord(
             dtype,
             shape,
@@ -304,11 +306,16 @@ class _Reader:
         if not isinstance(value, list) or any(type(size) is not int or not 0 <= size < _END for size in value):
             self._refuse(at, value, "a list of sizes")
         shape = tuple(value)
-        if shape not in self._shapes:
-            fault = shape_fault(shape)
-            if fault is not None:
-                raise _Fault(at, None, "one that fits into memory", said=fault)
-        return self._shapes.setdefault(shape, shape)  # a few of them repeat many thousand times
+        known = self._shapes.get(shape)
+        if known is not None:
+            return known
+        fault = shape_fault(shape)
+        if fault is not None:
+            raise _Fault(at, None, "one that fits into memory", said=fault)
+        try:
+            return self._shapes.keep(shape)
+        except SharedHash as error:
+            raise _Fault(at, None, "sizes that somebody measured", said=str(error)) from None
 
     def _digest(self, value: Any, at: str) -> str:
         if type(value) is not str or len(value) != 32 or not _HEX.issuperset(value):

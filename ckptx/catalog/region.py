@@ -6,8 +6,9 @@ chunks that overlap. Here both are refused, so the proof must be exact, and chea
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -45,7 +46,10 @@ def whole(shape: Shape) -> Region:
 
 
 class CoverageFault(NamedTuple):
-    """Why regions do not tile a shape: `kind` is "gap", "overlap" or "outside", `region` where."""
+    """Why regions do not tile a shape: `kind` is "gap", "overlap", "outside" or "tangle", `region` where.
+
+    A tangle may be a tiling: regions end beside each other in so many places that nobody cuts a tensor so.
+    """
 
     kind: str
     region: Region
@@ -69,11 +73,16 @@ def coverage_fault(shape: Shape, regions: Sequence[Region]) -> CoverageFault | N
     filled = [region for region in regions if region.numel]
     if prod(shape) == 0:
         return None
-    return _slab_fault(shape, filled, 0, (), ())
+    return _slab_fault(shape, filled, 0, (), (), [_TANGLE + 16 * len(filled)])
 
 
-def _slab_fault(shape: Shape, regions: list[Region], dim: int, offsets: Shape, sizes: Shape) -> CoverageFault | None:
-    """Checks `regions`, which all span the slab fixed by `offsets` and `sizes` in the dims before `dim`."""
+def _slab_fault(
+    shape: Shape, regions: list[Region], dim: int, offsets: Shape, sizes: Shape, budget: list[int]
+) -> CoverageFault | None:
+    """Checks `regions`, which all span the slab fixed by `offsets` and `sizes` in the dims before `dim`.
+
+    `budget` holds how often a region may still be cut into slabs.
+    """
     rest = shape[dim:]
     if not regions:
         return CoverageFault("gap", Region(offsets + (0,) * len(rest), sizes + rest))
@@ -81,19 +90,15 @@ def _slab_fault(shape: Shape, regions: list[Region], dim: int, offsets: Shape, s
         if len(regions) == 1:
             return None
         return CoverageFault("overlap", Region(offsets, sizes))
-    groups: dict[tuple[int, int], list[Region]] = {}
-    for region in regions:
-        groups.setdefault((region.offsets[dim], region.sizes[dim]), []).append(region)
-    spans = sorted(groups)
-    if _are_disjoint(spans):
-        slabs = [(begin, size, groups[begin, size]) for begin, size in spans]
-    else:
-        slabs = _cut_into_slabs(groups)
+    groups = _by_span(regions, dim)
+    slabs = groups if _are_disjoint(groups) else _cut_into_slabs(groups, budget)
+    if slabs is None:
+        return CoverageFault("tangle", Region(offsets + (0,) * len(rest), sizes + rest))
     position = 0
     for begin, size, members in slabs:
         if begin > position:
             break
-        fault = _slab_fault(shape, members, dim + 1, (*offsets, begin), (*sizes, size))
+        fault = _slab_fault(shape, members, dim + 1, (*offsets, begin), (*sizes, size), budget)
         if fault is not None:
             return fault
         position = begin + size
@@ -106,18 +111,34 @@ def _slab_fault(shape: Shape, regions: list[Region], dim: int, offsets: Shape, s
     return None
 
 
-def _are_disjoint(spans: list[tuple[int, int]]) -> bool:
-    return all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+_TANGLE = 1 << 20
+_Slab = tuple[int, int, list[Region]]
 
 
-def _cut_into_slabs(groups: dict[tuple[int, int], list[Region]]) -> list[tuple[int, int, list[Region]]]:
-    """Elementary intervals between all cut points, each with every region that spans it."""
-    points = sorted({point for begin, size in groups for point in (begin, begin + size)})
-    index = {point: i for i, point in enumerate(points)}
+def _by_span(regions: list[Region], dim: int) -> list[_Slab]:
+    """Regions that begin and end together along `dim`, in order. Sorted: hashes of numbers can be made to collide."""
+
+    def span(region: Region) -> tuple[int, int]:
+        return region.offsets[dim], region.sizes[dim]
+
+    return [(begin, size, list(inside)) for (begin, size), inside in groupby(sorted(regions, key=span), span)]
+
+
+def _are_disjoint(groups: list[_Slab]) -> bool:
+    return all(a + n <= b for (a, n, _), (b, _, _) in pairwise(groups))
+
+
+def _cut_into_slabs(groups: list[_Slab], budget: list[int]) -> list[_Slab] | None:
+    """Elementary intervals between all cut points, each with every region that spans it; None beyond the budget."""
+    points = [point for point, _ in groupby(sorted(p for begin, size, _ in groups for p in (begin, begin + size)))]
+    spanned = [(bisect_left(points, begin), bisect_left(points, begin + size)) for begin, size, _ in groups]
+    budget[0] -= sum((stop - first) * len(group[2]) for (first, stop), group in zip(spanned, groups, strict=True))
+    if budget[0] < 0:
+        return None
     members: list[list[Region]] = [[] for _ in points[1:]]
-    for (begin, size), regions in groups.items():
-        for i in range(index[begin], index[begin + size]):
+    for (first, stop), (_, _, regions) in zip(spanned, groups, strict=True):
+        for i in range(first, stop):
             members[i].extend(regions)
     return [
-        (begin, end - begin, inside) for begin, end, inside in zip(points, points[1:], members, strict=False) if inside
+        (begin, end - begin, inside) for (begin, end), inside in zip(pairwise(points), members, strict=True) if inside
     ]

@@ -24,6 +24,7 @@ from ckptx.formats.torch_zip import archive_frame, archive_length, locate_payloa
 from ckptx.formats.unpickle import without_garbage_collection
 from ckptx.storage import FilePool, Identity, identities, inside, open_regular, read_small, unreadable
 from ckptx.untrusted.limits import METADATA_BYTES
+from ckptx.untrusted.numbers import identity
 
 METADATA = ".metadata"
 
@@ -40,7 +41,7 @@ def open_dcp(root: Path) -> Catalog:
     with without_garbage_collection():
         catalog = Catalog(root, "dcp", {}, identities=identities(root, (METADATA,)))
         metadata = parse_metadata(_read_metadata(root), f"{root / METADATA}")
-        proved: set[tuple[Shape, tuple[Region, ...]]] = set()
+        proved: set[tuple[int, bytes]] = set()
         entries = [_tensor(name, tensor, metadata.storage, proved, root) for name, tensor in metadata.tensors.items()]
         for name in metadata.objects:
             place = metadata.storage.get((name, None))
@@ -95,7 +96,7 @@ def _tensor(
     name: str,
     tensor: TensorMetadata,
     storage: Mapping[Key, StorageInfo],
-    proved: set[tuple[Shape, tuple[Region, ...]]],
+    proved: set[tuple[int, bytes]],
     root: Path,
 ) -> TensorEntry:
     """One tensor; `proved` remembers the cuts that were found to cover their shape, which many tensors share."""
@@ -121,7 +122,8 @@ def _tensor(
         chunks.append(Chunk(elements, path, offset, length, None, None, True))
     shape = _widen(dtype, tensor.size)
     if len(chunks) != 1 or chunks[0].region != whole(shape):
-        cut = (shape, tuple([chunk.region for chunk in chunks]))
+        # Equal shapes and regions are one object, and `metadata` keeps them alive.
+        cut = (dtype.pack, identity((tensor.size, *tensor.chunks)))
         if cut not in proved:
             _check_coverage(name, shape, chunks, root)
             proved.add(cut)
@@ -149,6 +151,11 @@ def _check_coverage(name: str, shape: Shape, chunks: list[Chunk], root: Path) ->
     fault = coverage_fault(shape, [chunk.region for chunk in chunks])
     if fault is None:
         return
+    if fault.kind == "tangle":
+        raise UnsupportedError(
+            f'{root / METADATA}: tensor "{name}" of shape {list(shape)}: its {len(chunks)} chunks are cut across each '
+            "other too often to be checked; save it cut along a mesh"
+        )
     found = {
         "gap": "no chunk covers",
         "overlap": "more than one chunk covers",

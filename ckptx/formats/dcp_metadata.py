@@ -21,6 +21,7 @@ from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError
 from ckptx.formats.unpickle import LAYOUT, ORDERED, Call, Globals, Sealed, Symbol, load, without_garbage_collection
 from ckptx.untrusted.limits import DIMS, ELEMENT_BITS, JSON_DEPTH, TENSORS, shape_fault
+from ckptx.untrusted.numbers import OneOfEach
 
 _NUMBERS = frozenset({int})
 
@@ -165,8 +166,8 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
 class _Shapes:
     """Checked shapes and regions, each kept once: a checkpoint repeats a few of them many thousand times."""
 
-    seen: dict[Shape, Shape] = field(default_factory=dict)
-    regions: dict[tuple[Shape, Shape], Region] = field(default_factory=dict)
+    seen: OneOfEach[Shape] = field(default_factory=OneOfEach)
+    regions: OneOfEach[Region] = field(default_factory=OneOfEach)
 
     def shape(self, value: Any) -> Shape:
         # Before it is hashed: what is no flat tuple of numbers could take for ever.
@@ -176,7 +177,7 @@ class _Shapes:
         if known is None:
             if any(not 0 <= size < 1 << ELEMENT_BITS for size in value):
                 raise ValueError("a size is not a tuple of counts")
-            known = self.seen.setdefault(value, value)
+            known = self.seen.keep(value)
         return known
 
     def region(self, offsets: Any, sizes: Any) -> Region:
@@ -185,7 +186,7 @@ class _Shapes:
         if known is None:
             if len(wanted.offsets) != len(wanted.sizes):
                 raise ValueError("a chunk has offsets and sizes of different length")
-            known = self.regions[wanted] = wanted
+            known = self.regions.keep(wanted)
         return known
 
 

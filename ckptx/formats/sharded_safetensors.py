@@ -24,7 +24,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
-from ckptx.errors import InputError
+from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.huggingface import INDEX, read_header
 from ckptx.formats.huggingface_layout import natural_key
 from ckptx.formats.safetensors import Header
@@ -40,6 +40,7 @@ from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.unpickle import without_garbage_collection
 from ckptx.storage import FilePool
 from ckptx.untrusted.limits import shape_fault
+from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, salted
 
 _NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -153,7 +154,7 @@ class _Pieces:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._regions: dict[tuple[Shape, Shape], Region] = {}  # a few of them repeat many thousand times
+        self._regions: OneOfEach[Region] = OneOfEach()
         self.chunks: dict[str, list[Chunk]] = {}
         self.dtypes: dict[str, tuple[DType, str]] = {}
 
@@ -162,10 +163,7 @@ class _Pieces:
         info = sharding_info(header.metadata, where)
         for name, dtype, shape, begin, end in header.tensors:
             offsets = (0,) * len(shape) if info is None else offsets_of(info.pop(name, None), name, shape, where)
-            region = self._regions.get((offsets, shape))
-            if region is None:
-                check_offsets(offsets, name, shape, where)
-                region = self._regions[offsets, shape] = Region(offsets, shape)
+            region = self._region(offsets, shape, name, where)
             chunk = Chunk(region, file, begin, end - begin)
             chunks = self.chunks.setdefault(name, [])
             known, first = self.dtypes.setdefault(name, (dtype, file))
@@ -178,6 +176,17 @@ class _Pieces:
             chunks.append(chunk)
         refuse_unheld(info or {}, where)
 
+    def _region(self, offsets: Shape, shape: Shape, name: str, where: str) -> Region:
+        wanted = Region(offsets, shape)
+        known = self._regions.get(wanted)
+        if known is not None:
+            return known
+        check_offsets(offsets, name, shape, where)
+        try:
+            return self._regions.keep(wanted)
+        except SharedHash as error:
+            raise InputError(f'{where}: tensor "{name}" has one of {error}; the file is damaged') from None
+
 
 class _Assembly:
     """Puts the pieces of tensors together, and remembers which files only repeat what others hold."""
@@ -185,7 +194,7 @@ class _Assembly:
     def __init__(self, root: Path, names: list[str]) -> None:
         self._root, self._names = root, names
         self._own: Counter[str] = Counter()
-        self._covered: set[tuple[Shape, tuple[int, ...]]] = set()
+        self._covered: set[tuple[bytes, Shape]] = set()
         self._doubled: dict[tuple[str, str], tuple[str, Region]] = {}
 
     def entry(self, name: str, dtype: DType, pieces: list[Chunk]) -> TensorEntry:
@@ -203,10 +212,10 @@ class _Assembly:
         )
         # Ranks that got no rows say so all at the same place.
         filled = [chunk for chunk in pieces if chunk.region.numel] or [Chunk(whole(shape), *pieces[0][1:])]
-        first: dict[Region, Chunk] = {}
+        first: dict[tuple[int, Region], Chunk] = {}
         replicas = []
         for chunk in filled:
-            kept = first.setdefault(chunk.region, chunk)
+            kept = first.setdefault(salted(chunk.region), chunk)
             if kept is not chunk:
                 replicas.append(chunk)
         chunks = tuple(first.values())
@@ -224,7 +233,7 @@ class _Assembly:
         return shape
 
     def _check_coverage(self, name: str, shape: Shape, chunks: tuple[Chunk, ...]) -> None:
-        key = shape, tuple([id(chunk.region) for chunk in chunks])  # equal regions are one object
+        key = identity(chunk.region for chunk in chunks), shape  # equal regions are one object
         if key in self._covered:
             return
         fault = coverage_fault(shape, [chunk.region for chunk in chunks])
@@ -234,6 +243,11 @@ class _Assembly:
         where = f'{self._root}: tensor "{name}" of shape {list(shape)}'
         if fault.kind == "gap":
             raise InputError(f"{where}: no shard covers {fault.region}; {self._lost()}")
+        if fault.kind == "tangle":
+            raise UnsupportedError(
+                f"{where}: its {len(chunks)} rectangles are cut across each other too often to be checked; save it cut "
+                "along a mesh"
+            )
         files = sorted({chunk.file for chunk in chunks if chunk.region.intersect(fault.region)}, key=natural_key)
         raise InputError(
             f"{where}: {' and '.join(files[:2])} both cover {fault.region}; one of them is of another checkpoint"
@@ -259,11 +273,11 @@ class _Assembly:
         return f"there is no {', '.join(lost[:3])}{more}, copy the checkpoint again"
 
     def _count(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
-        holders = {chunk.region: chunk.file for chunk in chunks}
+        holders = {salted(chunk.region): chunk.file for chunk in chunks}
         shared = set()
         for replica in replicas:
-            self._doubled.setdefault((holders[replica.region], replica.file), (name, replica.region))
-            shared.add(replica.region)
+            self._doubled.setdefault((holders[salted(replica.region)], replica.file), (name, replica.region))
+            shared.add(salted(replica.region))
         self._own.update(file for region, file in holders.items() if region not in shared)
 
     def refuse_doubled_shards(self) -> None:
@@ -301,6 +315,6 @@ def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]
     """Every replica with the chunk whose elements it repeats: what a reader has to compare."""
     for entry in catalog.tensors.values():
         if entry.replicas:
-            held = {chunk.region: chunk for chunk in entry.chunks}
+            held = {salted(chunk.region): chunk for chunk in entry.chunks}
             for replica in entry.replicas:
-                yield entry, held[replica.region], replica
+                yield entry, held[salted(replica.region)], replica

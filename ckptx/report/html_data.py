@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region
@@ -27,22 +28,23 @@ def axes_of(cut: Cut) -> Axes:
     dims = range(len(cut.shape))
     if len(dims) < 2:
         return Axes(None, 0 if len(dims) else None, ())
-    is_cut = [len(_cuts_along(cut, dim)) > 1 for dim in dims]
+    is_cut = [_cuts_along(cut, dim) > 1 for dim in dims]
     chosen = sorted(sorted(dims, key=lambda dim: (not is_cut[dim], -cut.shape[dim], dim))[:2])
     return Axes(chosen[0], chosen[1], tuple(dim for dim in dims if dim not in chosen))
 
 
 def cut_text(cut: Cut) -> str:
     """A cut in words: `dim 0 in 4, dim 1 in 2`; `whole on 4`."""
-    held = distinct(cut)
-    parts = [(dim, len(_cuts_along(cut, dim))) for dim in range(len(cut.shape))]
+    parts = [(dim, _cuts_along(cut, dim)) for dim in range(len(cut.shape))]
     said = ", ".join(f"dim {dim} in {count}" for dim, count in parts if count > 1) or "whole"
-    copies = max(map(len, held.values()), default=1)
+    copies = max((len(holders) for _, holders in distinct(cut)), default=1)
     return said if copies == 1 else f"{said}, {copies} copies"
 
 
-def _cuts_along(cut: Cut, dim: int) -> set[tuple[int, int]]:
-    return {(p.region.offsets[dim], p.region.sizes[dim]) for p in cut.pieces if p.region.numel}
+def _cuts_along(cut: Cut, dim: int) -> int:
+    """Spans along a dim that differ. Sorted: hashes of numbers can be made to collide."""
+    spans = sorted((p.region.offsets[dim], p.region.sizes[dim]) for p in cut.pieces if p.region.numel)
+    return sum(1 for _ in groupby(spans))
 
 
 def colors_of(layout: Layout) -> list[tuple[int, float]]:
@@ -104,7 +106,7 @@ def _cut_row(cut: Cut) -> dict[str, Any]:
         "down": axes.down,
         "across": axes.across,
         "others": axes.others,
-        "pieces": [[holders, region.offsets, region.sizes] for region, holders in distinct(cut).items()],
+        "pieces": [[holders, region.offsets, region.sizes] for region, holders in distinct(cut)],
     }
 
 
@@ -139,7 +141,7 @@ def thumbnails(layout: Layout, groups: Iterable[Group]) -> str:
 
 def _thumbnail(layout: Layout, cut: Cut, first: int) -> Iterator[str]:
     colors, axes = colors_of(layout), axes_of(cut)
-    held = list(distinct(cut).items())
+    held = distinct(cut)
     if held:
         facet = _others(held[0][0], axes)
         held = [item for item in held if _others(item[0], axes) == facet]

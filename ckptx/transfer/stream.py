@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from ckptx.transfer.grid import Grid, grid_of, is_grid
 from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments
 from ckptx.transfer.shared import Part, RecordPart
 from ckptx.transfer.strips import weave_rows
+from ckptx.untrusted.numbers import packed
 
 
 class Sink(Protocol):
@@ -74,7 +75,7 @@ class TensorReader:
         self._checked: set[tuple[str, Record]] = set()
         self._tile: memoryview | None = None
         self._strip: memoryview | None = None
-        self._grids: dict[tuple[DType, Shape, tuple[Region, ...]], Grid | None] = {}
+        self._grids: dict[tuple[DType, bytes], Grid | None] = {}
         self._frames: dict[tuple[DType, Shape], _FrameBuffers] = {}
 
     def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordPart] | None = None) -> None:
@@ -209,9 +210,9 @@ class TensorReader:
     def _grid(self, entry: TensorEntry, chunks: Sequence[Chunk]) -> Grid | None:
         """How the chunks of a tensor lie in it; None when no grid says it. Tensors that are cut alike share it."""
         regions = tuple([chunk.region for chunk in chunks])
-        key = (entry.dtype, entry.shape, regions)
+        key = (entry.dtype, packed(len(entry.shape), entry.shape, *chain.from_iterable(regions)))
         if key not in self._grids:
-            self._grids[key] = grid_of(*key) if is_grid(entry.shape, regions) else None
+            self._grids[key] = grid_of(entry.dtype, entry.shape, regions) if is_grid(entry.shape, regions) else None
         return self._grids[key]
 
     def _begin_checks(self, entry: TensorEntry, region: Region, is_share: bool) -> dict[int, int]:
