@@ -14,6 +14,7 @@ from ckptx.counting import leaders_of, parameters_decided
 from ckptx.errors import Defect, InputError
 from ckptx.fit import fit_of
 from ckptx.formats.huggingface import read_json
+from ckptx.formats.links import leading_out
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.config import edited_config
 from ckptx.options import ConvertOptions
@@ -25,6 +26,7 @@ from ckptx.report.report import Report, count_dtypes, counted, human_bytes
 from ckptx.storage import FilePool
 from ckptx.view import ModelView, compare_replicas, decide_ties, locate_payloads, tie_rows, view_model
 
+_NAMED_LINKS = 5
 Progress = Callable[[int, int], None]
 
 
@@ -137,6 +139,13 @@ class Conversion:
     def carry(self, root: Path, names: Iterable[str], edits: list[dict[str, Any]]) -> dict[str, Path | bytes]:
         """The sidecars of the output; config.json is written anew only when something in it changes."""
         sidecars: dict[str, Path | bytes] = {name: root / name for name in names}
+        outside = [f"{name} -> {real}" for name, real in leading_out(root, sidecars)]
+        if outside:
+            more = f" and {len(outside) - _NAMED_LINKS} more" if len(outside) > _NAMED_LINKS else ""
+            self.report.warnings.append(
+                f"carried through {counted(len(outside), 'link')} out of the checkpoint: "
+                f"{', '.join(outside[:_NAMED_LINKS])}{more}"
+            )
         if edits and "config.json" in sidecars:
             sidecars["config.json"] = edited_config(read_json(root / "config.json"), edits)
             self.report.edits = edits

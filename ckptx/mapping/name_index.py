@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckptx.mapping.names import pattern_of
 
-_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+_INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
 
 
 class Fit(NamedTuple):

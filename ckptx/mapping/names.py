@@ -26,7 +26,7 @@ _CONTAINER_ROOTS = frozenset({"state", "app", "checkpoint", "training"})
 
 
 # A component of digits alone: nothing but a dot, or an end, on either side.
-_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+_INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
 
 
 class Unwrapped(NamedTuple):
