@@ -26,6 +26,7 @@ LOCATOR = struct.Struct("<4sIQI")
 # The end record may be followed by a comment of 64 KiB. A directory larger than the limit is not one.
 _END_SEARCH = 22 + 0xFFFF
 _DIRECTORY_LIMIT = 1 << 26
+_IS_DIRECTORY = 0x10  # the attribute of MS-DOS, which zip kept
 
 
 class Member(NamedTuple):
@@ -88,6 +89,9 @@ def _members(directory: bytes, count: int, where: str) -> dict[str, Member]:
             nbytes, stored, header = _wide_fields(extra, (nbytes, stored, header), where)
         if signature != b"PK\1\2" or name in members or flags & 1 or (not method and stored != nbytes):
             raise damaged(where, f"directory entry {name[:60]!r} makes no sense")
+        if nbytes and fields[15] & _IS_DIRECTORY:
+            # torch takes it for a directory, reads nothing, and loads what lay in its memory.
+            raise damaged(where, f"member {name[:60]!r} of {nbytes} bytes is marked as a directory")
         members[name] = Member(method, crc, nbytes, header)
     return members
 

@@ -386,6 +386,32 @@ def test_damage_never_escapes_as_another_error(data: st.DataObject) -> None:
     assert 0 <= found.data_offset <= found.data_offset + found.nbytes <= len(sample)
 
 
+def test_whatever_the_directory_says_what_torch_reads_is_read() -> None:
+    """Every byte of the zip directory, changed in turn: refused, or found where torch finds it, or torch refuses it.
+
+    On the old code `external attributes 0x10` was read, where torch loads memory that nobody wrote.
+    """
+    values = raw_tensor("float32", (3, 5))
+    whole = rezip(saved(values))
+    begin, agreed, refused = whole.index(b"PK\1\2"), 0, 0
+    for at in range(begin, len(whole)):
+        for changed in {0, 1, 0x10, 0xFF, whole[at] ^ 0x80} - {whole[at]}:
+            sample = whole[:at] + bytes([changed]) + whole[at + 1 :]
+            try:
+                found = locate(sample)
+            except CkptxError:
+                refused += 1
+                continue
+            try:
+                read = torch.load(io.BytesIO(sample), weights_only=True)
+            except Exception:
+                continue
+            agreed += 1
+            ours = sample[found.data_offset : found.data_offset + found.nbytes]
+            assert ours == raw_bytes(read), f"byte {at - begin} of the directory, {changed}"
+    assert agreed > 100 and refused > 100
+
+
 def test_what_is_alike_in_many_archives_is_made_once() -> None:
     before = torch_zip._frame.cache_info().misses
     tails = {archive_tail(BF16, (2039, 761), crc) for crc in range(1000)}

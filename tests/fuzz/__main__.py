@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -53,7 +54,7 @@ def _replay(options: argparse.Namespace, judge: Judge) -> int:
         failed += fault is not None
         if fault is not None or options.verbose:
             print(f"{path.name}: {fault or f'exit {code}'}")
-    print(f"{len(paths)} cases replayed, {failed} failed")
+    print(f"{len(paths)} cases replayed, {failed} failed; {judge.close()}")
     return min(failed, 1)
 
 
@@ -61,7 +62,8 @@ def _run(options: argparse.Namespace, judge: Judge, known: dict[str, dict[str, b
     seed = time.time_ns() % 10**9 if options.seed is None else options.seed
     began, done, codes, failed = time.monotonic(), 0, Counter[int](), Counter[str]()
     print(f"first seed {seed}", flush=True)
-    while time.monotonic() - began < options.seconds if options.cases is None else done < options.cases:
+    ended = _signalled()
+    while not ended and (time.monotonic() - began < options.seconds if options.cases is None else done < options.cases):
         case = Case.of_seed(seed, known)
         fault, code = judge.fault(case)
         codes[code] += 1
@@ -78,8 +80,23 @@ def _run(options: argparse.Namespace, judge: Judge, known: dict[str, dict[str, b
         seed, done = seed + 1, done + 1
     seconds = time.monotonic() - began
     said = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
-    print(f"{done} cases in {seconds:.0f} s ({done / seconds:.0f} a second); exits {said}; {failed.total()} failed")
+    print(f"{done} cases in {seconds:.0f} s ({done / seconds:.0f} a second, {_processor():.0f} s of CPU); exits {said}")
+    print(f"{judge.close()}; {failed.total()} failed")
     return 1 if failed else 0
+
+
+def _signalled() -> list[int]:
+    """The signals that asked for an end, as they come: the case that runs is finished, and what was done is said."""
+    heard: list[int] = []
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, _: heard.append(number))
+    return heard
+
+
+def _processor() -> float:
+    """Seconds of CPU of this process and of every child that ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from tests.fuzz.cases import Case
 from tests.fuzz.mutations import mutate_bytes, mutate_header, mutate_json, mutate_pickle, mutate_zip
+from tests.fuzz.others import Others
 from tests.fuzz.sandbox import Outcome, fault_of
 from tests.fuzz.seeds import torch_file
-from tests.writers import llama, safetensors_bytes
+from tests.writers import llama, safetensors_bytes, write_dcp, write_hf
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -41,6 +42,34 @@ def test_new_cases_pass(tmp_path: Path) -> None:
 def test_the_corpus_is_small() -> None:
     sizes = [path.stat().st_size for path in CORPUS.glob("*.json")]
     assert sizes and max(sizes) < 100_000 and sum(sizes) < 2_000_000
+
+
+def test_others_find_what_is_changed_lost_new_or_cast_wrongly(tmp_path: Path) -> None:
+    tensors = llama(1)
+    first, second = sorted(name for name, (_, shape, _) in tensors.items() if shape == (8,))[:2]
+    swapped = {**tensors, first: tensors[second], second: tensors[first]}
+    lost = {name: tensors[name] for name in tensors if name != first}
+    dtype, shape, data = tensors[first]
+    outputs = {
+        "same": (tensors, None, None),
+        "prefixed": ({f"model.{name}": tensors[name] for name in tensors}, None, None),
+        "swapped": (swapped, None, "with other bytes"),
+        "lost": (lost, None, "is in no tensor of the output"),
+        "new": ({**tensors, "more": (dtype, shape, bytes(len(data)))}, None, "is in no tensor of the source"),
+        "reshaped": ({**tensors, first: (dtype, (2, 4), data)}, None, "[2, 4]"),
+        "not cast": (tensors, "fp32", "torch.bfloat16"),
+    }
+    source, others = write_hf(tmp_path / "source", tensors), Others()
+    try:
+        for name, (output, cast, said) in outputs.items():
+            for root in (write_hf(tmp_path / f"hf {name}", output), write_dcp(tmp_path / f"dcp {name}", output)):
+                found = others.difference(str(source), str(root), cast)
+                assert (found is None) if said is None else (found is not None and said in found), (name, found)
+        (source / "model.safetensors").write_bytes(b"no header")
+        assert others.difference(str(source), str(root), None) is None
+        assert (others.judged, others.unread) == (2 * len(outputs), 1)
+    finally:
+        others.close()
 
 
 @pytest.mark.parametrize(
