@@ -12,7 +12,8 @@ A pickle is a program. Four walls keep this one harmless:
 4. Keys. No tuple is ever hashed, compared or printed: one that holds itself twice, seventy times over, takes 300 bytes
    and would take years; one nested 100,000 deep overflows the C stack; and numbers can be chosen so that the hashes of
    all tuples of them are equal. So every dict is a `Dict`, which refuses such keys. Texts have hashes that nobody can
-   foresee, and of numbers of 64 bits at most a handful share one.
+   foresee. Of numbers of 64 bits at most a handful share one, but they can be chosen to lie where a dict looks for
+   another. So only a small dict may have numbers beyond 2**20, or one twice.
 
 Whatever goes wrong comes out as a `CkptxError`, after work in proportion to the size of the data.
 """
@@ -45,6 +46,8 @@ _LENGTH_1 = frozenset(b"\x8cC")  # SHORT_BINUNICODE, SHORT_BINBYTES
 _LENGTH_4 = frozenset(b"XB")  # BINUNICODE, BINBYTES
 _GLOBAL, _LONG_BINPUT, _STOP, _LONG1 = b"cr.\x8a"
 _FEW_CONTAINERS = 1 << 20
+_FEW_KEYS = 1000
+_DENSE = 1 << 20  # the parameters of an optimizer are numbered from 0 on
 _BYTES_PER_CONTAINER = 4
 _LONGEST_DTYPE = 40
 
@@ -87,8 +90,14 @@ class Dict(dict[Any, Any], metaclass=Sealed):
     __slots__ = ()
 
     def __setitem__(self, key: object, value: object) -> None:
-        if isinstance(key, tuple):
-            raise pickle.UnpicklingError("a tuple as a key, which torch never writes")
+        if type(key) is not str:
+            if isinstance(key, tuple):
+                raise pickle.UnpicklingError("a tuple as a key, which torch never writes")
+            if isinstance(key, int | float) and len(self) >= _FEW_KEYS:
+                if not -_DENSE <= key <= _DENSE:
+                    raise pickle.UnpicklingError(f"more than {_FEW_KEYS} keys, and large numbers among them")
+                if key in self:
+                    raise pickle.UnpicklingError(f"the key {key} twice")
         dict.__setitem__(self, key, value)
 
     def add(self, item: object) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -111,6 +113,49 @@ def test_numbers_whose_hashes_collide_are_refused() -> None:
         load(b"\x80\x02}(" + colliding + b"u.", {}, "x")
     with pytest.raises(InputError, match="a tuple as a key"):
         load(b"\x80\x02}(" + tuples + b"u.", {}, "x")
+
+
+def in_the_way(size: int, many: int) -> list[int]:
+    """Numbers that lie where a dict of `size` places looks for the number `size`, and then that number again and again.
+
+    CPython looks at `hash % size`, and goes on at 5 times that place + 1 + what is left of the hash, shifted by 5 bits.
+    """
+    place, rest, path = 0, size, []
+    while len(path) < many:
+        path.append(place)
+        rest >>= 5
+        place = (place * 5 + rest + 1) % size
+    return [*dict.fromkeys(path), *[size] * many]
+
+
+@pytest.mark.parametrize("size", [1 << 15, 1 << 16, 1 << 17])
+def test_numbers_that_lie_in_the_way_cost_what_others_do(size: int) -> None:
+    many = size // 3
+    chosen, others = in_the_way(size, many), range(2 * many)
+    taken = []
+    for keys in (others, chosen):
+        data = b"\x80\x02}(" + b"".join(number(key) + b"N" for key in keys) + b"u."
+        began = time.process_time()
+        with suppress(InputError):
+            load(data, {}, "x")
+        taken.append(time.process_time() - began)
+    assert taken[1] < 20 * taken[0] + 0.5
+    with pytest.raises(InputError, match=rf"the key {size} twice"):
+        load(data, {}, "x")
+
+
+def test_only_a_small_dict_has_large_numbers() -> None:
+    with pytest.raises(InputError, match="more than 1000 keys, and large numbers among them"):
+        load(pickled_keys(range(1 << 61, (1 << 61) + 1100)), {}, "x")
+
+
+def pickled_keys(keys: Iterable[int]) -> bytes:
+    return pickle.dumps(dict.fromkeys(keys), 2)
+
+
+@pytest.mark.parametrize("keys", [range(100_000), range(1 << 62, (1 << 62) + 900), range(-5, 1 << 12)])
+def test_numbers_that_writers_use_as_keys_pass(keys: range) -> None:
+    assert list(load(pickled_keys(keys), {}, "x")) == list(keys)
 
 
 @pytest.mark.parametrize("opcode", [b"}", b"]", b"\x8f"])
