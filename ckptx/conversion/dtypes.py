@@ -13,7 +13,7 @@ from ckptx.conversion.names import Spelling
 from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target
 from ckptx.errors import UsageError
-from ckptx.mapping.config import dtype_edits, dtypes_in, is_held, widened
+from ckptx.mapping.config import dequantized, dtype_edits, dtypes_in, is_held, widened
 from ckptx.mapping.dtypes import base_targets, cast_targets
 from ckptx.report.report import counted
 from ckptx.view import ModelView, rules_of
@@ -152,6 +152,22 @@ def lossless_edits(
         return []
     settled = {name: entry for name, entry in floats.items() if name not in lost}
     return widened(config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *settled.values())})
+
+
+def quantization_edits(run: Conversion, view: ModelView, target: Target) -> list[dict[str, Any]]:
+    """Edits that take the quantisation out of config.json when a step in floats is written under a quantised base.
+
+    Loaders look for scales where a config speaks of quantisation, find none, and leave the weights as they were made at
+    random. The config of a checkpoint that nobody trained since is right, whatever it says.
+    """
+    if view.config is None or _is_as_published(view):
+        return []
+    if any(not entry.dtype.cast for entry in target.tensors.values() if len(entry.shape) > 1):
+        return []
+    edits = dequantized(view.config)
+    if edits:
+        run.report.warnings.append("config.json speaks of quantisation, and every weight is a float: taken out of it")
+    return edits
 
 
 def _numel(entries: Iterable[TensorEntry]) -> int:

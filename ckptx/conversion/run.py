@@ -15,7 +15,7 @@ from ckptx.errors import Defect, InputError
 from ckptx.fit import fit_of
 from ckptx.formats.huggingface import read_json
 from ckptx.formats.links import leading_out
-from ckptx.formats.sidecars import MANIFEST
+from ckptx.formats.sidecars import MANIFEST, QUANTIZATION_FILES
 from ckptx.mapping.config import edited_config
 from ckptx.options import ConvertOptions
 from ckptx.output_place import free_space
@@ -138,6 +138,10 @@ class Conversion:
 
     def carry(self, root: Path, names: Iterable[str], edits: list[dict[str, Any]]) -> dict[str, Path | bytes]:
         """The sidecars of the output; config.json is written anew only when something in it changes."""
+        if any(edit["key"].endswith("quantization_config") for edit in edits):
+            left = [name for name in names if name in QUANTIZATION_FILES]
+            names = [name for name in names if name not in left]
+            self.report.warnings.extend(f"{name}: left out, it tells how a base is quantised" for name in left)
         sidecars: dict[str, Path | bytes] = {name: root / name for name in names}
         outside = [f"{name} -> {real}" for name, real in leading_out(root, sidecars)]
         if outside:

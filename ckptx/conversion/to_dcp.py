@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptx.conversion.config import Home
 from ckptx.conversion.dcp_output import DcpContents, DcpOutput, lay_out
-from ckptx.conversion.dtypes import cast
+from ckptx.conversion.dtypes import cast, quantization_edits
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.memory import kept_original, names_on_disk
 from ckptx.conversion.meshed import cut_target, cutter_for, describe_ranks, unknown_names
@@ -75,6 +75,7 @@ def to_dcp(run: Conversion, home: Home, *, cut: bool) -> None:
         groups=output.groups,
     )
     edits = dtype_edits(view.config, options.dtype) if was_cast else []
+    edits += quantization_edits(run, view, target)
     if was_cast or (options.prefix and not is_dcp):
         original = None
     carried = (home.base or run.source).sidecars

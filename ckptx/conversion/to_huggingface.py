@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptx.architecture.tied import TieDecision, config_edits
 from ckptx.conversion.config import Home, no_config
-from ckptx.conversion.dtypes import cast, lossless_edits
+from ckptx.conversion.dtypes import cast, lossless_edits, quantization_edits
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.memory import Memory, kept_manifest, names_on_disk, recall
 from ckptx.conversion.names import respell
@@ -52,6 +52,7 @@ def to_huggingface(run: Conversion, home: Home) -> None:
         spelling = respell(run, view, target, by_default="disk" if is_sharded or view.dialect else None)
         was_cast = cast(run, view, target, home, spelling)
         edits = lossless_edits(run, view, target, home, spelling, was_cast=was_cast)
+        edits += quantization_edits(run, view, target)
         edits += untie_edits(run, view, home.config, decisions)
         files = _files_of_base(run, home, target)
         layout = huggingface_layout.allocate(run.dst, target.tensors.values(), options.max_shard_size, files)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ckptx.architecture.tied import TieDecision
 from ckptx.conversion.config import Home
-from ckptx.conversion.dtypes import cast, lossless_edits
+from ckptx.conversion.dtypes import cast, lossless_edits, quantization_edits
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.memory import kept_original, names_on_disk
 from ckptx.conversion.meshed import cut_target, cutter_for, describe_ranks, unknown_names
@@ -55,6 +55,7 @@ def to_sharded(run: Conversion, home: Home) -> None:
     )
     plan = plan_copy(run.source, layout.catalog, target.origin, prologues=layout.prologues, groups=layout.groups)
     edits = lossless_edits(run, view, target, home, spelling, was_cast=was_cast)
+    edits += quantization_edits(run, view, target)
     edits += untie_edits(run, view, home.config, decisions)
     _warn_of_forced_ties(run, decisions, edits)
     beside = home.base or run.source

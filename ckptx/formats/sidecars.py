@@ -44,6 +44,8 @@ _ABOUT = re.compile(
     r"adapter_config|params|recipe|video_processor|fqn_to_file_index_mapping)\.(json|yaml)|tekken\.json|"
     r"[\w.-]+\.tiktoken|(vocab|merges|sentencepiece|spiece|tokenizer)[\w.-]*\.(txt|model|json|vocab|bpe)"
 )
+# How weights are quantised, beside what config.json says of it: read by vLLM and GPTQ's tools.
+QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quantize_config.json", "quantization_config.json"})
 
 
 def is_known_sidecar(base: str) -> bool:

@@ -66,8 +66,19 @@ def is_held(dtype: str, said: str) -> bool:
     return said not in _HOLDS or dtype in _HOLDS[said]
 
 
+def dequantized(config: Mapping[str, Any], path: str = "") -> list[dict[str, Any]]:
+    """Edits after which a config, its sub-configs too, says nothing of quantisation; `after` is None: the key goes."""
+    found = []
+    for key, value in config.items():
+        if key == "quantization_config" and value is not None:
+            found.append({"key": f"{path}{key}", "before": value, "after": None})
+        elif isinstance(value, dict) and key.endswith("config"):
+            found += dequantized(value, f"{path}{key}.")
+    return found
+
+
 def edited_config(config: dict[str, Any], edits: list[dict[str, Any]]) -> bytes:
-    """The config with the edits made, as transformers writes one."""
+    """The config with the edits made, as transformers writes one; a key whose `after` is None is taken out."""
     config = json.loads(json.dumps(config))
     for edit in edits:
         *parents, key = edit["key"].split(".")
@@ -75,4 +86,6 @@ def edited_config(config: dict[str, Any], edits: list[dict[str, Any]]) -> bytes:
         for parent in parents:
             place = place.setdefault(parent, {})
         place[key] = edit["after"]
+        if edit["after"] is None:
+            del place[key]
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

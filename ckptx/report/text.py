@@ -44,7 +44,7 @@ def conversion_text(report: Report) -> str:
     lines += [f"alias: {name} -> {stored}" for name, stored in _first(list(report.aliases.items()))]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
-    lines += [f"config.json: {row['key']}: {row['before']!r} -> {row['after']!r}" for row in report.edits]
+    lines += [f"config.json: {row['key']}: {_changed(row)}" for row in report.edits]
     kept = details.get("kept_dtype")
     if kept:
         lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
@@ -55,6 +55,10 @@ def conversion_text(report: Report) -> str:
         )
     lines.append(cost(report))
     return "\n".join(lines)
+
+
+def _changed(edit: dict[str, Any]) -> str:
+    return "removed" if edit["after"] is None else f"{edit['before']!r} -> {edit['after']!r}"
 
 
 def _made_of(ledger: dict[str, Any] | None) -> str:
