@@ -128,9 +128,9 @@ def _modern(found: re.Match[str]) -> str:
 
 
 def _layers_alone(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> Fit:
-    """The number of layers, for a class of which no shapes are known."""
-    misfits: list[Misfit] = []
-    seen = False
+    """The number of layers and the rows of embeddings, for a class of which no shapes are known."""
+    misfits = _lost_rows(view, architecture, config)
+    seen = bool(misfits)
     for stack in architecture.stacks(config) if says_layers(architecture, config) else ():
         lead = f"{stack.path}."
         names = (name[len(lead) :] for name in view.tensors if name.startswith(lead))
@@ -139,6 +139,20 @@ def _layers_alone(view: ModelView, architecture: Architecture, config: Mapping[s
         needed = f"one of the {stack.count} layers that config.json says"
         misfits += [Misfit(f"{lead}{at}", "nothing", needed) for at in range(stack.count) if found and at not in found]
     return Fit("layers" if seen else "nothing", tuple(misfits))
+
+
+def _lost_rows(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> list[Misfit]:
+    """Embeddings of fewer rows than the vocabulary has words; they are the names that are tied."""
+    nested = config.get("text_config")
+    sizes = [each.get("vocab_size") for each in (config, nested) if isinstance(each, Mapping)]
+    words = min((size for size in sizes if isinstance(size, int)), default=0)
+    misfits = []
+    for pair in architecture.ties:
+        for name in sorted({name for spelling in pair.spellings for name in spelling}) if pair.is_primary else ():
+            entry = view.tensors.get(name)
+            if entry is not None and len(entry.shape) == 2 and entry.shape[0] < words:
+                misfits.append(Misfit(name, str(list(entry.shape)), f"{words} rows, one for each word of vocab_size"))
+    return misfits
 
 
 class _Run(NamedTuple):

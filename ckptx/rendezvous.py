@@ -1,6 +1,7 @@
 """Several processes that make one output together, as torchrun starts them: they meet in a directory beside the target.
 
-    parent/.NAME.ckptx-ranks/rank-R        held by flock while rank R lives; says which meeting it came to
+    parent/.NAME.ckptx-ranks/place-R       held by flock while rank R lives: nobody else is rank R
+                             rank-R        held by flock while rank R lives; says which meeting it came to
                              open          written by rank 0: a number that tells this meeting from an earlier one
                              N-R-TOPIC     what rank R has to say about a topic, as JSON; N is that number
                              N-R-failed    rank R gave up, and why
@@ -28,7 +29,7 @@ _PATIENCE = 300.0  # seconds that ranks may start apart
 _SETTLE = 0.2  # seconds after which what rank 0 wrote is not of an earlier meeting
 _FAREWELL = 60.0  # seconds that rank 0 waits for the others to hear how it ended
 _MOST = 1 << 30  # bytes that a rank may have to say
-_NAMES = re.compile(rf"rank-\d+|\.?open|\.?[0-9a-f]{{16}}-\d+-\w+|{PROBE}")
+_NAMES = re.compile(rf"(rank|place)-\d+|\.?open|\.?[0-9a-f]{{16}}-\d+-\w+|{PROBE}")
 
 
 def _death(rank: int) -> PeerFailure:
@@ -64,14 +65,18 @@ class Rendezvous:
         self._held = HeldDirectory.at(self._root)
         try:
             self._refuse_foreign()
-            self._lock = self._held.create(f"rank-{rank}", keep=True)
+            self._place = self._held.create(f"place-{rank}", keep=True)
         except BaseException:
             self._held.close()
             raise
         try:
-            self._take_lock()
+            self._take_lock(self._place)
+            self._lock = self._held.create(f"rank-{rank}", keep=True)
+            # What an earlier rank signed is gone before this one seems to be alive.
+            os.ftruncate(self._lock, 0)
+            self._take_lock(self._lock)
         except BaseException:
-            os.close(self._lock)
+            os.close(self._place)
             self._remove_if_bare()
             self._held.close()
             raise
@@ -107,25 +112,24 @@ class Rendezvous:
     def _remove_if_bare(self) -> None:
         """Takes away the directory of a rank that could not even come."""
         with suppress(OSError):
-            if self._held.names() == [f"rank-{self.rank}"]:
-                self._held.remove(f"rank-{self.rank}")
+            if self._held.names() == [f"place-{self.rank}"]:
+                self._held.remove(f"place-{self.rank}")
                 self._root.rmdir()
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, descriptor: int) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while not take_lock(self._lock, self._root / f"rank-{self.rank}"):
+        while not take_lock(descriptor, self._root / f"rank-{self.rank}"):
             # Somebody looks whether this rank lives, or the same rank of an earlier run is not quite gone.
             if time.monotonic() > deadline:
                 raise EnvironmentProblem(
                     f"{self._root}: rank {self.rank} is running already; wait for that run or stop it"
                 )
             time.sleep(_POLL)
-        os.ftruncate(self._lock, 0)  # what an earlier rank signed must not seem to be alive
 
     def _open(self) -> str:
         """Clears away what an earlier meeting left, and opens this one."""
         for name in self._held.names():
-            if not name.startswith("rank-"):
+            if not name.startswith(("rank-", "place-")):
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._held.descriptor)
         number = os.urandom(8).hex()
@@ -223,6 +227,7 @@ class Rendezvous:
                     os.unlink(name, dir_fd=self._held.descriptor)
                 self._root.rmdir()
         os.close(self._lock)
+        os.close(self._place)
         self._held.close()
 
     def _await_ends(self) -> None:

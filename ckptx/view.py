@@ -8,7 +8,7 @@ from typing import Any
 from ckptx.architecture.dialects.spoken import dialect_of, in_dialect
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
-from ckptx.architecture.shapes import says_layers, shapes_of
+from ckptx.architecture.shapes import shapes_of
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
 from ckptx.catalog.catalog import Catalog
@@ -125,8 +125,6 @@ def view_model(
         if isinstance(config, dict) and "quantization_config" in config:
             unknown = {name for name in unknown if not _lies_beside_a_weight(name, architecture)}
         view.unknown = [name for name in tensors if name in unknown] if unknown else []
-    _refuse_lost_rows(view)
-    _refuse_lost_layers(view)
     return view
 
 
@@ -141,48 +139,6 @@ def _with_class(config: dict[str, Any], catalog: Catalog) -> dict[str, Any]:
         return config
     catalog.notes.append(inferred.note)
     return {**config, "architectures": [inferred.class_name]}
-
-
-def _refuse_lost_rows(view: ModelView) -> None:
-    """Sharded safetensors say nowhere how large a tensor is; without its last shard an embedding is only shorter.
-
-    Raises:
-        InputError: An embedding has fewer rows than the vocabulary has words.
-    """
-    if view.catalog.format != "sharded" or view.architecture is None or view.config is None:
-        return
-    nested = view.config.get("text_config")
-    sizes = [config.get("vocab_size") for config in (view.config, nested) if isinstance(config, dict)]
-    words = min((size for size in sizes if isinstance(size, int)), default=0)
-    for pair in view.architecture.ties:
-        for name in {name for spelling in pair.spellings for name in spelling} if pair.is_primary else ():
-            entry = view.tensors.get(name)
-            if entry is not None and len(entry.shape) == 2 and entry.shape[0] < words:
-                raise InputError(
-                    f'{view.catalog.root}: the shards of tensor "{name}" hold {entry.shape[0]} rows, config.json says '
-                    f"vocab_size {words}; the last shards are missing, copy them again"
-                )
-
-
-def _refuse_lost_layers(view: ModelView) -> None:
-    """Nor do they say how many layers there are; without the shards of the last stage the model is only shorter.
-
-    Raises:
-        InputError: The last layers that config.json speaks of are not there.
-    """
-    if view.catalog.format != "sharded" or view.architecture is None or view.config is None:
-        return
-    if not says_layers(view.architecture, view.config):  # the number of its class is a default, not what was saved
-        return
-    for stack in view.architecture.stacks(view.config):
-        lead = f"{stack.path}."
-        indices = (name[len(lead) :].partition(".")[0] for name in view.tensors if name.startswith(lead))
-        found = max((int(index) + 1 for index in indices if index.isdecimal()), default=stack.count)
-        if found < stack.count:
-            raise InputError(
-                f"{view.catalog.root}: the shards hold {found} layers of {stack.path}, config.json says {stack.count}; "
-                "the last shards are missing, copy them again"
-            )
 
 
 def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | None) -> tuple[Unwrapped, Roles]:
@@ -308,11 +264,15 @@ def compare_replicas(catalog: Catalog, files: FilePool) -> None:
             )
 
 
-def decide_ties(view: ModelView, files: FilePool, *, tie_missing: bool = False) -> list[TieDecision]:
+def decide_ties(
+    view: ModelView, files: FilePool, *, tie_missing: bool = False, accepted: list[str] | None = None
+) -> list[TieDecision]:
     """Resolves every tied pair of the architecture against what is on disk; bytes are read only for pairs on disk.
 
+    `accepted` is as in `resolve_ties`.
+
     Raises:
-        InputError: A tensor the model needs is missing and nothing says that it is tied.
+        InputError: A tensor the model needs is missing, nothing says that it is tied, and there is no `accepted`.
     """
     if view.architecture is None or view.config is None:
         return []
@@ -326,7 +286,7 @@ def decide_ties(view: ModelView, files: FilePool, *, tie_missing: bool = False) 
         first, second = view.tensors[a], view.tensors[b]
         return first.chunks == second.chunks or leaves_of(first) == leaves_of(second)
 
-    return resolve_ties(view.architecture, view.config, stored, equal, tie_missing=tie_missing)
+    return resolve_ties(view.architecture, view.config, stored, equal, tie_missing=tie_missing, accepted=accepted)
 
 
 def tie_rows(decisions: list[TieDecision]) -> list[dict[str, Any]]:

@@ -250,6 +250,15 @@ def test_a_class_without_rows_has_its_layers_counted(monkeypatch: pytest.MonkeyP
     assert "shapes not checked" in str(replace(found, misfits=()).note)
 
 
+@pytest.mark.parametrize("rows", [15, 16, 17])
+def test_a_class_without_rows_has_the_rows_of_its_embeddings_counted(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr("ckptx.architecture.shapes.shape_rules", lambda name: None)
+    found = fit(CONFIG, {**llama_shapes(), "model.embed_tokens.weight": (rows, 8)})
+    assert [each.name for each in found.misfits] == ["model.embed_tokens.weight"] * (rows < 16)
+
+
 # --------------------------------------------------------------------------------- the commands
 
 

@@ -86,6 +86,7 @@ def resolve_ties(
     equal: Callable[[str, str], bool],
     *,
     tie_missing: bool = False,
+    accepted: list[str] | None = None,
 ) -> list[TieDecision]:
     """One decision per pair of ``architecture.ties``, in that order.
 
@@ -96,9 +97,10 @@ def resolve_ties(
         equal: Compares the bytes of two names. Called only for declared pairs whose names are both on disk
             with the same shape and dtype.
         tie_missing: Treat a pair as tied when one name is missing, whatever the config says.
+        accepted: Gets a sentence for each name that is missing and that nothing on disk can stand for.
 
     Raises:
-        InputError: A name is missing that nothing on disk can stand for.
+        InputError: There is such a name, and no ``accepted``.
     """
     names = NamesOnDisk(architecture, on_disk)
     spelled = spell_pairs(architecture.ties, names)
@@ -108,8 +110,10 @@ def resolve_ties(
         judge.decide(pair, target, source, anchors.get(pair.spellings[0][1]))
         for pair, (target, source) in zip(architecture.ties, spelled, strict=True)
     ]
-    if judge.problems:
+    if judge.problems and accepted is None:
         raise InputError("; ".join(judge.problems))
+    if accepted is not None:
+        accepted += judge.problems
     return decisions
 
 

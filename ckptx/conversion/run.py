@@ -65,7 +65,9 @@ class Conversion:
         locate_payloads(view, self.files, later=not options.dry_run)
         compare_replicas(view.catalog, self.files)
         self.source = view.catalog
-        decisions = decide_ties(view, self.files, tie_missing=options.tie_missing)
+        missing: list[str] | None = [] if options.allow_misfit else None
+        decisions = decide_ties(view, self.files, tie_missing=options.tie_missing, accepted=missing)
+        report.warnings.extend(missing or ())
         report.ties = tie_rows(decisions)
         leaders = leaders_of(decisions)
         report.details["parameters"] = parameters_decided(view, leaders)
@@ -107,7 +109,8 @@ class Conversion:
         said = fit.summary(str(self.source.root))
         if not self.options.allow_misfit:
             raise InputError(
-                f"{said}; give the config that it was trained with (--base), or pass --allow-misfit to take it as it is"
+                f"{said}; copy what is missing, give the config that it was trained with (--base), or pass "
+                "--allow-misfit to take it as it is"
             )
         self.report.warnings.append(said)
 

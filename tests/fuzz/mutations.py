@@ -286,8 +286,11 @@ def mutate_zip(random: Random, data: bytes) -> bytes:
         return _mutate_fields(random, data)
     if what == 1:
         return mutate_bytes(random, data)
-    at = next(i for i, (name, _) in enumerate(members) if name.endswith("data.pkl"))
-    if what == 2:
+    pickles = [i for i, (name, _) in enumerate(members) if name.endswith("data.pkl")]
+    if not members:
+        return mutate_bytes(random, data)
+    if what == 2 and pickles:
+        at = pickles[0]
         members[at] = members[at][0], mutate_pickle(random, members[at][1])
     else:
         at = random.randrange(len(members))

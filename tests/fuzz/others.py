@@ -7,11 +7,14 @@ A process of its own, because the fuzzer forks from one in which torch is absent
 
 from __future__ import annotations
 
+import io
 import json
 import select
 import subprocess
 import sys
 import warnings
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +88,11 @@ def _read(root: Path) -> Tensors:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     if (root / ".metadata").exists():
-        return _load(FileSystemReader(root))
+        reader = FileSystemReader(root)
+        for place in reader.read_metadata().storage_data.values():
+            data = (root / place.relative_path).read_bytes()
+            _refuse_directories(data[place.offset : place.offset + place.length])
+        return _load(reader)
     index, found = root / "model.safetensors.index.json", sorted(root.glob("*.safetensors"))
     if index.exists():
         return _indexed(root, json.loads(index.read_bytes())["weight_map"])
@@ -93,8 +100,16 @@ def _read(root: Path) -> Tensors:
         return _indexed(root, dict.fromkeys(_names(found[0]), found[0].name))
     if found:
         return _load(HuggingFaceStorageReader(str(root)))
+    _refuse_directories((root / "pytorch_model.bin").read_bytes())
     loaded: Tensors = torch.load(root / "pytorch_model.bin", weights_only=True)
     return loaded
+
+
+def _refuse_directories(data: bytes) -> None:
+    """torch.load takes a member that is marked as a directory for read, and gives back memory that nobody wrote."""
+    with suppress(zipfile.BadZipFile), zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if any(member.external_attr & 0x10 for member in archive.infolist()):
+            raise ValueError("a directory in an archive")
 
 
 def _load(reader: Any) -> Tensors:
