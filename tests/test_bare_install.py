@@ -112,7 +112,13 @@ def test_known_classes_need_no_extra(bare: Bare, here: Path, tmp_path: Path, sou
         assert done.returncode == 0, (words, done.stderr)
 
 
-@pytest.mark.parametrize("blocked", [EXTRA, ("transformers",)], ids=["both absent", "transformers absent"])
+@pytest.mark.parametrize(
+    "blocked",
+    [
+        pytest.param(EXTRA, id="both absent"),
+        pytest.param(("transformers",), id="transformers absent", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("options", RUN_OPTIONS, ids=lambda options: " ".join(options) or "alone")
 def test_running_models_says_which_extra(
     tmp_path: Path, here: Path, blocked: tuple[str, ...], options: list[str]

@@ -46,6 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_every_case_of_every_part_is_done_and_shown(written: Path, rows: dict[str, list[Row]]) -> None:
     assert list(rows) == PARTS
     assert [len(rows[part]) for part in PARTS] == [1, 8, 3]
@@ -59,6 +60,7 @@ def test_every_case_of_every_part_is_done_and_shown(written: Path, rows: dict[st
     assert {"card", "transformers", "ckptx"} <= machine.keys()
 
 
+@pytest.mark.slow
 def test_a_converted_model_computes_what_its_source_does(rows: dict[str, list[Row]]) -> None:
     (row,) = rows["verify"]
     assert (row["exit"], row["max_abs"], row["grad_max_abs"]) == (0, 0, 0)
@@ -66,6 +68,7 @@ def test_a_converted_model_computes_what_its_source_does(rows: dict[str, list[Ro
     assert row["loss"] == row["loss_reference"] > 0
 
 
+@pytest.mark.slow
 def test_every_layer_is_checkpointed_and_no_mode_changes_what_is_computed(rows: dict[str, list[Row]]) -> None:
     for model in ("tiny Llama", "tiny Gemma 4"):
         modes = {row["mode"]: row for row in rows["activation_checkpointing"] if row["model"] == model}
@@ -79,6 +82,7 @@ def test_every_layer_is_checkpointed_and_no_mode_changes_what_is_computed(rows: 
         assert peaks["none"] == max(peaks.values())
 
 
+@pytest.mark.slow
 def test_sharded_logits_take_less_memory_than_gathered_ones(rows: dict[str, list[Row]]) -> None:
     default, optimized, on_sequence = rows["tensor_parallel"]
     assert [row["logits"] for row in rows["tensor_parallel"]] == ["whole", "sharded", "sharded"]
@@ -174,6 +178,7 @@ raise SystemExit(gpu.main(["--tiny", "--device", "cpu", "--results", sys.argv[2]
 """
 
 
+@pytest.mark.slow
 def test_a_case_that_never_ends_is_ended_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _HANGING, str(BENCHMARKS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)

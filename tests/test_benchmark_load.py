@@ -14,6 +14,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_part_from_its_own_files_and_has_what_others_load(tmp_path: Path) -> None:
     command = [
         sys.executable,

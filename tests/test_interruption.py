@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import xxhash
+from support.slow import slow_but
 
 import ckptx
 from ckptx.errors import CkptxError
@@ -130,7 +131,7 @@ def finish(setting: Setting, dst: Path) -> None:
     assert equal(dst, setting.expected)
 
 
-@pytest.mark.parametrize("kill", range(KILLS))
+@pytest.mark.parametrize("kill", slow_but(range(KILLS), (1, 5, 8)))
 @pytest.mark.parametrize("direction", ["hf2dcp", "dcp2hf"])
 def test_killed_at_a_random_moment(settings: dict[str, Setting], dst: Path, direction: str, kill: int) -> None:
     setting = settings[direction]

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.slow import slow_but
 
 from ckptx.architecture import table
 from ckptx.architecture.patterns import pack, regex_for_patterns, unpack
@@ -23,6 +24,7 @@ from ckptx.mapping.names import pattern_of
 
 ROOT = Path(__file__).parent.parent.parent
 
+FAST = ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration")
 SAMPLE = (
     "BartForConditionalGeneration",
     "BertForMaskedLM",
@@ -66,7 +68,7 @@ def test_table_was_made_from_the_installed_transformers() -> None:
     assert table.header()["transformers"] == version("transformers"), "run `make tables`"
 
 
-@pytest.mark.parametrize("class_name", SAMPLE)
+@pytest.mark.parametrize("class_name", slow_but(SAMPLE, FAST))
 def test_a_row_equals_the_meta_model(class_name: str, build_tables: ModuleType) -> None:
     assert build_tables.measured_row(class_name) == table.find_row(class_name)
 

@@ -23,7 +23,7 @@ from ckptx.formats.dcp_metadata_writer import emit_metadata
 from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, packed, salted
 
 MODULUS = (1 << 61) - 1  # of the hash of a number
-MANY = 8000
+MANY = 6000
 Tuples = Iterator[tuple[int, ...]]
 
 

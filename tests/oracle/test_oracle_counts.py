@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.models import RECIPES, Recipe, read_hf, write
+from support.slow import slow_but
 from test_counting import agree
 
 import ckptx
 
+FAST = ("llama-tied", "llama-both-different", "gpt2", "mixtral", "t5", "gemma3-vlm", "qwen3-moe", "bert-pretraining")
 # What else a form can be made by, from an HF checkpoint.
 FORMS: dict[str, dict[str, Any]] = {
     "dcp": {},
@@ -28,7 +30,7 @@ class Written(NamedTuple):
     hf: Path
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=slow_but(RECIPES, FAST))
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
     recipe = RECIPES[request.param]
     root = tmp_path_factory.mktemp("counts")

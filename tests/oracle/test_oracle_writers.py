@@ -23,6 +23,7 @@ from support.models import (
     read_hf,
     write,
 )
+from support.slow import slow_but
 from support.stock import assert_same_tensors, metadata, raw
 from support.stock import load as stock_load
 from torch.distributed.checkpoint._extension import StreamTransformExtension
@@ -32,6 +33,17 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 import ckptx
 from ckptx.errors import UnsupportedError
 
+FAST = (
+    "llama-tied",
+    "llama-both-different",
+    "gpt2",
+    "mixtral",
+    "t5",
+    "gemma3-vlm",
+    "qwen3-moe",
+    "bert-pretraining",
+    "phi3",
+)
 LLAMA = RECIPES["llama-tied"]
 NAMES = [*RECIPES, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)]
 
@@ -51,7 +63,7 @@ def save(state: dict[str, Any], path: Path, **options: Any) -> Path:
 # Names of the model, not of its files
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", slow_but((*RECIPES, *WIDE), FAST))
 def test_state_dict_of_the_model_becomes_a_checkpoint_that_loads(recipe: str, tmp_path: Path) -> None:
     """`model.state_dict()` has the names of modules, which differ from those on disk for one class in six, holds every
     tied name, and lies below any prefix."""

@@ -14,6 +14,7 @@ from support import tensor_parallel as worker
 from support.checkpointed import LiveBytes
 from support.models import EVERY
 from support.pool import GlooPool
+from support.slow import slow_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -36,12 +37,13 @@ OTHERS = (
     "llama-biased", "deepseek-v3", "granite", "olmo2", "cohere", "glm4", "starcoder2", "qwen2-moe", "glm4-moe",
     "gpt-oss",
 )  # fmt: skip
+FAST = ("llama-tied", "gemma3-vlm", "gemma4-moe", "gemma4-shared-kv", "phi3", "qwen3-moe")
 NO_SEQUENCE = {"Qwen3VLForConditionalGeneration"}
 
 sequence_parallel = partial(worker.outcome, sequence_parallel=True)
 
 
-@pytest.mark.parametrize("name", [*LISTED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", slow_but((*LISTED, *OTHERS), FAST))
 def test_logits_loss_and_gradients_are_those_of_the_uncut_model(pool: GlooPool, name: str) -> None:
     for found in pool.run(sequence_parallel, 2, name):
         assert found.worst < CLOSE, found
@@ -84,7 +86,7 @@ def test_routers_are_balanced_over_the_whole_sequence(pool: GlooPool, name: str)
         assert found.worst < CLOSE, found
 
 
-@pytest.mark.parametrize("name", ["gemma4-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", slow_but(("gemma4-moe", "gpt-oss"), ("gemma4-moe",)))
 def test_fsdp_goes_around_it(pool: GlooPool, name: str) -> None:
     for logits, gradients in pool.run(worker.with_fsdp, 4, name, True):
         assert logits < CLOSE

@@ -23,9 +23,9 @@ def runner() -> Iterator[Runner]:
 
 
 def cases() -> Iterator[Any]:
-    """Every fourth is fast; `make test-all` and tools/situations.py play all."""
+    """Every eighth is fast; `make test-all` and tools/situations.py play all."""
     for number, each in enumerate(SITUATIONS):
-        marks = [pytest.mark.slow] if number % 4 else []
+        marks = [pytest.mark.slow] if number % 8 else []
         yield pytest.param(each, id=f"{each.area}: {each.name}", marks=marks)
 
 
