@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ckptx.conversion.run import Conversion, Progress
+from ckptx.errors import OutputError
 from ckptx.formats.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
@@ -34,9 +35,14 @@ def started(
         path = resolve(str(src), revision=settings.revision, token=settings.token, cache_dir=settings.cache_dir)
         refuse_unreachable(Path(dst))
         refuse_overlap(path, Path(dst))
-        if not settings.resume and not settings.dry_run:
-            refuse_existing(Path(dst), settings.overwrite)
-            refuse_foreign(Path(dst))
+        if not settings.resume:
+            try:
+                refuse_existing(Path(dst), settings.overwrite)
+                refuse_foreign(Path(dst))
+            except OutputError as error:
+                if not settings.dry_run:
+                    raise
+                report.warnings.append(f"nothing could be written there: {error}")
         source = open_checkpoint(path)
         refuse_files_of(source, Path(dst))
         with FilePool(source.root, source.identities) as files:

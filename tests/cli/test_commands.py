@@ -64,6 +64,16 @@ def test_dry_run_says_what_it_would_do(hf: Path, dst: Path) -> None:
     assert not dst.exists()
 
 
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_dry_run_says_that_nothing_could_be_written_there(hf: Path, dst: Path, options: list[str]) -> None:
+    dst.mkdir(parents=True)
+    (dst / "thesis.tex").write_text("mine")
+    result = run("convert", "hf2dcp", hf, dst, "--dry-run", *options)
+    assert result.return_value == 0
+    assert f"nothing could be written there: {dst}: " in result.stderr
+    assert run("convert", "hf2dcp", hf, dst, *options).return_value == 5
+
+
 @pytest.mark.parametrize("command", ["convert", "inspect", "diff", "verify"])
 def test_json_is_one_document_on_stdout(hf: Path, dst: Path, command: str) -> None:
     arguments: list[object] = {

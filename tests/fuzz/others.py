@@ -14,7 +14,6 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,7 @@ def _read(root: Path) -> Tensors:
         reader = FileSystemReader(root)
         for place in reader.read_metadata().storage_data.values():
             data = (root / place.relative_path).read_bytes()
-            _refuse_directories(data[place.offset : place.offset + place.length])
+            _refuse_damaged(data[place.offset : place.offset + place.length])
         return _load(reader)
     index, found = root / "model.safetensors.index.json", sorted(root.glob("*.safetensors"))
     if index.exists():
@@ -100,16 +99,24 @@ def _read(root: Path) -> Tensors:
         return _indexed(root, dict.fromkeys(_names(found[0]), found[0].name))
     if found:
         return _load(HuggingFaceStorageReader(str(root)))
-    _refuse_directories((root / "pytorch_model.bin").read_bytes())
+    _refuse_damaged((root / "pytorch_model.bin").read_bytes())
     loaded: Tensors = torch.load(root / "pytorch_model.bin", weights_only=True)
     return loaded
 
 
-def _refuse_directories(data: bytes) -> None:
-    """torch.load takes a member that is marked as a directory for read, and gives back memory that nobody wrote."""
-    with suppress(zipfile.BadZipFile), zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if any(member.external_attr & 0x10 for member in archive.infolist()):
-            raise ValueError("a directory in an archive")
+def _refuse_damaged(data: bytes) -> None:
+    """torch.load checks no CRC, and takes a member that is marked as a directory for read: it gives back other bytes.
+
+    Raises:
+        ValueError: Python's zipfile finds the archive damaged, or there is a directory in it.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            damaged = archive.testzip() or next((m for m in archive.infolist() if m.external_attr & 0x10), None)
+    except Exception as error:
+        raise ValueError(f"no zip: {error}") from error
+    if damaged is not None:
+        raise ValueError(f"damaged: {damaged}")
 
 
 def _load(reader: Any) -> Tensors:
