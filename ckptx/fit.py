@@ -7,7 +7,7 @@ other model to whoever only moves bytes. Names that the model does not have are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -190,8 +190,11 @@ class _Survey:
         misfits = [each for each in misfits if each.name not in behind]  # of layers that the model does not have
         misfits += self._not_predicting(behind, places)
         prefix = self.architecture.base_prefix
-        is_base = bool(prefix) and not any(name.startswith(f"{prefix}.") for name in tensors)
-        misfits += self._missing(is_base)
+        has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
+        is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
+        missing = list(self._missing(is_base))
+        misfits += missing
+        misfits += self._empty_layers({each.name for each in missing})
         misfits += self._incomplete_runs()
         return Fit("names and shapes", tuple(misfits), self._unchecked)
 
@@ -301,6 +304,19 @@ class _Survey:
                 if name in tied or self._has_other_form(name):
                     continue
                 yield Misfit(name, "no such tensor", self._shape_said(pattern))
+
+    def _empty_layers(self, missing: Collection[str]) -> Iterator[Misfit]:
+        """Layers without any tensor, in lists of which none is required by name, as each layer has others."""
+        counts = {path: self.expected.counts[path] for path in self.expected.stated}
+        if says_layers(self.architecture, self.config):
+            counts |= {stack.path: stack.count for stack in self.architecture.stacks(self.config)}
+        for path in sorted(counts):
+            lead = f"{path}.*."
+            found = {str(index) for each in self._there if each.startswith(lead) for index, *_ in self._there[each]}
+            found |= {name[len(path) + 1 :].partition(".")[0] for name in missing if name.startswith(f"{path}.")}
+            for at in range(counts[path]):
+                if str(at) not in found:
+                    yield Misfit(f"{path}.{at}", "nothing", f"one of the {counts[path]} layers that config.json says")
 
     def _has_other_form(self, name: str) -> bool:
         """Whether the module holds tensors that the model does not have, as a quantized one does."""

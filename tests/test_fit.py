@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,28 @@ def test_half_an_embedding_of_any_popular_class_is_found(name: str) -> None:
     tables = (each for each, shape in shapes.items() if len(shape) == 2 and ("embed" in each or "wte" in each))
     table = next(each for each in tables if "vision" not in each)
     assert fit(config, {**shapes, table: (shapes[table][0] // 2, *shapes[table][1:])}).misfits
+
+
+# Lists of which the number does not follow from the config: towers of Gemma 4, a projector of two linear layers.
+UNCOUNTED = re.compile(
+    r"(model\.)?(vision_tower\.encoder|audio_tower)\.layers|model\.visual\.(merger\.mlp|deepstack_\w+)"
+)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_layer_of_any_recipe_that_is_wholly_gone_is_found(name: str) -> None:
+    """The last of each list, and the first."""
+    config, shapes = recipe(name)
+    lists: dict[str, set[int]] = {}
+    for each in shapes:
+        if found := re.match(r"(\D+)\.(\d+)\.", each):
+            lists.setdefault(found[1], set()).add(int(found[2]))
+    assert lists
+    for path, indices in lists.items():
+        for index in {min(indices), max(indices)}:
+            rest = {each: shape for each, shape in shapes.items() if not each.startswith(f"{path}.{index}.")}
+            is_uncounted = config["model_type"].startswith(("gemma4", "qwen")) and UNCOUNTED.fullmatch(path)
+            assert fit(config, rest).misfits or is_uncounted, f"{path}.{index}"
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -86,7 +86,6 @@ def test_a_config_that_does_not_fit_decides_nothing(tmp_path: Path, form: str) -
         assert report.exit == 1
         assert {row["what"] for row in report.details["differing"]} == {"missing"}
         assert all("model.layers.1." in row["name"] for row in report.details["differing"])
-        assert (form == "sharded-tp2") == any("does not fit" in note for note in report.warnings)
 
 
 # --- files given back

@@ -62,11 +62,13 @@ class Expected(NamedTuple):
         shapes: Pattern of the model's names -> the shapes that its tensors may have.
         counts: Path in front of a star -> how many there are.
         required: Patterns of tensors that must be there, one for each index of each star.
+        stated: Paths in front of a first star whose count the config says; the others are as measured.
     """
 
     shapes: Mapping[str, tuple[Sizes, ...]]
     counts: Mapping[str, int]
     required: frozenset[str]
+    stated: frozenset[str]
 
     def indices(self, pattern: str) -> list[tuple[int, ...]]:
         """What the stars of a required pattern stand for."""
@@ -138,7 +140,8 @@ class ShapeRules:
         required = frozenset(
             each for each in self.required - absent - doubtful if all(path in counts for path in paths_of(each))
         )
-        return Expected(shapes, counts, required)
+        stated = frozenset(path for path in counts if "*" not in path and keys_of(self.counts[path]))
+        return Expected(shapes, counts, required, stated)
 
     def _speaks(self, scope: Scope) -> bool:
         bare = scope._replace(defaults={})
