@@ -2,6 +2,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Tests run in as many processes as there are cores, four at the most: each may have a pool of gloo processes of its own.
+# A file stays with one process, as its tests share checkpoints.
+PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all check format tables fixtures benchmark fuzz clean
@@ -10,10 +13,10 @@ demo: $(VENV)/ready  ## convert a small checkpoint there and back, and look at i
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh demo
 
 test: $(VENV)/ready  ## the tests, in a few minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: $(VENV)/ready  ## with the wide matrices
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 fuzz: $(VENV)/ready  ## spoiled checkpoints of every kind, for ten minutes (FUZZ_SECONDS); what fails is in tests/fuzz/found
 	$(BIN)/python -m tests.fuzz
