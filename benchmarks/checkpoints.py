@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ckptx.catalog.dtype import BY_NAME, DType
 from ckptx.catalog.region import Shape
-from ckptx.formats.huggingface import index_text
-from ckptx.formats.safetensors import frame_header, header_text, padded
+from ckptx.formats.hf.reader import index_text
+from ckptx.formats.hf.safetensors import frame_header, header_text, padded
 
 _BLOCK = os.urandom(8 << 20)  # repeated with a shift: real enough for checksums, fast enough for gigabytes
 _BF16, _F32 = BY_NAME["BF16"], BY_NAME["F32"]

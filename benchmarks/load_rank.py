@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
-from ckptx.formats.huggingface import read_json
+from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.load import load
 from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout, apply

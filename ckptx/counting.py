@@ -13,8 +13,8 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.dcp import open_payloads
-from ckptx.storage import FilePool
+from ckptx.formats.dcp.reader import open_payloads
+from ckptx.storage.files import FilePool
 from ckptx.transfer.sinks import DigestSink
 from ckptx.transfer.stream import TensorReader
 from ckptx.view import ModelView

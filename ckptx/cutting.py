@@ -25,7 +25,7 @@ from ckptx.mapping.names import pattern_of
 from ckptx.mapping.places import Place
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules
-from ckptx.storage import read_small
+from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import PLAN_BYTES
 

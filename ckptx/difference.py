@@ -12,7 +12,7 @@ from ckptx.catalog.region import whole
 from ckptx.counting import parameters_of
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.fit import fit_noted
-from ckptx.formats.hub import resolve
+from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.report import Report, count_dtypes
 from ckptx.view import ModelView, dialect_rules, rules_of, view_model

@@ -11,11 +11,11 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.counting import aliases_of, parameters_of
 from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
 from ckptx.fit import fit_noted
-from ckptx.formats.hub import resolve
+from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
+from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.report import Report, count_dtypes
-from ckptx.report_file import refuse_place, write_text
 from ckptx.view import ModelView, manifest_beside, view_model
 
 

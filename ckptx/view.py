@@ -17,16 +17,16 @@ from ckptx.catalog.manifest import FileRecord, Manifest
 from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError
-from ckptx.formats.dcp import METADATA, open_payloads
-from ckptx.formats.hf_metadata import directory_of_config
-from ckptx.formats.huggingface import refuse_adapters
-from ckptx.formats.sharded_safetensors import replica_pairs
+from ckptx.formats.dcp.reader import METADATA, open_payloads
+from ckptx.formats.hf.hf_metadata import directory_of_config
+from ckptx.formats.hf.reader import refuse_adapters
+from ckptx.formats.sharded.reader import replica_pairs
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.companions import parent_of, with_scales_of_blocks
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rules import NameRules
-from ckptx.storage import FilePool, read_small
+from ckptx.storage.files import FilePool, read_small
 from ckptx.transfer.digest import digest_bytes
 from ckptx.transfer.sinks import digest_of
 from ckptx.transfer.stream import TensorReader

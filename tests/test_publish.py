@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckptx
-from ckptx import storage
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, OutputError, SpaceError, UnsupportedError
-from ckptx.formats.huggingface import refuse_adapters
-from ckptx.formats.torch_zip import archive_head, archive_length, archive_tail
+from ckptx.formats.hf.reader import refuse_adapters
+from ckptx.formats.torch_archive.archive import archive_head, archive_length, archive_tail
 from ckptx.report.report import Report
+from ckptx.storage import files as storage
 from tests.writers import LLAMA, Value, flip, llama, names_in, tree_bytes, tree_digest, value, write_dcp, write_hf
 
 
@@ -387,7 +387,7 @@ def test_a_write_verb_that_finds_the_disk_full(hf: Path, dst: Path, monkeypatch:
 
 _FULL = """
 import sys
-from ckptx import staging
+from ckptx.publishing import staging
 from ckptx.cli.main import main
 if sys.argv.pop(1) == "late":  # somebody else takes the space that was free a moment ago
     staging.free_space = lambda path: 1 << 40

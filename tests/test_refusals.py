@@ -21,9 +21,9 @@ import ckptx
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError
-from ckptx.formats.dcp_metadata import DcpMetadata, parse_metadata
-from ckptx.formats.dcp_metadata_writer import emit_metadata
-from ckptx.formats.torch_zip import archive_head
+from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.torch_archive.archive import archive_head
 from tests.writers import (
     INDEX,
     LLAMA,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckptx import rendezvous
 from ckptx.errors import EnvironmentProblem, InputError, PeerFailure
-from ckptx.rendezvous import Rendezvous
+from ckptx.publishing import rendezvous
+from ckptx.publishing.rendezvous import Rendezvous
 from tests.writers import names_in
 
 MEETING = ".cut.ckptx-ranks"

@@ -12,7 +12,7 @@ import ckptx
 from ckptx.catalog.region import whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
 from ckptx.view import locate_all, view_model
 from tests.transfer.test_stream import Collect

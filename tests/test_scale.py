@@ -10,7 +10,7 @@ import pytest
 
 import ckptx
 from ckptx.catalog.dtype import BY_NAME
-from ckptx.formats.safetensors import frame_header, header_text, padded
+from ckptx.formats.hf.safetensors import frame_header, header_text, padded
 
 NBYTES = 2**32 + 4099
 MARKS = {0: b"first", 2**31 + 7: b"middle", NBYTES - 4: b"last"}

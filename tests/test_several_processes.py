@@ -18,28 +18,28 @@ MEETING, STAGING = ".cut.ckptx-ranks", ".cut.ckptx-partial"
 
 KILLED = """
 import os, signal, sys, time
-import ckptx.publish
+import ckptx.publishing.publish
 from ckptx.cli.main import main
 def killed(*arguments, **named):
     time.sleep(0.7)  # the others have come
     os.kill(os.getpid(), signal.SIGKILL)
-ckptx.publish.execute = killed
+ckptx.publishing.publish.execute = killed
 main()
 """
 
 
 DAMAGED = """
-import ckptx.publish
+import ckptx.publishing.publish
 from ckptx.cli.main import main
 from ckptx.errors import InputError
 def damaged(*arguments, **named):
     raise InputError("a.safetensors: is damaged; restore it")
-ckptx.publish.execute = damaged
+ckptx.publishing.publish.execute = damaged
 main()
 """
 SLOW = """
 import time
-import ckptx.publish
+import ckptx.publishing.publish
 from ckptx.cli.main import main
 def slow(plan, files, tree, journal, *, on_progress, **named):
     for at in range(1000):
@@ -48,7 +48,7 @@ def slow(plan, files, tree, journal, *, on_progress, **named):
         if at % 50 == 49:
             on_progress(at)
         time.sleep(0.01)
-ckptx.publish.execute = slow
+ckptx.publishing.publish.execute = slow
 main()
 """
 

@@ -19,7 +19,7 @@ from ckptx.cutting import read_plan
 from ckptx.errors import CkptxError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
-from ckptx.storage import read_small
+from ckptx.storage.files import read_small
 from tests.writers import llama, write_dcp, write_hf
 
 

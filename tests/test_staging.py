@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptx import staging as staging_module
 from ckptx.errors import OutputError, SpaceError
-from ckptx.held_directory import HeldDirectory
-from ckptx.output_place import free_space, refuse_existing, refuse_overlap
-from ckptx.staging import Staging, is_being_written
+from ckptx.publishing import staging as staging_module
+from ckptx.publishing.output_place import free_space, refuse_existing, refuse_overlap
+from ckptx.publishing.staging import Staging
+from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.staged import is_being_written
 from tests.writers import names_in, tree_bytes
 
 
@@ -193,7 +194,7 @@ def test_somebody_else_creates_the_target_meanwhile(tmp_path: Path) -> None:
 _HOLD = """
 import sys
 from pathlib import Path
-from ckptx.staging import Staging
+from ckptx.publishing.staging import Staging
 with Staging(Path(sys.argv[1])) as staging:
     staging.begin(b"plan", False)
     print("held", flush=True)

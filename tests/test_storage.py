@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptx import storage
 from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
-from ckptx.held_directory import HeldDirectory
-from ckptx.storage import FilePool, inside, unreadable, unwritable, write_at
+from ckptx.storage import files as storage
+from ckptx.storage.files import FilePool, inside, unreadable, unwritable, write_at
+from ckptx.storage.held_directory import HeldDirectory
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.safetensors", "./a", "a..b", "..a", "a/...", " "])

@@ -18,9 +18,9 @@ import numpy as np
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.region import Region, whole
-from ckptx.formats.dcp_metadata import DcpMetadata, Key, StorageInfo, TensorMetadata
-from ckptx.formats.dcp_metadata_writer import emit_metadata
-from ckptx.formats.torch_zip import archive_head, archive_tail
+from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.torch_archive.archive import archive_head, archive_tail
 
 Value = tuple[str, tuple[int, ...], bytes]
 

@@ -28,7 +28,7 @@ from ckptx.catalog.manifest import (
 )
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.storage import read_small
+from ckptx.storage.files import read_small
 from ckptx.untrusted.file_name import colliding_name, name_fault, weights_fault
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MANIFEST_BYTES, shape_fault

@@ -23,8 +23,8 @@ from ckptx.errors import (
     UsageError,
     exit_code_of,
 )
+from ckptx.publishing.report_file import refuse_place
 from ckptx.report.report import Report, human_bytes
-from ckptx.report_file import refuse_place
 from ckptx.untrusted.printable import lines, one_line, shown
 
 _SECONDS_BETWEEN_LINES = 10.0

@@ -12,16 +12,16 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.conversion.run import Conversion
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf_metadata import DIRECTORY, directory_of_config, find_hf_metadata, read_hf_metadata
-from ckptx.formats.hub import resolve
-from ckptx.formats.huggingface import read_json
-from ckptx.formats.megatron import is_torch_dist
+from ckptx.formats.dcp.megatron import is_torch_dist
+from ckptx.formats.hf.hf_metadata import DIRECTORY, directory_of_config, find_hf_metadata, read_hf_metadata
+from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST, look_around
 from ckptx.options import ConvertOptions
-from ckptx.output_place import refuse_overlap
-from ckptx.replacing import refuse_files_of
-from ckptx.storage import identities
+from ckptx.publishing.output_place import refuse_overlap
+from ckptx.publishing.replacing import refuse_files_of
+from ckptx.storage.files import identities
 from ckptx.view import manifest_beside
 
 

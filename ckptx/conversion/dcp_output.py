@@ -9,9 +9,9 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog, Part
 from ckptx.catalog.entry import BytesEntry, CutChunks
-from ckptx.formats import dcp_layout
 from ckptx.formats.cut import Cut
-from ckptx.formats.dcp import METADATA
+from ckptx.formats.dcp import layout as dcp_layout
+from ckptx.formats.dcp.reader import METADATA
 from ckptx.layout.parallel_dims import ParallelDims
 
 

@@ -13,8 +13,8 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.manifest import Manifest, OriginalFiles, TensorRecord
 from ckptx.conversion.target import Target
 from ckptx.errors import InputError
-from ckptx.formats.huggingface_layout import HuggingFaceLayout
-from ckptx.formats.original_files import remember, restore
+from ckptx.formats.hf.layout import HuggingFaceLayout
+from ckptx.formats.hf.original_files import remember, restore
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.view import ModelView, manifest_beside
 

@@ -13,17 +13,17 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.counting import leaders_of, parameters_decided
 from ckptx.errors import Defect, InputError
 from ckptx.fit import fit_of
-from ckptx.formats.huggingface import read_json
+from ckptx.formats.hf.reader import read_json
 from ckptx.formats.links import leading_out
 from ckptx.formats.sidecars import MANIFEST, QUANTIZATION_FILES
 from ckptx.mapping.config import edited_config
 from ckptx.options import ConvertOptions
-from ckptx.output_place import free_space
-from ckptx.publish import Job, manifest_size, publish
-from ckptx.rendezvous import Rendezvous
-from ckptx.replacing import refuse_foreign
+from ckptx.publishing.output_place import free_space
+from ckptx.publishing.publish import Job, manifest_size, publish
+from ckptx.publishing.rendezvous import Rendezvous
+from ckptx.publishing.replacing import refuse_foreign
 from ckptx.report.report import Report, count_dtypes, counted, human_bytes
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from ckptx.view import ModelView, compare_replicas, decide_ties, locate_payloads, tie_rows, view_model
 
 _NAMED_LINKS = 5

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from ckptx.conversion.run import Conversion, Progress
 from ckptx.errors import OutputError
-from ckptx.formats.hub import resolve
+from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
-from ckptx.output_place import refuse_existing, refuse_overlap, refuse_unreachable
-from ckptx.rendezvous import Rendezvous
-from ckptx.replacing import refuse_files_of, refuse_foreign
+from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
+from ckptx.publishing.rendezvous import Rendezvous
+from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
+from ckptx.publishing.report_file import refuse_place
 from ckptx.report.report import Report
-from ckptx.report_file import refuse_place
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 
 
 def started(

@@ -14,11 +14,11 @@ from ckptx.conversion.target import Target, share
 from ckptx.conversion.training_state import TrainingState, carry_state
 from ckptx.conversion.written import check_dcp
 from ckptx.cutting import Mesh
-from ckptx.formats import dcp_layout
-from ckptx.formats.dcp import METADATA
-from ckptx.formats.torch_zip import archive_frame
+from ckptx.formats.dcp import layout as dcp_layout
+from ckptx.formats.dcp.reader import METADATA
+from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.mapping.config import dtype_edits
-from ckptx.publish import Job
+from ckptx.publishing.publish import Job
 from ckptx.transfer.planner import plan_copy
 from ckptx.view import ModelView, locate_all
 

@@ -16,11 +16,11 @@ from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target, share
 from ckptx.conversion.written import check_digests, check_huggingface
 from ckptx.errors import InputError
-from ckptx.formats import huggingface_layout
-from ckptx.formats.hf_metadata import FILES
-from ckptx.formats.megatron import COMMON_FILE, without_backend
+from ckptx.formats.dcp.megatron import COMMON_FILE, without_backend
+from ckptx.formats.hf import layout as huggingface_layout
+from ckptx.formats.hf.hf_metadata import FILES
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.publish import Job
+from ckptx.publishing.publish import Job
 from ckptx.report.report import counted
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy

@@ -16,9 +16,9 @@ from ckptx.conversion.target import share
 from ckptx.conversion.to_huggingface import untie_edits
 from ckptx.conversion.written import check_sharded
 from ckptx.errors import InputError
-from ckptx.formats import sharded_safetensors_layout
-from ckptx.formats.megatron import without_backend
-from ckptx.publish import Job
+from ckptx.formats.dcp.megatron import without_backend
+from ckptx.formats.sharded import layout as sharded_safetensors_layout
+from ckptx.publishing.publish import Job
 from ckptx.transfer.planner import plan_copy
 
 

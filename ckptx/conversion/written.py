@@ -15,15 +15,15 @@ from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.conversion.dcp_output import DcpOutput
 from ckptx.errors import Defect, InputError
-from ckptx.formats.dcp import METADATA
-from ckptx.formats.dcp_layout import torch_shape
-from ckptx.formats.dcp_metadata import DcpMetadata, StorageInfo, parse_metadata
-from ckptx.formats.huggingface import parse_index, read_header
-from ckptx.formats.huggingface_layout import HuggingFaceLayout
-from ckptx.formats.safetensors import HeaderTensor
+from ckptx.formats.dcp.layout import torch_shape
+from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, parse_metadata
+from ckptx.formats.dcp.reader import METADATA
+from ckptx.formats.hf.layout import HuggingFaceLayout
+from ckptx.formats.hf.reader import parse_index, read_header
+from ckptx.formats.hf.safetensors import HeaderTensor
 from ckptx.formats.sharding_info import holds_parts, offsets_of, sharding_info
-from ckptx.formats.torch_zip import archive_frame
-from ckptx.storage import FilePool
+from ckptx.formats.torch_archive.archive import archive_frame
+from ckptx.storage.files import FilePool
 from ckptx.transfer.executor import Outcome
 from ckptx.wording import counted
 

@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog, Part
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats import huggingface
-from ckptx.formats.dcp import open_dcp
+from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
+from ckptx.formats.dcp.reader import open_dcp
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
-from ckptx.formats.hf_metadata import config_in, find_hf_metadata
-from ckptx.formats.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
-from ckptx.formats.sharded_safetensors import is_shard, open_sharded
+from ckptx.formats.hf import reader as huggingface
+from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata
+from ckptx.formats.hf.torch_bin import open_bin
+from ckptx.formats.sharded.reader import is_shard, open_sharded
 from ckptx.formats.sharding_info import that_record_offsets
 from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
-from ckptx.formats.torch_bin import open_bin
 from ckptx.mapping.names import is_optimizer, is_trainer_state
-from ckptx.staging import is_being_written
-from ckptx.storage import identities, read_small, unreadable
+from ckptx.storage.files import identities, read_small, unreadable
+from ckptx.storage.staged import is_being_written
 from ckptx.untrusted.limits import INDEX_BYTES, NAME_LENGTH, TENSORS
 
 _METADATA = ".metadata"

@@ -16,8 +16,8 @@ from typing import Any
 
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.safetensors import MAX_HEADER, Header
-from ckptx.storage import FilePool
+from ckptx.formats.hf.safetensors import MAX_HEADER, Header
+from ckptx.storage.files import FilePool
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"

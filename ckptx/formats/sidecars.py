@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
 from ckptx.formats.foreign import is_foreign_weights
-from ckptx.storage import read_small, unreadable
+from ckptx.storage.files import read_small, unreadable
 from ckptx.untrusted.file_name import name_fault
 from ckptx.untrusted.limits import CONFIG_BYTES
 

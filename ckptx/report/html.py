@@ -14,11 +14,11 @@ from html import escape as escape_html
 from importlib.resources import files
 from urllib.parse import quote
 
+from ckptx.publishing.report_file import GENERATOR
 from ckptx.ranks import Group, Holder, Layout, spans, spans_text
 from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import Report, counted, human_bytes
-from ckptx.report_file import GENERATOR
 from ckptx.untrusted.printable import one_line, shown
 
 _MOST_CELLS = 4096  # ranks drawn one by one

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.entry import TensorEntry
-from ckptx.report_file import write_text
+from ckptx.publishing.report_file import write_text
 from ckptx.wording import counted as counted
 
 SCHEMA_VERSION = 2

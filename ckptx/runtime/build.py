@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, initialization
 from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.meta_model import known_class
 from ckptx.errors import InputError, UnsupportedError, missing_package
-from ckptx.formats.huggingface import read_json
+from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.layers import canonical_name
 
 _DONE = "_is_hf_initialized"  # transformers' mark of a tensor that `_init_weights` must leave alone

@@ -22,7 +22,7 @@ from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.rules import Renamed
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from ckptx.transfer.sinks import stream_as
 from ckptx.transfer.stream import TensorReader
 from ckptx.view import ModelView, decide_ties, dialect_rules, locate_payloads, rules_of, view_model

@@ -27,14 +27,15 @@ from torch.optim import Optimizer
 from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError, Defect, InputError, UnsupportedError, UsageError
 from ckptx.formats.sidecars import look_around
-from ckptx.held_directory import HeldDirectory
+from ckptx.publishing.staging import Staging
 from ckptx.runtime.activation_checkpointing.wrap import configs_as_given
 from ckptx.runtime.distributed import everywhere, together
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.rectangles import AliasWriter, LoadPlanner, SavePlanner
 from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout
-from ckptx.staging import Staging, staged
-from ckptx.storage import read_small, unwritable
+from ckptx.storage.files import read_small, unwritable
+from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.staged import staged
 
 _MODEL, _OPTIMIZER = "model", "optim"
 _SIDECAR_BYTES = 1 << 30

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ckptx.errors import OutputError
-from ckptx.held_directory import HeldDirectory
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
+from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest, tree_digest
-from ckptx.transfer.passes import BLOCK, Buffers, Cancelled, Pass
+from ckptx.transfer.passes import BLOCK, Buffers, Cancelled, CopyContext, Pass
 from ckptx.transfer.plan import CopyPlan, Run
 from ckptx.transfer.shared import SharedStep
 from ckptx.transfer.stream import TensorReader
@@ -102,8 +102,7 @@ class Copy:
         resumed: bool,
         groups: Collection[int] | None,
     ) -> None:
-        self.plan, self.source, self.tree, self.journal = plan, source, tree, journal
-        self.resumed = resumed
+        self.plan, self.source, self.tree, self.resumed = plan, source, tree, resumed
         runs = [run for run in plan.runs() if groups is None or run.group in groups]
         chosen = range(len(plan.groups)) if groups is None else groups
         self.files = sorted(index for group in chosen for index in plan.groups[group].files)
@@ -113,19 +112,22 @@ class Copy:
         self.outcome = Outcome()
         self.leaves: dict[int, dict[int, bytes]] = {index: {} for index in self.files}
         self.descriptors: dict[int, int] = {}
-        self.shared = self._shared_steps(runs)
         self.errors: list[BaseException] = []
         self.stop = threading.Event()
         self.written = [0] * self.workers
         self._lock = threading.Lock()
-
-    def _shared_steps(self, runs: list[Run]) -> dict[tuple[int, int], SharedStep]:
-        """What the workers that share a large tensor tell each other, by group and step."""
-        counts: dict[tuple[int, int], int] = {}
-        for run in runs:
-            if run.rows is not None:
-                counts[run.group, run.first] = counts.get((run.group, run.first), 0) + 1
-        return {key: SharedStep(count) for key, count in counts.items()}
+        self._context = CopyContext(
+            plan,
+            tree,
+            journal,
+            resumed,
+            _split_steps(runs),
+            self.descriptors,
+            self.leaves,
+            self.outcome.digests,
+            self.written,
+            self.stop,
+        )
 
     def run(self, on_progress: Callable[[int], None]) -> Outcome:
         """Does it all; raises what the first failing worker raised."""
@@ -167,7 +169,7 @@ class Copy:
                     run = self.queue.popleft()
                 except IndexError:
                     break
-                Pass(self, run, reader, buffers, worker).run()
+                Pass(self._context, run, reader, buffers, worker).run()
         except Cancelled:
             pass
         except BaseException as error:  # handed to the calling thread, which raises it
@@ -229,3 +231,12 @@ class Copy:
                 (self.leaves[index][leaf],) = tree.leaves
         except BaseException as error:  # handed to the calling thread
             self.errors.append(error)
+
+
+def _split_steps(runs: list[Run]) -> dict[tuple[int, int], SharedStep]:
+    """A meeting place for the workers that copy parts of one large tensor, by group and step."""
+    counts: dict[tuple[int, int], int] = {}
+    for run in runs:
+        if run.rows is not None:
+            counts[run.group, run.first] = counts.get((run.group, run.first), 0) + 1
+    return {key: SharedStep(count) for key, count in counts.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptx.storage import write_at
+from ckptx.storage.files import write_at
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest
 

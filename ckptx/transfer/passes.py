@@ -10,25 +10,25 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from threading import Event
+from typing import NamedTuple
 
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import CutChunks, Frame
 from ckptx.catalog.region import Region, Shape, whole
-from ckptx.storage import write_at
+from ckptx.storage.files import write_at
+from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer import digest
 from ckptx.transfer.blocks import Block, Direct, Tiles
 from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
 from ckptx.transfer.grid import Grid, grid_of
 from ckptx.transfer.outfile import OutFile
-from ckptx.transfer.plan import Run, Step
-from ckptx.transfer.shared import Part, RecordPart, joined
+from ckptx.transfer.plan import CopyPlan, Run, Step
+from ckptx.transfer.shared import Part, RecordPart, SharedStep, joined
 from ckptx.transfer.sinks import stream_as
 from ckptx.transfer.small import HASH_NBYTES, SmallCopies, SmallCut, crc_note, small_cut
 from ckptx.transfer.stream import TensorReader
-
-if TYPE_CHECKING:
-    from ckptx.transfer.executor import Copy
 
 BLOCK = 1 << 20
 _LEAST_BLOCK = 64 << 10
@@ -42,6 +42,35 @@ _MAX_JOURNAL = 64 << 20  # of one run; a longer one is not ours, and what lies b
 
 class Cancelled(Exception):
     """Another worker failed, or the run was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyContext:
+    """What the passes of one copy share; what they find out is in the dicts and lists.
+
+    Attributes:
+        plan: What to copy.
+        tree: Where the target files are.
+        journal: Where each pass notes which tensors are finished.
+        resumed: Files and journal of an interrupted run may be there.
+        split: By group and step of a large tensor: what the passes that copy parts of it tell each other.
+        descriptors: Of each target file, by index in the plan.
+        leaves: Digests of the blocks of each target file: index in the plan -> number of the block -> digest.
+        digests: Of each finished tensor, by target name.
+        written: Bytes written, by worker.
+        stop: Set when a pass failed or the run is interrupted.
+    """
+
+    plan: CopyPlan
+    tree: HeldDirectory
+    journal: HeldDirectory
+    resumed: bool
+    split: dict[tuple[int, int], SharedStep]
+    descriptors: dict[int, int]
+    leaves: dict[int, dict[int, bytes]]
+    digests: dict[str, str]
+    written: list[int]
+    stop: Event
 
 
 class Buffers:
@@ -82,7 +111,7 @@ def _is_buffered(ends: list[tuple[OutFile, int]]) -> bool:
 class Pass:
     """One pass over a run."""
 
-    def __init__(self, copy: Copy, run: Run, reader: TensorReader, buffers: Buffers, worker: int) -> None:
+    def __init__(self, copy: CopyContext, run: Run, reader: TensorReader, buffers: Buffers, worker: int) -> None:
         """Prepares; `run` does it."""
         self._copy, self._plan, self._reader, self._worker = copy, copy.plan, reader, worker
         self._run, self._buffers = run, buffers
@@ -94,7 +123,7 @@ class Pass:
         self._outs: dict[str, OutFile] = {}
         self._small = SmallCopies(reader, buffers.get(0), self._outs, self._out)
         self._cuts: dict[tuple[int, DType, Shape, bool], _Cut] = {}
-        self._shared = copy.shared[run.group, run.first] if run.rows is not None else None
+        self._shared = copy.split[run.group, run.first] if run.rows is not None else None
         self._finished: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
         share = "" if run.rows is None else f"-{run.rows[0]}"
         self._journal_name = f"{run.group:05d}-{run.first:07d}{share}"
@@ -247,7 +276,7 @@ class Pass:
         if copied is None:
             return False
         leaf, hashes, ends = copied
-        self._copy.outcome.digests[target.name] = tree_digest([leaf]).hex()
+        self._copy.digests[target.name] = tree_digest([leaf]).hex()
         self._finished.append((ends, leaf + hashes))
         return True
 
@@ -259,7 +288,7 @@ class Pass:
         note += b"".join([block.evidence() for block in blocks.values()])
         self._finished.append(([(block.out, block.at) for block in blocks.values()], note))
         if records is None:
-            self._copy.outcome.digests[step.target.name] = tree.digest().hex()
+            self._copy.digests[step.target.name] = tree.digest().hex()
         else:
             parts = [(index, Part(block.begin, block.nbytes, block.crc)) for index, block in blocks.items()]
             self._join(step, cut, tree.leaves, parts, records)
@@ -289,7 +318,7 @@ class Pass:
                 descriptor = self._copy.descriptors[self._group.files[self._numbers[name]]]
                 write_at(descriptor, tail, offset + len(frame.head) + cut.sizes[index], self._copy.tree.path / name)
                 self._on_write(len(tail))
-        self._copy.outcome.digests[step.target.name] = tree_digest(
+        self._copy.digests[step.target.name] = tree_digest(
             shared.leaves[index] for index in sorted(shared.leaves)
         ).hex()
 
@@ -349,7 +378,7 @@ class Pass:
         if hashes != note[count:]:
             return False
         if self._shared is None:
-            self._copy.outcome.digests[step.target.name] = tree_digest(leaves).hex()
+            self._copy.digests[step.target.name] = tree_digest(leaves).hex()
         else:
             self._join(step, cut, leaves, parts, [])
         return True

@@ -16,7 +16,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import ArchivedChunks, Chunk, Frame, Record, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import crc32
 from ckptx.transfer.grid import Grid, grid_of, is_grid
 from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments

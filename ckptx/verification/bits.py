@@ -19,7 +19,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.options import default_workers
 from ckptx.report.report import Report, count_dtypes, counted
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.sinks import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader

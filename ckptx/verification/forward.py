@@ -7,8 +7,9 @@ Three levels, the cheap ones first:
     gradients   of one backward step, parameter by parameter
 
 Sums that TP and FSDP put into another order round otherwise. How much that may be is not chosen but measured, on the
-reference, in the same run: see `ckptx.runtime.noise`. On one rank nothing is reordered: results are equal bit for bit,
-if the device gives the same results twice. A CPU does; another device is asked first, by running the reference again.
+reference, in the same run: see `ckptx.verification.noise`. On one rank nothing is reordered: results are equal bit for
+bit, if the device gives the same results twice. A CPU does; another device is asked first, by running the reference
+again.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf_metadata import directory_of_config
+from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Report
-from ckptx.runtime import execution, noise
 from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.comparison import Comparison, Reference, difference, furthest
 from ckptx.runtime.distributed import Place, everywhere, mesh_of, process_group, together
-from ckptx.runtime.execution import observed, run
-from ckptx.runtime.inputs.batch import Inputs, inputs_for
 from ckptx.runtime.load import RegionsOf, differing, load_from
 from ckptx.runtime.parallelize import Parallelized, parallelize
 from ckptx.runtime.reading import Source, open_source
 from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
+from ckptx.verification import execution, noise
+from ckptx.verification.comparison import Comparison, Reference, difference, furthest
+from ckptx.verification.execution import observed, run
+from ckptx.verification.inputs.batch import Inputs, inputs_for
 
 _ROWS = 2  # of each batch
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

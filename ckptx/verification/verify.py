@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import UsageError
-from ckptx.formats.hub import resolve
+from ckptx.formats.hf.hub import resolve
 from ckptx.report.report import Report
 
 _OF_BYTES = frozenset({"dtype", "workers", "max_memory", "on_progress", "report"})

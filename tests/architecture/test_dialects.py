@@ -17,14 +17,15 @@ from ckptx.architecture.dialects import torchtitan
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats import dcp_layout, torch_zip
+from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.registry import open_checkpoint
-from ckptx.held_directory import HeldDirectory
+from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
+from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer.executor import execute
 from ckptx.transfer.planner import plan_copy
 

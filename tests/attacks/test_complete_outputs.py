@@ -11,10 +11,10 @@ import pytest
 
 import ckptx
 from ckptx.errors import OutputError
-from ckptx.formats.dcp import open_payloads
+from ckptx.formats.dcp.reader import open_payloads
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.report import Report
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import digest_bytes
 from tests.writers import flip, llama, tree_bytes, value, write_hf, write_safetensors
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx import output_place, staging
 from ckptx.errors import CkptxError, OutputError
-from ckptx.held_directory import parts_of, refuse_clashes
-from ckptx.replacing import is_known_name
+from ckptx.publishing import output_place, staging
+from ckptx.publishing.replacing import is_known_name
+from ckptx.storage.held_directory import parts_of, refuse_clashes
 from ckptx.untrusted.printable import one_line
 from tests.test_file_names import can_all_be_files
 from tests.writers import llama, names_in, tree_bytes, write_dcp, write_hf
@@ -290,7 +290,7 @@ def test_a_mount_point_is_recognised_before_the_copy(
     mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/sda1 rw\n36 1 8:1 / {place} rw,relatime - ext4 /dev/sda1 rw\n")
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: real(mounts if str(path) == "/proc/self/mountinfo" else path))
-    monkeypatch.setattr(ckptx.publish, "execute", lambda *_, **__: pytest.fail("copied"), raising=False)
+    monkeypatch.setattr(ckptx.publishing.publish, "execute", lambda *_, **__: pytest.fail("copied"), raising=False)
     if below and not overwrite:
         with pytest.raises(OutputError, match="not empty"):
             ckptx.convert("hf2dcp", hf, dst)

@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 import ckptx
-from ckptx import report_file
 from ckptx.cli.main import cli
 from ckptx.errors import OutputError
+from ckptx.publishing import report_file
+from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.report import Report
-from ckptx.report_file import refuse_place, write_text
 from tests.writers import llama, names_in, tree_bytes, write_hf
 
 

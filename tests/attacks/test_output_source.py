@@ -19,15 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx import publish as publish_module
 from ckptx.conversion import start
 from ckptx.errors import CkptxError, InputError, OutputError
-from ckptx.formats import dcp, huggingface
+from ckptx.formats.dcp import reader as dcp
+from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.registry import open_checkpoint
-from ckptx.rendezvous import Rendezvous
-from ckptx.source_state import agreement, is_agreed
-from ckptx.staging import Staging
-from ckptx.storage import FilePool
+from ckptx.publishing import publish as publish_module
+from ckptx.publishing.rendezvous import Rendezvous
+from ckptx.publishing.source_state import agreement, is_agreed
+from ckptx.publishing.staging import Staging
+from ckptx.storage.files import FilePool
 from tests.writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
 
 TENSORS = llama(layers=1, hidden=32)
@@ -256,9 +257,9 @@ def test_processes_with_different_sources_end_with_one_code(tmp_path: Path, firs
 
 REPLACED = """
 import os, sys
-import ckptx.publish
+import ckptx.publishing.publish
 from ckptx.cli.main import main
-execute = ckptx.publish.execute
+execute = ckptx.publishing.publish.execute
 def tampered(plan, files, tree, journal, **named):
     outcome = execute(plan, files, tree, journal, **named)
     name = sorted(outcome.file_digests)[0]
@@ -270,7 +271,7 @@ def tampered(plan, files, tree, journal, **named):
         (tree.path.parent.parent / "new").write_bytes(data)
         os.replace(tree.path.parent.parent / "new", path)
     return outcome
-ckptx.publish.execute = tampered
+ckptx.publishing.publish.execute = tampered
 main()
 """
 

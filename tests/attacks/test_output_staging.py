@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import ckptx
-from ckptx import publish as publish_module
 from ckptx.errors import CkptxError
-from ckptx.staging import Staging
+from ckptx.publishing import publish as publish_module
+from ckptx.publishing.staging import Staging
 from tests.writers import llama, tree_bytes, write_hf
 
 STAGING = ".out.ckptx-partial"

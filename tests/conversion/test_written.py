@@ -13,8 +13,8 @@ import pytest
 import ckptx
 from ckptx.conversion import to_dcp, to_huggingface, to_sharded
 from ckptx.errors import Defect, OutputError
-from ckptx.formats.dcp_metadata import DcpMetadata, parse_metadata
-from ckptx.formats.dcp_metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
 from tests.writers import framed, llama, names_in, write_hf
 
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"

@@ -12,8 +12,8 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
-from ckptx.formats.sharded_safetensors import shard_name
-from ckptx.formats.torch_zip import archive_frame
+from ckptx.formats.sharded.reader import shard_name
+from ckptx.formats.torch_archive.archive import archive_frame
 from tests.writers import Value, part, write_safetensors
 
 Blocks = tuple[Block, ...]

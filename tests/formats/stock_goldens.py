@@ -16,10 +16,10 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.formats.dcp_metadata import DcpMetadata, Key, StorageInfo, TensorMetadata
-from ckptx.formats.dcp_metadata_writer import emit_metadata
-from ckptx.formats.torch_zip import archive_head, archive_tail
-from ckptx.storage import FilePool
+from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.torch_archive.archive import archive_head, archive_tail
+from ckptx.storage.files import FilePool
 
 GOLDENS = Path(__file__).resolve().parents[2] / "fixtures" / "dcp"
 

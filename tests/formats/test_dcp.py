@@ -20,16 +20,10 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import ArchivedChunks
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.dcp import open_dcp, open_payloads
-from ckptx.formats.dcp_metadata import (
-    DcpMetadata,
-    Key,
-    StorageInfo,
-    TensorMetadata,
-    parse_metadata,
-)
-from ckptx.formats.dcp_metadata_writer import emit_metadata
-from ckptx.storage import FilePool
+from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.reader import open_dcp, open_payloads
+from ckptx.storage.files import FilePool
 from tests import writers
 from tests.formats.stock_goldens import (
     GOLDENS,
@@ -123,8 +117,9 @@ def test_our_own_writing_reads_back_with_aliases_sharing_bytes(tmp_path: Path) -
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys; from pathlib import Path; from ckptx.storage import FilePool;"
-        "from ckptx.formats import dcp, torch_bin; root = Path(sys.argv[1]); catalog = dcp.open_dcp(root);"
+        "import sys; from pathlib import Path; from ckptx.storage.files import FilePool;"
+        "from ckptx.formats.dcp import reader as dcp; from ckptx.formats.hf import torch_bin;"
+        "root = Path(sys.argv[1]); catalog = dcp.open_dcp(root);"
         "dcp.open_payloads(catalog, FilePool(root)); assert catalog.tensors;"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )

@@ -13,8 +13,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
-from ckptx.formats.dcp import open_dcp, open_payloads
-from ckptx.formats.dcp_layout import (
+from ckptx.formats.dcp.layout import (
     DcpLayout,
     allocate,
     allocate_cut,
@@ -25,11 +24,12 @@ from ckptx.formats.dcp_layout import (
     parts_per_rank,
     torch_shape,
 )
-from ckptx.formats.dcp_metadata import parse_metadata
-from ckptx.formats.dcp_metadata_writer import emit_metadata
-from ckptx.formats.torch_zip import archive_frame
+from ckptx.formats.dcp.metadata import parse_metadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.reader import open_dcp, open_payloads
+from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import Blocks, along, cuts, grid, halves, once, write_cut_dcp
 from tests.writers import archive, part, value
 

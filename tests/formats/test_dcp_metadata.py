@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.dcp_metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
-from ckptx.formats.dcp_metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
 from tests.formats.stock_goldens import GOLDENS, raw_bytes, raw_tensor, write_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

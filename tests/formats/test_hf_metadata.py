@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptx.conversion.convert import convert
 from ckptx.conversion.reshard import reshard
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.hf_metadata import DIRECTORY, DTYPES, FILES, directory_of_config
+from ckptx.formats.hf.hf_metadata import DIRECTORY, DTYPES, FILES, directory_of_config
 from ckptx.formats.registry import open_checkpoint
 from tests.formats.cut_writer import rows, write_shard
 from tests.writers import INDEX, LLAMA, SINGLE, Value, llama, names_in, write_dcp, write_hf

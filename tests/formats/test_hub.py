@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import InputError
-from ckptx.formats.hub import resolve
+from ckptx.formats.hf.hub import resolve
 
 
 def test_a_local_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def refuse(*args, **kwargs):
     raise SystemExit("a socket was opened")
 socket.socket.connect = refuse
 from ckptx.errors import InputError
-from ckptx.formats.hub import resolve
+from ckptx.formats.hf.hub import resolve
 try:
     print(resolve(sys.argv[1], cache_dir=sys.argv[2]))
 except InputError as error:

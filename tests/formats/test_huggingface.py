@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.huggingface import INDEX, index_text, open_huggingface, parse_index, read_json, refuse_adapters
+from ckptx.formats.hf.reader import INDEX, index_text, open_huggingface, parse_index, read_json, refuse_adapters
 from tests.writers import llama, value, write_hf, write_index, write_safetensors
 
 

@@ -10,8 +10,8 @@ import pytest
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import UnsupportedError
-from ckptx.formats.huggingface import SINGLE
-from ckptx.formats.huggingface_layout import HuggingFaceLayout, allocate, natural_key
+from ckptx.formats.hf.layout import HuggingFaceLayout, allocate, natural_key
+from ckptx.formats.hf.reader import SINGLE
 
 
 def entries(**shapes: tuple[int, ...]) -> list[TensorEntry]:

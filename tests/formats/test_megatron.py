@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ckptx
 from ckptx.errors import InputError
-from ckptx.formats.dcp_metadata import parse_metadata
+from ckptx.formats.dcp.metadata import parse_metadata
 from ckptx.formats.registry import open_checkpoint
 from tests.formats.stock_goldens import GOLDENS
 

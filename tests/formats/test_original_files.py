@@ -12,8 +12,8 @@ import pytest
 from ckptx.catalog.manifest import OriginalFile, OriginalFiles, OriginalIndex, emit_manifest
 from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.errors import InputError
-from ckptx.formats.huggingface import INDEX, SINGLE, open_huggingface
-from ckptx.formats.original_files import remember, restore
+from ckptx.formats.hf.original_files import remember, restore
+from ckptx.formats.hf.reader import INDEX, SINGLE, open_huggingface
 from tests.writers import framed, header, llama, manifest, value, write_hf, write_index, write_safetensors
 
 

@@ -17,7 +17,7 @@ from itertools import product
 import pytest
 
 from ckptx.errors import InputError
-from ckptx.formats.unpickle import load, load_torch
+from ckptx.formats.torch_archive.unpickle import load, load_torch
 
 MODULUS = (1 << 61) - 1  # of the hash of a number
 
@@ -69,9 +69,9 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
 _CHILD = """
 import sys, time
 from ckptx.errors import CkptxError
-from ckptx.formats.dcp_metadata import parse_metadata
-from ckptx.formats.torch_zip import place_tensor
-from ckptx.formats.unpickle import load_torch
+from ckptx.formats.dcp.metadata import parse_metadata
+from ckptx.formats.torch_archive.archive import place_tensor
+from ckptx.formats.torch_archive.unpickle import load_torch
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 for line in sys.stdin.buffer:

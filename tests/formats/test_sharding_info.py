@@ -19,8 +19,8 @@ from ckptx.catalog.region import Region
 from ckptx.conversion.convert import convert
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.sharded_safetensors import shard_name
-from ckptx.storage import FilePool
+from ckptx.formats.sharded.reader import shard_name
+from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import grid
 from tests.writers import (
     INDEX,

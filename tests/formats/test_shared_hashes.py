@@ -19,8 +19,8 @@ from ckptx.catalog.manifest import SCHEMA
 from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.catalog.region import CoverageFault, Region, coverage_fault, whole
 from ckptx.errors import InputError
-from ckptx.formats.dcp_metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
-from ckptx.formats.dcp_metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
 from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, packed, salted
 
 MODULUS = (1 << 61) - 1  # of the hash of a number

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.torch_bin import open_bin
+from ckptx.formats.hf.torch_bin import open_bin
 from tests.formats.stock_goldens import raw_bytes, raw_tensor, values
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

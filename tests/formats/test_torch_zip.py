@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from ckptx.catalog.dtype import BY_NAME, BY_TORCH, DType
 from ckptx.catalog.entry import Record
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats import torch_zip
-from ckptx.formats.torch_zip import (
+from ckptx.formats.torch_archive import archive as torch_zip
+from ckptx.formats.torch_archive.archive import (
     Payload,
     archive_frame,
     archive_head,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.errors import CkptxError, InputError
-from ckptx.formats.unpickle import Refused, StorageRef, Symbol, TensorRef, load, load_torch
+from ckptx.formats.torch_archive.unpickle import Refused, StorageRef, Symbol, TensorRef, load, load_torch
 from tests.formats.stock_goldens import GOLDENS
 
 

@@ -30,12 +30,12 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.errors import InputError
-from ckptx.formats.dcp_layout import allocate_cut, metadata_bytes
+from ckptx.formats.dcp.layout import allocate_cut, metadata_bytes
 from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.sharded_safetensors import open_sharded, replica_pairs, shard_name
-from ckptx.formats.sharded_safetensors_layout import allocate
+from ckptx.formats.sharded.layout import allocate
+from ckptx.formats.sharded.reader import open_sharded, replica_pairs, shard_name
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from tests.formats import cut_ranks
 from tests.formats.cut_writer import Blocks, along, cuts, everywhere, grid, halves, once, write_cut_dcp, write_sharded
 from tests.writers import Value

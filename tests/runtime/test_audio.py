@@ -14,12 +14,12 @@ from support.models import VOCAB, randomise
 from torch import nn
 
 from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
-from ckptx.runtime.execution import run
-from ckptx.runtime.inputs.audio import HEARD, SOUNDS
-from ckptx.runtime.inputs.batch import Inputs, inputs_for
-from ckptx.runtime.inputs.images import IMAGES
 from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.layers import layer_groups
+from ckptx.verification.execution import run
+from ckptx.verification.inputs.audio import HEARD, SOUNDS
+from ckptx.verification.inputs.batch import Inputs, inputs_for
+from ckptx.verification.inputs.images import IMAGES
 
 # What the installed transformers has of them.
 HERE = [name for name, listener in LISTENERS.items() if hasattr(transformers, listener.classes[1])]

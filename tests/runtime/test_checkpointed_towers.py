@@ -15,9 +15,9 @@ from support.vision_models import TINY, tiny
 from torch import nn
 
 from ckptx.runtime.activation_checkpointing.wrap import KVSharingFallback, canonical_name, checkpoint_activations
-from ckptx.runtime.inputs.batch import inputs_for
 from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.layers import layer_groups
+from ckptx.verification.inputs.batch import inputs_for
 
 # Those that are registered and only listen, by the name of their model.
 LISTENING = tuple(

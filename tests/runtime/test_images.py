@@ -14,10 +14,10 @@ from support.models import EVERY, randomise
 from support.vision_models import TINY, tiny
 from torch import nn
 
-from ckptx.runtime.inputs.batch import Inputs, inputs_for
-from ckptx.runtime.inputs.images import IMAGES
 from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
+from ckptx.verification.inputs.batch import Inputs, inputs_for
+from ckptx.verification.inputs.images import IMAGES
 
 # Model type -> the recipe that has it.
 RECIPES = {

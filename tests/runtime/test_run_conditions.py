@@ -16,10 +16,10 @@ from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Report
 from ckptx.runtime.distributed import Place
-from ckptx.runtime.execution import Outcome
-from ckptx.runtime.inputs.batch import inputs_for
 from ckptx.runtime.parallelize import _of_other_dtype
 from ckptx.verification import forward
+from ckptx.verification.execution import Outcome
+from ckptx.verification.inputs.batch import inputs_for
 
 
 class Wandering:
@@ -73,7 +73,7 @@ def test_inputs_say_what_they_lack() -> None:
 
 def run_blind(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """`verify --run` by a ckptx that does not know what images of this class look like."""
-    from ckptx.runtime.inputs.images import IMAGES
+    from ckptx.verification.inputs.images import IMAGES
 
     known = IMAGES.pop("gemma3")
     try:

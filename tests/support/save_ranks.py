@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckptx.errors import CkptxError
-from ckptx.formats.huggingface import read_json
+from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.load import load
 from ckptx.runtime.parallelize import parallelize

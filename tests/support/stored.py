@@ -12,7 +12,7 @@ import torch
 from ckptx.catalog.dtype import BY_NAME, BY_TORCH
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
 from ckptx.catalog.region import Region, coverage_fault, whole
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
 
 # How a tensor lies in its file: into how many pieces each dim is cut, and the order of dims in a piece.

@@ -16,11 +16,11 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, Chunk, CutChunks, Record, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import Defect, InputError
-from ckptx.formats import torch_zip
-from ckptx.held_directory import HeldDirectory
+from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
+from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer import digest as digest_module
 from ckptx.transfer import outfile as outfile_module
 from ckptx.transfer import passes as passes_module

@@ -13,10 +13,12 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import Defect, InputError
-from ckptx.formats import dcp_layout, huggingface_layout, torch_zip
-from ckptx.formats.huggingface import open_huggingface
-from ckptx.held_directory import HeldDirectory
-from ckptx.storage import FilePool
+from ckptx.formats.dcp import layout as dcp_layout
+from ckptx.formats.hf import layout as huggingface_layout
+from ckptx.formats.hf.reader import open_huggingface
+from ckptx.formats.torch_archive import archive as torch_zip
+from ckptx.storage.files import FilePool
+from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer import digest as digest_module
 from ckptx.transfer import outfile as outfile_module
 from ckptx.transfer import plan as plan_module

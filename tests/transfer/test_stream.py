@@ -18,7 +18,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.storage import FilePool
+from ckptx.storage.files import FilePool
 from ckptx.transfer import segments as segments_module
 from ckptx.transfer import stream as stream_module
 from ckptx.transfer.stream import TensorReader

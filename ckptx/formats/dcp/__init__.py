@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint directories: `.metadata` and the files it points into."""

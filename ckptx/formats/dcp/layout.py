@@ -1,0 +1,277 @@
+"""Laying tensors out in `.distcp` files: which file, at which byte, before a byte moves.
+
+`allocate` keeps tensors whole; `allocate_cut` gives every rank of a mesh files of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, TensorEntry
+from ckptx.catalog.region import Region, Shape, whole
+from ckptx.errors import UnsupportedError
+from ckptx.formats.cut import Cut, by_stage
+from ckptx.formats.dcp.metadata import StorageInfo, TensorMetadata
+from ckptx.formats.dcp.metadata_writer import Stored, StoredCut, emit
+from ckptx.formats.torch_archive.archive import archive_length
+from ckptx.layout.parallel_dims import ParallelDims
+
+# Two writers on one file wait for each other, so files are what workers share out. Their number depends on the
+# checkpoint alone, so that the output does not depend on the machine.
+_BYTES_PER_FILE = 256 << 20
+_MAX_FILES = 64
+# A larger checkpoint is worth a second writer.
+_BYTES_FOR_ONE_WRITER = 64 << 20
+
+
+class DcpLayout(NamedTuple):
+    """An allocated catalog, and the names of files that are written together."""
+
+    catalog: Catalog
+    groups: tuple[tuple[str, ...], ...]
+
+
+def torch_shape(dtype: DType, shape: Shape, name: str) -> Shape:
+    """`shape` as torch counts it.
+
+    Raises:
+        UnsupportedError: torch lacks the dtype, or cannot pair up the elements of the last dim.
+    """
+    if dtype.torch is None:
+        raise UnsupportedError(f'tensor "{name}" has dtype {dtype}, which torch lacks; a DCP cannot hold it')
+    if dtype.pack == 1:
+        return shape
+    if not shape or shape[-1] % dtype.pack:
+        raise UnsupportedError(
+            f'tensor "{name}" has dtype {dtype} and shape {shape}; torch holds {dtype} in pairs along the last dim'
+        )
+    return (*shape[:-1], shape[-1] // dtype.pack)
+
+
+def file_count(nbytes: int) -> int:
+    """How many `.distcp` files a checkpoint of `nbytes` gets."""
+    return max(1, min(_MAX_FILES, -(-nbytes // _BYTES_PER_FILE)))
+
+
+def allocate(root: Path, tensors: Iterable[TensorEntry], files: int | None) -> Catalog:
+    """Lays whole tensors out in order, balanced over files by bytes; a tensor is never split.
+
+    Args:
+        root: The directory to be.
+        tensors: Names, dtypes and shapes in the order in which the source holds them; their chunks are not looked at.
+        files: Number of files, or None to let the size decide. There are never more files than tensors.
+
+    Raises:
+        UnsupportedError: torch cannot hold a tensor.
+    """
+    entries = list(tensors)
+    lengths = [archive_length(entry.dtype, torch_shape(entry.dtype, entry.shape, entry.name)) for entry in entries]
+    count = min(files or file_count(sum(lengths)), max(1, len(entries)))
+    catalog = Catalog(root, "dcp", {})
+    for entry, length, index in zip(entries, lengths, deal(lengths, count), strict=True):
+        name = f"__{index}_0.distcp"
+        at = catalog.files.get(name, 0)
+        chunk = Chunk(whole(entry.shape), name, at, length, archive=True)
+        catalog.tensors[entry.name] = entry._replace(chunks=(chunk,))
+        catalog.files[name] = at + length
+    return catalog
+
+
+def deal(lengths: Sequence[int], count: int) -> Iterator[int]:
+    """Deals consecutive lengths out to `count` hands of about equal sums; gives the hand of each.
+
+    A length goes where its middle falls; every hand gets at least one, so there must be `count` lengths or more.
+    """
+    total = sum(lengths)
+    done = index = 0
+    for i, length in enumerate(lengths):
+        ideal = min(count - 1, (2 * done + length) * count // (2 * total)) if total else 0
+        least = max(index, count - (len(lengths) - i))
+        if max(ideal, least) > index and i:
+            index += 1
+        done += length
+        yield index
+
+
+def parts_per_rank(stages: Sequence[int], ranks: int) -> int:
+    """How many files each rank gets.
+
+    Args:
+        stages: Bytes of each pipeline stage.
+        ranks: Ranks in a stage.
+    """
+    parts = max(1, min(_MAX_FILES, -(-max(stages) // (ranks * _BYTES_PER_FILE))))
+    alone = parts == 1 and sum(1 for nbytes in stages if nbytes) == 1
+    return 2 if alone and sum(stages) > _BYTES_FOR_ONE_WRITER else parts
+
+
+def allocate_cut(
+    root: Path,
+    tensors: Iterable[Cut],
+    dims: ParallelDims,
+    objects: Iterable[BytesEntry] = (),
+    files_per_rank: int | None = None,
+) -> DcpLayout:
+    """Lays cut tensors out in files `__{rank}_{part}.distcp`.
+
+    The tensors of a stage are dealt out to parts in order, alike for all its ranks: the files of one part of one stage
+    are a group, which one writer fills while another fills the next. A rank that holds nothing of a part gets no file.
+
+    Args:
+        root: The directory to be.
+        tensors: Names, dtypes and shapes, with stage and blocks. No block is a replica: a DCP stores elements once.
+        dims: The mesh.
+        objects: Pickled objects; they follow the tensors of rank 0.
+        files_per_rank: Number of parts, or None to let the size decide.
+
+    Raises:
+        UnsupportedError: torch cannot hold a tensor, or a block of it.
+    """
+    stages = by_stage(tensors, dims)
+    parts = files_per_rank or parts_per_rank([sum(e.nbytes for e, _ in stage) for stage in stages], dims.per_stage)
+    catalog = Catalog(root, "dcp", {})
+    sizes: dict[tuple[int, int], int] = {}
+    for stage, members in enumerate(stages):
+        ranks = dims.ranks_of_stage(stage)
+        for part, inside in _parts_of(members, min(parts, len(members))):
+            filled = _append(catalog, inside, [f"__{rank}_{part}.distcp" for rank in ranks])
+            sizes.update(((ranks[slot], part), nbytes) for slot, nbytes in filled.items())
+    last = max((part for rank, part in sizes if rank == 0), default=0)
+    for pickled in objects:
+        at = sizes.get((0, last), 0)
+        catalog.objects[pickled.name] = pickled._replace(file=f"__0_{last}.distcp", offset=at)
+        sizes[0, last] = at + pickled.nbytes
+    catalog.files = {f"__{rank}_{part}.distcp": sizes[rank, part] for rank, part in sorted(sizes)}
+    groups: dict[tuple[int, int], list[str]] = {}
+    for (rank, part), name in zip(sorted(sizes), catalog.files, strict=True):
+        groups.setdefault((rank // dims.per_stage, part), []).append(name)
+    return DcpLayout(catalog, tuple(tuple(groups[key]) for key in sorted(groups)))
+
+
+_Members = list[tuple[TensorEntry, tuple[Block, ...]]]
+
+
+def _parts_of(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
+    parts: list[_Members] = [[] for _ in range(count)]
+    for member, part in zip(members, deal([entry.nbytes for entry, _ in members], count), strict=True):
+        parts[part].append(member)
+    return enumerate(parts)
+
+
+def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
+    """Appends tensors to one file per slot; gives the bytes of each file that got some."""
+    lengths_of: dict[tuple[int, DType], tuple[int, ...]] = {}
+    files_of: dict[int, tuple[str, ...]] = {}
+    filled: dict[int, int] = {}
+    for entry, blocks in members:
+        key = (id(blocks), entry.dtype)
+        lengths = lengths_of.get(key)
+        if lengths is None:
+            lengths = lengths_of[key] = _archive_lengths(entry, blocks)
+            files_of[id(blocks)] = tuple(names[block.slot] for block in blocks)
+        offsets = array("q")
+        for block, length in zip(blocks, lengths, strict=True):
+            at = filled.get(block.slot, 0)
+            offsets.append(at)
+            filled[block.slot] = at + length
+        chunks = CutChunks(blocks, files_of[id(blocks)], lengths, offsets, archive=True)
+        catalog.tensors[entry.name] = entry._replace(chunks=chunks, replicas=())
+    return filled
+
+
+def _archive_lengths(entry: TensorEntry, blocks: tuple[Block, ...]) -> tuple[int, ...]:
+    assert not any(block.replica for block in blocks)
+    dtype, name = entry.dtype, entry.name
+    return tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
+
+
+def metadata_bytes(
+    catalog: Catalog,
+    aliases: Mapping[str, str],
+    planner_data: Mapping[str, Any] | None = None,
+    twins: Mapping[str, str] | None = None,
+) -> bytes:
+    """`.metadata` of an allocated catalog.
+
+    Args:
+        catalog: Tensors, whole or cut, and objects.
+        aliases: Names that point at the bytes of the tensor they name.
+        planner_data: That of the source, carried over; None describes a flat state dict.
+        twins: Stored name -> name in `planner_data` beside which it belongs, for copies; aliases are looked after.
+
+    Raises:
+        UnsupportedError: torch cannot hold a tensor, or `planner_data` is no nest of plain values.
+    """
+    described: dict[str, TensorMetadata] = {}
+    known: dict[object, TensorMetadata] = {}
+    stored = {**{name: name for name in catalog.tensors}, **aliases}
+    for name, on_disk in stored.items():
+        entry = catalog.tensors[on_disk]
+        chunks = entry.chunks
+        cut = (id(chunks.blocks), entry.dtype, entry.shape) if isinstance(chunks, CutChunks) else None
+        tensor = None if cut is None else known.get(cut)
+        if tensor is None:
+            tensor = _describe(entry)
+            if cut is not None:
+                known[cut] = tensor
+        described[name] = tensor
+    objects = list(catalog.objects)
+    if planner_data is not None:
+        planner_data = extended(planner_data, [*described, *objects], {**aliases, **(twins or {})})
+    return emit(described, objects, _storage(catalog, described, stored), planner_data)
+
+
+def _describe(entry: TensorEntry) -> TensorMetadata:
+    dtype, name = entry.dtype, entry.name
+    assert dtype.torch is not None
+    regions = tuple(
+        Region(torch_shape(dtype, region.offsets, name), torch_shape(dtype, region.sizes, name))
+        for region in (chunk.region for chunk in entry.chunks)
+    )
+    return TensorMetadata(dtype.torch, torch_shape(dtype, entry.shape, name), regions)
+
+
+def _storage(
+    catalog: Catalog, described: Mapping[str, TensorMetadata], stored: Mapping[str, str]
+) -> Iterator[Stored | StoredCut]:
+    for name, on_disk in stored.items():
+        chunks, regions = catalog.tensors[on_disk].chunks, described[name].chunks
+        if isinstance(chunks, CutChunks):
+            yield StoredCut(name, regions, chunks.files, chunks.offsets, chunks.lengths)
+            continue
+        for index, (region, chunk) in enumerate(zip(regions, chunks, strict=True)):
+            yield Stored(name, index, region.offsets, StorageInfo(chunk.file, chunk.offset, chunk.nbytes))
+    for name, pickled in catalog.objects.items():
+        yield Stored(name, None, None, StorageInfo(pickled.file, pickled.offset, pickled.nbytes))
+
+
+def extended(planner_data: Mapping[str, Any], names: Iterable[str], twins: Mapping[str, str]) -> dict[str, Any]:
+    """`planner_data` with a path for each name: beside the path of its twin where the names allow it, else on top.
+
+    Example:
+        {"model.embed.weight": ("model", "embed.weight")} with the name "model.head.weight", a twin of the first, gets
+        "model.head.weight": ("model", "head.weight").
+    """
+    paths = dict(planner_data)
+    for name in names:
+        if name not in paths:
+            paths[name] = _beside(name, paths.get(twins.get(name, "")))
+    return paths
+
+
+def _beside(name: str, path: Any) -> tuple[Any, ...]:
+    if not isinstance(path, tuple):
+        return (name,)
+    front, back, rest = 0, len(path), name
+    while front < back - 1 and rest.startswith(f"{path[front]}."):
+        rest = rest[len(f"{path[front]}.") :]
+        front += 1
+    while front < back - 1 and rest.endswith(f".{path[back - 1]}"):
+        rest = rest[: -len(f".{path[back - 1]}")]
+        back -= 1
+    return (*path[:front], rest, *path[back:]) if back - front == 1 else (name,)

@@ -1,0 +1,295 @@
+"""The `.metadata` file of a torch DCP: a pickle that says which chunks exist and where each lies.
+
+    Metadata
+      state_dict_metadata   fqn -> TensorStorageMetadata(properties, size, chunks[(offsets, sizes)])
+                            fqn -> BytesStorageMetadata            a pickled object
+      storage_data          MetadataIndex(fqn, offset) -> _StorageInfo(relative_path, offset, length)
+      planner_data          fqn -> path in the nested state dict: {"a.b": ("a", "b")}
+      all_local_plans       Megatron only: the SavePlan of each rank, with a WriteItem for each chunk
+
+It is read with stand-ins for these classes. Plans say what a rank meant to write, not what lies in the files: their
+stand-ins keep nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckptx.catalog.region import Region, Shape
+from ckptx.errors import InputError
+from ckptx.formats.torch_archive.unpickle import (
+    LAYOUT,
+    ORDERED,
+    Call,
+    Globals,
+    Sealed,
+    Symbol,
+    load,
+    without_garbage_collection,
+)
+from ckptx.untrusted.limits import DIMS, ELEMENT_BITS, JSON_DEPTH, TENSORS, shape_fault
+from ckptx.untrusted.numbers import OneOfEach
+
+_NUMBERS = frozenset({int})
+
+Key = tuple[str, Shape | None]
+
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+
+
+class TensorMetadata(NamedTuple):
+    """A tensor as DCP describes it. `dtype` is the torch name, sizes are in torch elements."""
+
+    dtype: str
+    size: Shape
+    chunks: tuple[Region, ...]
+
+
+class StorageInfo(NamedTuple):
+    """Where one chunk or object lies. `transforms` names what its bytes went through (compression), if anything."""
+
+    path: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """A `.metadata` in plain values.
+
+    Attributes:
+        tensors: By FQN.
+        objects: FQNs of pickled objects.
+        storage: By (FQN, chunk offsets); objects have None for offsets. Entries may name the same bytes.
+        planner_data: Path of each FQN in the nested state dict, or whatever another planner left.
+        version: Version of the DCP format, None before torch 2.5.
+    """
+
+    tensors: Mapping[str, TensorMetadata]
+    objects: tuple[str, ...]
+    storage: Mapping[Key, StorageInfo]
+    planner_data: Any = None
+    version: str | None = "1.0.0"
+
+
+# Stand-ins keep the pickled fields in their `__dict__`, also those of writers that add their own.
+_Metadata = Sealed("_Metadata", (), {})
+_TensorStorage = Sealed("_TensorStorage", (), {})
+_BytesStorage = Sealed("_BytesStorage", (), {})
+_ChunkStorage = Sealed("_ChunkStorage", (), {})
+_Index = Sealed("_Index", (), {})
+_Info = Sealed("_Info", (), {})
+_StorageMeta = Sealed("_StorageMeta", (), {})
+
+
+class _Properties(metaclass=Sealed):
+    dtype: object
+
+    def __setstate__(self, state: object) -> None:
+        """Keeps the dtype of (dtype, layout, requires_grad, memory_format, pin_memory)."""
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise InputError("tensor properties are not five values")
+        self.dtype = state[0]
+
+
+class _Plan(metaclass=Sealed):
+    """Stands in for a plan and whatever it is made of; keeps nothing of it."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: object) -> _Plan:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def _drop(*_: object) -> None:
+    """Stands in for constructors of values that ckptx has no use for (absolute paths, memory formats)."""
+
+
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+_ALLOWED: Globals = {
+    (METADATA_MODULE, "Metadata"): _Metadata,
+    (METADATA_MODULE, "TensorStorageMetadata"): _TensorStorage,
+    (METADATA_MODULE, "BytesStorageMetadata"): _BytesStorage,
+    (METADATA_MODULE, "ChunkStorageMetadata"): _ChunkStorage,
+    (METADATA_MODULE, "MetadataIndex"): _Index,
+    (METADATA_MODULE, "StorageMeta"): _StorageMeta,
+    (METADATA_MODULE, "TensorProperties"): _Properties,
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Call(_drop),
+    (_SHARDED_TENSOR, "TensorProperties"): _Properties,
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): Call(_drop),
+    (FILESYSTEM_MODULE, "_StorageInfo"): _Info,
+    **{
+        (_PLANNER, name): _Plan
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    },
+    (FILESYSTEM_MODULE, "_StoragePrefix"): _Plan,
+    (_MEGATRON, "MCoreSavePlan"): _Plan,
+    (_MEGATRON, "MCoreMetadata"): _Metadata,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): LAYOUT,
+    ("collections", "OrderedDict"): ORDERED,
+    **{(module, name): Call(_drop) for module in ("pathlib", "pathlib._local") for name in _PATHS},
+}
+
+
+def parse_metadata(data: bytes, where: str) -> DcpMetadata:
+    """Reads a `.metadata` of any torch from 2.0 on. Nothing in it is executed.
+
+    Args:
+        data: The bytes of the file.
+        where: Subject of error messages.
+
+    Raises:
+        InputError: It is damaged, or names classes that have no place in it.
+    """
+    with without_garbage_collection():
+        return _parse(load(data, _ALLOWED, where), where, len(data))
+
+
+def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
+    if not isinstance(root, _Metadata):
+        raise InputError(f"{where}: holds a {type(root).__name__}, needed the metadata of a torch DCP; copy it again")
+    fields = vars(root)
+    shapes = _Shapes()
+    try:
+        tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, nbytes)
+        storage = _parse_storage(fields["storage_data"], shapes)
+        planner_data = _planner_data(fields.get("planner_data"), nbytes)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{where}: damaged metadata ({type(error).__name__}: {error!s:.120}); copy it again") from None
+    version = fields.get("version")
+    return DcpMetadata(tensors, objects, storage, planner_data, version if isinstance(version, str) else None)
+
+
+@dataclass(slots=True)
+class _Shapes:
+    """Checked shapes and regions, each kept once: a checkpoint repeats a few of them many thousand times."""
+
+    seen: OneOfEach[Shape] = field(default_factory=OneOfEach)
+    regions: OneOfEach[Region] = field(default_factory=OneOfEach)
+
+    def shape(self, value: Any) -> Shape:
+        # Before it is hashed: what is no flat tuple of numbers could take for ever.
+        if type(value) is not tuple or len(value) > DIMS or not _NUMBERS.issuperset(map(type, value)):
+            raise ValueError("a size is not a tuple of counts")
+        known = self.seen.get(value)
+        if known is None:
+            if any(not 0 <= size < 1 << ELEMENT_BITS for size in value):
+                raise ValueError("a size is not a tuple of counts")
+            known = self.seen.keep(value)
+        return known
+
+    def region(self, offsets: Any, sizes: Any) -> Region:
+        wanted = Region(self.shape(offsets), self.shape(sizes))
+        known = self.regions.get(wanted)
+        if known is None:
+            if len(wanted.offsets) != len(wanted.sizes):
+                raise ValueError("a chunk has offsets and sizes of different length")
+            known = self.regions.keep(wanted)
+        return known
+
+
+def _parse_state(state: Any, shapes: _Shapes, most: int) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
+    """Tensors and objects; `most` chunks are looked at: tensors may share a list of them that is written once."""
+    tensors: dict[str, TensorMetadata] = {}
+    objects: list[str] = []
+    if len(state) > TENSORS:
+        raise ValueError(f"{len(state):,} names, allowed at most {TENSORS:,}")
+    for fqn, described in dict.items(state):
+        _check_text(fqn)
+        fields = vars(described)
+        if type(described) is _TensorStorage:
+            dtype = fields["properties"].dtype
+            if type(dtype) is not Symbol:
+                raise ValueError(f"{fqn!r} has no dtype")
+            chunks = []
+            most -= len(fields["chunks"])
+            if most < 0:
+                raise ValueError("more chunks than bytes")
+            for chunk in fields["chunks"]:
+                place = vars(chunk)
+                chunks.append(shapes.region(place["offsets"], place["sizes"]))
+            size = shapes.shape(fields["size"])
+            if (fault := shape_fault(size)) is not None:
+                raise ValueError(f"{fqn!r} has {fault}")
+            tensors[fqn] = TensorMetadata(dtype[6:], size, tuple(chunks))
+        elif type(described) is _BytesStorage:
+            objects.append(fqn)
+        else:
+            raise TypeError(f"{fqn!r} is neither a tensor nor an object")
+    return tensors, tuple(objects)
+
+
+def _parse_storage(storage: Any, shapes: _Shapes) -> dict[Key, StorageInfo]:
+    found: dict[Key, StorageInfo] = {}
+    for index, info in dict.items(storage):
+        named = vars(index)
+        fqn, offsets = named["fqn"], named.get("offset")
+        key = (fqn, None if offsets is None else shapes.shape(offsets))
+        fields = vars(info)
+        path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+        _check_text(fqn)
+        _check_text(path)
+        if type(offset) is not int or type(length) is not int or not 0 <= offset <= offset + length < 1 << 63:
+            raise ValueError(f"{fqn!r} lies at no valid byte range")
+        if key in found:
+            raise ValueError(f"{fqn!r} has two places for one chunk")
+        transforms = fields.get("transform_descriptors")
+        if transforms:
+            found[key] = StorageInfo(path, offset, length, _names_of(transforms))
+            continue
+        found[key] = StorageInfo(path, offset, length)
+    return found
+
+
+def _names_of(transforms: Any) -> tuple[str, ...]:
+    if not isinstance(transforms, list | tuple):
+        raise TypeError("transforms are no list")
+    return tuple(each[:80] if isinstance(each, str) else f"a {type(each).__name__}" for each in transforms[:8])
+
+
+def _planner_data(value: Any, most: int) -> Any:
+    """What the planner of the writer left, looked at level by level before anything else walks through it.
+
+    Args:
+        value: Carried into an output where it is a dict; a nest that holds itself would be written out without end.
+        most: Values allowed.
+
+    Raises:
+        ValueError: It is deeper than `JSON_DEPTH` levels, or written out it would hold more values.
+    """
+    level = [value]
+    for _ in range(JSON_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below.extend(each)
+                below.extend(each.values())
+            elif isinstance(each, tuple | list):
+                below.extend(each)
+            elif isinstance(each, str):
+                _check_text(str(each))
+            if len(below) > most:
+                raise ValueError("planner_data holds more values than bytes")
+        if not below:
+            return value
+        most -= len(below)
+        level = below
+    raise ValueError(f"planner_data is nested deeper than {JSON_DEPTH} levels")
+
+
+def _check_text(value: Any) -> None:
+    if type(value) is not str:
+        raise TypeError(f"a name is a {type(value).__name__}, not a text")
+    if not value.isascii():
+        value.encode()  # refuses half surrogates, which could not be printed or written

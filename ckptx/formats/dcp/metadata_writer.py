@@ -1,0 +1,268 @@
+"""Writing the `.metadata` of a torch DCP, opcode by opcode, because a pickler would have to import torch.
+
+Only classes and fields of torch 2.4 are named, and nothing tells on which machine or when it was written. What repeats
+is put into the memo of the pickle, so that millions of chunks take some 60 bytes each and come out as fast as they are
+asked for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
+from typing import NamedTuple
+
+from ckptx.catalog.region import Region, Shape
+from ckptx.errors import UnsupportedError
+from ckptx.formats.dcp.metadata import FILESYSTEM_MODULE, METADATA_MODULE, DcpMetadata, StorageInfo, TensorMetadata
+from ckptx.formats.torch_archive.archive import pickled_int
+
+
+class Stored(NamedTuple):
+    """One line of `storage_data`: the chunk at `offsets` of `fqn`, number `hint` of its chunks; an object has None."""
+
+    fqn: str
+    hint: int | None
+    offsets: Shape | None
+    place: StorageInfo
+
+
+class StoredCut(NamedTuple):
+    """The lines of a cut tensor. Tensors that are cut alike share all but `fqn` and `offsets`, as the same objects.
+
+    `chunks` are in torch elements; `files`, `offsets` and `lengths` say where the bytes of each lie.
+    """
+
+    fqn: str
+    chunks: tuple[Region, ...]
+    files: tuple[str, ...]
+    offsets: Sequence[int]
+    lengths: tuple[int, ...]
+
+
+def emit_metadata(metadata: DcpMetadata) -> bytes:
+    """The `.metadata` file for `metadata`, readable by torch >= 2.4.
+
+    Raises:
+        UnsupportedError: `planner_data` holds more than plain values.
+    """
+    return emit(metadata.tensors, metadata.objects, _stored(metadata), metadata.planner_data)
+
+
+def _stored(metadata: DcpMetadata) -> Iterator[Stored]:
+    position = {
+        (fqn, region.offsets): index
+        for fqn, tensor in metadata.tensors.items()
+        if len(tensor.chunks) > 1
+        for index, region in enumerate(tensor.chunks)
+    }
+    for (fqn, offsets), place in metadata.storage.items():
+        yield Stored(fqn, None if offsets is None else position.get((fqn, offsets), 0), offsets, place)
+
+
+def emit(
+    tensors: Mapping[str, TensorMetadata],
+    objects: Iterable[str],
+    storage: Iterable[Stored | StoredCut],
+    planner_data: object = None,
+) -> bytes:
+    """The `.metadata` file, from storage lines that are asked for one by one.
+
+    Args:
+        tensors: By FQN.
+        objects: FQNs of pickled objects.
+        storage: A line for each chunk and object, or all those of a cut tensor together.
+        planner_data: None becomes the flat state dict {fqn: (fqn,)}: torch's conversion to `torch.save` needs it.
+
+    Raises:
+        UnsupportedError: `planner_data` holds more than plain values.
+    """
+    objects = list(objects)
+    out, file = _Emitter(), BytesIO()
+    write = file.write
+    write(b"\x80\x04" + out.preamble() + out.new(METADATA_MODULE, "Metadata") + out.text("state_dict_metadata") + b"}(")
+    bodies: dict[TensorMetadata, bytes] = {}
+    for fqn, tensor in tensors.items():
+        write(out.text(fqn))
+        body = bodies.get(tensor)
+        if body is None:
+            write(out.tensor(tensor))
+            body = bodies[tensor] = out.tensor(tensor)  # shorter the second time: what it shares is in the memo
+        else:
+            write(body)
+    for fqn in objects:
+        write(out.text(fqn) + out.glob(METADATA_MODULE, "BytesStorageMetadata") + b")\x81")
+    write(b"u" + out.text("planner_data"))
+    if planner_data is None:
+        names = [out.text(fqn) for fqn in (*tensors, *objects)]
+        write(b"}(" + b"".join([name + name + b"\x85" for name in names]) + b"u")
+    else:
+        write(out.plain(planner_data))
+    write(out.text("storage_data") + b"}(")
+    for line in _emit_storage(storage, out):
+        write(line)
+    write(b"u" + out.text("storage_meta") + b"N" + out.text("version") + out.text("1.0.0") + b"ub.")
+    return file.getvalue()
+
+
+def _emit_storage(storage: Iterable[Stored | StoredCut], out: _Emitter) -> Iterator[bytes]:
+    key = out.new(METADATA_MODULE, "MetadataIndex") + out.text("fqn")
+    lines = _Lines(out)
+    alike: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # the objects live as long as the catalog
+    for each in storage:
+        name = key + out.text(each.fqn)
+        if isinstance(each, Stored):
+            begin, end = lines.around(each.hint, each.offsets, each.place)
+            yield name + begin + pickled_int(each.place.offset) + end
+            continue
+        _, chunks, files, offsets, lengths = each
+        cut = (id(chunks), id(files), id(lengths))
+        known = alike.get(cut)
+        if known is None:
+            for begin, end, at in lines.of_cut(each):
+                yield name + begin + pickled_int(at) + end
+            alike[cut] = [(begin, end) for begin, end, _ in lines.of_cut(each)]  # shorter, as in `emit`
+            continue
+        yield b"".join(
+            [
+                code
+                for (begin, end), at in zip(known, offsets, strict=True)
+                for code in (name, begin, pickled_int(at), end)
+            ]
+        )
+
+
+class _Lines:
+    """What stands around the offset in a line of `storage_data`, the name left out."""
+
+    def __init__(self, out: _Emitter) -> None:
+        self._out = out
+        self._hint, self._at = out.text("index"), out.text("offset")
+        self._info = b"ub" + out.new(FILESYSTEM_MODULE, "_StorageInfo") + out.text("relative_path")
+        self._size = out.text("length")
+
+    def around(self, number: int | None, offsets: Shape | None, place: StorageInfo) -> tuple[bytes, bytes]:
+        out = self._out
+        which = b"N" if offsets is None else pickled_int(number or 0) + self._at + out.size(offsets)
+        begin = self._hint + which + self._info + out.text(place.path) + self._at
+        end = self._size + pickled_int(place.length)
+        if place.transforms:
+            end += out.text("transform_descriptors") + out.plain(list(place.transforms))
+        return begin, end + b"ub"
+
+    def of_cut(self, cut: StoredCut) -> Iterator[tuple[bytes, bytes, int]]:
+        """For each line what stands before and after its offset, and the offset."""
+        places = zip(cut.chunks, cut.files, cut.offsets, cut.lengths, strict=True)
+        for number, (region, file, at, length) in enumerate(places):
+            yield *self.around(number, region.offsets, StorageInfo(file, at, length)), at
+
+
+_CLASSES = (
+    (METADATA_MODULE, "Metadata"),
+    (METADATA_MODULE, "TensorStorageMetadata"),
+    (METADATA_MODULE, "TensorProperties"),
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    (METADATA_MODULE, "ChunkStorageMetadata"),
+    (METADATA_MODULE, "MetadataIndex"),
+    (FILESYSTEM_MODULE, "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+)
+_FIELDS = (
+    "properties",
+    "size",
+    "chunks",
+    "offsets",
+    "sizes",
+    "fqn",
+    "index",
+    "offset",
+    "relative_path",
+    "length",
+)
+
+
+class _Emitter:
+    """Opcodes of values. What repeats is memoized when first written, so use results in the order they come."""
+
+    __slots__ = ("_memo",)
+
+    def __init__(self) -> None:
+        self._memo: dict[object, bytes] = {}
+
+    def _remember(self, key: object, code: bytes) -> bytes:
+        number = len(self._memo)
+        self._memo[key] = b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
+        return code + b"\x94"
+
+    def text(self, value: str) -> bytes:
+        known = self._memo.get(value)
+        if known is not None:
+            return known
+        data = value.encode()
+        size = b"\x8c%c" % len(data) if len(data) < 256 else b"X" + len(data).to_bytes(4, "little")
+        return self._remember(value, size + data)
+
+    def glob(self, module: str, name: str) -> bytes:
+        key = (module, name)
+        return self._memo.get(key) or self._remember(key, self.text(module) + self.text(name) + b"\x93")
+
+    def preamble(self) -> bytes:
+        """Puts names that repeat into the memo, by pushing each and dropping it again."""
+        names = [self.glob(module, name) for module, name in _CLASSES] + [self.text(name) for name in _FIELDS]
+        return b"".join([name + b"0" for name in names])
+
+    def new(self, module: str, name: str) -> bytes:
+        """Opens an instance and its fields; `ub` closes both."""
+        return self.glob(module, name) + b")\x81}("
+
+    def size(self, shape: Shape) -> bytes:
+        return self._memo.get(shape) or self._remember(
+            shape, self.glob("torch", "Size") + _tuple(list(map(pickled_int, shape))) + b"\x85R"
+        )
+
+    def properties(self, dtype: str) -> bytes:
+        key = ("properties", dtype)
+        known = self._memo.get(key)
+        if known is None:
+            build = self.glob(METADATA_MODULE, "TensorProperties") + b")\x81(" + self.glob("torch", dtype)
+            build += self.glob("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R\x89"
+            build += self.glob(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
+            known = self._remember(key, build)
+        return known
+
+    def tensor(self, tensor: TensorMetadata) -> bytes:
+        code = self.new(METADATA_MODULE, "TensorStorageMetadata") + self.text("properties")
+        code += self.properties(tensor.dtype) + self.text("size") + self.size(tensor.size) + self.text("chunks") + b"]("
+        for region in tensor.chunks:
+            code += self.new(METADATA_MODULE, "ChunkStorageMetadata") + self.text("offsets")
+            code += self.size(region.offsets) + self.text("sizes") + self.size(region.sizes) + b"ub"
+        return code + b"eub"
+
+    def plain(self, value: object) -> bytes:
+        """Any nest of dicts, lists, tuples, texts, numbers and None."""
+        if value is None:
+            return b"N"
+        if isinstance(value, bool):
+            return b"\x88" if value else b"\x89"
+        if isinstance(value, int):
+            return pickled_int(value)
+        if isinstance(value, float):
+            return b"G" + struct.pack(">d", value)
+        if type(value) is str:
+            return self.text(value)
+        if isinstance(value, tuple):
+            return _tuple([self.plain(item) for item in value])
+        if isinstance(value, list):
+            return b"](" + b"".join([self.plain(item) for item in value]) + b"e"
+        if isinstance(value, Mapping):
+            return b"}(" + b"".join([self.plain(k) + self.plain(v) for k, v in value.items()]) + b"u"
+        raise UnsupportedError(
+            f"planner_data holds a {type(value).__name__}, needed plain values; save with torch's default planner"
+        )
+
+
+def _tuple(items: list[bytes]) -> bytes:
+    if len(items) > 3:
+        return b"(" + b"".join(items) + b"t"
+    return b"".join(items) + (b")", b"\x85", b"\x86", b"\x87")[len(items)]

@@ -1,0 +1,289 @@
+"""Opens a torch DCP directory: `.metadata` and the `.distcp` files it points into.
+
+Opening parses `.metadata` alone and proves that its chunks tile every tensor and lie inside their files. Which bytes of
+an archive are the elements is looked up in a second step, by those who want to read them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import BY_TORCH, DType
+from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, TensorEntry
+from ckptx.catalog.region import Region, Shape, coverage_fault, whole
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.foreign import refuse_directory
+from ckptx.formats.torch_archive.archive import archive_frame, archive_length, locate_payload
+from ckptx.formats.torch_archive.unpickle import without_garbage_collection
+from ckptx.storage.files import FilePool, Identity, identities, inside, open_regular, read_small, unreadable
+from ckptx.untrusted.limits import METADATA_BYTES
+from ckptx.untrusted.numbers import identity
+
+METADATA = ".metadata"
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def open_dcp(root: Path) -> Catalog:
+    """The catalog of the DCP in `root`. Its chunks are whole archives; `open_payloads` looks into them.
+
+    Raises:
+        InputError: `.metadata` or a file is missing, damaged or too short, or the chunks do not tile a tensor.
+        UnsupportedError: A dtype that ckptx does not know, or files that went through a transform.
+    """
+    with without_garbage_collection():
+        catalog = Catalog(root, "dcp", {}, identities=identities(root, (METADATA,)))
+        metadata = parse_metadata(_read_metadata(root), f"{root / METADATA}")
+        proved: set[tuple[int, bytes]] = set()
+        entries = [_tensor(name, tensor, metadata.storage, proved, root) for name, tensor in metadata.tensors.items()]
+        for name in metadata.objects:
+            place = metadata.storage.get((name, None))
+            if place is None:
+                raise InputError(f'{root / METADATA}: object "{name}" has no place in any file; save it again')
+            catalog.objects[name] = BytesEntry(name, place.path, place.offset, place.length)
+        if len(metadata.storage) > len(catalog.objects) + sum(len(entry.chunks) for entry in entries):
+            name, offsets = _unclaimed(metadata)
+            raise InputError(
+                f'{root / METADATA}: bytes are stored for "{name}" at {offsets}, which no tensor has a chunk for; '
+                "the checkpoint is damaged"
+            )
+        entries.sort(key=lambda entry: entry.chunks[0][1:3] if entry.chunks else ("", 0))
+        catalog.tensors = {entry.name: entry for entry in entries}
+        found = _check_files(root, metadata.storage)
+        catalog.files = {name: identity.nbytes for name, identity in found.items()}
+        catalog.identities.update(found)
+    if isinstance(metadata.planner_data, dict):
+        catalog.planner_data = metadata.planner_data
+    elif metadata.planner_data is not None:
+        catalog.notes.append(f"planner_data of type {type(metadata.planner_data).__name__} ignored: needed a dict")
+    return catalog
+
+
+def _unclaimed(metadata: DcpMetadata) -> Key:
+    """The first entry of the storage that nothing refers to."""
+    claimed: set[Key] = {(name, None) for name in metadata.objects}
+    for name, tensor in metadata.tensors.items():
+        claimed.update((name, region.offsets) for region in tensor.chunks)
+    return next(key for key in metadata.storage if key not in claimed)
+
+
+def _read_metadata(root: Path) -> bytes:
+    path = root / METADATA
+    try:
+        data = read_small(path, METADATA_BYTES)
+    except InputError:
+        if os.path.lexists(path):
+            raise
+        refuse_directory(root, [found.name for found in root.glob("__*" + METADATA)])
+        if any(root.glob("*.distcp")):
+            raise InputError(
+                f"{path}: no such file beside .distcp files; the save was interrupted, use an earlier checkpoint"
+            ) from None
+        raise
+    if data.startswith(_LFS_POINTER):
+        raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
+    return data
+
+
+def _tensor(
+    name: str,
+    tensor: TensorMetadata,
+    storage: Mapping[Key, StorageInfo],
+    proved: set[tuple[int, bytes]],
+    root: Path,
+) -> TensorEntry:
+    """One tensor; `proved` remembers the cuts that were found to cover their shape, which many tensors share."""
+    dtype = BY_TORCH.get(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedError(f'{root / METADATA}: tensor "{name}" has dtype {tensor.dtype}, which is not supported')
+    chunks = []
+    for region in tensor.chunks:
+        key = (name, region.offsets)
+        place = storage.get(key)
+        if place is None:
+            raise InputError(
+                f'{root / METADATA}: chunk {region} of tensor "{name}" has no place in any file; '
+                "the checkpoint is incomplete, save it again"
+            )
+        path, offset, length, transforms = place
+        if transforms:
+            raise UnsupportedError(
+                f'{root / path}: tensor "{name}" went through {", ".join(transforms)} when saved; '
+                "save it without stream transforms"
+            )
+        elements = region if dtype.pack == 1 else _elements(dtype, region)
+        chunks.append(Chunk(elements, path, offset, length, None, None, True))
+    shape = _widen(dtype, tensor.size)
+    if len(chunks) != 1 or chunks[0].region != whole(shape):
+        # Equal shapes and regions are one object, and `metadata` keeps them alive.
+        cut = (dtype.pack, identity((tensor.size, *tensor.chunks)))
+        if cut not in proved:
+            _check_coverage(name, shape, chunks, root)
+            proved.add(cut)
+    if dtype.pack > 1 and not shape:
+        raise UnsupportedError(f'{root / METADATA}: tensor "{name}" is a 0-d {tensor.dtype}, which is not supported')
+    chunks.sort(key=lambda chunk: chunk[1:3])
+    return TensorEntry(name, dtype, shape, tuple(chunks))
+
+
+def _widen(dtype: DType, sizes: Shape) -> Shape:
+    """Torch elements to elements: the last dim of a packed dtype counts packs."""
+    return sizes if dtype.pack == 1 or not sizes else (*sizes[:-1], sizes[-1] * dtype.pack)
+
+
+def _narrow(dtype: DType, shape: Shape) -> Shape:
+    """Elements to torch elements."""
+    return shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack)
+
+
+def _elements(dtype: DType, region: Region) -> Region:
+    return Region(_widen(dtype, region.offsets), _widen(dtype, region.sizes))
+
+
+def _check_coverage(name: str, shape: Shape, chunks: list[Chunk], root: Path) -> None:
+    fault = coverage_fault(shape, [chunk.region for chunk in chunks])
+    if fault is None:
+        return
+    if fault.kind == "tangle":
+        raise UnsupportedError(
+            f'{root / METADATA}: tensor "{name}" of shape {list(shape)}: its {len(chunks)} chunks are cut across each '
+            "other too often to be checked; save it cut along a mesh"
+        )
+    found = {
+        "gap": "no chunk covers",
+        "overlap": "more than one chunk covers",
+        "outside": "a chunk lies outside at",
+    }[fault.kind]
+    raise InputError(
+        f'{root / METADATA}: tensor "{name}" of shape {list(shape)}: {found} {fault.region}; '
+        "the save is incomplete or damaged, save it again"
+    )
+
+
+def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, Identity]:
+    """The files that `storage` names, each long enough for what is said to lie in it."""
+    needed: dict[str, int] = {}
+    for place in storage.values():
+        end = place.offset + place.length
+        if end > needed.get(place.path, -1):
+            needed[place.path] = end
+    found = {}
+    for name in sorted(needed):
+        path = inside(root, name)
+        try:
+            state = os.stat(path)
+            found[name], size = Identity.of(state), state.st_size
+            if size < needed[name] or not stat.S_ISREG(state.st_mode):
+                descriptor = open_regular(path)
+                start = os.pread(descriptor, len(_LFS_POINTER), 0)
+                os.close(descriptor)
+                if start == _LFS_POINTER:
+                    raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if size < needed[name]:
+            raise InputError(
+                f"{path}: has {size} bytes, .metadata points up to byte {needed[name]}; "
+                "the file is truncated, copy or download it again"
+            )
+    return found
+
+
+def open_payloads(catalog: Catalog, files: FilePool, *, later: bool = False) -> Catalog:
+    """The same catalog with every chunk located: offset and strides of its elements, and the record to check.
+
+    Args:
+        catalog: As `open_dcp` gives it.
+        files: Its files; open as long as the result is used.
+        later: Look into an archive that is as long as torch 2.13 writes it only when somebody asks for its chunk.
+
+    Raises:
+        InputError: An archive is damaged, or holds another dtype or shape than `.metadata` says.
+        UnsupportedError: A conjugate or negative view, compressed or safetensors payloads.
+    """
+    tensors = {}
+    ahead = _ReadAhead(files)
+    expected = _ExpectedLengths()
+    chunks: Sequence[Chunk]
+    with without_garbage_collection():
+        for name, entry in catalog.tensors.items():
+            chunks = entry.chunks
+            if isinstance(chunks, ArchivedChunks):
+                if not later:
+                    assert chunks.located
+            elif later and expected.fit(entry):
+                chunks = ArchivedChunks(tuple(chunks), archive_frame, partial(_locate_all, entry, files))
+            else:
+                chunks = tuple([_locate(entry, chunk, ahead) if chunk.archive else chunk for chunk in chunks])
+            tensors[name] = TensorEntry(name, entry.dtype, entry.shape, chunks)
+    return replace(catalog, tensors=tensors)
+
+
+class _ExpectedLengths:
+    """Lengths of archives by the dtype and the sizes of what is in them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[DType, Shape], int] = {}
+
+    def fit(self, entry: TensorEntry) -> bool:
+        """True when the chunks of `entry` are archives of the lengths that torch 2.13 gives them."""
+        dtype, known = entry.dtype, self._known
+        for region, _, _, nbytes, _, _, archive in entry.chunks:
+            key = (dtype, region.sizes)
+            length = known.get(key)
+            if length is None:
+                length = known[key] = archive_length(dtype, _narrow(dtype, region.sizes))
+            if length != nbytes or not archive:
+                return False
+        return True
+
+
+def _locate_all(entry: TensorEntry, files: FilePool, archives: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    ahead = _ReadAhead(files)
+    return tuple([_locate(entry, archive, ahead) for archive in archives])
+
+
+class _ReadAhead:
+    """Reads a little more than asked: behind the end of one archive lies the head of the next."""
+
+    _NBYTES = 2560
+
+    def __init__(self, files: FilePool) -> None:
+        self.root = files.root
+        self._files = files
+        self._windows: dict[str, tuple[int, bytes]] = {}
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """As `FilePool.read`."""
+        begin, window = self._windows.get(file, (0, b""))
+        at = offset - begin
+        if at >= 0 and at + nbytes <= len(window):
+            return window[at : at + nbytes]
+        window = self._files.read_up_to(file, offset, max(nbytes, self._NBYTES))
+        if len(window) < nbytes:
+            return self._files.read(file, offset, nbytes)
+        self._windows[file] = offset, window
+        return window[:nbytes]
+
+
+def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAhead) -> Chunk:
+    region, file, offset, length = chunk[:4]
+    dtype = entry.dtype
+    shape = _narrow(dtype, region.sizes)
+    where = f'{files.root}/{file}: tensor "{entry.name}"'
+    found = locate_payload(partial(files.read, file), offset, length, where, dtype, shape)
+    if found.dtype is not dtype or found.shape != shape:
+        raise InputError(
+            f"{where}: payload is {found.dtype.torch} {list(found.shape)}, .metadata says {dtype.torch} {list(shape)}; "
+            "the checkpoint is damaged"
+        )
+    if found.strides is not None and dtype.pack > 1:
+        raise UnsupportedError(f"{where}: {dtype.torch} that is not row-major; save it with .contiguous()")
+    return Chunk(region, file, found.data_offset, found.nbytes, found.strides, found.record)

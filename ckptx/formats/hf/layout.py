@@ -1,0 +1,115 @@
+"""Laying tensors out in safetensors shards: fresh ones by size, or the very files a manifest remembers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import whole
+from ckptx.errors import UnsupportedError
+from ckptx.formats.hf.reader import INDEX, SINGLE, index_text
+from ckptx.formats.hf.safetensors import frame_header, header_text, padded
+
+_METADATA = {"format": "pt"}  # transformers refuses files without it
+
+
+class HuggingFaceLayout(NamedTuple):
+    """An allocated catalog, the header bytes of each file, and the text of the index (None for a single file)."""
+
+    catalog: Catalog
+    prologues: dict[str, bytes]
+    index_name: str
+    index_text: str | None
+
+
+def allocate(
+    root: Path, tensors: Iterable[TensorEntry], max_shard_size: int, files: Mapping[str, int] | None = None
+) -> HuggingFaceLayout:
+    """Fills shards in natural order of names; inside a shard wide dtypes come first, so that each tensor is aligned.
+
+    Args:
+        root: The directory to be.
+        tensors: Names, dtypes and shapes.
+        max_shard_size: Bytes of tensors in a shard; a larger tensor gets a shard of its own.
+        files: Which tensors lie together, by a number for each; those it lacks go to the last. Goes before the size.
+
+    Raises:
+        UnsupportedError: safetensors cannot hold a dtype.
+    """
+    entries = sorted(tensors, key=lambda entry: natural_key(entry.name))
+    for entry in entries:
+        if not entry.dtype.in_safetensors:
+            raise UnsupportedError(f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold')
+    shards = _by_number(entries, files) if files else _by_size(entries, max_shard_size)
+    total = len(shards)
+    names = [SINGLE] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    catalog, prologues = Catalog(root, "huggingface", {}), {}
+    for name, shard in zip(names, shards, strict=True):
+        shard.sort(key=lambda entry: (-entry.dtype.bits, entry.name))
+        prologues[name] = place_file(catalog, name, shard, padded(header_of(shard, _METADATA)))
+    if total == 1:
+        return HuggingFaceLayout(catalog, prologues, INDEX, None)
+    return HuggingFaceLayout(catalog, prologues, INDEX, _index_of(catalog))
+
+
+def _by_size(entries: Iterable[TensorEntry], most: int) -> list[list[TensorEntry]]:
+    shards: list[list[TensorEntry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return shards
+
+
+def _by_number(entries: Iterable[TensorEntry], files: Mapping[str, int]) -> list[list[TensorEntry]]:
+    """A number that no tensor has leaves no gap in the names."""
+    last = max(files.values())
+    shards: dict[int, list[TensorEntry]] = {}
+    for entry in entries:
+        shards.setdefault(files.get(entry.name, last), []).append(entry)
+    return [shards[number] for number in sorted(shards)]
+
+
+def with_index(layout: HuggingFaceLayout) -> HuggingFaceLayout:
+    """The same with an index, which a single file does without."""
+    return layout if layout.index_text is not None else layout._replace(index_text=_index_of(layout.catalog))
+
+
+def _index_of(catalog: Catalog) -> str:
+    weight_map = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
+    nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
+    parameters = sum(entry.numel for entry in catalog.tensors.values())
+    return index_text(weight_map, {"total_parameters": parameters, "total_size": nbytes})
+
+
+def header_of(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
+    """The text of the header of a file that holds these tensors one after the other, without padding."""
+    rows, at = [], 0
+    for entry in shard:
+        rows.append((entry.name, entry.dtype, entry.shape, at, at + entry.nbytes))
+        at += entry.nbytes
+    return header_text(rows, metadata)
+
+
+def place_file(catalog: Catalog, file: str, shard: list[TensorEntry], text: str) -> bytes:
+    """Enters a file with these tensors into `catalog`, and gives its first bytes: the header `text`, framed."""
+    prologue = frame_header(text)
+    at = len(prologue)
+    for entry in shard:
+        chunk = Chunk(whole(entry.shape), file, at, entry.nbytes)
+        catalog.tensors[entry.name] = entry._replace(chunks=(chunk,))
+        at += entry.nbytes
+    catalog.files[file] = at
+    return prologue
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sorts `layers.10` after `layers.2`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

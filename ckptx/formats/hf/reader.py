@@ -1,0 +1,184 @@
+"""HF directories: `model.safetensors`, or an index and its shards, and the files that travel with them.
+
+Which files belong to the checkpoint is decided by the index, never by a glob: stock loaders that glob let a stray
+`consolidated.safetensors` override the real weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import whole
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.hf.safetensors import Header, parse_header
+from ckptx.formats.sharding_info import SHARDING_INFO, holds_parts, that_record_offsets
+from ckptx.storage.files import FilePool, inside, read_small
+from ckptx.untrusted.json_text import parse_json
+from ckptx.untrusted.limits import CONFIG_BYTES, INDEX_BYTES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def open_huggingface(root: Path, weights: str) -> Catalog | None:
+    """Opens the safetensors of a directory.
+
+    Args:
+        root: The directory.
+        weights: The index or the one safetensors file in it.
+
+    Returns:
+        The catalog, or None when the headers say that the files hold parts of tensors, whatever they are called.
+
+    Raises:
+        InputError: A file is missing or corrupt, or index and headers disagree; the message names file and tensor.
+    """
+    if weights.endswith(".json"):
+        text = read_text(root / weights, INDEX_BYTES)
+        weight_map = parse_index(text, root / weights)
+        names = sorted(set(weight_map.values()))
+        catalog = _open_files(root, names)
+        if catalog is None:
+            return None
+        check_index(weight_map, catalog, root / weights)
+        catalog.verbatim[weights] = text
+    else:
+        names = [weights]
+        catalog = _open_files(root, names)
+        if catalog is None:
+            return None
+    catalog.notes.extend(stray_notes(root, {*names, weights}, (".safetensors", ".bin")))
+    return catalog
+
+
+def _open_files(root: Path, names: list[str]) -> Catalog | None:
+    """The catalog of whole tensors in `names`, or None when they are not whole."""
+    catalog = Catalog(root, "huggingface", {})
+    owner: dict[str, str] = {}
+    recording: set[str] = set()
+    with FilePool(root) as files:
+        for name in names:
+            identity = files.identity(name)
+            header = read_header(files, name)
+            if SHARDING_INFO in header.metadata:
+                if holds_parts(header, str(root / name)):
+                    return None
+                recording.add(name)
+            catalog.files[name], catalog.identities[name] = identity.nbytes, identity
+            catalog.verbatim[name] = header.text
+            for tensor in header.tensors:
+                if tensor.name in owner:
+                    if {name, owner[tensor.name]} <= recording:
+                        return None
+                    raise InputError(
+                        f'{root}: tensor "{tensor.name}" is in {owner[tensor.name]} and in {name}; '
+                        "which one counts is unknown, remove one"
+                    )
+                owner[tensor.name] = name
+                chunk = Chunk(whole(tensor.shape), name, tensor.begin, tensor.end - tensor.begin)
+                catalog.tensors[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, (chunk,))
+        return None if recording and _is_continued(root, files, set(names)) else catalog
+
+
+def _is_continued(root: Path, files: FilePool, names: set[str]) -> bool:
+    """True when another file of the directory holds parts: the tensors of these files may be the first parts only."""
+    others = {entry.name for entry in os.scandir(root) if entry.name.endswith(".safetensors")} - names
+    return any(holds_parts(read_header(files, name), str(root / name)) for name in that_record_offsets(root, others))
+
+
+def read_header(files: FilePool, name: str) -> Header:
+    """The header of the safetensors file `name`."""
+    return parse_header(lambda at, n: files.read(name, at, n), files.size(name), str(files.root / name))
+
+
+def read_text(path: Path, limit: int) -> str:
+    """The text of a small file, newlines untouched.
+
+    Raises:
+        InputError: It is missing, unreadable, larger than `limit` bytes, not UTF-8, or a git-lfs pointer.
+    """
+    try:
+        text = read_small(path, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 at byte {error.start}; the file is corrupt") from error
+    if text.startswith("version https://git-lfs"):
+        raise InputError(f"{path}: a git-lfs pointer, not the file itself; run `git lfs pull` or download it again")
+    return text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a key that appears twice is refused."""
+    value = parse_json(read_text(path, CONFIG_BYTES), path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: holds a {type(value).__name__}, needed a JSON object")
+    return value
+
+
+def parse_index(text: str, path: Path) -> dict[str, str]:
+    """The weight map (tensor name -> file name) of an index."""
+    index = parse_json(text, path, "index")
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise InputError(f"{path}: has no weight_map of tensor to file; the index is corrupt")
+    if not weight_map:
+        raise InputError(f"{path}: weight_map is empty; the checkpoint holds no tensors")
+    for file in dict.fromkeys(weight_map.values()):
+        inside(path.parent, file)
+    return weight_map
+
+
+def check_index(weight_map: dict[str, str], catalog: Catalog, path: Path) -> None:
+    """Index and files must agree both ways.
+
+    Raises:
+        InputError: A tensor is only in one of them, or in another file than the index says.
+    """
+    for name, file in weight_map.items():
+        entry = catalog.tensors.get(name)
+        if entry is None or entry.chunks[0].file != file:
+            found = "no file it names has it" if entry is None else f"it is in {entry.chunks[0].file}"
+            raise InputError(f'{path}: says tensor "{name}" is in {file}, but {found}; the checkpoint is incomplete')
+    for name, entry in catalog.tensors.items():
+        if name not in weight_map:
+            raise InputError(
+                f'{path}: does not list tensor "{name}" of {entry.chunks[0].file}; index and files are of '
+                "different checkpoints"
+            )
+
+
+def stray_notes(root: Path, used: set[str], suffixes: tuple[str, ...]) -> list[str]:
+    """One note for each weight file in `root` that is not part of the checkpoint."""
+    strays = sorted(entry.name for entry in root.iterdir() if entry.name.endswith(suffixes) and entry.name not in used)
+    return [f"{name} ignored: it is not part of the checkpoint" for name in strays]
+
+
+def refuse_adapters(names: Iterable[str], root: Path) -> None:
+    """LoRA and other adapters change what the base weights mean; converting them alone would drop them.
+
+    Args:
+        names: Names of tensors, or their patterns.
+        root: How errors name the checkpoint.
+
+    Raises:
+        UnsupportedError: A tensor name belongs to an adapter.
+    """
+    for name in names:
+        if any(part in _ADAPTER_PARTS or part.startswith("lora_") for part in name.split(".")):
+            raise UnsupportedError(
+                f'{root}: tensor "{name}" belongs to an adapter (LoRA or similar); merge it into the base first '
+                "(peft: merge_and_unload)"
+            )
+
+
+_ADAPTER_PARTS = frozenset({"base_layer", "modules_to_save", "ia3_l", "prompt_embeddings", "hada_w1_a", "lokr_w1"})
+
+
+def index_text(weight_map: dict[str, str], metadata: dict[str, Any]) -> str:
+    """An index as transformers writes it: sorted, two spaces, a newline at the end."""
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,104 @@
+"""Opens `pytorch_model.bin` and its sharded form: dicts of tensors written by `torch.save`.
+
+The tensors of one file may share storages (tied weights) or be any strided view of one. A name that shares bytes with
+another is an entry of its own with the same byte range; nothing is read but the directory and the pickle of each file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import whole
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.hf.reader import check_index, parse_index, read_text
+from ckptx.formats.torch_archive.archive import open_archive, place_tensor
+from ckptx.formats.torch_archive.unpickle import Refused, TensorRef
+from ckptx.storage.files import FilePool
+from ckptx.untrusted.limits import INDEX_BYTES
+
+
+def open_bin(root: Path, names: Sequence[str]) -> Catalog:
+    """The catalog of `.bin` files below `root`.
+
+    Args:
+        root: The directory.
+        names: The files, or one index (`.json`) that names them and is checked against them.
+
+    Raises:
+        InputError: A file is missing or damaged, two files hold one name, or the index and the files disagree.
+        UnsupportedError: A file from before torch 1.6, or one that holds more than dense tensors by name.
+    """
+    index = names[0] if len(names) == 1 and names[0].endswith(".json") else None
+    if index is None:
+        return _open_files(root, names)
+    text = read_text(root / index, INDEX_BYTES)
+    weight_map = parse_index(text, root / index)
+    catalog = _open_files(root, list(dict.fromkeys(weight_map.values())))
+    check_index(weight_map, catalog, root / index)
+    catalog.verbatim[index] = text
+    return catalog
+
+
+def _open_files(root: Path, names: Sequence[str]) -> Catalog:
+    catalog = Catalog(root, "bin", {})
+    entries: dict[str, TensorEntry] = {}
+    with FilePool(root) as files:
+        for name in names:
+            identity = files.identity(name)
+            catalog.files[name], catalog.identities[name] = identity.nbytes, identity
+            for entry in _open_file(files, name):
+                if entry.name in entries:
+                    raise InputError(
+                        f'{root / name}: tensor "{entry.name}" is in {entries[entry.name].chunks[0].file} too; '
+                        "which one counts is unknown, remove one"
+                    )
+                entries[entry.name] = entry
+    in_order = sorted(entries.values(), key=lambda entry: entry.chunks[0][1:3])
+    catalog.tensors = {entry.name: entry for entry in in_order}
+    return catalog
+
+
+def _open_file(files: FilePool, name: str) -> list[TensorEntry]:
+    where = f"{files.root / name}"
+    archive = open_archive(partial(files.read, name), 0, files.size(name), where)
+    if not isinstance(archive.tree, dict):
+        raise UnsupportedError(f"{where}: holds {_kind(archive.tree)}, needed a dict of tensors by name")
+    entries = []
+    for key, value in archive.tree.items():
+        if not isinstance(value, TensorRef | Refused) or type(key) is not str or not _is_text(key):
+            raise UnsupportedError(
+                f"{where}: {str(key)[:80]!r} is {_kind(value)}, needed tensors by name; save the plain state_dict()"
+            )
+        payload = place_tensor(value, archive.records, f'{where}: tensor "{key}"')
+        dtype, shape = payload.dtype, payload.shape
+        if dtype.pack > 1:
+            if payload.strides is not None or not shape:
+                raise UnsupportedError(
+                    f'{where}: tensor "{key}": {dtype.torch} that is not row-major; save it with .contiguous()'
+                )
+            shape = (*shape[:-1], shape[-1] * dtype.pack)
+        chunk = Chunk(whole(shape), name, payload.data_offset, payload.nbytes, payload.strides, payload.record)
+        entries.append(TensorEntry(key, dtype, shape, (chunk,)))
+    return entries
+
+
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, TensorRef):
+        return "a tensor"
+    if isinstance(value, Refused):
+        return f"a {value.kind}"
+    if isinstance(value, dict):
+        return "a nested dict"
+    return "None" if value is None else f"a value of type {type(value).__name__}"

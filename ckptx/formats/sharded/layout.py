@@ -1,0 +1,143 @@
+"""Laying cut tensors out in sharded safetensors: `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`, one set for each rank.
+
+A file is a plain safetensors file of what its rank holds; its `__metadata__` says where in the tensors that lies, as
+torch's `HuggingFaceStorageWriter(save_distributed=True)` does. A file holds a name once, so the second rectangle of a
+tensor on a rank goes to the second file of that rank. A rank that holds nothing has no file: torch's consolidation
+refuses files without tensors, and torch's writer leaves them out too.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Block, CutChunks, TensorEntry
+from ckptx.catalog.region import Shape
+from ckptx.errors import UnsupportedError
+from ckptx.formats.cut import Cut, by_stage
+from ckptx.formats.hf.safetensors import frame_header, header_text, padded
+from ckptx.formats.sharded.reader import shard_name
+from ckptx.formats.sharding_info import OFFSETS, SHARDING_INFO, VERSION, VERSION_KEY
+from ckptx.layout.parallel_dims import ParallelDims
+
+
+class ShardedLayout(NamedTuple):
+    """An allocated catalog, the header bytes of each file, and the names of files that are written together."""
+
+    catalog: Catalog
+    prologues: dict[str, bytes]
+    groups: tuple[tuple[str, ...], ...]
+
+
+def allocate(root: Path, tensors: Iterable[Cut], dims: ParallelDims) -> ShardedLayout:
+    """Lays cut tensors out: wide dtypes first, so that each block is aligned, otherwise in the order given.
+
+    Args:
+        root: The directory to be.
+        tensors: Names, dtypes and shapes, with stage and blocks. A rank may hold several rectangles of a tensor.
+        dims: The mesh.
+
+    Raises:
+        UnsupportedError: safetensors cannot hold a tensor, or a block of it.
+    """
+    catalog, prologues, groups = Catalog(root, "sharded", {}), {}, []
+    for stage, members in enumerate(by_stage(tensors, dims)):
+        members.sort(key=lambda member: -member[0].dtype.bits)
+        writer = _Stage(dims.ranks_of_stage(stage), members)
+        for entry, blocks in members:
+            writer.append(entry, blocks)
+        starts = {}
+        for name, prologue, nbytes in writer.finish():
+            prologues[name], starts[name] = prologue, len(prologue)
+            catalog.files[name] = len(prologue) + nbytes
+        for entry, chunks in writer.placed:
+            for i, file in enumerate(chunks.files):
+                chunks.offsets[i] += starts[file]
+            catalog.tensors[entry.name] = entry._replace(chunks=chunks, replicas=())
+        if starts:
+            groups.append(tuple(starts))
+    return ShardedLayout(catalog, prologues, tuple(groups))
+
+
+def _places(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
+    """Slot and number of the file of each block: the i-th block on a slot goes to file i."""
+    seen: dict[int, int] = {}
+    places = []
+    for block in blocks:
+        seen[block.slot] = seen.get(block.slot, -1) + 1
+        places.append((block.slot, seen[block.slot]))
+    return places
+
+
+class _File:
+    """The header of one file while it grows."""
+
+    __slots__ = ("nbytes", "offsets", "rows")
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, DType, Shape, int, int]] = []
+        self.offsets: dict[str, dict[str, Shape]] = {}
+        self.nbytes = 0
+
+    def prologue(self) -> bytes:
+        metadata = {SHARDING_INFO: json.dumps(self.offsets), VERSION_KEY: VERSION, "format": "pt"}
+        return frame_header(padded(header_text(self.rows, metadata)))
+
+
+class _Stage:
+    """The files of one pipeline stage."""
+
+    def __init__(self, ranks: range, members: list[tuple[TensorEntry, tuple[Block, ...]]]) -> None:
+        self._places = {
+            id(blocks): _places(blocks) for blocks in {id(blocks): blocks for _, blocks in members}.values()
+        }
+        counts: dict[int, int] = {}
+        for places in self._places.values():
+            for slot, number in places:
+                counts[slot] = max(counts.get(slot, 0), number + 1)
+        self._names = {
+            (slot, number): shard_name(ranks[slot] + 1, number + 1, counts[slot])
+            for slot in sorted(counts)
+            for number in range(counts[slot])
+        }
+        self._files = {name: _File() for name in self._names.values()}
+        self._cuts: dict[tuple[int, DType], tuple[tuple[str, ...], tuple[int, ...], list[dict[str, Shape]]]] = {}
+        self.placed: list[tuple[TensorEntry, CutChunks]] = []
+
+    def append(self, entry: TensorEntry, blocks: tuple[Block, ...]) -> None:
+        key = (id(blocks), entry.dtype)
+        cut = self._cuts.get(key)
+        if cut is None:
+            files = tuple(self._names[place] for place in self._places[id(blocks)])
+            lengths = tuple(_block_nbytes(entry, block) for block in blocks)
+            cut = self._cuts[key] = files, lengths, [{OFFSETS: block.region.offsets} for block in blocks]
+        offsets = array("q")
+        for block, name, length, begin in zip(blocks, *cut, strict=True):
+            file = self._files[name]
+            offsets.append(file.nbytes)
+            file.rows.append((entry.name, entry.dtype, block.region.sizes, file.nbytes, file.nbytes + length))
+            file.offsets[entry.name] = begin
+            file.nbytes += length
+        self.placed.append((entry, CutChunks(blocks, *cut[:2], offsets)))
+
+    def finish(self) -> Iterable[tuple[str, bytes, int]]:
+        """Name, header and bytes of tensors of each file."""
+        for name, file in self._files.items():
+            yield name, file.prologue(), file.nbytes
+
+
+def _block_nbytes(entry: TensorEntry, block: Block) -> int:
+    if not entry.dtype.in_safetensors:
+        raise UnsupportedError(f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold')
+    numel = block.region.numel
+    if numel * entry.dtype.bits % 8:
+        raise UnsupportedError(
+            f'tensor "{entry.name}" has dtype {entry.dtype}; block {block.region} does not fill whole bytes, '
+            "cut it along another dim"
+        )
+    return entry.dtype.nbytes(numel)

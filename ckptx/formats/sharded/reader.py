@@ -1,0 +1,320 @@
+"""Opens a DCP of sharded safetensors: plain safetensors files, each with what one rank held.
+
+    shard-RRRRR-model-IIIII-of-NNNNN.safetensors     file I of N of rank R - 1
+    __metadata__                                     DCP_SHARDING_INFO: {NAME: {"saved_offsets": [...]}} as JSON text
+
+Those are the names that stock writers give; a file of another name is a shard by the same header. There is no index: a
+tensor is as large as its farthest block says. So a lost shard is a gap where it can be seen, and nothing at all when it
+was the last; then only a manifest or the caller, who may know shapes, can tell. Stock readers take every safetensors
+file of the directory and hand out uninitialised memory for a gap; here both are refused.
+Source: `torch/distributed/checkpoint/hf_storage.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.manifest_parser import read_manifest
+from ckptx.catalog.region import Region, Shape, coverage_fault, whole
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.hf.layout import natural_key
+from ckptx.formats.hf.reader import INDEX, read_header
+from ckptx.formats.hf.safetensors import Header
+from ckptx.formats.sharding_info import (
+    SHARDING_INFO,
+    check_offsets,
+    offsets_of,
+    refuse_unheld,
+    sharding_info,
+    that_record_offsets,
+)
+from ckptx.formats.sidecars import MANIFEST
+from ckptx.formats.torch_archive.unpickle import without_garbage_collection
+from ckptx.storage.files import FilePool
+from ckptx.untrusted.limits import shape_fault
+from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, salted
+
+_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+def shard_name(shard: int, number: int, count: int) -> str:
+    """The name of file `number` of `count` of a rank; all count from 1, `shard` is the rank plus one."""
+    return f"shard-{shard:05d}-model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def is_shard(name: str) -> bool:
+    """True for the name of a file as `shard_name` gives it."""
+    return _NAME.fullmatch(name) is not None
+
+
+def _numbers(name: str) -> tuple[int, int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    shard, number, count = match.groups()
+    return int(shard), int(number), int(count)
+
+
+def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
+    """The catalog of the shards in `root`.
+
+    Tensors are in the order of ranks and of their bytes. A rectangle that several files hold is a chunk where it comes
+    first, and a replica elsewhere.
+
+    Args:
+        root: The directory.
+        expected_shapes: Shapes that are known from elsewhere; a lost last shard shows in no other way.
+
+    Raises:
+        InputError: A shard is lost, doubled, damaged or of another checkpoint, or other safetensors files lie beside.
+        UnsupportedError: A newer version of the format.
+    """
+    names = _shards_in(root)
+    recorded = _recorded_shapes(root, names)
+    catalog = Catalog(root, "sharded", {})
+    with without_garbage_collection():
+        pieces = _Pieces(root)
+        for name in names:
+            with FilePool(root) as files:
+                identity = files.identity(name)
+                catalog.files[name], catalog.identities[name] = identity.nbytes, identity
+                pieces.add(name, read_header(files, name))
+        assembly = _Assembly(root, names)
+        catalog.tensors = {
+            name: assembly.entry(name, pieces.dtypes[name][0], chunks) for name, chunks in pieces.chunks.items()
+        }
+    if recorded is None:
+        assembly.refuse_doubled_shards()
+    check_shapes(catalog, {**(recorded or {}), **(expected_shapes or {})})
+    if (root / INDEX).exists():
+        catalog.notes.append(f"{INDEX} ignored: shards have no index, it describes other files")
+    return catalog
+
+
+def _shards_in(root: Path) -> list[str]:
+    names = [entry.name for entry in os.scandir(root) if entry.name.endswith(".safetensors")]
+    others = [name for name in names if not is_shard(name)]
+    strays = sorted(set(others).difference(that_record_offsets(root, others)))
+    if strays:
+        raise InputError(
+            f"{root}: holds {', '.join(strays[:3])} beside {_kind(names, strays)}, and loaders would read both; move "
+            "one kind to another directory, or pass the file or index you mean as SRC"
+        )
+    return sorted(names, key=natural_key)
+
+
+def _kind(names: Iterable[str], strays: Iterable[str]) -> str:
+    """How an error calls the shards among `names`."""
+    shards = sorted(set(names).difference(strays))
+    return "shard-* files" if any(map(is_shard, shards)) else f"{shards[0]}, a shard by its {SHARDING_INFO}"
+
+
+def _recorded_shapes(root: Path, names: Iterable[str]) -> dict[str, Shape] | None:
+    """Shapes by the manifest of ckptx, or None when there is none; it lists every file, and all must be there."""
+    if not (root / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(root / MANIFEST)
+    if manifest.format != "sharded":
+        return None
+    listed = {name: file.nbytes for name, file in manifest.files.items() if is_shard(name)}
+    present = set(names)
+    for name in sorted(listed.keys() - present):
+        raise InputError(
+            f"{root / name}: no such file, {MANIFEST} lists it; the checkpoint is incomplete, copy it again"
+        )
+    for name in sorted(present - listed.keys()):
+        raise InputError(
+            f"{root / name}: {MANIFEST} does not list it; remove the file if it is left over, or {MANIFEST} if another "
+            "tool saved here since"
+        )
+    for name, nbytes in listed.items():
+        found = os.stat(root / name).st_size
+        if found != nbytes:
+            raise InputError(
+                f"{root / name}: has {found} bytes, {MANIFEST} says {nbytes}; copy it again, or remove {MANIFEST} if "
+                "another tool saved here since"
+            )
+    return {name: row.shape for name, row in manifest.tensors.items()}
+
+
+class _Pieces:
+    """What the headers say, by tensor.
+
+    Attributes:
+        chunks: In the order of files.
+        dtypes: And the file that said so first.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._regions: OneOfEach[Region] = OneOfEach()
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.dtypes: dict[str, tuple[DType, str]] = {}
+
+    def add(self, file: str, header: Header) -> None:
+        where = str(self._root / file)
+        info = sharding_info(header.metadata, where)
+        for name, dtype, shape, begin, end in header.tensors:
+            offsets = (0,) * len(shape) if info is None else offsets_of(info.pop(name, None), name, shape, where)
+            region = self._region(offsets, shape, name, where)
+            chunk = Chunk(region, file, begin, end - begin)
+            chunks = self.chunks.setdefault(name, [])
+            known, first = self.dtypes.setdefault(name, (dtype, file))
+            dims = len(chunks[0].region.sizes) if chunks else len(shape)
+            if known is not dtype or dims != len(shape):
+                raise InputError(
+                    f'{where}: tensor "{name}" is {dtype} with {len(shape)} dims, {known} with {dims} in {first}; '
+                    "the shards are of different checkpoints"
+                )
+            chunks.append(chunk)
+        refuse_unheld(info or {}, where)
+
+    def _region(self, offsets: Shape, shape: Shape, name: str, where: str) -> Region:
+        wanted = Region(offsets, shape)
+        known = self._regions.get(wanted)
+        if known is not None:
+            return known
+        check_offsets(offsets, name, shape, where)
+        try:
+            return self._regions.keep(wanted)
+        except SharedHash as error:
+            raise InputError(f'{where}: tensor "{name}" has one of {error}; the file is damaged') from None
+
+
+class _Assembly:
+    """Puts the pieces of tensors together, and remembers which files only repeat what others hold."""
+
+    def __init__(self, root: Path, names: list[str]) -> None:
+        self._root, self._names = root, names
+        self._own: Counter[str] = Counter()
+        self._covered: set[tuple[bytes, Shape]] = set()
+        self._doubled: dict[tuple[str, str], tuple[str, Region]] = {}
+
+    def entry(self, name: str, dtype: DType, pieces: list[Chunk]) -> TensorEntry:
+        """The tensor that `pieces` make up.
+
+        Raises:
+            InputError: They leave a gap, or overlap without being equal.
+        """
+        if len(pieces) == 1 and not any(pieces[0].region.offsets):
+            self._own[pieces[0].file] += 1
+            return TensorEntry(name, dtype, pieces[0].region.sizes, tuple(pieces))
+        dims = range(len(pieces[0].region.sizes))
+        shape = self._whole(
+            name, tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in pieces) for dim in dims)
+        )
+        # Ranks that got no rows say so all at the same place.
+        filled = [chunk for chunk in pieces if chunk.region.numel] or [Chunk(whole(shape), *pieces[0][1:])]
+        first: dict[tuple[int, Region], Chunk] = {}
+        replicas = []
+        for chunk in filled:
+            kept = first.setdefault(salted(chunk.region), chunk)
+            if kept is not chunk:
+                replicas.append(chunk)
+        chunks = tuple(first.values())
+        if len(chunks) > 1 or chunks[0].region.sizes != shape:
+            self._check_coverage(name, shape, chunks)
+            self._count(name, chunks, replicas)
+        elif not replicas:
+            self._own[chunks[0].file] += 1
+        return TensorEntry(name, dtype, shape, chunks, tuple(replicas))
+
+    def _whole(self, name: str, shape: Shape) -> Shape:
+        fault = shape_fault(shape)
+        if fault is not None:
+            raise InputError(f'{self._root}: the shards of tensor "{name}" add up to {fault}; they are damaged')
+        return shape
+
+    def _check_coverage(self, name: str, shape: Shape, chunks: tuple[Chunk, ...]) -> None:
+        key = identity(chunk.region for chunk in chunks), shape  # equal regions are one object
+        if key in self._covered:
+            return
+        fault = coverage_fault(shape, [chunk.region for chunk in chunks])
+        if fault is None:
+            self._covered.add(key)
+            return
+        where = f'{self._root}: tensor "{name}" of shape {list(shape)}'
+        if fault.kind == "gap":
+            raise InputError(f"{where}: no shard covers {fault.region}; {self._lost()}")
+        if fault.kind == "tangle":
+            raise UnsupportedError(
+                f"{where}: its {len(chunks)} rectangles are cut across each other too often to be checked; save it cut "
+                "along a mesh"
+            )
+        files = sorted({chunk.file for chunk in chunks if chunk.region.intersect(fault.region)}, key=natural_key)
+        raise InputError(
+            f"{where}: {' and '.join(files[:2])} both cover {fault.region}; one of them is of another checkpoint"
+        )
+
+    def _lost(self) -> str:
+        """Which files are missing, as far as their numbers tell."""
+        if not all(map(is_shard, self._names)):
+            return "a shard is missing or damaged, copy the checkpoint again"
+        present = {_numbers(name) for name in self._names}
+        counts = {shard: count for shard, _, count in present}
+        usual = max(counts.values())
+        wanted = (
+            (shard, number, counts.get(shard, usual))
+            for shard in range(1, max(counts) + 1)
+            for number in range(1, counts.get(shard, usual) + 1)
+        )
+        # The first few alone: the numbers in a name have as many digits as a name has room for.
+        lost = [shard_name(*numbers) for numbers in islice((each for each in wanted if each not in present), 4)]
+        if not lost:
+            return "a shard is missing or damaged, copy the checkpoint again"
+        more = " and more" if len(lost) > 3 else ""
+        return f"there is no {', '.join(lost[:3])}{more}, copy the checkpoint again"
+
+    def _count(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
+        holders = {salted(chunk.region): chunk.file for chunk in chunks}
+        shared = set()
+        for replica in replicas:
+            self._doubled.setdefault((holders[salted(replica.region)], replica.file), (name, replica.region))
+            shared.add(salted(replica.region))
+        self._own.update(file for region, file in holders.items() if region not in shared)
+
+    def refuse_doubled_shards(self) -> None:
+        """Refuses a file that holds blocks of tensors, and none that no other file holds.
+
+        Ranks that repeat a small tensor still hold blocks of their own; a copy under another number does not.
+
+        Raises:
+            InputError: There is such a file.
+        """
+        for (first, second), (name, region) in self._doubled.items():
+            if not self._own[first] or not self._own[second]:
+                raise InputError(
+                    f'{self._root}: duplicated shard: {first} and {second} both hold {region} of tensor "{name}" and '
+                    "nothing of their own; remove the one that is a copy"
+                )
+
+
+def check_shapes(catalog: Catalog, expected: Mapping[str, Shape]) -> None:
+    """Holds the shapes that the shards add up to against shapes known from elsewhere.
+
+    Raises:
+        InputError: A tensor has another shape; the last shards are missing.
+    """
+    for name, shape in expected.items():
+        entry = catalog.tensors.get(name)
+        if entry is not None and entry.shape != shape:
+            raise InputError(
+                f'{catalog.root}: the shards of tensor "{name}" add up to {list(entry.shape)}, needed {list(shape)}; '
+                "the last shards are missing, or the shape is that of another model"
+            )
+
+
+def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]]:
+    """Every replica with the chunk whose elements it repeats: what a reader has to compare."""
+    for entry in catalog.tensors.values():
+        if entry.replicas:
+            held = {salted(chunk.region): chunk for chunk in entry.chunks}
+            for replica in entry.replicas:
+                yield entry, held[salted(replica.region)], replica

@@ -1,0 +1,1 @@
+"""The zip files that `torch.save` writes, and the pickles in them."""

@@ -1,0 +1,406 @@
+"""The archive that `torch.save` writes: a zip whose members are stored, not deflated.
+
+    data.pkl  .format_version  .storage_alignment  byteorder  data/0  version  .data/serialization_id  | directory | end
+
+all below `archive/`. `data.pkl` describes a tensor as a strided view of the storage `data/0`, whose bytes are raw and
+little-endian. Every member starts at a multiple of 64 bytes from the start of the archive. CRC and size of a member
+follow its bytes (a data descriptor), so an archive is written front to back, and its length depends on dtype and shape
+only. From 4 GiB on, sizes and offsets move to zip64 fields.
+
+Writing gives the bytes of torch 2.13. Reading takes any zip-based `torch.save` (torch 1.6 on): first by comparing with
+what would be written for the expected dtype and shape, and where that fails by following the zip directory.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from functools import lru_cache, partial
+from math import prod
+from pickle import encode_long
+from typing import Any, NamedTuple
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Frame, Record
+from ckptx.catalog.region import Shape
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.torch_archive.unpickle import Refused, TensorRef, load_torch
+from ckptx.formats.torch_archive.zip_directory import (
+    CENTRAL,
+    END,
+    END64,
+    LOCAL,
+    LOCATOR,
+    ZIP32,
+    Read,
+    content,
+    damaged,
+    data_begin,
+    read_directory,
+)
+from ckptx.untrusted.limits import PICKLE_BYTES
+
+_ALIGNMENT = 64
+_UTF8 = 0x0800
+_DESCRIPTOR = 0x0008
+
+# A hash of the member names, which are the same in every archive of one tensor.
+_SERIALIZATION_ID = b"15728199511854643026"
+_SERIALIZATION_CRC = zlib.crc32(_SERIALIZATION_ID)
+_ID_LENGTH = 40
+
+
+class _Frame(NamedTuple):
+    """All bytes of an archive but the payload. The tail has holes where the checksum of the payload enters."""
+
+    head: bytes
+    tail: tuple[bytes, bytes, bytes, bytes, bytes, bytes]
+    nbytes: int
+    length: int
+    mixed: int
+    descriptor: int
+
+
+def archive_head(dtype: DType, shape: Shape) -> bytes:
+    """The archive of a row-major tensor up to its first element. `shape` counts torch elements (F4: pairs)."""
+    return _frame(dtype, shape).head
+
+
+def archive_length(dtype: DType, shape: Shape) -> int:
+    """Length in bytes of the whole archive."""
+    return _frame(dtype, shape).length
+
+
+def archive_tail(dtype: DType, shape: Shape, crc: int) -> bytes:
+    """The archive after its last element. `crc` is the CRC-32 of the elements; 0 for a tensor without any."""
+    return _tail(_frame(dtype, shape), crc)
+
+
+@lru_cache(maxsize=4096)
+def archive_frame(dtype: DType, shape: Shape) -> Frame:
+    """What is around the elements of a row-major tensor. `shape` counts elements, also where torch counts pairs."""
+    frame = _frame(dtype, shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack))
+    around_crc = (frame.tail[0], frame.tail[1][: frame.descriptor - 8]) if frame.nbytes else (b"", b"")
+    return Frame(frame.head, partial(_tail, frame), frame.length - len(frame.head) - frame.nbytes, around_crc)
+
+
+def _tail(frame: _Frame, crc: int) -> bytes:
+    first, second, third, fourth, fifth, sixth = frame.tail
+    digits = b"%020d" % _mix(_mix(frame.mixed, crc) if frame.nbytes else frame.mixed, _VERSION_CRC)
+    identity = zlib.crc32(digits, _SERIALIZATION_CRC).to_bytes(4, "little")
+    checksum = crc.to_bytes(4, "little")
+    in_descriptor = checksum if frame.nbytes else b""
+    return b"".join((first, in_descriptor, second, digits, third, identity, fourth, checksum, fifth, identity, sixth))
+
+
+_CONSTANTS = (
+    (b"archive/.format_version", b"1"),
+    (b"archive/.storage_alignment", b"64"),
+    (b"archive/byteorder", b"little"),
+)
+_VERSION = (b"archive/version", b"3\n")
+_VERSION_CRC = zlib.crc32(_VERSION[1])
+
+
+@lru_cache(maxsize=4096)  # Some 3 KiB each; a checkpoint has a few dozen pairs of dtype and shape.
+def _frame(dtype: DType, shape: Shape) -> _Frame:
+    nbytes = prod(shape) * dtype.itemsize
+    central: list[bytes] = []
+    head = b""
+    mixed = 0
+    for name, data in ((b"archive/data.pkl", _tensor_pickle(dtype, shape)), *_CONSTANTS):
+        crc = zlib.crc32(data)
+        mixed = _mix(mixed, crc)
+        central.append(_central_header(name, crc, len(data), len(head)))
+        head += _local_header(name, len(data), len(head)) + data + _descriptor(crc, len(data), len(head))
+
+    at = len(head)
+    head += _local_header(b"archive/data/0", nbytes, at)
+    payload_central = _central_header(b"archive/data/0", 0, nbytes, at)
+    after = _descriptor(0, nbytes, at)
+    name, data = _VERSION
+    at = len(head) + nbytes + len(after)
+    central_version = _central_header(name, _VERSION_CRC, len(data), at)
+    version = _local_header(name, len(data), at) + data + _descriptor(_VERSION_CRC, len(data), at)
+    at += len(version)
+    name = b"archive/.data/serialization_id"
+    id_header = _local_header(name, _ID_LENGTH, at)
+    id_central = _central_header(name, 0, _ID_LENGTH, at)
+    id_after = _descriptor(0, _ID_LENGTH, at)
+    at += len(id_header) + _ID_LENGTH + len(id_after)
+
+    tail = (
+        after[:4],
+        after[8:] + version + id_header + _SERIALIZATION_ID,
+        id_after[:4],
+        id_after[8:] + b"".join(central) + payload_central[:16],
+        payload_central[20:] + central_version + id_central[:16],
+        id_central[20:] + _end(7, sum(map(len, (*central, payload_central, central_version, id_central))), at),
+    )
+    holes = (8 if nbytes else 4) + 20 + 4 + 4
+    return _Frame(head, tail, nbytes, len(head) + nbytes + sum(map(len, tail)) + holes, mixed, len(after))
+
+
+def _mix(seed: int, crc: int) -> int:
+    return seed ^ ((crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFFFFFFFFFFFFFF)
+
+
+def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
+    """`data.pkl` of a row-major tensor: pickle protocol 2, every object memoized in the order it is written."""
+    numel = prod(shape)
+    legacy = dtype.storage is not None
+    kind = f"torch\n{dtype.storage}" if legacy else "torch.storage\nUntypedStorage"
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    memo = iter(range(5, 256))
+    parts = [
+        f"\x80\x02ctorch._utils\n_rebuild_tensor_v{2 if legacy else 3}\nq\0((".encode("latin-1"),
+        f"X\7\0\0\0storageq\1c{kind}\nq\2X\1\0\0\0000q\3X\3\0\0\0cpuq\4".encode("latin-1"),
+        pickled_int(numel if legacy else numel * dtype.itemsize),
+        b"tq%cQK\0" % next(memo),
+    ]
+    for numbers in (shape, tuple(reversed(strides))):
+        parts.append(_pickled_tuple(numbers))
+        if numbers:  # The empty tuple is a singleton that a pickler never memoizes.
+            parts.append(b"q%c" % next(memo))
+    parts.append(b"\x89ccollections\nOrderedDict\nq%c)Rq%c" % (next(memo), next(memo)))
+    if not legacy:
+        parts.append(b"ctorch\n%s\nq%c" % (str(dtype.torch).encode(), next(memo)))
+    parts.append(b"tq%cRq%c." % (next(memo), next(memo)))
+    return b"".join(parts)
+
+
+def _pickled_tuple(numbers: Shape) -> bytes:
+    body = b"".join(map(pickled_int, numbers))
+    if len(numbers) > 3:
+        return b"(" + body + b"t"
+    return body + (b")", b"\x85", b"\x86", b"\x87")[len(numbers)]
+
+
+def pickled_int(number: int) -> bytes:
+    """The opcode and argument of an int, as pickle protocol 2 and later write it."""
+    if 0 <= number < 1 << 8:
+        return b"K%c" % number
+    if 0 <= number < 1 << 16:
+        return b"M" + number.to_bytes(2, "little")
+    if -(1 << 31) <= number < 1 << 31:
+        return b"J" + number.to_bytes(4, "little", signed=True)
+    data = encode_long(number)
+    return b"\x8a%c" % len(data) + data
+
+
+def _local_header(name: bytes, size: int, offset: int) -> bytes:
+    extra = _zip64_extra(size, 0, offset)
+    padding = -(offset + LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
+    extra += b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    flags = _UTF8 | (_DESCRIPTOR if size else 0)
+    return LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+
+def _zip64_extra(size: int, stored: int, offset: int) -> bytes:
+    """The zip64 field of a header, empty when 32 bits suffice. `stored` is 0 in a local header: not known yet."""
+    fields = (*((size, stored) if size >= ZIP32 else ()), *((offset,) if offset >= ZIP32 else ()))
+    return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
+
+
+def _descriptor(crc: int, size: int, offset: int) -> bytes:
+    if not size:
+        return b""
+    wide = size >= ZIP32 or offset >= ZIP32
+    return struct.pack("<4sIQQ" if wide else "<4sIII", b"PK\7\x08", crc, size, size)
+
+
+def _central_header(name: bytes, crc: int, size: int, offset: int) -> bytes:
+    extra = _zip64_extra(size, size, offset)
+    flags = _UTF8 | (_DESCRIPTOR if size else 0)
+    short = min(size, ZIP32)
+    sizes = (crc, short, short, len(name), len(extra))
+    fixed = CENTRAL.pack(b"PK\1\2", 0, 0, flags, 0, 0, 0, *sizes, 0, 0, 0, 0, min(offset, ZIP32))
+    return fixed + name + extra
+
+
+def _end(count: int, size: int, offset: int) -> bytes:
+    return (
+        END64.pack(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, offset)
+        + LOCATOR.pack(b"PK\6\7", 0, offset + size, 1)
+        + END.pack(b"PK\5\6", 0, 0, count, count, size, min(offset, ZIP32), 0)
+    )
+
+
+class Payload(NamedTuple):
+    """Where the elements of an archived tensor lie.
+
+    Attributes:
+        dtype: Element type by the archive's own account.
+        shape: In torch elements.
+        strides: In torch elements, or None when the elements are row-major.
+        data_offset: First element, absolute in the file.
+        nbytes: Bytes from there to the end of the last element.
+        record: The checksummed record the elements belong to.
+    """
+
+    dtype: DType
+    shape: Shape
+    strides: Shape | None
+    data_offset: int
+    nbytes: int
+    record: Record
+
+
+class Archive(NamedTuple):
+    """An opened `torch.save` archive: the pickled tree with stand-ins, and its storages by key."""
+
+    tree: Any
+    records: dict[str, Record]
+
+
+def locate_payload(
+    read: Read, offset: int, length: int, where: str, dtype: DType | None = None, shape: Shape = ()
+) -> Payload:
+    """Finds the elements of the tensor archived at `offset`.
+
+    Args:
+        read: Reads (offset, nbytes) of the file.
+        offset: First byte of the archive.
+        length: Bytes of the archive.
+        where: Subject of error messages.
+        dtype: Expected dtype. An archive as torch 2.13 and ckptx write it is then found with two reads.
+        shape: Expected shape, in torch elements.
+
+    Raises:
+        InputError: The archive is damaged or holds no tensor.
+        UnsupportedError: It is understood, but of a kind that is not converted.
+    """
+    if dtype is not None:
+        found = _locate_expected(read, offset, length, dtype, shape)
+        if found is not None:
+            return found
+    archive = open_archive(read, offset, length, where)
+    if isinstance(archive.tree, TensorRef | Refused):
+        return place_tensor(archive.tree, archive.records, where)
+    raise InputError(f"{where}: holds a {type(archive.tree).__name__}, needed one tensor; the checkpoint is damaged")
+
+
+def _locate_expected(read: Read, offset: int, length: int, dtype: DType, shape: Shape) -> Payload | None:
+    frame = _frame(dtype, shape)
+    if length != frame.length or read(offset, len(frame.head)) != frame.head:
+        return None
+    data = offset + len(frame.head)
+    if not frame.nbytes:
+        return Payload(dtype, shape, None, data, 0, Record(data, 0, 0))
+    after = read(data + frame.nbytes, frame.descriptor)
+    if after[:4] != frame.tail[0] or not frame.tail[1].startswith(after[8:]):
+        return None
+    # Over bytes, a CRC of 0 is what torch writes when told not to compute one.
+    crc = int.from_bytes(after[4:8], "little") or None
+    return Payload(dtype, shape, None, data, frame.nbytes, Record(data, frame.nbytes, crc))
+
+
+def place_tensor(tensor: TensorRef | Refused, records: dict[str, Record], where: str) -> Payload:
+    """Where the elements of `tensor` lie in `records`.
+
+    Raises:
+        InputError: Its storage is missing, or has not the length it should.
+        UnsupportedError: A conjugate or negative view, or no dense tensor at all.
+    """
+    if isinstance(tensor, Refused):
+        raise UnsupportedError(f"{where}: {tensor.kind}, which is not converted; save it as a plain dense tensor")
+    if tensor.flags:
+        raise UnsupportedError(
+            f"{where}: {' and '.join(tensor.flags)} view, whose stored bytes are not its values; "
+            "save it with .resolve_conj().resolve_neg()"
+        )
+    record = records.get(tensor.storage.key)
+    if record is None:
+        raise InputError(f"{where}: its storage {tensor.storage.key[:40]!r} is missing; the file is damaged")
+    if record.nbytes != tensor.storage.nbytes:
+        raise InputError(
+            f"{where}: storage of {record.nbytes} bytes, needed {tensor.storage.nbytes}; the file is damaged"
+        )
+    itemsize = tensor.dtype.itemsize
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True)]
+    span = (sum(steps) + 1) * itemsize if prod(tensor.shape) else 0
+    first = tensor.offset * itemsize if span else 0
+    if first + span > record.nbytes:
+        raise InputError(
+            f"{where}: needs bytes {first} to {first + span} of its storage, which has {record.nbytes}; "
+            "the file is damaged"
+        )
+    strides = None if is_row_major(tensor.shape, tensor.strides) else tensor.strides
+    return Payload(tensor.dtype, tensor.shape, strides, record.offset + first, span, record)
+
+
+def is_row_major(shape: Shape, strides: Shape) -> bool:
+    """True when the elements lie in order without gaps; the stride of a dim of size 1 does not matter."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return not prod(shape)
+        step *= size
+    return True
+
+
+def open_archive(read: Read, offset: int, length: int, where: str) -> Archive:
+    """Opens any archive of `torch.save`: its pickled tree with stand-ins, and where its storages lie.
+
+    Args:
+        read: Reads (offset, nbytes) of the file.
+        offset: First byte of the archive.
+        length: Bytes of the archive.
+        where: Subject of error messages.
+
+    Raises:
+        InputError: The archive is damaged.
+        UnsupportedError: A format before torch 1.6, TorchScript, deflated members, or big-endian bytes.
+    """
+
+    def window(position: int, nbytes: int) -> bytes:
+        if position < 0 or position + nbytes > length:
+            raise damaged(where, f"refers to bytes {position} to {position + nbytes} of {length}")
+        return read(offset + position, nbytes)
+
+    _refuse_foreign(window(0, min(length, 512)), where)
+    members = read_directory(window, length, where)
+    prefix = next(iter(members), "").partition("/")[0] + "/"
+    if f"{prefix}constants.pkl" in members:
+        raise UnsupportedError(f"{where}: TorchScript archive, which is not converted; save its state_dict()")
+    order = content(window, members, f"{prefix}byteorder", where, 64) or b"little"
+    if order == b"big":
+        raise UnsupportedError(f"{where}: written big-endian, which is not converted")
+    if order != b"little":
+        raise damaged(where, "unknown byte order")
+    pickled = content(window, members, f"{prefix}data.pkl", where, PICKLE_BYTES)
+    if pickled is None:
+        raise damaged(where, "no data.pkl inside")
+    records = {}
+    for name, member in members.items():
+        if name.startswith(f"{prefix}data/"):
+            begin = data_begin(window, name, member, where)
+            crc = member.crc or (None if member.nbytes else 0)
+            records[name[len(prefix) + 5 :]] = Record(offset + begin, member.nbytes, crc)
+    _refuse_overlaps(records, where)
+    return Archive(load_torch(pickled, where), records)
+
+
+def _refuse_overlaps(records: dict[str, Record], where: str) -> None:
+    """Storages that lie over each other: a small archive would become an output of any size."""
+    end, before = 0, ""
+    for record, key in sorted((record[:2], key) for key, record in records.items()):
+        if record[0] < end and record[1]:
+            raise damaged(where, f"storages {before[:40]!r} and {key[:40]!r} share bytes")
+        end, before = max(end, sum(record)), key
+
+
+def _refuse_foreign(first: bytes, where: str) -> None:
+    if first.startswith(b"PK\3\4"):
+        return
+    if first.startswith(b"version https://git-lfs"):
+        raise InputError(f"{where}: a git-lfs pointer, not the data; run `git lfs pull`")
+    if first.startswith(b"\x80\x02\x8a\x0a") or first[257:262] == b"ustar":
+        raise UnsupportedError(f"{where}: written by torch before 1.6 (no zip); load and save it again with torch")
+    if first[8:9] == b"{" and int.from_bytes(first[:8], "little") < 1 << 32:
+        raise UnsupportedError(f"{where}: a safetensors payload, needed a torch_save payload")
+    raise InputError(f"{where}: no torch archive (begins with {first[:8].hex(' ') or 'nothing'}); copy it again")

@@ -1,0 +1,83 @@
+"""Whether files that are there already hold what a run would write: found out from their bytes, not from a manifest.
+
+A manifest lies beside the files it describes, and whoever changed these could change it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
+from ckptx.errors import CkptxError
+from ckptx.formats.dcp.reader import open_payloads
+from ckptx.storage.files import FilePool
+from ckptx.transfer.plan import CopyPlan, Step
+from ckptx.transfer.sinks import digest_of
+from ckptx.transfer.stream import TensorReader
+
+
+def holds_what_was_planned(target: Path, plan: CopyPlan, source: FilePool, max_memory: int) -> bool:
+    """True when the files of `plan` below `target`, read as a loader reads them, have the bytes of the source.
+
+    Reads all of both.
+
+    Args:
+        target: A directory.
+        plan: What would be written there.
+        source: Files of the source.
+        max_memory: Bytes of buffers.
+
+    Raises:
+        InputError: The source is corrupt.
+    """
+    reader = TensorReader(source, max_memory // 2)
+    with FilePool(target) as written:
+        try:
+            if any(written.read_up_to(file.name, 0, len(file.prologue)) != file.prologue for file in plan.files):
+                return False
+        except CkptxError:
+            return False
+        for step in plan.steps():
+            wanted = digest_of(reader, step.source, step.target.dtype).leaves
+            try:
+                found = _leaves(step, written, plan.frame_of is not None, max_memory // 2)
+                if any(leaves != wanted for leaves in found):
+                    return False
+            except CkptxError:
+                return False
+    return True
+
+
+def _leaves(step: Step, written: FilePool, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:
+    """Digests of a tensor as it was written, once more for each way in which replicas put it together."""
+    reader = TensorReader(written, max_memory)
+    entry = step.target
+    for chunks in _copies(entry):
+        alone = entry._replace(chunks=chunks, replicas=())
+        if in_archives and step.framed:
+            alone = open_payloads(Catalog(written.root, "dcp", {entry.name: alone}), written).tensors[entry.name]
+        yield digest_of(reader, alone, entry.dtype).leaves
+
+
+def _copies(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:
+    """The chunks of a tensor, and again with each replica in the place of what it repeats."""
+    chunks = entry.chunks
+    if not isinstance(chunks, CutChunks):
+        yield tuple(chunks)
+        return
+    kept = {chunk.region: chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if not block.replica}
+    yield tuple(kept.values())
+    waiting = [chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if block.replica]
+    while waiting:
+        turn, later = dict(kept), []
+        seen = set()
+        for chunk in waiting:
+            if chunk.region in seen:
+                later.append(chunk)
+            else:
+                seen.add(chunk.region)
+                turn[chunk.region] = chunk
+        yield tuple(turn.values())
+        waiting = later

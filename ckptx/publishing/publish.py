@@ -1,0 +1,362 @@
+"""Making an output directory: stage, copy, check, mark as complete, publish."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, CutChunks
+from ckptx.catalog.manifest import emit_manifest
+from ckptx.catalog.manifest_parser import read_manifest
+from ckptx.errors import CkptxError, InputError
+from ckptx.formats.hf.reader import stray_notes
+from ckptx.formats.sidecars import MANIFEST
+from ckptx.publishing.completeness import holds_what_was_planned
+from ckptx.publishing.rendezvous import Rendezvous
+from ckptx.publishing.source_state import Seen, agreement, is_agreed, seen_of
+from ckptx.publishing.staging import Staging, open_staged
+from ckptx.storage.files import FilePool, size_of
+from ckptx.storage.held_directory import Expected, HeldDirectory, refuse_clashes
+from ckptx.transfer.digest import LEAF, digest_bytes, file_digest, leaf_digest, tree_digest
+from ckptx.transfer.executor import Outcome, execute
+from ckptx.transfer.plan import CopyPlan
+
+# A file with such a name beside an output would be read in its place, or with it.
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".distcp", ".metadata")
+
+
+@dataclass(slots=True)
+class Job:
+    """What one output directory is made of.
+
+    Attributes:
+        plan: The tensor files.
+        source: The checkpoint they are read from.
+        sidecars: Name in the output -> file to copy, or bytes to write.
+        options: What else decides the bytes; a resumed run must have the same.
+        check: Looks at the finished tensor files in the staged tree before anything marks it as complete.
+        markers: Commit markers (index, `.metadata`) in the order to write them, name and bytes.
+        manifest: The manifest without `files` and `sidecars`, from what the copy found out.
+    """
+
+    plan: CopyPlan
+    source: Catalog
+    sidecars: dict[str, Path | bytes]
+    options: dict[str, Any]
+    manifest: Callable[[Outcome], dict[str, Any]]
+    check: Callable[[Path, Outcome], None] = lambda tree, outcome: None
+    markers: list[tuple[str, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Checks the names of all output files, wherever they come from.
+
+        Raises:
+            InputError: One leads out of the output, or is given to two files.
+        """
+        tensor_files = (file.name for file in self.plan.files)
+        refuse_clashes((*tensor_files, *self.sidecars, *(name for name, _ in self.markers), MANIFEST))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the output takes, the manifest excepted."""
+        sidecars = self.sidecar_sizes().values()
+        return self.plan.bytes_written + sum(len(data) for _, data in self.markers) + sum(sidecars)
+
+    def sidecar_sizes(self) -> dict[str, int]:
+        """Bytes of each sidecar."""
+        return {name: len(data) if isinstance(data, bytes) else size_of(data) for name, data in self.sidecars.items()}
+
+
+def publish(
+    job: Job,
+    target: Path,
+    files: FilePool,
+    *,
+    workers: int,
+    max_memory: int,
+    overwrite: bool,
+    resume: bool,
+    on_progress: Callable[[int], None],
+    ranks: Rendezvous | None = None,
+    beside: Iterable[Catalog] = (),
+    may_replace: Callable[[Path], None] = lambda target: None,
+) -> Outcome | None:
+    """Writes and publishes.
+
+    With `ranks`, each process writes its share of the files, and rank 0 publishes what all of them wrote.
+
+    Args:
+        job: What to make.
+        target: Where.
+        files: Of the source.
+        workers: Threads.
+        max_memory: Bytes of buffers in flight.
+        overwrite: Replace what is at the target.
+        resume: Continue an interrupted run.
+        on_progress: Called now and then with the bytes written.
+        ranks: The other processes that make the same output.
+        beside: Other checkpoints that the output is made from.
+        may_replace: Raises OutputError for a directory that must not be replaced.
+
+    Returns:
+        What the copy found out, or None when `resume` found the output complete already.
+
+    Raises:
+        OutputError, SpaceError: It cannot be written, or somebody else changed what was written.
+        InputError: The source is corrupt, or changed while it was read.
+    """
+    seen = seen_of(job.source, *beside)
+    if ranks is not None and ranks.rank:
+        return _assist(job, target, files, workers, max_memory, on_progress, ranks, seen)
+    together = ranks.failing_together() if ranks is not None else nullcontext()
+    with Staging(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
+        seen.require_unchanged()
+        if resume and _is_done(target, job, files, seen, max_memory):
+            staging.discard()
+            if ranks is not None:
+                ranks.say("plan", "complete")
+            return None
+        staging.refuse_target_unless(overwrite)
+        resumed = _begin(job, staging, seen, resume)
+        if ranks is not None:
+            ranks.say("plan", {"agreed": _agreed(job, files), "resumed": resumed})
+        outcome = execute(
+            job.plan,
+            files,
+            staging.output,
+            staging.notes,
+            workers=workers,
+            max_memory=max_memory,
+            resumed=resumed,
+            on_progress=_watching(on_progress, ranks),
+            groups=None if ranks is None else _share(job.plan, ranks),
+        )
+        if ranks is not None:
+            for rank in range(1, ranks.world_size):
+                outcome.add(Outcome(**ranks.hear(rank, "outcome")))
+        seen.require_unchanged()
+        expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
+        _check(job, outcome, staging, expected)
+        expected |= _write_rest(staging.output, job, outcome, seen)
+        if ranks is not None:
+            ranks.say("written", True)
+            for rank in range(1, ranks.world_size):
+                ranks.hear(rank, "held")
+        staging.publish(expected)
+    if ranks is not None:
+        ranks.say("published", True)
+    return outcome
+
+
+def _manifest_bytes(job: Job, outcome: Outcome, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
+    """`ckptx.json`: what the job says of its tensors, and size and digest of each file."""
+    manifest = job.manifest(outcome)
+    tensors = manifest.pop("tensors")
+    return emit_manifest({**manifest, "files": files, "sidecars": sidecars, "tensors": tensors})
+
+
+def manifest_size(job: Job) -> int:
+    """Bytes that `ckptx.json` will take. It holds digests of what is not read yet, but all digests are equally long."""
+    digest = tree_digest([]).hex()
+    sizes = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
+    files, sidecars = (
+        {name: {"bytes": nbytes, "digest": digest} for name, nbytes in each.items()}
+        for each in (sizes, job.sidecar_sizes())
+    )
+    return len(_manifest_bytes(job, Outcome(defaultdict(lambda: digest)), files, sidecars))
+
+
+def _begin(job: Job, staging: Staging, seen: Seen, resume: bool) -> bool:
+    """Prepares the staging directory; True when an interrupted run of the same job is continued."""
+    plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
+    resumed = staging.begin(plan, resume)
+    if resumed:
+        staging.output.keep_only({file.name for file in job.plan.files})
+    staging.require_space(job.nbytes - staging.output.allocated())
+    return resumed
+
+
+def _assist(
+    job: Job,
+    target: Path,
+    files: FilePool,
+    workers: int,
+    max_memory: int,
+    on_progress: Callable[[int], None],
+    ranks: Rendezvous,
+    seen: Seen,
+) -> Outcome | None:
+    """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
+    seen.require_unchanged()
+    wanted = ranks.hear(0, "plan")
+    if wanted == "complete":
+        return None
+    if not is_agreed(wanted["agreed"], _agreed(job, files)):
+        raise InputError(
+            f"{job.source.root}: rank {ranks.rank} sees another checkpoint or was given other options than rank 0; "
+            "start all ranks alike, on a directory that all nodes share"
+        )
+    with open_staged(target) as (tree, journal):
+        outcome = execute(
+            job.plan,
+            files,
+            tree,
+            journal,
+            workers=workers,
+            max_memory=max_memory,
+            resumed=wanted["resumed"],
+            on_progress=_watching(on_progress, ranks),
+            groups=_share(job.plan, ranks),
+        )
+        seen.require_unchanged()
+        tree.sync_held()  # rank 0 may be on another node
+        own = set(outcome.file_digests)
+        ranks.say("outcome", asdict(outcome))
+        ranks.hear(0, "written")
+        tree.require(tree.expect({file.name: file.nbytes for file in job.plan.files if file.name in own}))
+        ranks.say("held", True)
+        ranks.hear(0, "published")
+    return outcome
+
+
+def _check(job: Job, outcome: Outcome, staging: Staging, expected: Mapping[str, Expected]) -> None:
+    """Looks at the finished tensor files; that somebody else changed them is said rather than what follows from it."""
+
+    def require_untouched() -> None:
+        staging.require_own()
+        staging.output.require(expected)
+
+    require_untouched()
+    try:
+        job.check(staging.tree, outcome)
+    except CkptxError:
+        require_untouched()
+        raise
+
+
+def _agreed(job: Job, files: FilePool) -> dict[str, str]:
+    """What all ranks must see alike before any of them writes."""
+    return agreement(job.source, files, _layout(job.plan), repr(sorted(job.options.items())))
+
+
+def _write_rest(output: HeldDirectory, job: Job, outcome: Outcome, seen: Seen) -> dict[str, Expected]:
+    """Writes what is no tensor file: sidecars, markers, and the manifest at last."""
+    written: dict[str, Expected] = {}
+
+    def write(name: str, data: Path | bytes) -> dict[str, Any]:
+        leaves: list[bytes] = []
+        nbytes = 0
+
+        def blocks() -> Iterator[bytes]:
+            nonlocal nbytes
+            for block in seen.blocks(data, LEAF):
+                leaves.append(leaf_digest(block))
+                nbytes += len(block)
+                yield block
+
+        identity = output.write(name, blocks())
+        written[name] = Expected(nbytes, identity, lambda descriptor: file_digest(descriptor) == tree_digest(leaves))
+        return {"bytes": nbytes, "digest": tree_digest(leaves).hex()}
+
+    sidecars = {name: write(name, data) for name, data in sorted(job.sidecars.items())}
+    rows = {file.name: {"bytes": file.nbytes, "digest": outcome.file_digests[file.name]} for file in job.plan.files}
+    rows |= {name: write(name, data) for name, data in job.markers}
+    write(MANIFEST, _manifest_bytes(job, outcome, rows, sidecars))
+    return written
+
+
+def _share(plan: CopyPlan, ranks: Rendezvous) -> list[int]:
+    """The groups that this rank writes: the largest first, each to the rank that has the least."""
+    sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.groups]
+    loads = [(0, rank) for rank in range(ranks.world_size)]
+    mine = []
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        load, rank = heappop(loads)
+        heappush(loads, (load + sizes[index], rank))
+        if rank == ranks.rank:
+            mine.append(index)
+    return sorted(mine)
+
+
+def _watching(on_progress: Callable[[int], None], ranks: Rendezvous | None) -> Callable[[int], None]:
+    """Looks after the other ranks whenever there is progress to tell."""
+    if ranks is None:
+        return on_progress
+
+    def watch(nbytes: int) -> None:
+        ranks.check()
+        on_progress(nbytes)
+
+    return watch
+
+
+def _is_done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> bool:
+    """True when the target holds what the job would write: what its manifest says, and what is on disk."""
+    if not is_complete(target, job) or not is_intact(target, job, seen):
+        return False
+    return holds_what_was_planned(target, job.plan, files, max_memory)
+
+
+def is_intact(target: Path, job: Job, seen: Seen) -> bool:
+    """True when tensor files, markers and sidecars on disk have the bytes that they should; reads all of them."""
+    try:
+        wanted = {name: row.digest for name, row in read_manifest(target / MANIFEST).files.items()}
+        wanted |= {name: digest_bytes(data) for name, data in job.markers}
+        for name, data in job.sidecars.items():
+            wanted[name] = tree_digest(leaf_digest(block) for block in seen.blocks(data, LEAF)).hex()
+        with HeldDirectory.at(Path(os.path.realpath(target))) as held:
+            return all(_digest_in(held, name) == digest for name, digest in wanted.items())
+    except (CkptxError, OSError):
+        return False
+
+
+def _digest_in(held: HeldDirectory, name: str) -> str:
+    descriptor = held.open(name)
+    try:
+        return file_digest(descriptor).hex()
+    finally:
+        os.close(descriptor)
+
+
+def is_complete(target: Path, job: Job) -> bool:
+    """True when `target` already holds what the job would write, as far as names, dtypes, sizes and markers tell."""
+    wanted = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
+    try:
+        manifest = read_manifest(target / MANIFEST)
+        files, tensors = manifest.files, manifest.tensors
+        return (
+            {name: row.nbytes for name, row in files.items()} == wanted
+            and not stray_notes(target, {*wanted, *job.sidecars}, _WEIGHTS)
+            and all((target / name).stat().st_size == nbytes for name, nbytes in wanted.items())
+            and all(files[name].digest == digest_bytes(data) for name, data in job.markers)
+            and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.framed)
+        )
+    except (CkptxError, OSError, KeyError):
+        return False
+
+
+def _layout(plan: CopyPlan) -> str:
+    """A digest of everything the plan writes where."""
+    known: dict[tuple[int, int], bytes] = {}
+
+    def places(chunks: Sequence[Chunk]) -> bytes:
+        if not isinstance(chunks, CutChunks):
+            return repr(tuple(chunks)).encode()
+        key = (id(chunks.files), id(chunks.blocks))  # which tensors that are cut alike share
+        if key not in known:
+            known[key] = leaf_digest(repr((chunks.files, chunks.blocks)).encode())
+        return known[key] + chunks.offsets.tobytes()
+
+    files = (leaf_digest(repr((file.name, file.nbytes)).encode() + file.prologue) for file in plan.files)
+    steps = (
+        leaf_digest(repr((step.target.name, step.target.dtype.name)).encode() + places(step.target.chunks))
+        for step in plan.steps()
+    )
+    return tree_digest([*files, *steps]).hex()

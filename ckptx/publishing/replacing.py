@@ -1,0 +1,143 @@
+"""What `--overwrite` may replace: a checkpoint, and nothing that somebody keeps beside it.
+
+A directory is replaced as a whole, so every name in it is looked at first. Weights, the files that travel with them,
+and what trainers keep are known by name; whatever else ckptx wrote itself is known by the digest in its manifest, as
+long as it was not edited since. Anything else is foreign, however deep it lies.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.manifest_parser import read_manifest
+from ckptx.errors import CkptxError, OutputError
+from ckptx.formats.registry import open_checkpoint
+from ckptx.formats.sidecars import MANIFEST, is_known_sidecar
+from ckptx.publishing.output_place import refuse_files_inside
+from ckptx.publishing.report_file import is_earlier_output
+from ckptx.storage.held_directory import HeldDirectory
+from ckptx.transfer.digest import file_digest
+from ckptx.untrusted.printable import one_line
+
+_NAMED = 3  # foreign files that a refusal names
+
+_WEIGHTS = re.compile(
+    r"\.metadata|.+\.(safetensors|distcp|gguf)|.+\.(safetensors|bin|h5|msgpack)\.index\.json|"
+    r"(pytorch_model|adapter_model|consolidated|tf_model|flax_model|model)([-_.][\w.-]+)?"
+    r"\.(bin|pt|pth|h5|msgpack|onnx|onnx_data)|shard-\d+-model-\d+-of-\d+\.\w+"
+)
+_TRAINER_STATE = re.compile(
+    r"trainer_state\.json|training_args\.(bin|json)|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|"
+    r"scaler(_\d+)?\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|"
+    r"custom_checkpoint_\d+\.pkl|common\.pt|metadata\.json|latest|zero_to_fp32\.py|train_state\.(pt|json)|"
+    r"latest_checkpointed_iteration\.txt|run_config\.yaml|meta\.pt|rank\d+\.pt|step_scheduler\.pt|"
+    r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
+)
+# What trainers and the Hub's client keep in directories of their own, and what may lie in these.
+_DIRECTORIES = (
+    (re.compile(r"(model|optim|optimizer|weights|pytorch_model_fsdp_\d+|optimizer_\d+|train|\.hf_metadata)"), None),
+    (re.compile(r"(rng|dataloader|scheduler|lr_scheduler|step_scheduler)"), re.compile(r"[\w.-]+\.(pt|json)")),
+    (re.compile(r"\.cache/huggingface(/download)?"), re.compile(r"[\w.-]+\.(metadata|lock)|\.gitignore|CACHEDIR\.TAG")),
+)
+
+
+def refuse_foreign(target: Path) -> None:
+    """A directory may be replaced when it is a checkpoint and holds nothing else; one that is absent or empty, too.
+
+    Raises:
+        OutputError: It is none, or holds something foreign; up to three names of it are given.
+    """
+    resolved = Path(os.path.realpath(target))
+    if not resolved.is_dir() or not os.listdir(resolved):
+        return
+    manifest = _digests(resolved)
+    try:
+        with HeldDirectory.at(resolved) as held:
+            foreign = sorted(_foreign(held, manifest or {}))
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
+    if foreign:
+        named = ", ".join(one_line(name) for name in foreign[:_NAMED])
+        more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
+        raise OutputError(
+            f"{target}: holds what is no part of a checkpoint: {named}{more}; --overwrite would delete it, move it "
+            "away or choose another DST"
+        )
+    if manifest is None and not _opens(resolved):
+        raise OutputError(
+            f"{target}: is no checkpoint that opens and has no {MANIFEST}; --overwrite replaces checkpoints only, "
+            "remove it yourself or choose another DST"
+        )
+
+
+def refuse_files_of(catalog: Catalog, target: Path) -> None:
+    """The target must not hold a file of an input, wherever its links lead.
+
+    Raises:
+        OutputError: It does.
+    """
+    names = {*catalog.identities, *catalog.files, *(sidecar.name for sidecar in catalog.sidecars), *catalog.verbatim}
+    refuse_files_inside((catalog.root / name for name in sorted(names)), target)
+
+
+def _opens(root: Path) -> bool:
+    try:
+        return open_checkpoint(root).root.samefile(root)
+    except (CkptxError, OSError):
+        return False
+
+
+def _digests(root: Path) -> Mapping[str, str] | None:
+    """Digest by name of the files that ckptx wrote, or None when it did not write this directory."""
+    try:
+        manifest = read_manifest(root / MANIFEST)
+        return {name: row.digest for name, row in {**manifest.files, **manifest.sidecars}.items()}
+    except (CkptxError, OSError):
+        return None
+
+
+def _foreign(held: HeldDirectory, digests: Mapping[str, str]) -> Iterator[str]:
+    for name, found in held.walk():
+        if stat.S_ISLNK(found.st_mode):
+            is_foreign = not is_known_name(name)
+        elif stat.S_ISREG(found.st_mode):
+            is_foreign = not (is_known_name(name) or _is_ours(held, name, digests))
+        else:
+            is_foreign = True
+        if is_foreign:
+            yield name
+
+
+def is_known_name(name: str) -> bool:
+    """True for the relative path of a file that checkpoints are made of."""
+    path = PurePosixPath(name)
+    base, directory = path.name, str(path.parent)
+    if directory == ".":
+        return _is_known(base) or base == MANIFEST
+    for known, inside in _DIRECTORIES:
+        if known.fullmatch(directory):
+            return _is_known(base) if inside is None else inside.fullmatch(base) is not None
+    return False
+
+
+def _is_known(base: str) -> bool:
+    return is_known_sidecar(base) or any(known.fullmatch(base) for known in (_WEIGHTS, _TRAINER_STATE))
+
+
+def _is_ours(held: HeldDirectory, name: str, digests: Mapping[str, str]) -> bool:
+    """True for a file that has the bytes ckptx wrote, or is a report or page of ckptx."""
+    try:
+        descriptor = held.open(name)
+    except (CkptxError, OSError):
+        return False
+    try:
+        if name in digests:
+            return file_digest(descriptor).hex() == digests[name]
+        return is_earlier_output(descriptor)
+    finally:
+        os.close(descriptor)

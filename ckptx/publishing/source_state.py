@@ -1,0 +1,143 @@
+"""What the files of a checkpoint were when it was opened, so that a copy is never made of two states of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import ArchivedChunks
+from ckptx.storage.files import FilePool, Identity, changed, open_regular, unreadable
+from ckptx.transfer.digest import leaf_digest, tree_digest
+
+# Bytes of tensors that ranks compare before they begin: enough to tell two steps of one training run apart, and read in
+# no time. They are spread evenly over the files.
+_SAMPLES, _SAMPLE = 512, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The identity of every file that was read to open some checkpoints, or will be copied.
+
+    Attributes:
+        source: The first of them.
+        recorded: Identity by path.
+    """
+
+    source: Catalog
+    recorded: Mapping[Path, tuple[int, int, int, int]]
+
+    def require_unchanged(self) -> None:
+        """Looks at every file again.
+
+        Raises:
+            InputError: One is gone, or is not what it was.
+        """
+        for path, identity in self.recorded.items():
+            try:
+                found = os.stat(path)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if Identity.of(found) != identity:
+                raise changed(path)
+
+    def states(self) -> list[tuple[str, int, int, int]]:
+        """Name, size, time and inode of each tensor file: a resumed run must find the same."""
+        rows = ((name, *self.source.identities[name]) for name in self.source.files)
+        return [(name, nbytes, mtime, inode) for name, _, inode, nbytes, mtime in rows]
+
+    def blocks(self, data: Path | bytes, size: int) -> Iterator[bytes]:
+        """Bytes, or those of a file, `size` at a time.
+
+        Raises:
+            InputError: The file cannot be read, or is not what it was.
+        """
+        if isinstance(data, bytes):
+            for at in range(0, len(data), size):
+                yield data[at : at + size]
+            return
+        descriptor = open_regular(data)
+        try:
+            if data in self.recorded and Identity.of(os.fstat(descriptor)) != self.recorded[data]:
+                raise changed(data)
+            at = 0
+            while block := os.pread(descriptor, size, at):
+                yield block
+                at += len(block)
+        except OSError as error:
+            raise unreadable(data, error) from error
+        finally:
+            os.close(descriptor)
+
+
+def seen_of(source: Catalog, *others: Catalog) -> Seen:
+    """What the catalogs recorded when they were opened."""
+    recorded = {
+        catalog.root / name: identity for catalog in (source, *others) for name, identity in catalog.identities.items()
+    }
+    return Seen(source, recorded)
+
+
+def agreement(source: Catalog, files: FilePool, *more: str) -> dict[str, str]:
+    """What the ranks of one run compare before they begin.
+
+    Args:
+        source: As this rank opened it.
+        files: Its files.
+        more: Whatever else must be the same.
+
+    Returns:
+        `digest` of headers, sizes, times and some of the bytes; `place` that is the same for ranks that see the same
+        file systems, and `files` which is then the same, too.
+    """
+    states = [(name, source.identities[name][2:]) for name in source.files]
+    leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *more)]
+    leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in _header_texts(source)]
+    leaves += [leaf_digest(sample) for sample in _samples(source, files)]
+    held = [(name, source.identities[name][:2]) for name in source.files]
+    return {
+        "digest": tree_digest(leaves).hex(),
+        "place": _place(),
+        "files": leaf_digest(repr(held).encode("utf-8", "surrogatepass")).hex(),
+    }
+
+
+def is_agreed(theirs: Mapping[str, str], ours: Mapping[str, str]) -> bool:
+    """True when two ranks see the same checkpoint and were asked for the same."""
+    same_place = bool(ours["place"]) and theirs["place"] == ours["place"]
+    return theirs["digest"] == ours["digest"] and (not same_place or theirs["files"] == ours["files"])
+
+
+def _header_texts(source: Catalog) -> Iterator[str]:
+    for name, entry in source.tensors.items():
+        chunks = entry.chunks
+        places = chunks.archives if isinstance(chunks, ArchivedChunks) else chunks
+        yield repr((name, entry.dtype.name, entry.shape, [chunk[:5] for chunk in places]))
+    yield repr([tuple(entry) for entry in source.objects.values()])
+    yield json.dumps(source.config, sort_keys=True, default=repr)
+    yield from (repr(row) for row in sorted(source.verbatim.items()))
+
+
+def _samples(source: Catalog, files: FilePool) -> Iterator[bytes]:
+    each = max(3, _SAMPLES // max(1, len(source.files)))
+    for name, nbytes in source.files.items():
+        for at in _positions(nbytes, each):
+            yield files.read_up_to(name, at, _SAMPLE)
+
+
+def _positions(nbytes: int, count: int) -> Iterable[int]:
+    """Where to look into a file: evenly, its end included."""
+    last = max(0, nbytes - _SAMPLE)
+    return sorted({last * index // (count - 1) for index in range(count)})
+
+
+def _place() -> str:
+    """The same for processes on one machine that see the same mounts; empty where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/mnt').st_ino}"
+    except OSError:
+        return ""

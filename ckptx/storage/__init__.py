@@ -1,0 +1,1 @@
+"""Every read and write of a file."""

@@ -1,0 +1,158 @@
+"""Running a model once, forward and backward, and keeping what can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckptx.errors import EnvironmentProblem, UnsupportedError
+from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
+from ckptx.verification.inputs.batch import Inputs
+
+_OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a model computed.
+
+    Attributes:
+        logits: Of each batch, whole; (rows, length, vocabulary), or hidden states of a class without a head.
+        loss: Mean over the batches.
+        gradients: By canonical name, as the parameter holds them; empty without a backward pass.
+    """
+
+    logits: list[torch.Tensor] = field(default_factory=list)
+    loss: float = 0.0
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def is_equal(self, other: Outcome) -> bool:
+        """Whether another run gave the same, bit for bit."""
+        pairs = [*zip(self.logits, other.logits, strict=True)]
+        pairs += [(each, other.gradients[name]) for name, each in self.gradients.items()]
+        return self.loss == other.loss and all(torch.equal(a, b) for a, b in pairs)
+
+
+def run(model: nn.Module, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
+    """Runs the batches one after another, as microbatches of one step; gradients are those of the mean loss.
+
+    Dropout is off. Parameters lose the gradients they had.
+
+    Raises:
+        UnsupportedError: The class gives nothing that can be compared, or cannot run on these inputs.
+        EnvironmentProblem: There is not enough memory.
+    """
+    model.eval()
+    model.zero_grad(set_to_none=True)
+    outcome = Outcome()
+    for inputs in batches:
+        try:
+            with torch.set_grad_enabled(backward):
+                found = _forward(model, inputs)
+                loss = _loss(found, inputs) / len(batches)
+            if backward:
+                loss.backward()
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentProblem(f"{_class_of(model)}: {_brief(error)}; use more ranks") from error
+        except RuntimeError as error:  # a kernel that cannot have these shapes or dtypes
+            raise UnsupportedError(
+                f"{_class_of(model)}: fails when it is run like this: {_brief(error)}; use another layout or "
+                "--compute-dtype, or compare the bytes without --run"
+            ) from error
+        outcome.loss += float(loss.detach())
+        outcome.logits.append(whole(found.detach()))
+    if backward:
+        outcome.gradients = {
+            canonical_name(name): parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+    return outcome
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of activations, gathered when it is sharded. Every rank that has a part must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def observed(model: nn.Module, inputs: Inputs, see: Callable[[str, torch.Tensor], None]) -> None:
+    """Runs one batch forward and shows the first tensor each module gives, in the order in which they finish."""
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            first = _first_tensor(output)
+            if first is not None and first.is_floating_point():
+                see(name, first.detach())
+
+        return after
+
+    handles = [
+        module.register_forward_hook(hook(canonical_name(name))) for name, module in model.named_modules() if name
+    ]
+    try:
+        with torch.no_grad():
+            _forward(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _class_of(model: nn.Module) -> str:
+    """The class in the config: FSDP2 gives a model another one."""
+    config = getattr(model, "config", None)
+    return str((getattr(config, "architectures", None) or [type(model).__name__])[0])
+
+
+def _brief(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    device, dtype = _device_of(model), _dtype_of(model)
+    batch = {
+        name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+        for name, tensor in inputs.batch.items()
+    }
+    try:
+        output = model(**batch)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UnsupportedError(
+            f"{_class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {_brief(error)}; "
+            "the bytes can be compared without --run"
+        ) from error
+    for name in _OUTPUTS:
+        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(found, torch.Tensor):
+            return found
+    raise UnsupportedError(f"{_class_of(model)}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run")
+
+
+def _loss(found: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """Cross entropy of the next token where there are logits for it, else something that every output enters."""
+    if found.dim() == 3 and found.shape[:2] == inputs.labels.shape and found.shape[-1] > int(inputs.labels.max()):
+        return causal_lm_loss(found, inputs.labels)
+    return whole(found).float().pow(2).mean()
+
+
+def _first_tensor(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    return (
+        next((each for each in output if isinstance(each, torch.Tensor)), None) if isinstance(output, tuple) else None
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(iter(model.parameters())).device
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)

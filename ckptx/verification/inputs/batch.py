@@ -1,0 +1,135 @@
+"""Inputs for a model from its config alone: the same on every machine, so that two models can be compared.
+
+Text is random tokens. Models that look at images or listen get one image and one sound per row, and the tokens that
+stand for them, in the smallest form their config allows. Of other multimodal models the text part is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ckptx.errors import UnsupportedError
+from ckptx.verification.inputs.audio import HEARD, SOUNDS, Heard
+from ckptx.verification.inputs.images import IMAGES
+from ckptx.verification.inputs.insert import LENGTH, Batch, Insert
+
+_FIRST = 3  # the ids before are those of padding, begin and end in most vocabularies
+# Parts of a config that describe a tower, and what it takes.
+_TOWERS = {"vision_config": "images", "audio_config": "audio", "speech_config": "audio", "encoder_config": "audio"}
+
+
+class Inputs(NamedTuple):
+    """What to run a model on.
+
+    Attributes:
+        batch: Arguments of `forward`, the first dim of each text tensor is the batch.
+        labels: What the logits are held against, (batch, length); -100 where they do not count.
+        kinds: What is in it: "text", "images", "audio".
+        missing: What the model has a tower for, and these inputs lack.
+    """
+
+    batch: Batch
+    labels: torch.Tensor
+    kinds: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0) -> Inputs:
+    """Inputs for a model with this `config.json`.
+
+    Args:
+        config: As a mapping, with the defaults of its class.
+        rows: Rows of the batch.
+        seed: Other seeds give other tokens, pixels and sounds.
+
+    Raises:
+        UnsupportedError: The model neither reads text nor writes it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kind = str(config.get("model_type"))
+    ids = _tokens(config, rows, generator)
+    hear = _heard(config)
+    if hear is not None:
+        return Inputs({**hear(config, rows, generator), "decoder_input_ids": ids}, ids.clone(), ("audio",), ())
+    if config.get("is_encoder_decoder"):
+        target = _tokens(config, rows, generator)
+        return _named(config, {"input_ids": ids, "decoder_input_ids": target}, target.clone(), ["text"])
+    inserts: dict[str, Insert] = {}
+    for name, known in (("images", IMAGES), ("audio", SOUNDS)):
+        insert = known[kind](config, rows, generator) if kind in known else None
+        if insert is not None:  # else a config without this tower
+            inserts[name] = insert
+    batch, labels = _with(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
+    return _named(config, batch, labels, ["text", *inserts])
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the language model."""
+    for key in ("text_config", "llm_config", "language_config"):
+        if isinstance(config.get(key), Mapping):
+            return {**config, **config[key]}
+    thinker = config.get("thinker_config")
+    return text_config(thinker) if isinstance(thinker, Mapping) else config
+
+
+def _heard(config: Mapping[str, Any]) -> Heard | None:
+    """How a sound is made for a class whose encoder hears; its decoder by itself only reads."""
+    names = [*(config.get("architectures") or ()), str(config.get("model_type"))]
+    known = [HEARD[name] for name in names if name in HEARD]
+    return known[0] if known and config.get("is_encoder_decoder") else None
+
+
+def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Random tokens that stand for nothing but themselves, (rows, length).
+
+    Raises:
+        UnsupportedError: The model reads no tokens.
+    """
+    words = text_config(config).get("vocab_size")
+    if not isinstance(words, int):
+        raise UnsupportedError(
+            f"{config.get('model_type')}: its config has no vocab_size, needed a model that reads text; compare the "
+            "bytes without --run"
+        )
+    special = {value for key, value in _numbers(config) if key.endswith(("_token_id", "_token_index"))}
+    vocabulary = [token for token in range(_FIRST, words) if token not in special]
+    allowed = torch.tensor(vocabulary[: 1 << 16])
+    return allowed[torch.randint(0, len(allowed), (rows, LENGTH), generator=generator)]
+
+
+def _with(inserts: Iterable[Insert], ids: torch.Tensor) -> tuple[Batch, torch.Tensor]:
+    """The arguments of `forward` and the labels, with everything put in after the first two tokens."""
+    inserts = list(inserts)
+    tokens = [token for each in inserts for token in each.tokens]
+    middle = torch.tensor(tokens, dtype=torch.long).expand(len(ids), -1)
+    ids = torch.cat([ids[:, :2], middle, ids[:, 2:]], 1)
+    batch, labels = {"input_ids": ids}, ids.clone()
+    for each in inserts:
+        is_here = ids == each.placeholder
+        labels[is_here] = -100
+        batch |= each.tensors
+        if each.types is not None:
+            name, number = each.types
+            batch[name] = torch.where(is_here, number, batch.get(name, torch.zeros_like(ids)))
+        if each.row is not None:
+            batch |= each.row(ids)
+    return batch, labels
+
+
+def _named(config: Mapping[str, Any], batch: Batch, labels: torch.Tensor, kinds: list[str]) -> Inputs:
+    towers = {kind for key, kind in _TOWERS.items() if isinstance(config.get(key), Mapping)}
+    return Inputs(batch, labels, tuple(kinds), tuple(sorted(towers - set(kinds))))
+
+
+def _numbers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Every whole number in a config, with its key."""
+    found = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found += _numbers(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            found.append((str(key), value))  # Aria's has numbers for keys
+    return found

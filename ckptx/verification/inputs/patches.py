@@ -1,0 +1,119 @@
+"""One image for each row, for classes whose processor cuts images into patches: a function per form.
+
+`n` below is the number of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ckptx.verification.inputs.insert import Insert, random_of
+from ckptx.verification.inputs.spelled import SIDE, Config, Image, between, channels, first_of, token_of
+
+
+def grid(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Qwen2-VL and what came after: the patches of all images in one dim, and the grid of each image.
+
+    `pixel_values` is (n * patches, channels * frames * patch * patch): an image is a film that stands still. The class
+    sees where images are from the type of each token.
+    """
+    vision, token = config["vision_config"], token_of(config)
+    patch, side = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2)) * SIDE
+    width = channels(config) * int(vision.get("temporal_patch_size", 2)) * patch * patch
+    tensors = {
+        "pixel_values": random_of(generator, rows * side * side, width),
+        "image_grid_thw": torch.tensor([[1, side, side]] * rows),
+    }
+    return Insert(between(config, [token] * SIDE**2), token, tensors, ("mm_token_type_ids", 1))
+
+
+def untyped_grid(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    return grid(config, rows, generator)._replace(types=None)
+
+
+def ernie(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Patches have no frames, the projector puts an image beside itself.
+
+    Its tokens, and those for begin and end, go to experts of their own.
+    """
+    vision = {**config["vision_config"], "temporal_patch_size": 1}
+    insert = grid({**config, "vision_config": vision}, rows, generator)
+    seen = torch.tensor(insert.tokens)
+    return insert._replace(row=lambda ids: {"moe_mm_token_type_ids": torch.isin(ids, seen).long()})
+
+
+def muse(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """The form of Qwen2-VL under other names."""
+    vision = config["vision_config"]
+    spelled = {"spatial_merge_size": vision["merge_size"], "temporal_patch_size": vision["patch_temporal"]}
+    return untyped_grid({**config, "vision_config": {**vision, **spelled}}, rows, generator)
+
+
+def inkling(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Large patches, each a token: (n * patches, frames, patch, patch, channels)."""
+    vision, token = config["vision_config"], token_of(config)
+    patch, frames = int(vision["patch_size"]), int(vision["temporal_patch_size"])
+    pixels = random_of(generator, rows * SIDE, frames, patch, patch, channels(config))
+    return Insert([int(config["image_bos_token_id"]), *[token] * SIDE], token, {"pixel_values": pixels})
+
+
+def kimi(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Patches are squares, (n * patches, channels, patch, patch)."""
+    vision, token = config["vision_config"], token_of(config)
+    patch = first_of(vision["patch_size"])
+    high, wide = (int(merged) * SIDE for merged in vision["merge_kernel_size"])
+    tensors = {
+        "pixel_values": random_of(generator, rows * high * wide, channels(config), patch, patch),
+        "image_grid_thw": torch.tensor([[1, high, wide]] * rows),
+    }
+    return Insert([token] * SIDE**2, token, tensors)
+
+
+def video_llama(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Patches of an image are not merged, those of a film are."""
+    patch, token = int(config["vision_config"]["patch_size"]), token_of(config)
+    tensors = {
+        "pixel_values": random_of(generator, rows * SIDE**2, channels(config) * patch * patch),
+        "image_grid_thw": torch.tensor([[1, SIDE, SIDE]] * rows),
+        "image_merge_sizes": torch.ones(rows, dtype=torch.long),
+    }
+    return Insert([token] * SIDE**2, token, tensors)
+
+
+def lfm2(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Patches of each image, (n, patches, channels * patch * patch), none of them padding."""
+    patch, side = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"]) * SIDE
+    token = token_of(config)
+    tensors = {
+        "pixel_values": random_of(generator, rows, side * side, channels(config) * patch * patch),
+        "spatial_shapes": torch.tensor([[side, side]] * rows),
+        "pixel_attention_mask": torch.ones(rows, side * side, dtype=torch.long),
+    }
+    return Insert([token] * SIDE**2, token, tensors)
+
+
+def gemma4(pooled_in_model: bool) -> Image:
+    """Patches with the place of each, (n, patches, 3 * patch * patch), from 0 to 1.
+
+    Args:
+        pooled_in_model: Whether the tower makes one token of several patches. If not, the processor has done so.
+    """
+
+    def image(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
+        if config.get("vision_config") is None:
+            return None
+        vision, token = config["vision_config"], token_of(config)
+        patch, pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
+        if not pooled_in_model:
+            patch, pool = patch * pool, 1
+        side = SIDE * pool
+        places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1)
+        tensors = {
+            "pixel_values": random_of(generator, rows, side * side, 3 * patch * patch).sigmoid(),
+            "image_position_ids": places.reshape(1, side * side, 2).expand(rows, -1, -1).contiguous(),
+        }
+        tokens = [int(config["boi_token_id"]), *[token] * SIDE**2]
+        tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))
+        return Insert(tokens, token, tensors, ("mm_token_type_ids", 1))
+
+    return image
