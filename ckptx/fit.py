@@ -349,7 +349,7 @@ class _Survey:
         for name, place in places.items():
             model_name = name if place is None else place if isinstance(place, str) else self.rules.model_name(name)
             for path in paths_of(pattern_of(model_name))[:1] if model_name is not None else ():
-                index = int((model_name or "")[len(path) + 1 :].partition(".")[0])
+                index = indices_of(model_name or "")[0]
                 if index >= self.expected.counts.get(path, index + 1):
                     found[name] = (path, index)
         return found

@@ -16,7 +16,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.manifest import FileRecord, Manifest
 from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.catalog.region import whole
-from ckptx.errors import InputError
+from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.reader import METADATA, open_payloads
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import refuse_adapters
@@ -85,8 +85,9 @@ def view_model(
 
     Raises:
         InputError: No tensor has the prefix.
-        UnsupportedError: The tensors are an adapter.
+        UnsupportedError: The tensors are an adapter, or have a name that cannot be told from a pattern of names.
     """
+    _refuse_stars(catalog)
     config = config if config is not None else catalog.config
     architecture = None
     if config is not None and config.get("architectures") in (None, []):
@@ -126,6 +127,15 @@ def view_model(
             unknown = {name for name in unknown if not _lies_beside_a_weight(name, architecture)}
         view.unknown = [name for name in tensors if name in unknown] if unknown else []
     return view
+
+
+def _refuse_stars(catalog: Catalog) -> None:
+    """Refuses names with a component "*", which stands for an index wherever names are looked up."""
+    for name in catalog.tensors:
+        if "*" in name and "*" in name.split("."):
+            raise UnsupportedError(
+                f'{catalog.root}: tensor "{name}": "*" stands for an index in patterns of names; rename the tensor'
+            )
 
 
 def _lies_beside_a_weight(name: str, architecture: Architecture) -> bool:
