@@ -7,8 +7,9 @@ other model to whoever only moves bytes. Names that the model does not have are 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from ckptx.view import ModelView, dialect_rules, rules_of
 _BYTE = BY_NAME["U8"]
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)$")
 # A layer behind the last one with any of these predicts further tokens.
+_NAMED = 1000  # of what is missing
 _PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens)\.")
 
 
@@ -53,13 +55,16 @@ class Fit:
 
     Attributes:
         checked: "names and shapes", "layers" or "nothing".
-        misfits: In the order of the model's names.
+        misfits: In the order of the model's names; of what is missing a thousand at the most, as a config can ask for
+            any number.
         unchecked: Tensors of the model whose shape nothing was known of.
+        is_cut_short: More is missing than `misfits` name.
     """
 
     checked: str
     misfits: tuple[Misfit, ...] = ()
     unchecked: int = 0
+    is_cut_short: bool = False
 
     @property
     def note(self) -> str | None:
@@ -73,12 +78,19 @@ class Fit:
     def to_dict(self) -> dict[str, Any]:
         """What the report holds."""
         misfits = [misfit._asdict() for misfit in self.misfits]
-        return {"checked": self.checked, "unchecked": self.unchecked, "note": self.note, "misfits": misfits}
+        return {
+            "checked": self.checked,
+            "unchecked": self.unchecked,
+            "note": self.note,
+            "misfits": misfits,
+            "is_cut_short": self.is_cut_short,
+        }
 
     def summary(self, subject: str) -> str:
         """One line with the first three."""
         said = "; ".join(f'"{name}": found {found}, needed {needed}' for name, found, needed in self.misfits[:3])
-        more = f"; and {len(self.misfits) - 3} more" if len(self.misfits) > 3 else ""
+        over = "over " * self.is_cut_short
+        more = f"; and {over}{len(self.misfits) - 3:,} more" if len(self.misfits) > 3 else ""
         return f"{subject}: does not fit its config: {said}{more}"
 
 
@@ -155,6 +167,18 @@ def _lost_rows(view: ModelView, architecture: Architecture, config: Mapping[str,
     return misfits
 
 
+class _Empty(NamedTuple):
+    """A list of layers, most of which may be empty.
+
+    Attributes:
+        said: How many the config says.
+        others: Indices of those with any tensor.
+    """
+
+    said: int
+    others: list[int]
+
+
 class _Run(NamedTuple):
     """Tensors on disk that go together: per source pattern the positions that are there."""
 
@@ -178,9 +202,11 @@ class _Survey:
     _sources: dict[tuple[object, ...], list[list[Shape]] | None] = field(default_factory=dict)
     _foreign: set[str] = field(default_factory=set)
     _unchecked: int = 0
+    _tensors: int = 0
 
     def of(self, tensors: Mapping[str, TensorEntry]) -> Fit:
         """Everything that does not fit, shapes first."""
+        self._tensors = len(tensors)
         places = self.rules.places(tensors)
         for name, place in places.items():
             if place is None:
@@ -192,11 +218,10 @@ class _Survey:
         prefix = self.architecture.base_prefix
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
-        missing = list(self._missing(is_base))
-        misfits += missing
-        misfits += self._empty_layers({each.name for each in missing})
-        misfits += self._incomplete_runs()
-        return Fit("names and shapes", tuple(misfits), self._unchecked)
+        empty = self._empty_layers()
+        lost = chain(self._wholly_gone(empty), self._missing(is_base, empty), self._incomplete_runs())
+        named = list(islice(lost, _NAMED + 1))
+        return Fit("names and shapes", (*misfits, *named[:_NAMED]), self._unchecked, len(named) > _NAMED)
 
     def _modules_of(self, name: str) -> set[str]:
         """The module of a name that the model does not have, on disk and in the model."""
@@ -280,7 +305,7 @@ class _Survey:
             told = self.expected.shapes.get(pattern, ())
             if len(told) != 1 or None in told[0] or target.count("*") != len(fixed):
                 return None
-            shape = tuple(size for size in told[0] if size is not None)
+            shape = self._clipped(tuple(size for size in told[0] if size is not None), conversion)
             entries.append([TensorEntry(pattern, _BYTE, shape, (Chunk(whole(shape), "", 0, prod(shape)),))])
         try:
             made = convert(conversion.inverse, entries, [None] * len(conversion.sources))
@@ -288,35 +313,67 @@ class _Survey:
             return None
         return [[entry.shape for entry in column] for column in made]
 
+    def _clipped(self, shape: Shape, conversion: Conversion) -> Shape:
+        """The shape, with no more parts of a list than would show that some are missing."""
+        sizes = list(shape)
+        for op in conversion.ops:
+            if op.kind == "merge" and op.dim < len(sizes):
+                sizes[op.dim] = min(sizes[op.dim], self._tensors + 1)
+        return tuple(sizes)
+
     # -- what is missing, and what is too much
 
-    def _missing(self, is_base: bool) -> Iterator[Misfit]:
+    def _missing(self, is_base: bool, empty: Mapping[str, _Empty]) -> Iterator[Misfit]:
+        """Tensors that must be there, of layers of which something is."""
         tied = {name for pair in self.architecture.ties for spelling in pair.spellings for name in spelling}
         prefix = f"{self.architecture.base_prefix}."
         for pattern in sorted(self.expected.required):
             if is_base and not pattern.startswith(prefix):
                 continue
             there = self._there.get(pattern, set())
-            for indices in self.expected.indices(pattern):
-                if indices in there or (pattern, indices[:-1]) in self._filled:
-                    continue
-                name = fill(pattern, indices)
-                if name in tied or self._has_other_form(name):
-                    continue
-                yield Misfit(name, "no such tensor", self._shape_said(pattern))
+            for indices in self._indices(pattern, empty):
+                name = fill(pattern, indices) if indices not in there else ""
+                if name and name not in tied and not self._has_other_form(name):
+                    yield Misfit(name, "no such tensor", self._shape_said(pattern))
 
-    def _empty_layers(self, missing: Collection[str]) -> Iterator[Misfit]:
-        """Layers without any tensor, in lists of which none is required by name, as each layer has others."""
+    def _indices(self, pattern: str, empty: Mapping[str, _Empty]) -> Iterator[tuple[int, ...]]:
+        """What the stars of a required pattern stand for, without empty layers and lists that one tensor holds."""
+        paths = paths_of(pattern)
+        if not paths:
+            yield ()
+            return
+        counts = [self.expected.counts[path] for path in paths]
+        first = empty[paths[0]].others if paths[0] in empty else range(counts[0])
+        if 0 in counts:
+            return
+        for lead in product(first, *map(range, counts[1:-1])) if len(counts) > 1 else ((),):
+            if (pattern, lead) not in self._filled:
+                yield from ((*lead, last) for last in (range(counts[-1]) if len(counts) > 1 else first))
+
+    def _empty_layers(self) -> dict[str, _Empty]:
+        """For each list of layers whose number the config says: which have no tensor at all, and which have some."""
         counts = {path: self.expected.counts[path] for path in self.expected.stated}
         if says_layers(self.architecture, self.config):
             counts |= {stack.path: stack.count for stack in self.architecture.stacks(self.config)}
-        for path in sorted(counts):
-            lead = f"{path}.*."
-            found = {str(index) for each in self._there if each.startswith(lead) for index, *_ in self._there[each]}
-            found |= {name[len(path) + 1 :].partition(".")[0] for name in missing if name.startswith(f"{path}.")}
-            for at in range(counts[path]):
-                if str(at) not in found:
-                    yield Misfit(f"{path}.{at}", "nothing", f"one of the {counts[path]} layers that config.json says")
+        found = {}
+        for path, count in counts.items():
+            lead = f"{path}."
+            if any(each.startswith(lead) and not fixed for each, fixed in self._filled):
+                continue  # one tensor on disk holds all layers
+            there = {
+                indices[0] for each, known in self._there.items() if each.startswith(f"{lead}*.") for indices in known
+            }
+            modules = (module[len(lead) :].partition(".")[0] for module in self._foreign if module.startswith(lead))
+            there |= {int(index) for index in modules if index.isdecimal()}
+            found[path] = _Empty(count, sorted(index for index in there if index < count))
+        return found
+
+    def _wholly_gone(self, empty: Mapping[str, _Empty]) -> Iterator[Misfit]:
+        for path, layers in sorted(empty.items()):
+            others = set(layers.others)
+            for index in range(layers.said):
+                if index not in others:
+                    yield Misfit(f"{path}.{index}", "nothing", f"one of the {layers.said} layers that config.json says")
 
     def _has_other_form(self, name: str) -> bool:
         """Whether the module holds tensors that the model does not have, as a quantized one does."""
@@ -336,12 +393,12 @@ class _Survey:
             for at, source in enumerate(conversion.sources):
                 count = 1 + max(map(max, filter(None, positions))) if parts is None else len(parts[at])
                 needed = f"{count} of its kind by config.json"
-                for position in sorted(positions[at] ^ set(range(count))):
+                for position in range(count) if len(positions[at]) < count else ():
                     name = named(source, fixed, position)
-                    if position >= count:
-                        yield Misfit(name, "one more", needed)
-                    elif not self._has_other_form(name):
+                    if position not in positions[at] and not self._has_other_form(name):
                         yield Misfit(name, "no such tensor", needed)
+                for position in sorted(each for each in positions[at] if each >= count):
+                    yield Misfit(named(source, fixed, position), "one more", needed)
 
     def _behind_the_last(self, places: Mapping[str, Place | str | None]) -> dict[str, tuple[str, int]]:
         """Tensors of layers behind the last one that the config says: name -> list of layers, and the index in it."""

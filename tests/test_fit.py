@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,30 @@ def test_half_an_embedding_of_any_popular_class_is_found(name: str) -> None:
     tables = (each for each, shape in shapes.items() if len(shape) == 2 and ("embed" in each or "wte" in each))
     table = next(each for each in tables if "vision" not in each)
     assert fit(config, {**shapes, table: (shapes[table][0] // 2, *shapes[table][1:])}).misfits
+
+
+LAYERS, MILLION = {"num_hidden_layers": 65_536}, {"num_experts": 1 << 20}
+HOSTILE = list(product((LAYERS, MILLION, LAYERS | MILLION), (None, 4, 65_535, 999_999_999)))
+
+
+@pytest.mark.parametrize(("counts", "index"), HOSTILE)
+@pytest.mark.parametrize("form", ["apart", "fused", "none"])
+def test_whatever_counts_a_config_has_no_more_is_looked_for_than_is_named(
+    counts: dict[str, int], index: int | None, form: str
+) -> None:
+    """A million experts in each of 65,536 layers are found missing without being counted through."""
+    shapes = published_experts()
+    if form != "apart":
+        shapes = {name: shape for name, shape in shapes.items() if "experts" not in name}
+    if form == "fused":
+        shapes["model.layers.0.mlp.experts.gate_up_proj"] = (4, 48, 16)
+    if index is not None:
+        shapes[f"model.layers.0.mlp.experts.{index}.up_proj.weight"] = (24, 16)
+        shapes[f"model.layers.{index}.input_layernorm.weight"] = (16,)
+    found = fit({**EXPERTS, **counts}, shapes)
+    assert 0 < len(found.misfits) < 1100
+    if "num_hidden_layers" in counts:
+        assert found.is_cut_short and "; and over " in found.summary("x")
 
 
 # Lists of which the number does not follow from the config: towers of Gemma 4, a projector of two linear layers.

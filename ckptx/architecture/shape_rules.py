@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, NamedTuple
 
 from ckptx.architecture.configs import refusal
@@ -69,12 +68,6 @@ class Expected(NamedTuple):
     counts: Mapping[str, int]
     required: frozenset[str]
     stated: frozenset[str]
-
-    def indices(self, pattern: str) -> list[tuple[int, ...]]:
-        """What the stars of a required pattern stand for."""
-        parts = pattern.split(".")
-        paths = [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
-        return list(product(*(range(self.counts[path]) for path in paths)))
 
 
 @dataclass(frozen=True, slots=True)
