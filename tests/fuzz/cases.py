@@ -48,7 +48,7 @@ COMMANDS = {
         "convert dcp2hf SRC DST --max-shard-size 1KB",
     ],
 }
-DCP = ("dcp", "written", "cut", "sharded")
+DCP = ("dcp", "written", "cut", "sharded", "experts-cut")
 
 
 @dataclass(frozen=True, slots=True)

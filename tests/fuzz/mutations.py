@@ -183,12 +183,12 @@ def mutate_header(random: Random, data: bytes) -> bytes:
         return random.choice(NUMBERS[:-2]).to_bytes(9, "little", signed=True)[:8] + data[8:]
     if what == 1:
         return data[:8] + raw + random.choice((body[:-1], body + b"\0", b"", body * 2))
-    if what == 2 and b"saved_offsets" in raw:
-        rows = json.loads(raw)
+    try:
+        rows = json.loads(raw) if what == 2 else {}
         info = rows["__metadata__"]["DCP_SHARDING_INFO"]
         rows["__metadata__"]["DCP_SHARDING_INFO"] = mutate_json(random, info.encode()).decode("utf-8", "replace")
         raw = json.dumps(rows).encode()
-    else:
+    except Exception:  # there is none, or nothing to read any more
         raw = mutate_json(random, raw)
     return len(raw).to_bytes(8, "little") + raw + body
 

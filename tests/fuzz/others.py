@@ -156,8 +156,8 @@ def _difference(before: Tensors, after: Tensors) -> str | None:
 
     In a small checkpoint of random numbers a tensor is known by what is in it, whatever it is called.
     """
-    old = {_plain(name): _contents(tensor) for name, tensor in before.items()}
-    new = {_plain(name): _contents(tensor) for name, tensor in after.items()}
+    old = {_plain(name): _contents(tensor) for name, tensor in _experts_apart(before).items()}
+    new = {_plain(name): _contents(tensor) for name, tensor in _experts_apart(after).items()}
     for name, contents in new.items():
         if contents != old.get(name, contents):
             return f"{name[:80]}: {contents[:2]}, of {old[name][:2]}" + " with other bytes" * (
@@ -169,6 +169,21 @@ def _difference(before: Tensors, after: Tensors) -> str | None:
         if contents not in new.values():
             return f"{name[:80]}: is in no tensor of the output"
     return None
+
+
+def _experts_apart(tensors: Tensors) -> Tensors:
+    """Each expert under a name of its own, as they are published; transformers' model has them in two tensors."""
+    found = {}
+    for name, tensor in tensors.items():
+        lead, _, kind = name.rpartition(".")
+        if not lead.endswith(".experts") or kind not in ("gate_up_proj", "down_proj") or tensor.ndim != 3:
+            found[name] = tensor
+            continue
+        for index, expert in enumerate(tensor):
+            parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            found |= {f"{lead}.{index}.{each}.weight": part for each, part in zip(kinds, parts, strict=True)}
+    return found
 
 
 def _plain(name: str) -> str:

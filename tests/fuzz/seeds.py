@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ckptx
 from ckptx.catalog.region import Region
-from tests.writers import LLAMA, Value, llama, tree_bytes, write_dcp, write_hf
+from tests.writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
 
 Files = dict[str, bytes]
 
@@ -24,8 +24,31 @@ CONFIG = {
 }
 
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16", "vocab_size": 16,
+    "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4,
+    "num_experts": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def experts() -> dict[str, Value]:
+    """The tensors of a Qwen3-MoE with every expert apart, as it is published."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (16, 8), "lm_head.weight": (16, 8)}
+    shapes["model.norm.weight"] = (8,)
+    for at in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{at}.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"}
+        shapes |= {f"{at}.self_attn.{name}_norm.weight": (4,) for name in "qk"}
+        shapes[f"{at}.mlp.gate.weight"] = (2, 8)
+        for expert in range(2):
+            shapes |= {f"{at}.mlp.experts.{expert}.{name}_proj.weight": (12, 8) for name in ("gate", "up")}
+            shapes[f"{at}.mlp.experts.{expert}.down_proj.weight"] = (8, 12)
+    return {name: value("BF16", *shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
 def seeds() -> dict[str, Files]:
-    """The files of each kind of checkpoint, of one small Llama."""
+    """The files of each kind of checkpoint, of one small Llama and one small mixture of experts."""
     tensors = llama()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
@@ -38,6 +61,8 @@ def seeds() -> dict[str, Files]:
         ckptx.convert("hf2dcp", indexed, root / "written")
         ckptx.reshard(single, root / "cut", tp=2, pp=2, dp_shard=2, to="dcp")
         ckptx.reshard(single, root / "sharded", tp=2, pp=2, to="safetensors")
+        moe = write_hf(root / "experts", experts(), config=EXPERTS)
+        ckptx.reshard(moe, root / "experts-cut", tp=2, to="dcp")
         (root / "bin").mkdir()
         (root / "bin" / "config.json").write_bytes((single / "config.json").read_bytes())
         (root / "bin" / "pytorch_model.bin").write_bytes(torch_file(tensors))
@@ -49,7 +74,7 @@ def seeds() -> dict[str, Files]:
     return found
 
 
-_OURS = ("written", "cut", "sharded", "bin")
+_OURS = ("written", "cut", "sharded", "bin", "experts", "experts-cut")
 _STORAGES = {"BF16": "BFloat16Storage", "F32": "FloatStorage"}
 
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptx
 from tests.fuzz.cases import Case
 from tests.fuzz.mutations import mutate_bytes, mutate_header, mutate_json, mutate_pickle, mutate_zip
 from tests.fuzz.others import Others
 from tests.fuzz.sandbox import Outcome, fault_of
-from tests.fuzz.seeds import torch_file
+from tests.fuzz.seeds import EXPERTS, experts, torch_file
 from tests.writers import llama, safetensors_bytes, write_dcp, write_hf
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -70,6 +71,22 @@ def test_others_find_what_is_changed_lost_new_or_cast_wrongly(tmp_path: Path) ->
         assert (others.judged, others.unread) == (2 * len(outputs), 1)
     finally:
         others.close()
+
+
+def test_others_know_experts_apart_and_fused(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "source", experts(), config=EXPERTS)
+    swapped = experts()
+    first, second = (f"model.layers.0.mlp.experts.{index}.up_proj.weight" for index in range(2))
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    other = write_hf(tmp_path / "other", swapped, config=EXPERTS)
+    judges = Others()
+    try:
+        for name, root in (("same", source), ("swapped", other)):
+            ckptx.reshard(root, tmp_path / name, tp=2, to="safetensors")
+            found = judges.difference(str(source), str(tmp_path / name), None)
+            assert (found is None) == (name == "same"), found
+    finally:
+        judges.close()
 
 
 @pytest.mark.parametrize(
