@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args
 
 from ckptx.errors import UsageError
 from ckptx.untrusted.limits import MEMORY_BYTES, RANKS, WORKERS
@@ -16,17 +18,20 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for infix, base in (("", 1000), ("i", 1024))
 }
+Dtype = Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
+Tied = Literal["auto", "alias", "copy", "drop"]
+Names = Literal["disk", "model", "torchtitan"]
+Optimizer = Literal["keep", "drop"]
+To = Literal["dcp", "safetensors"]
+Index = Literal["auto", "always"]
 _WORDS = {
-    "tied": ("auto", "alias", "copy", "drop"),
-    "names": ("disk", "model", "torchtitan"),
-    "optimizer": ("keep", "drop"),
-    "to": ("dcp", "safetensors"),
-    "index": ("auto", "always"),
+    "tied": get_args(Tied),
+    "names": get_args(Names),
+    "optimizer": get_args(Optimizer),
+    "to": get_args(To),
+    "index": get_args(Index),
 }
-_DTYPES = {
-    "auto": "auto", "base": "base",
-    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32",
-}  # fmt: skip
+_DTYPES = {name: name.replace("bfloat", "bf").replace("float", "fp") for name in get_args(Dtype)}
 
 
 def parse_size(text: str | int, option: str) -> int:
@@ -58,6 +63,37 @@ _MEANINGLESS = {
     "dcp2hf": ("files", "to", "tp", "pp", "dp_shard", "pp_split", "tp_plan"),
     "reshard": ("max_shard_size", "index"),
 }
+
+
+class ConvertArguments(TypedDict, total=False):
+    """What `convert` and `reshard` take by name, see `ConvertOptions`; None is not given. Sizes may be texts: "5GB"."""
+
+    dtype: Dtype | None
+    names: Names | None
+    prefix: str | None
+    tied: Tied | None
+    tie_missing: bool | None
+    allow_misfit: bool | None
+    optimizer: Optimizer | None
+    to: To | None
+    tp: int | None
+    pp: int | None
+    dp_shard: int | None
+    pp_split: str | None
+    tp_plan: str | Path | None
+    files: int | None
+    max_shard_size: int | str | None
+    index: Index | None
+    base: str | Path | None
+    workers: int | None
+    max_memory: int | str | None
+    dry_run: bool | None
+    overwrite: bool | None
+    resume: bool | None
+    trust_remote_code: bool | None
+    revision: str | None
+    token: str | None
+    cache_dir: str | Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +150,7 @@ class ConvertOptions:
     cache_dir: str | None = None
 
     @classmethod
-    def parse(cls, command: str, options: dict[str, Any]) -> ConvertOptions:
+    def parse(cls, command: str, options: Mapping[str, Any]) -> ConvertOptions:
         """Checks options as the command line or a caller gives them.
 
         Args:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptx.errors import UsageError
-from ckptx.options import ConvertOptions, default_workers, parse_size
+from ckptx.options import ConvertArguments, ConvertOptions, default_workers, parse_size
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,36 @@ def test_spellings_of_a_dtype() -> None:
 def test_what_is_refused(direction: str, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         ConvertOptions.parse(direction, options)
+
+
+def test_what_the_functions_take_is_what_the_options_are() -> None:
+    assert set(ConvertArguments.__annotations__) == set(ConvertOptions.__dataclass_fields__) - {"max_shard_size_given"}
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
+    """A misspelled name, a word that is none, a value of another type: each is found before anything runs."""
+    lines = [
+        'ckptx.convert("hf2dcp", "a", "b", dtype="bf16", workers=2, max_shard_size="5GB", base=None)',
+        'ckptx.reshard("a", Path("b"), tp=4, pp=2, to="dcp", tp_plan=Path("plan.json"))',
+        'ckptx.convert("hf2dcp", "a", "b", dtyp="bf16")',
+        'ckptx.convert("hf2dcp", "a", "b", dtype="int4")',
+        'ckptx.reshard("a", "b", tp="4")',
+    ]
+    (tmp_path / "use.py").write_text("\n".join(["from pathlib import Path", "import ckptx", *lines]) + "\n")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file",
+            "pyproject.toml",
+            "--cache-dir",
+            tmp_path / "cache",
+            tmp_path / "use.py",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    found = [line.split(":")[1] for line in done.stdout.splitlines() if "error" in line and "use.py" in line]
+    assert found == ["5", "6", "7"], done.stdout + done.stderr

@@ -8,7 +8,7 @@ in what is left behind (HF holds no optimizer state).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckptx.conversion.config import home_beside, home_of
 from ckptx.conversion.run import Conversion, Progress
@@ -16,8 +16,11 @@ from ckptx.conversion.start import started
 from ckptx.conversion.to_dcp import to_dcp
 from ckptx.conversion.to_huggingface import to_huggingface
 from ckptx.errors import UsageError
-from ckptx.options import ConvertOptions
+from ckptx.options import ConvertArguments, ConvertOptions
 from ckptx.report.report import Report
+
+if TYPE_CHECKING:  # Python 3.10 has it there alone
+    from typing_extensions import Unpack
 
 
 def convert(
@@ -27,7 +30,7 @@ def convert(
     *,
     on_progress: Progress = lambda done, total: None,
     report: Report | None = None,
-    **options: Any,
+    **options: Unpack[ConvertArguments],
 ) -> Report:
     """Converts a checkpoint.
 
@@ -37,7 +40,7 @@ def convert(
         dst: The directory to write; absent or empty unless `overwrite`.
         on_progress: Called now and then with bytes written and bytes in all.
         report: Filled while working, so that a caller has it even when an error is raised.
-        **options: The options of the command line, see `ConvertOptions`.
+        **options: The options of the command line, see `ConvertArguments`.
 
     Returns:
         The report that `--json` prints.

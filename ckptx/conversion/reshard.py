@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckptx.conversion.config import home_of
 from ckptx.conversion.run import Conversion, Progress
 from ckptx.conversion.start import started
 from ckptx.conversion.to_dcp import to_dcp
 from ckptx.conversion.to_sharded import to_sharded
-from ckptx.options import ConvertOptions
+from ckptx.options import ConvertArguments, ConvertOptions
 from ckptx.report.report import Report
+
+if TYPE_CHECKING:  # Python 3.10 has it there alone
+    from typing_extensions import Unpack
 
 
 def reshard(
@@ -20,7 +23,7 @@ def reshard(
     *,
     on_progress: Progress = lambda done, total: None,
     report: Report | None = None,
-    **options: Any,
+    **options: Unpack[ConvertArguments],
 ) -> Report:
     """Cuts a checkpoint for a mesh of TP x PP x FSDP, so that rank r reads its own files.
 
@@ -29,7 +32,7 @@ def reshard(
         dst: The directory to write; absent or empty unless `overwrite`.
         on_progress: Called now and then with bytes written and bytes in all.
         report: Filled while working, so that a caller has it even when an error is raised.
-        **options: The options of the command line, see `ConvertOptions`.
+        **options: The options of the command line, see `ConvertArguments`.
 
     Returns:
         The report that `--json` prints.
