@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.slow import slow_but
 
 from tests.writers import LLAMA, llama, write_dcp, write_hf
 
@@ -85,7 +86,7 @@ def test_the_blocker_blocks(bare: Bare) -> None:
     assert bare.python("-c", "import numpy, xxhash, isal, click, tqdm, huggingface_hub").returncode == 0
 
 
-@pytest.mark.parametrize("source", ["hf", "dcp"])
+@pytest.mark.parametrize("source", slow_but(("hf", "dcp"), ("hf",)))
 def test_known_classes_need_no_extra(bare: Bare, here: Path, tmp_path: Path, source: str) -> None:
     src, out = here / source, tmp_path
     other = here / {"hf": "dcp", "dcp": "hf"}[source]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow import slow_but
 
 import ckptx
 from ckptx.errors import InputError
@@ -41,7 +42,7 @@ FORMS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("keeps_manifest", [False, True])
+@pytest.mark.parametrize("keeps_manifest", slow_but((False, True), (False,)))
 @pytest.mark.parametrize(("form", "other"), itertools.permutations(FORMS, 2))
 def test_the_config_of_one_side_does_for_both(
     tmp_path: Path, form: str, other: str, keeps_manifest: bool, is_tied: bool

@@ -14,7 +14,7 @@ from ckptx.wording import counted
 ROOT = Path(ckptx.__file__).parent
 ROOMS = (
     "cli", "conversion", "report", "layout", "mapping", "counting.py", "difference.py", "inspection.py", "options.py",
-    "publish.py", "verification",
+    "publishing", "verification",
 )  # fmt: skip
 FILES = [file for room in ROOMS for file in ([ROOT / room] if room.endswith(".py") else (ROOT / room).rglob("*.py"))]
 

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import EVERY, RECIPES, Recipe
+from support.models import EVERY, Recipe
+from support.slow import slow_but
 
 import ckptx
 from ckptx.architecture.infer import infer_class
 from tests.writers import llama, write_dcp, write_hf
 
-SLOW = [pytest.param(name, marks=() if name in RECIPES else pytest.mark.slow) for name in EVERY]
+FAST = ("llama-tied", "gpt2", "mixtral", "t5", "gemma3-vlm", "qwen3-moe", "bert-pretraining", "whisper")
+SLOW = slow_but(EVERY, FAST)
 # Classes whose tensors are those of another class of the model type, name by name: what is taken for them.
 SAME_NAMES = {"MistralForTokenClassification": "MistralForSequenceClassification"}
 LLAMA = {

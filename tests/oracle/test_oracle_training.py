@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from support import models, training
 from support.models import Recipe, assert_same_outputs, load, outputs, read_file, read_hf, tokens, write
 from support.pool import GlooPool
+from support.slow import slow_but
 from support.stock import assert_same_tensors, metadata, raw
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -106,7 +107,7 @@ def test_every_layout_on_every_mesh(
         ("two-directories", None, ("state.", "param_groups.")),
     ],
 )
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", slow_but((1, 2), (2,)))
 def test_prefix_is_found_and_optimizer_state_is_counted(
     pool: GlooPool, hf: Path, tmp_path: Path, layout: str, prefix: str | None, roots: tuple[str, ...], threads: int
 ) -> None:

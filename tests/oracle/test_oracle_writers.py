@@ -78,7 +78,7 @@ def test_state_dict_of_the_model_becomes_a_checkpoint_that_loads(recipe: str, tm
         assert_same_outputs(outputs(load(tmp_path / f"out{i}"), EVERY[recipe].inputs()), expected)
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", slow_but((*RECIPES, *WIDE), FAST))
 def test_names_of_modules_are_known(recipe: str, tmp_path: Path) -> None:
     write(EVERY[recipe], tmp_path / "hf")
     saved = save({f"model.{name}": t for name, t in load(tmp_path / "hf").state_dict().items()}, tmp_path / "dcp")

@@ -226,6 +226,7 @@ def compiled_run(mode: str, backend: str) -> tuple[list[float], Gradients]:
     return train(model, EVERY["mixtral"])
 
 
+@pytest.mark.slow
 def test_compiled_layers_ask_the_policy_and_compute_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,7 +37,7 @@ OTHERS = (
     "llama-biased", "deepseek-v3", "granite", "olmo2", "cohere", "glm4", "starcoder2", "qwen2-moe", "glm4-moe",
     "gpt-oss",
 )  # fmt: skip
-FAST = ("llama-tied", "gemma3-vlm", "gemma4-moe", "gemma4-shared-kv", "phi3", "qwen3-moe")
+FAST = ("llama-tied", "gemma4-moe", "phi3", "qwen3-moe")
 NO_SEQUENCE = {"Qwen3VLForConditionalGeneration"}
 
 sequence_parallel = partial(worker.outcome, sequence_parallel=True)
