@@ -30,8 +30,8 @@ from ckptx.view import ModelView, dialect_rules, rules_of
 
 _BYTE = BY_NAME["U8"]
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)$")
-# A layer behind the last one with any of these predicts further tokens.
 _NAMED = 1000  # of what is missing
+# A layer behind the last one with any of these predicts further tokens.
 _PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens)\.")
 
 

@@ -6,14 +6,20 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from ckptx.catalog.dtype import BY_TORCH, DType
+from ckptx.catalog.region import Region
 from ckptx.cli import main as main_module
+from ckptx.formats.dcp.metadata import TensorMetadata, parse_metadata
+from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.torch_archive.archive import archive_length
 from ckptx.untrusted.limits import DIMS, shape_fault
-from tests.writers import INDEX, LLAMA, framed, llama, write_hf
+from tests.writers import INDEX, LLAMA, framed, llama, write_dcp, write_hf
 
 CONFIG = {
     **LLAMA, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -154,9 +160,13 @@ def test_layers_with_long_numbers(digits: int, tmp_path: Path, run: Run) -> None
         assert run(*words)[0] in (0, 3, 4)
 
 
-@pytest.mark.parametrize(
-    "shape", [[0, 1 << 64], [1 << 63], [1 << 40, 1 << 40, 0], [1] * (DIMS + 1), [0] * 1000, [10**4000], [10**4000] * 3]
-)
+NO_SHAPES = [
+    [0, 1 << 64], [1 << 63], [1 << 62], [1 << 59], [1 << 40, 1 << 40, 0], [1] * (DIMS + 1), [0] * 1000, [10**4000],
+    [10**4000] * 3,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", NO_SHAPES)
 def test_shapes_in_a_header(shape: list[int], tmp_path: Path, run: Run) -> None:
     count = 1 if 0 not in shape and max(shape) == 1 else 0
     rows = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * count]}}
@@ -166,6 +176,30 @@ def test_shapes_in_a_header(shape: list[int], tmp_path: Path, run: Run) -> None:
     assert shape_fault(shape) is not None
 
 
-@pytest.mark.parametrize("shape", [[], [0], [1 << 62], [0, (1 << 63) - 1], [1] * DIMS, [3, 0, 5]])
+@pytest.mark.parametrize("shape", [[], [0], [1 << 58], [0, (1 << 63) - 1], [1] * DIMS, [3, 0, 5]])
 def test_shapes_that_torch_has_pass(shape: list[int]) -> None:
     assert shape_fault(shape) is None
+
+
+@pytest.mark.parametrize("dtype", BY_TORCH.values(), ids=BY_TORCH)
+@pytest.mark.parametrize("shape", [((1 << 59) - 1,), (1 << 58,), (1 << 29, 1 << 29), (3, 1 << 57), (0, (1 << 63) - 1)])
+def test_no_count_of_bytes_overflows(dtype: DType, shape: tuple[int, ...]) -> None:
+    """Of the largest shapes that pass, in every dtype: an archive has a length."""
+    assert shape_fault(shape) is None
+    assert archive_length(dtype, shape) < 1 << 64
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64", "complex128"])
+@pytest.mark.parametrize("size", [1 << 40, 1 << 58, (1 << 59) - 1, 1 << 59, 1 << 60, 1 << 61, 1 << 62, (1 << 63) - 1])
+def test_shapes_in_a_metadata(dtype: str, size: int, tmp_path: Path, run: Run) -> None:
+    """A tensor whose `.metadata` says it is larger than its file: refused at the latest when its bytes are read."""
+    root, out = write_dcp(tmp_path / "dcp", llama(), config=CONFIG), tmp_path / "out"
+    metadata = parse_metadata((root / ".metadata").read_bytes(), "x")
+    claimed = TensorMetadata(dtype, (size,), (Region((0,), (size,)),))
+    tensors = {**metadata.tensors, "model.norm.weight": claimed}
+    (root / ".metadata").write_bytes(emit_metadata(replace(metadata, tensors=tensors)))
+    for words in (["convert", "dcp2hf", root, out], ["reshard", root, out, "--tp", 2]):
+        for base in ([], ["--base", "none"]):
+            code, said = run(*words, *base)
+            assert code in (3, 4), said
+            assert not out.exists()

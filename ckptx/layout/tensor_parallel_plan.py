@@ -13,7 +13,6 @@ The same plan that shards modules cuts files. What a style does to a tensor foll
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,9 +20,7 @@ from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.placement import Placement, companion, is_aligned
 from ckptx.layout.styles import STYLES, Kind
-
-# A component of digits alone.
-_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+from ckptx.untrusted.limits import INDEX
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +252,7 @@ def _because(what: str, rule: Rule) -> str:
 
 def _starred(path: str) -> str:
     """The path with every index as `*`."""
-    return _INDEX.sub("*", path)
+    return INDEX.sub("*", path)
 
 
 def _stands_for(pattern: str, path: str) -> bool:

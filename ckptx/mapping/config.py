@@ -85,7 +85,8 @@ def edited_config(config: dict[str, Any], edits: list[dict[str, Any]]) -> bytes:
         place = config
         for parent in parents:
             place = place.setdefault(parent, {})
-        place[key] = edit["after"]
         if edit["after"] is None:
-            del place[key]
+            place.pop(key, None)
+        else:
+            place[key] = edit["after"]
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

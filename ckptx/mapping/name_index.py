@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckptx.mapping.names import pattern_of
-
-_INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
+from ckptx.untrusted.limits import INDEX
 
 
 class Fit(NamedTuple):
@@ -76,7 +75,7 @@ class NameIndex:
 
 def indices_of(name: str) -> tuple[int, ...]:
     """The indices in a name, left to right."""
-    return tuple([int(index) for index in _INDEX.findall(name)])
+    return tuple([int(index) for index in INDEX.findall(name)])
 
 
 def fill(pattern: str, indices: Sequence[int]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from ckptx.errors import InputError
+from ckptx.untrusted.limits import INDEX
 
 # What torch leaves in the names of parameters it wraps; meaningless outside of the run that wrapped them.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
@@ -23,10 +23,6 @@ _TRAINER_ROOTS = frozenset(
 )  # fmt: skip
 # Roots that hold both: `state.model.*`, `state.optimizers.*`; `app.model.*`, `app.optim.*`.
 _CONTAINER_ROOTS = frozenset({"state", "app", "checkpoint", "training"})
-
-
-# A component of digits alone: nothing but a dot, or an end, on either side.
-_INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
 
 
 class Unwrapped(NamedTuple):
@@ -166,4 +162,4 @@ def pattern_of(name: str) -> str:
     Example:
         model.layers.31.mlp.up_proj.weight -> model.layers.*.mlp.up_proj.weight
     """
-    return _INDEX.sub("*", name)
+    return INDEX.sub("*", name)

@@ -71,10 +71,7 @@ class Rendezvous:
             raise
         try:
             self._take_lock(self._place)
-            self._lock = self._held.create(f"rank-{rank}", keep=True)
-            # What an earlier rank signed is gone before this one seems to be alive.
-            os.ftruncate(self._lock, 0)
-            self._take_lock(self._lock)
+            self._lock = self._signed_by_nobody()
         except BaseException:
             os.close(self._place)
             self._remove_if_bare()
@@ -125,6 +122,17 @@ class Rendezvous:
                     f"{self._root}: rank {self.rank} is running already; wait for that run or stop it"
                 )
             time.sleep(_POLL)
+
+    def _signed_by_nobody(self) -> int:
+        """The file that says that this rank lives; what an earlier rank signed in it is gone before it is locked."""
+        lock = self._held.create(f"rank-{self.rank}", keep=True)
+        try:
+            os.ftruncate(lock, 0)
+            self._take_lock(lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
 
     def _open(self) -> str:
         """Clears away what an earlier meeting left, and opens this one."""

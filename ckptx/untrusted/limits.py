@@ -5,6 +5,9 @@ Each limit lies far above what real checkpoints have, and low enough that reachi
 
 from __future__ import annotations
 
+import re
+from math import prod
+
 # Bytes of small files, which are read whole. A DCP of a thousand ranks has a `.metadata` of some 200 MB.
 CONFIG_BYTES = 64 << 20
 INDEX_BYTES = 256 << 20
@@ -19,6 +22,8 @@ JSON_BITS = 320  # of a number; some tokenizers write 1e30 for "no limit"
 # Torch allows 64 dims, and counts elements and strides in 63 bits.
 DIMS = 64
 ELEMENT_BITS = 63
+# The largest elements have 16 bytes, and positions in a file 63 bits.
+STORED_BITS = 59
 
 NAME_LENGTH = 4000  # characters; Python reads no number of more than 4,300 digits, and a name may be all digits
 TENSORS = 1 << 20  # of one file or one `.metadata`
@@ -26,6 +31,8 @@ RANKS = 1 << 16
 WORKERS = 1 << 10
 MEMORY_BYTES = 1 << 50
 LAYERS = 1 << 16
+# An index in a name: a component of digits alone, nothing but a dot, or an end, on either side.
+INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
 
 
 def shape_fault(shape: tuple[int, ...] | list[int]) -> str | None:
@@ -50,4 +57,6 @@ def shape_fault(shape: tuple[int, ...] | list[int]) -> str | None:
         total *= size or 1
     if total.bit_length() > ELEMENT_BITS:
         return f"more than 2**{ELEMENT_BITS} elements"
+    if prod(shape).bit_length() > STORED_BITS:
+        return f"more than 2**{STORED_BITS} elements, whose bytes no file can hold"
     return None

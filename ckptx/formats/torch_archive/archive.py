@@ -100,14 +100,11 @@ _CONSTANTS = (
 )
 _VERSION = (b"archive/version", b"3\n")
 _VERSION_CRC = zlib.crc32(_VERSION[1])
-_MOST_BYTES = 1 << 62  # of a file: positions in it have 63 bits
 
 
 @lru_cache(maxsize=4096)  # Some 3 KiB each; a checkpoint has a few dozen pairs of dtype and shape.
 def _frame(dtype: DType, shape: Shape) -> _Frame:
     nbytes = prod(shape) * dtype.itemsize
-    if nbytes >= _MOST_BYTES:
-        raise UnsupportedError(f"a tensor of {dtype} {list(shape)} has {nbytes} bytes, more than a file can hold")
     central: list[bytes] = []
     head = b""
     mixed = 0
