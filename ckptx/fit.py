@@ -7,7 +7,7 @@ other model to whoever only moves bytes. Names that the model does not have are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice, product
 from math import prod
@@ -26,6 +26,7 @@ from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.places import Place, named
 from ckptx.mapping.rules import NameRules
+from ckptx.untrusted.limits import INDEX
 from ckptx.view import ModelView, dialect_rules, rules_of
 
 _BYTE = BY_NAME["U8"]
@@ -142,15 +143,18 @@ def _modern(found: re.Match[str]) -> str:
 def _layers_alone(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> Fit:
     """The number of layers and the rows of embeddings, for a class of which no shapes are known."""
     misfits = _lost_rows(view, architecture, config)
-    seen = bool(misfits)
-    for stack in architecture.stacks(config) if says_layers(architecture, config) else ():
-        lead = f"{stack.path}."
-        names = (name[len(lead) :] for name in view.tensors if name.startswith(lead))
-        found = {int(index) for name in names if (index := name.partition(".")[0]).isdecimal()}
-        seen = seen or bool(found)
-        needed = f"one of the {stack.count} layers that config.json says"
-        misfits += [Misfit(f"{lead}{at}", "nothing", needed) for at in range(stack.count) if found and at not in found]
-    return Fit("layers" if seen else "nothing", tuple(misfits))
+    stacks = architecture.stacks(config) if says_layers(architecture, config) else ()
+    found = {stack: below for stack in stacks if (below := _layers_below(stack.path, view.tensors))}
+    lost = list(islice(_wholly_gone({s.path: _Empty.of(s.count, below) for s, below in found.items()}), _NAMED + 1))
+    checked = "layers" if misfits or found else "nothing"
+    return Fit(checked, (*misfits, *lost[:_NAMED]), is_cut_short=len(lost) > _NAMED)
+
+
+def _layers_below(path: str, names: Iterable[str]) -> set[int]:
+    """The layers of a list that have a name among these."""
+    lead = f"{path}."
+    heads = (name[len(lead) :].partition(".")[0] for name in names if name.startswith(lead))
+    return {int(head) for head in heads if INDEX.fullmatch(head)}
 
 
 def _lost_rows(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> list[Misfit]:
@@ -177,6 +181,18 @@ class _Empty(NamedTuple):
 
     said: int
     others: list[int]
+
+    @classmethod
+    def of(cls, said: int, filled: set[int]) -> _Empty:
+        return cls(said, sorted(index for index in filled if index < said))
+
+
+def _wholly_gone(lists: Mapping[str, _Empty]) -> Iterator[Misfit]:
+    for path, layers in sorted(lists.items()):
+        others = set(layers.others)
+        for index in range(layers.said):
+            if index not in others:
+                yield Misfit(f"{path}.{index}", "nothing", f"one of the {layers.said} layers that config.json says")
 
 
 class _Run(NamedTuple):
@@ -219,7 +235,7 @@ class _Survey:
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
         empty = self._empty_layers()
-        lost = chain(self._wholly_gone(empty), self._missing(is_base, empty), self._incomplete_runs())
+        lost = chain(_wholly_gone(empty), self._missing(is_base, empty), self._incomplete_runs())
         named = list(islice(lost, _NAMED + 1))
         return Fit("names and shapes", (*misfits, *named[:_NAMED]), self._unchecked, len(named) > _NAMED)
 
@@ -363,17 +379,8 @@ class _Survey:
             there = {
                 indices[0] for each, known in self._there.items() if each.startswith(f"{lead}*.") for indices in known
             }
-            modules = (module[len(lead) :].partition(".")[0] for module in self._foreign if module.startswith(lead))
-            there |= {int(index) for index in modules if index.isdecimal()}
-            found[path] = _Empty(count, sorted(index for index in there if index < count))
+            found[path] = _Empty.of(count, there | _layers_below(path, self._foreign))
         return found
-
-    def _wholly_gone(self, empty: Mapping[str, _Empty]) -> Iterator[Misfit]:
-        for path, layers in sorted(empty.items()):
-            others = set(layers.others)
-            for index in range(layers.said):
-                if index not in others:
-                    yield Misfit(f"{path}.{index}", "nothing", f"one of the {layers.said} layers that config.json says")
 
     def _has_other_form(self, name: str) -> bool:
         """Whether the module holds tensors that the model does not have, as a quantized one does."""
