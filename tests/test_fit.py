@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import EVERY, RECIPES
 from support.popular import LANGUAGE, OTHERS, build
+from support.slow import slow_but
 
 import ckptx
 from ckptx.architecture.shape_table import shape_rules
@@ -28,7 +29,7 @@ from ckptx.fit import Fit, fit_of
 from ckptx.view import view_model
 from tests.writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
-EACH = [pytest.param(name, marks=() if name in RECIPES else pytest.mark.slow) for name in EVERY]
+EACH = slow_but(EVERY, RECIPES)
 # Of the others at least three of ten tensors are known. These switch on what was not measured together with the rest:
 # keys and values that layers share, ears, convolutions of a text model behind a tower, heads that do not follow from
 # the width.

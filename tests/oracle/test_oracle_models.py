@@ -24,6 +24,7 @@ from support.models import (
     read_hf,
     write,
 )
+from support.slow import slow_but
 from support.stock import assert_same_tensors, file_bytes, metadata, payload_bytes, raw
 from support.stock import load as stock_load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -55,7 +56,7 @@ class Converted(NamedTuple):
         return set(self.recipe.aliases) - self.names
 
 
-NAMES = [*RECIPES, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)]
+NAMES = slow_but((*RECIPES, *WIDE), RECIPES)
 
 
 @pytest.fixture(scope="module", params=NAMES)

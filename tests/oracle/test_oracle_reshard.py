@@ -23,6 +23,7 @@ from support.reshard import (
     rank_of,
     state_of,
 )
+from support.slow import slow_but
 from support.stock import assert_same_tensors, payload_bytes, raw
 from support.stock import load as stock_load
 
@@ -53,9 +54,7 @@ class Model(NamedTuple):
     encoder_layers: int
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[] if name in MODELS else [pytest.mark.slow]) for name in EVERY]
-)
+@pytest.fixture(scope="module", params=slow_but(EVERY, MODELS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     root = tmp_path_factory.mktemp(request.param)
     yield made(request.param, root / "hf")
@@ -70,9 +69,7 @@ def made(name: str, hf: Path) -> Model:
     return Model(name, recipe, hf, outputs(loaded, recipe.inputs()), state_of(recipe, hf), encoder_layers)
 
 
-on_meshes = pytest.mark.parametrize(
-    ("tp", "pp", "dp"), [*MESHES, *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES)]
-)
+on_meshes = pytest.mark.parametrize(("tp", "pp", "dp"), slow_but((*MESHES, *MORE_MESHES), MESHES))
 
 
 def misplaced(model: Model, held: dict[str, list[Held]], mesh: Mesh) -> list[str]:

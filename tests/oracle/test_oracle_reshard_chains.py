@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
 from support.reshard import deeper, in_dcp, in_shards, layer_of, rank_of, state_of
+from support.slow import slow_but
 from support.stock import assert_same_tensors, file_bytes, raw
 from support.stock import load as stock_load
 
@@ -28,8 +29,7 @@ RECIPES: dict[str, Recipe] = {
     "experts-of-some-layers": deeper("deepseek-v3", 5),
     "conv1d": deeper("gpt2", 4),
 }
-SLOW = ("both-equal", "tied-tower", "experts-of-some-layers", "conv1d")
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECIPES]
+NAMES = slow_but(RECIPES, ["tied", "untied", "tower", "experts"])
 MESHES: tuple[dict[str, int], ...] = ({"tp": 4, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 4})
 # What each step of a chain writes.
 KINDS = {
@@ -62,9 +62,7 @@ def steps_of(hf: Path, root: Path, kinds: tuple[str, ...]) -> list[Path]:
     return made[1:]
 
 
-@pytest.mark.parametrize(
-    "kinds", ["dcp", "both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("safetensors", "other"))]
-)
+@pytest.mark.parametrize("kinds", slow_but(["dcp", "both", "safetensors", "other"], ["dcp", "both"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chain_ends_where_it_began(hf_of: Callable[[str], Path], tmp_path: Path, name: str, kinds: str) -> None:
     hf = hf_of(name)
@@ -78,7 +76,7 @@ def test_a_chain_ends_where_it_began(hf_of: Callable[[str], Path], tmp_path: Pat
             assert (report.exit, report.details["differing"]) == (0, [])
 
 
-@pytest.mark.parametrize("kinds", ["dcp", pytest.param("safetensors", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kinds", slow_but(["dcp", "safetensors"], ["dcp"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chain_without_manifests_ends_in_the_same_tensors(
     hf_of: Callable[[str], Path], tmp_path: Path, name: str, kinds: str
@@ -115,7 +113,7 @@ def load_into_model(recipe: Recipe, root: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", "llava", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3-vlm", "qwen3-moe", "gpt-neox"))],
+    slow_but(["mixtral", "llava", "gemma3-vlm", "qwen3-moe", "gpt-neox"], ["mixtral", "llava"]),
 )
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}])
 def test_names_of_the_model_load_into_it(

@@ -17,6 +17,7 @@ from support.models import EVERY, read_hf, write
 from support.pool import GlooPool
 from support.reshard import Held as Rectangle
 from support.reshard import deeper, in_dcp, in_shards, layer_of, rank_of
+from support.slow import slow_but
 
 import ckptx
 from tests.layout.fake_ranks import Asked, Elements, ask
@@ -139,7 +140,7 @@ def rows_of(local: Elements, dp: int, index: int) -> Indices:
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
-@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MODELS)])
+@pytest.mark.parametrize("name", slow_but((*MODELS, *MORE_MODELS), MODELS))
 def test_a_rank_has_what_transformers_gives_it(
     held_by_transformers: Callable[[str], Held], tmp_path: Path, name: str, to: str, tp: int, dp: int
 ) -> None:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.models import EVERY, assert_same_outputs, load, outputs, read_hf, write
 from support.reshard import deeper, in_dcp, in_shards, rank_of
+from support.slow import slow_but
 from support.stock import assert_same_tensors, file_bytes
 from support.stock import load as stock_load
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -72,16 +73,10 @@ def state_of_training(model: Any, layout: str) -> dict[str, Any]:
     return {"model": weights, "optim": states}
 
 
-@pytest.mark.parametrize(
-    "layout", ["model-optim", *(pytest.param(n, marks=pytest.mark.slow) for n in STATES if n[0] != "m")]
-)
+@pytest.mark.parametrize("layout", slow_but(STATES, ["model-optim"]))
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("mixtral", "gpt2", "llava") else [pytest.mark.slow])
-        for name, recipe in EVERY.items()
-        if not recipe.add
-    ],
+    slow_but([name for name, recipe in EVERY.items() if not recipe.add], ["mixtral", "gpt2", "llava"]),
 )
 def test_a_training_checkpoint_of_any_model(tmp_path: Path, name: str, layout: str) -> None:
     """Cut and merged it holds what the trainer saved; a tied name that had no state shares that of its twin."""
@@ -234,9 +229,7 @@ def test_a_checkpoint_of_nothing_known(tmp_path: Path) -> None:
 # Meshes, files, threads
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "dp"), [(16, 2, 4), *(pytest.param(*m, marks=pytest.mark.slow) for m in ((64, 4, 1), (1, 1, 200)))]
-)
+@pytest.mark.parametrize(("tp", "pp", "dp"), slow_but([(16, 2, 4), (64, 4, 1), (1, 1, 200)], [(16, 2, 4)]))
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
 def test_more_ranks_than_rows(hf: Path, tmp_path: Path, to: str, tp: int, pp: int, dp: int) -> None:
     expected = read_hf(hf)

@@ -18,6 +18,7 @@ from support import reshard_ranks, training
 from support.models import load, read_file, write
 from support.pool import GlooPool
 from support.reshard import deeper, fault_of_cover, in_dcp, rank_of
+from support.slow import slow_but
 from support.stock import assert_same_tensors, metadata, raw
 from support.stock import load as stock_load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -133,9 +134,7 @@ def test_merged_again_it_is_what_the_trainer_saved(pool: GlooPool, hf: Path, tmp
         assert {name for name in report.aliases if name.startswith("optim.")} == head
 
 
-@pytest.mark.parametrize(
-    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-untied", "phi3", "qwen3-moe"))]
-)
+@pytest.mark.parametrize("name", slow_but(["mixtral", "llama-untied", "phi3", "qwen3-moe"], ["mixtral"]))
 def test_every_state_is_cut_as_its_parameter(pool: GlooPool, tmp_path: Path, name: str) -> None:
     """Experts of all of a layer are in fused tensors here, as the model has them, and fused projections in groups."""
     hf = tmp_path / "hf"
@@ -185,9 +184,7 @@ def test_a_cast_leaves_the_optimizer_alone(pool: GlooPool, tmp_path: Path) -> No
 # Layouts of trainers
 
 
-@pytest.mark.parametrize(
-    "layout", ["state", *(pytest.param(n, marks=pytest.mark.slow) for n in ("flattened", "model-optim", "app"))]
-)
+@pytest.mark.parametrize("layout", slow_but(["state", "flattened", "model-optim", "app"], ["state"]))
 def test_prefixes_objects_and_nesting_are_carried(pool: GlooPool, untied: Path, tmp_path: Path, layout: str) -> None:
     saved = train(pool, untied, tmp_path, layout)
     ckptx.reshard(saved, tmp_path / "cut", base=str(untied), **MESH)
@@ -218,7 +215,7 @@ def assert_same_nested(a: Any, b: Any) -> None:
         assert a == b
 
 
-@pytest.mark.parametrize("layout", ["two-directories", pytest.param("accelerate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", slow_but(["two-directories", "accelerate"], ["two-directories"]))
 def test_model_and_optimizer_side_by_side_stay_so(pool: GlooPool, hf: Path, tmp_path: Path, layout: str) -> None:
     saved = train(pool, hf, tmp_path, layout)
     ckptx.reshard(saved, tmp_path / "cut", base=str(hf), **MESH)

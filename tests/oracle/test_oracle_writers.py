@@ -45,7 +45,7 @@ FAST = (
     "phi3",
 )
 LLAMA = RECIPES["llama-tied"]
-NAMES = [*RECIPES, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)]
+NAMES = slow_but((*RECIPES, *WIDE), RECIPES)
 
 
 @pytest.fixture(scope="module")

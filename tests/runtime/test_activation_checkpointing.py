@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch.fx
 import transformers
 from support.checkpointed import Gradients, assert_same, prepared, train, wrappers
 from support.models import EVERY, build, tokens
+from support.slow import slow_but
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
@@ -42,12 +42,7 @@ DIFFERENT = [
 FEW = [LLAMA, "t5", "gemma3-vlm", SHARED]  # a list, two of them, nested ones, a fallback
 
 
-def few(names: Iterable[str]) -> list[Any]:
-    """The names, all but `FEW` marked as slow."""
-    return [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("microbatches", slow_but([1, 3], [3]))
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_losses_and_gradients_are_equal_to_the_bit(name: str, microbatches: int) -> None:
     recipe = EVERY[name]
@@ -74,7 +69,7 @@ def test_a_comparison_of_bits_notices_one() -> None:
         assert_same((losses, other), (losses, gradients))
 
 
-@pytest.mark.parametrize("name", few(EVERY))
+@pytest.mark.parametrize("name", slow_but(EVERY, FEW))
 def test_as_many_layers_are_wrapped_as_there_are(name: str) -> None:
     for mode in ("full", "submodule"):
         for split in (False, True):

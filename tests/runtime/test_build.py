@@ -11,6 +11,7 @@ import torch
 import transformers
 from support.load_ranks import stock
 from support.models import EVERY, write
+from support.slow import slow_but
 from torch import nn
 
 from ckptx.errors import InputError, UnsupportedError
@@ -46,9 +47,7 @@ def fault(model: nn.Module, expected: nn.Module) -> str | None:
     )
 
 
-@pytest.mark.parametrize(
-    "recipe", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
-)
+@pytest.mark.parametrize("recipe", slow_but(EVERY, FAST))
 def test_buffers_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
     write(EVERY[recipe], tmp_path)
     model = build_model(tmp_path)

@@ -11,6 +11,7 @@ import torch
 import transformers
 from support.checkpointed import LiveBytes, assert_same, wrappers
 from support.listeners import LISTENERS
+from support.slow import slow_but
 from support.vision_models import TINY, tiny
 from torch import nn
 
@@ -68,9 +69,7 @@ def trained(model_type: str, mode: str) -> Trained:
     return Trained(model, count, ([loss.item()], gradients), held)
 
 
-@pytest.mark.parametrize(
-    "model_type", [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in (*TINY, *LISTENING)]
-)
+@pytest.mark.parametrize("model_type", slow_but((*TINY, *LISTENING), FEW))
 def test_layers_of_every_tower_are_checkpointed_to_the_same_bits(model_type: str) -> None:
     wanted = trained(model_type, "none")
     held = {"none": wanted.held}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import EVERY, randomise
+from support.slow import slow_but
 from support.vision_models import TINY, tiny
 from torch import nn
 
@@ -130,12 +131,7 @@ def untrained(model: nn.Module, inputs: Inputs) -> set[str]:
     }
 
 
-def few(names: tuple[str, ...]) -> list[Any]:
-    """The names, those that share a function with another marked as slow."""
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("model_type", few(EYES))
+@pytest.mark.parametrize("model_type", slow_but(EYES, FAST))
 def test_the_image_of_a_row_changes_its_logits_and_trains_tower_and_projector(model_type: str) -> None:
     model = looking(model_type)
     inputs = inputs_for(config_of(model))

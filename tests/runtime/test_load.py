@@ -16,6 +16,7 @@ from support import load_ranks
 from support.load_ranks import stock
 from support.models import EVERY, assert_same_outputs, outputs, read_hf, write
 from support.pool import GlooPool
+from support.slow import slow_but
 from support.stock import assert_same_tensors
 
 import ckptx
@@ -54,9 +55,7 @@ def loaded(path: Path) -> tuple[Any, LoadLedger]:
         return model, load_from(model, source)
 
 
-@pytest.mark.parametrize(
-    "recipe", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
-)
+@pytest.mark.parametrize("recipe", slow_but(EVERY, FAST))
 def test_models_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
     write(EVERY[recipe], tmp_path / "hf")
     expected = stock(tmp_path / "hf").eval()

@@ -9,6 +9,7 @@ import torch
 from support import tensor_parallel as worker
 from support.models import EVERY
 from support.pool import GlooPool
+from support.slow import slow_but
 
 from ckptx.runtime.tensor_parallel.cut import unit_of
 
@@ -31,10 +32,9 @@ SHARDED_LOGITS = {
     "qwen2", "qwen3", "gemma2", "gemma3", "gemma3-vlm", "gemma4", "gemma4-moe", "gemma4-ple", "gemma4-shared-kv",
     "gemma4-vlm", "gemma4-audio", "phi3", "qwen3-moe", "mixtral", "qwen3-vl",
 }  # fmt: skip
-REST = [name for name in EVERY if name not in FAST]
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+@pytest.mark.parametrize("name", slow_but(EVERY, FAST))
 def test_logits_loss_and_gradients_are_those_of_the_uncut_model(pool: GlooPool, name: str) -> None:
     for found in pool.run(worker.outcome, 2, name):
         assert found.worst < CLOSE, found
@@ -176,7 +176,7 @@ def test_parts_of_unequal_width_are_put_together(pool: GlooPool) -> None:
 # The contract with reshard
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+@pytest.mark.parametrize("name", slow_but(EVERY, FAST))
 def test_a_rank_holds_what_reshard_gives_it(pool: GlooPool, name: str) -> None:
     with torch.device("meta"):
         model = EVERY[name].model()
