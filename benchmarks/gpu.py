@@ -38,7 +38,7 @@ from training_step import Shape, built, fitted, gemma4_31b, llama_8b, llama_of, 
 
 import ckptx
 from ckptx.errors import CkptxError
-from ckptx.report.report import Report
+from ckptx.report.report import Log
 from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.distributed import device_of
 from ckptx.runtime.layers import layer_groups
@@ -89,7 +89,7 @@ def verifying(settings: Settings) -> Part:
         model.save_pretrained(source, max_shard_size="1GB")
         del model
         ckptx.convert("hf2dcp", source, dcp)
-        report = verify_run(source, dcp, RunOptions(device=settings.device.type), Report("verify"))
+        report = verify_run(source, dcp, RunOptions(device=settings.device.type), Log())
         found = report.to_dict()
         names = ("exit", "seconds", "max_abs", "kl", "cosine", "loss", "loss_reference", "gradients", "grad_max_abs")
         row = {"parameters": parameters, **{name: found[name] for name in names}}

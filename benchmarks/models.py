@@ -44,7 +44,7 @@ def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) ->
 
     from ckptx.errors import CkptxError
     from ckptx.layout.parallel_dims import ParallelDims
-    from ckptx.report.report import Report
+    from ckptx.report.report import Log
     from ckptx.verification.forward import RunOptions, verify_run
 
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) ->
     rows: list[dict[str, Any]] = []
     for name in names:
         try:
-            report = verify_run(work / name, work / f"{name}-dcp", options, Report("verify")).to_dict()
+            report = verify_run(work / name, work / f"{name}-dcp", options, Log()).to_dict()
             rows.append({"model": name, **{key: report[key] for key in _KEPT}})
         except CkptxError as error:
             rows.append({"model": name, "exit": error.exit_code, "error": str(error).replace(f"{work}/", "")})

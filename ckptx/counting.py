@@ -114,7 +114,7 @@ def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
     found: dict[object, list[str]] = {}
     try:
         with FilePool(catalog.root) as files:
-            if catalog.format == "dcp":
+            if catalog.form.has_archives:
                 part = replace(catalog, tensors={entry.name: entry for entry in entries.values()})
                 located = open_payloads(part, files).tensors
                 entries = {name: located[entry.name] for name, entry in entries.items()}

@@ -6,8 +6,8 @@ projection that the model splits) is cut where the model's tensors would be cut,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +40,8 @@ class Placed(NamedTuple):
     decision: Decision
 
 
-@dataclass(slots=True)
-class Mesh:
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
     """A model cut for a mesh.
 
     Attributes:
@@ -53,8 +53,8 @@ class Mesh:
 
     dims: ParallelDims
     stages: StageMap
-    placed: dict[str, Placed] = field(default_factory=dict)
-    passed: list[str] = field(default_factory=list)
+    placed: Mapping[str, Placed]
+    passed: tuple[str, ...] = ()
 
     @property
     def unaligned(self) -> list[str]:
@@ -81,6 +81,10 @@ class Mesh:
             else:
                 row["tensors"] += 1
         return list(rows.values())
+
+    def renamed(self, names: Callable[[str], str]) -> ShardedModel:
+        """The same under other names; `passed` keeps those that the rules were asked about."""
+        return replace(self, placed={names(name): placed for name, placed in self.placed.items()})
 
     def layers(self) -> list[list[list[Any]]]:
         """For each stage its layers, as [path of the stack, first, stop]."""
@@ -138,7 +142,7 @@ class Cutter:
     rules: NameRules | None
     replicate: bool
 
-    def place(self, tensors: Mapping[str, TensorEntry], unknown: Iterable[str]) -> Mesh:
+    def place(self, tensors: Mapping[str, TensorEntry], unknown: Iterable[str]) -> ShardedModel:
         """Places every tensor.
 
         Args:
@@ -146,22 +150,23 @@ class Cutter:
             unknown: Names that the model does not have.
         """
         decisions = _Decisions(self.plan, self.dims.tp, self.rules, {name: e.shape for name, e in tensors.items()})
-        mesh = Mesh(self.dims, self.stages)
+        placed: dict[str, Placed] = {}
+        replicated = []
         passed = frozenset(unknown)
         for name, entry in tensors.items():
             model_name = decisions.model_name(name)
             is_extra = model_name is not None and self.stages.is_extra(model_name)
             is_unknown = name in passed or model_name is None or is_extra
             if is_unknown and (is_extra or not decisions.has_weight(name, passed)):
-                mesh.passed.append(name)
+                replicated.append(name)
                 decision = Decision(None, "default", "not in the model; replicated", True)
                 stage = self._stage_of_unknown(model_name or name)
             else:
                 decision = decisions.of(name)
                 stage = self.stages.stage_of(model_name or name)
             blocks = cut(entry.shape, decision.placement, self.dims, self.replicate, entry.dtype.pack)
-            mesh.placed[name] = Placed(stage, blocks, decision)
-        return mesh
+            placed[name] = Placed(stage, blocks, decision)
+        return ShardedModel(self.dims, self.stages, placed, tuple(replicated))
 
     def stage_of(self, name: str) -> int:
         """The stage of a tensor under one more name."""

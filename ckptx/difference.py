@@ -14,7 +14,8 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.fit import fit_noted
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
-from ckptx.report.report import Report, count_dtypes
+from ckptx.report.documents import DiffReport
+from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.view import ModelView, dialect_rules, rules_of, view_model
 
 
@@ -25,7 +26,7 @@ def diff(
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | None = None,
-) -> Report:
+) -> DiffReport:
     """Compares two checkpoints of any format; `exit` of the report is 1 when they differ.
 
     A name that only one has is no difference when it is a tied name whose partner both have: that is how one format
@@ -41,28 +42,30 @@ def diff(
     Raises:
         InputError, UnsupportedError: One cannot be opened.
     """
-    report = Report("diff")
+    stopwatch, log = Stopwatch(), Log()
     paths = [resolve(str(each), revision=revision, token=token, cache_dir=cache_dir) for each in (a, b)]
     a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths))
     for view in (a_view, b_view):
-        fit_noted(view, report.warnings)
-    report.tensors = len(a_view.catalog.tensors)
-    report.details["parameters"] = parameters_of(a_view).count
+        fit_noted(view, log.notes)
     first, second = in_common_names(_headers_of(a_view), _headers_of(b_view))
-    views = [first, second]
-    report.dtypes = {
-        "before": count_dtypes(first.tensors.values()),
-        "after": count_dtypes(second.tensors.values()),
-    }
-    for view in views:
-        report.warnings.extend(f"{view.catalog.root}: {note}" for note in view.catalog.notes)
+    for view in (first, second):
+        log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
     rows = differing_headers(first, second)
-    report.details["differing"] = rows
-    report.details["compared"] = len(first.tensors.keys() & second.tensors.keys())
-    report.details["tied"] = _tied_apart(first, second)
-    if rows:
-        report.exit = 1
-    return report.finish()
+    report = DiffReport(
+        command="diff",
+        exit=1 if rows else 0,
+        tensors=len(a_view.catalog.tensors),
+        dtypes={
+            "before": count_dtypes(first.tensors.values()),
+            "after": count_dtypes(second.tensors.values()),
+        },
+        warnings=list(log.notes),
+        parameters=parameters_of(a_view).count,
+        compared=len(first.tensors.keys() & second.tensors.keys()),
+        differing=rows,
+        tied=_tied_apart(first, second),
+    )
+    return stopwatch.stop(report)
 
 
 def seen_together(a: Catalog, b: Catalog) -> tuple[ModelView, ModelView]:
@@ -78,12 +81,10 @@ def _seen_beside(catalog: Catalog, other: Catalog) -> ModelView:
     if catalog.config is not None or other.config is None:
         return view_model(catalog)
     try:
-        view = view_model(catalog, config=other.config)
+        view, note = view_model(catalog, config=other.config), f"no config.json: seen by that of {other.root}"
     except (InputError, UnsupportedError) as error:
-        catalog.notes.append(f"no config.json, and that of {other.root} does not fit: {error}")
-        return view_model(catalog)
-    catalog.notes.append(f"no config.json: seen by that of {other.root}")
-    return view
+        view, note = view_model(catalog), f"no config.json, and that of {other.root} does not fit: {error}"
+    return replace(view, notes=(*view.notes, note))
 
 
 def _headers_of(view: ModelView) -> ModelView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.publishing.report_file import refuse_place, write_text
-from ckptx.report.report import Report, count_dtypes
+from ckptx.report.documents import InspectionReport
+from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.view import ModelView, manifest_beside, view_model
 
 
@@ -29,7 +31,7 @@ def inspect(
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | None = None,
-) -> Report:
+) -> InspectionReport:
     """Describes a checkpoint; no tensor byte is read.
 
     Args:
@@ -46,14 +48,44 @@ def inspect(
         InputError, UnsupportedError: It cannot be opened.
         OutputError: The page cannot be written.
     """
-    report = Report("inspect")
+    stopwatch, log = Stopwatch(), Log()
     if html is not None:
         refuse_place(html)
-    catalog = open_checkpoint(resolve(str(path), revision=revision, token=token, cache_dir=cache_dir))
-    view = _viewed(catalog, report.warnings)
-    report.tensors = len(catalog.tensors)
-    report.dtypes = {"before": count_dtypes(catalog.tensors.values())}
-    report.warnings.extend(catalog.notes)
+    view = log(_viewed(open_checkpoint(resolve(str(path), revision=revision, token=token, cache_dir=cache_dir)), log))
+    catalog, parameters, aliases = view.catalog, parameters_of(view), aliases_of(view.catalog)
+    names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
+    is_listed = tensors or (match and not (ranks or html))
+    report = InspectionReport(
+        command="inspect",
+        tensors=len(catalog.tensors),
+        dtypes={"before": count_dtypes(catalog.tensors.values())},
+        aliases=aliases,
+        path=str(catalog.root),
+        format=catalog.format,
+        bytes=catalog.nbytes,
+        parameters=parameters.count,
+        architecture=None if view.architecture is None else view.architecture.class_name,
+        prefix=view.prefix,
+        files=catalog.files,
+        sidecars=[sidecar.name for sidecar in catalog.sidecars],
+        chunks=sum(len(entry.chunks) for entry in catalog.tensors.values()),
+        shared=_shared_names(aliases),
+        tied=parameters.tied,
+        optimizer={"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)},
+        other=list(view.other),
+        objects=len(catalog.objects),
+        unknown=list(view.unknown),
+        fit=fit_noted(view, log.notes),
+        groups=_groups_of(view),
+        listed=[_describe(catalog, name) for name in names] if is_listed else None,
+    )
+    if ranks or html is not None:
+        report = _with_layout(report, view, names, ranks, html, log)
+    return stopwatch.stop(replace(report, warnings=list(log.notes)))
+
+
+def _groups_of(view: ModelView) -> list[dict[str, Any]]:
+    """Tensors and bytes by the first three components of their patterns."""
     groups: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     seen: set[object] = set()
@@ -64,67 +96,44 @@ def inspect(
         if place not in seen:  # a name that shares the bytes of another adds nothing
             seen.add(place)
             sizes[group] += entry.nbytes
-    parameters = parameters_of(view)
-    report.aliases = aliases_of(catalog)
-    report.details = {
-        "path": str(catalog.root),
-        "format": catalog.format,
-        "bytes": catalog.nbytes,
-        "parameters": parameters.count,
-        "architecture": None if view.architecture is None else view.architecture.class_name,
-        "prefix": view.prefix,
-        "files": catalog.files,
-        "sidecars": [sidecar.name for sidecar in catalog.sidecars],
-        "chunks": sum(len(entry.chunks) for entry in catalog.tensors.values()),
-        "shared": _shared_names(report.aliases),
-        "tied": parameters.tied,
-        "optimizer": {"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)},
-        "other": view.other,
-        "objects": len(catalog.objects),
-        "unknown": view.unknown,
-        "fit": fit_noted(view, report.warnings),
-        "groups": [{"pattern": name, "tensors": groups[name], "bytes": sizes[name]} for name in groups],
-    }
-    names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
-    if tensors or (match and not (ranks or html)):
-        report.details["listed"] = [_describe(catalog, name) for name in names]
-    if ranks or html is not None:
-        _add_layout(report, view, names, ranks, html)
-    return report.finish()
+    return [{"pattern": name, "tensors": groups[name], "bytes": sizes[name]} for name in groups]
 
 
-def _viewed(catalog: Catalog, notes: list[str]) -> ModelView:
+def _viewed(catalog: Catalog, log: Log) -> ModelView:
     """The model in the checkpoint; where telling its class takes packages that are not there, the tensors alone."""
     try:
         return view_model(catalog)
     except EnvironmentProblem as error:
-        notes.append(str(error))
+        log.note(str(error))
         return view_model(catalog, config={})
 
 
-def _add_layout(report: Report, view: ModelView, names: list[str], ranks: bool, html: Path | None) -> None:
-    """Which rank or file holds what of the tensors `names`."""
+def _with_layout(
+    report: InspectionReport, view: ModelView, names: list[str], ranks: bool, html: Path | None, log: Log
+) -> InspectionReport:
+    """The report with which rank or file holds what of the tensors `names`; draws the page."""
     from ckptx.ranks import mesh_of, survey  # a look at the headers needs none of this
-    from ckptx.report.ranks import describe_layout
+    from ckptx.report.ranks import layout_of, rank_rows
 
-    catalog, notes = view.catalog, report.warnings
+    catalog = view.catalog
     try:
-        manifest = manifest_beside(catalog, notes)
+        manifest = manifest_beside(catalog, log.notes)
     except (InputError, UnsupportedError) as error:  # what the files say themselves is still worth a look
-        notes.append(str(error))
+        log.note(str(error))
         manifest = None
     dims, doubt = mesh_of(None if manifest is None else manifest.layout, catalog.files)
     if doubt is not None:
-        notes.append(doubt)
+        log.note(doubt)
     short = {entry.name: name for name, entry in view.tensors.items()}
     layout = survey(catalog, {name: short.get(name, name) for name in names}, dims)
     if ranks:
-        describe_layout(report, layout)
+        report = replace(report, by_rank=layout_of(layout), ranks=rank_rows(layout))
     if html is not None:
         from ckptx.report.html import layout_page
 
         write_text(html, layout_page(report, layout))
-        report.details["html"] = str(html)
+        report = replace(report, html=str(html))
+    return report
 
 
 def _describe(catalog: Catalog, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
+from ckptx.catalog.form import Form
 from ckptx.errors import UsageError
 from ckptx.untrusted.limits import MEMORY_BYTES, RANKS, WORKERS
 
@@ -212,17 +213,17 @@ class ConvertOptions:
             name = "--tie-missing" if self.tie_missing else "--tied"
             raise UsageError(f"{name}: has no meaning with --base none, which knows of no ties; name a checkpoint")
 
-    def refuse_what_source_lacks(self, source_format: str, to: str) -> None:
+    def refuse_what_source_lacks(self, source: Form, to: str) -> None:
         """Checks the options against what is converted into what.
 
         Args:
-            source_format: Of the catalog.
+            source: Format of the source.
             to: "dcp" or "safetensors".
 
         Raises:
             UsageError: One is about something that is not there.
         """
-        if source_format == "dcp":
+        if source.is_of_training:
             return
         if self.optimizer is not None:
             raise UsageError(

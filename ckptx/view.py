@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from ckptx.transfer.stream import TensorReader
 from ckptx.untrusted.limits import METADATA_BYTES
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelView:
     """The model of one checkpoint.
 
@@ -49,21 +50,23 @@ class ModelView:
         published: The same under published names; another one only for a checkpoint in a dialect.
         dialect: From the names of the checkpoint to published ones, when they differ.
         unknown: Model tensors the architecture does not have; they pass through.
+        notes: What the user should know: of the reader of the checkpoint, and of how the model was found.
     """
 
     catalog: Catalog
     config: dict[str, Any] | None
     tensors: dict[str, TensorEntry]
-    optimizer: list[str] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
+    optimizer: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
     prefix: str = ""
     wrappers: dict[str, int] = field(default_factory=dict)
     architecture: Architecture | None = None
     published: Architecture | None = None
     dialect: tuple[Conversion, ...] = ()
-    unknown: list[str] = field(default_factory=list)
+    unknown: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
-    def nbytes(self, names: list[str]) -> int:
+    def nbytes(self, names: Iterable[str]) -> int:
         """Bytes of the tensors with these names on disk."""
         return sum(self.catalog.tensors[name].nbytes for name in names)
 
@@ -90,8 +93,9 @@ def view_model(
     _refuse_stars(catalog)
     config = config if config is not None else catalog.config
     architecture = None
+    notes = list(catalog.notes)
     if config is not None and config.get("architectures") in (None, []):
-        config = _with_class(config, catalog)
+        config = _with_class(config, catalog, notes)
     if config is not None:
         architecture = find_architecture(
             config, config_dir=directory_of_config(catalog), trust_remote_code=trust_remote_code
@@ -102,31 +106,32 @@ def view_model(
         dialect = dialect_of(architecture, config, catalog.tensors)
         architecture = in_dialect(architecture, dialect) if dialect else architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
-    unwrapped, roles = _names_of_model(catalog, patterns, prefix)
+    unwrapped, roles = _names_of_model(catalog, patterns, prefix, notes)
     on_disk = {short: name for name, short in unwrapped.names.items()}
     tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
     names_by_pattern: dict[str, list[str]] = {}
     for name in tensors:
         names_by_pattern.setdefault(pattern_of(name), []).append(name)
     refuse_adapters(names_by_pattern, catalog.root)
-    view = ModelView(
+    unknown: set[str] = set()
+    if architecture is not None and patterns:
+        unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}
+        if isinstance(config, dict) and "quantization_config" in config:
+            unknown = {name for name in unknown if not _lies_beside_a_weight(name, architecture)}
+    return ModelView(
         catalog,
         config,
         tensors,
-        [on_disk[name] for name in roles.optimizer],
-        [on_disk[name] for name in roles.other],
+        tuple(on_disk[name] for name in roles.optimizer),
+        tuple(on_disk[name] for name in roles.other),
         roles.prefix,
         unwrapped.counts,
         architecture,
         published,
         dialect,
+        tuple(name for name in tensors if name in unknown) if unknown else (),
+        tuple(notes),
     )
-    if architecture is not None and patterns:
-        unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}
-        if isinstance(config, dict) and "quantization_config" in config:
-            unknown = {name for name in unknown if not _lies_beside_a_weight(name, architecture)}
-        view.unknown = [name for name in tensors if name in unknown] if unknown else []
-    return view
 
 
 def _refuse_stars(catalog: Catalog) -> None:
@@ -142,20 +147,22 @@ def _lies_beside_a_weight(name: str, architecture: Architecture) -> bool:
     return parent_of(name, lambda weight: architecture.knows(pattern_of(weight))) is not None
 
 
-def _with_class(config: dict[str, Any], catalog: Catalog) -> dict[str, Any]:
+def _with_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> dict[str, Any]:
     """The config, with the class that the names of the tensors tell where it says the model type alone."""
     inferred = infer_class(config, catalog.tensors)
     if inferred is None:
         return config
-    catalog.notes.append(inferred.note)
+    notes.append(inferred.note)
     return {**config, "architectures": [inferred.class_name]}
 
 
-def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | None) -> tuple[Unwrapped, Roles]:
+def _names_of_model(
+    catalog: Catalog, patterns: frozenset[str], prefix: str | None, notes: list[str]
+) -> tuple[Unwrapped, Roles]:
     """Names without wrappers, and what is the model among them. In an HF checkpoint every name is, and as it is."""
     plain = Unwrapped({name: name for name in catalog.tensors}, {})
     as_they_are = plain, Roles("", plain.names, [], [])
-    if catalog.format != "dcp":
+    if not catalog.form.is_of_training:
         return as_they_are
     unwrapped = strip_wrappers(catalog.tensors, patterns)
     roles = assign_roles(unwrapped.names.values(), patterns or None, prefix)
@@ -167,7 +174,7 @@ def _names_of_model(catalog: Catalog, patterns: frozenset[str], prefix: str | No
             return as_they_are
     if unwrapped.collision is not None:
         first, second = unwrapped.collision
-        catalog.notes.append(f'wrappers kept in names: "{first}" and "{second}" would become one')
+        notes.append(f'wrappers kept in names: "{first}" and "{second}" would become one')
     return unwrapped, roles
 
 
@@ -206,14 +213,14 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
     Raises:
         InputError: There is one, but it is damaged.
     """
-    if source.format not in ("dcp", "sharded") or not (source.root / MANIFEST).is_file():
+    if not source.form.has_manifest or not (source.root / MANIFEST).is_file():
         return None
     manifest = read_manifest(source.root / MANIFEST)
-    if manifest.format != source.format:
+    if manifest.form is not source.form:
         return None
     recorded = manifest.files
     markers = [f"{part.directory}/{METADATA}" for part in source.parts] or [METADATA]
-    for name in markers if source.format == "dcp" else ():
+    for name in markers if source.form.has_archives else ():
         if not (source.root / name).is_file():  # a part in sharded safetensors, which ckptx does not write
             return None
         data = read_small(source.root / name, METADATA_BYTES)
@@ -226,26 +233,26 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
     return manifest
 
 
-def locate_payloads(view: ModelView, files: FilePool, *, later: bool = False) -> None:
-    """Looks into the archives of the model's tensors, and of no other; formats without archives have nothing to do.
+def locate_payloads(view: ModelView, files: FilePool, *, later: bool = False) -> ModelView:
+    """The view with every block of its tensors located; archives of other tensors are not looked into.
 
     `later` is as in `open_payloads`.
     """
-    if view.catalog.format != "dcp":
-        return
+    if not view.catalog.form.has_archives:
+        return view
     names = {entry.name: name for name, entry in view.tensors.items()}
     located = open_payloads(
         replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names}), files, later=later
     )
-    view.tensors = {short: located.tensors[name] for name, short in names.items()}
-    view.catalog = replace(view.catalog, tensors=view.catalog.tensors | located.tensors)
+    tensors = {short: located.tensors[name] for name, short in names.items()}
+    return replace(view, tensors=tensors, catalog=replace(view.catalog, tensors=view.catalog.tensors | located.tensors))
 
 
-def locate_all(view: ModelView, files: FilePool, *, later: bool = False) -> None:
-    """Looks into every archive, of optimizer state too."""
+def locate_all(view: ModelView, files: FilePool, *, later: bool = False) -> ModelView:
+    """The view with every block of its checkpoint located, those of optimizer state too."""
     located = open_payloads(view.catalog, files, later=later)
-    view.tensors = {name: located.tensors[entry.name] for name, entry in view.tensors.items()}
-    view.catalog = located
+    tensors = {name: located.tensors[entry.name] for name, entry in view.tensors.items()}
+    return replace(view, tensors=tensors, catalog=located)
 
 
 def compare_replicas(catalog: Catalog, files: FilePool) -> None:

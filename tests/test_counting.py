@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx.report.report import Report
+from ckptx.report.documents import ConversionReport
 from tests.writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
 
 CONFIG = LLAMA | {
@@ -78,10 +78,10 @@ def chains() -> st.SearchStrategy[list[str]]:
     return st.one_of(first, first.flatmap(go_on), first.flatmap(go_on).flatmap(go_on))
 
 
-def agree(src: Path, dst: Path, report: Report, parameters: int) -> None:
+def agree(src: Path, dst: Path, report: ConversionReport, parameters: int) -> None:
     """The equations of docs/report.md, for one conversion."""
     before, after = ckptx.inspect(src), ckptx.inspect(dst)
-    ledger = report.details["ledger"]
+    ledger = report.ledger
     target = ledger["target"]
     assert ledger["source"] == before.tensors
     assert ledger["source"] == ledger["written"] + ledger["aliases"] + ledger["dropped"]
@@ -94,7 +94,7 @@ def agree(src: Path, dst: Path, report: Report, parameters: int) -> None:
     verified, compared = ckptx.verify(src, dst), ckptx.diff(src, dst)
     assert verified.ok and compared.ok
     assert verified.tensors == compared.tensors == before.tensors
-    counts = [each.details["parameters"] for each in (before, report, after, verified, compared)]
+    counts = [each.parameters for each in (before, report, after, verified, compared)]
     assert counts == [parameters] * 5
     assert report.bytes_written == sum(map(len, tree_bytes(dst).values()))
 
@@ -114,11 +114,11 @@ def test_numbers_add_up_over_every_form(
         planned = STEPS[step](src, dst, dry_run=True)
         report = STEPS[step](src, dst)
         agree(src, dst, report, made.parameters)
-        assert planned.bytes_written == report.bytes_written == sum(row["bytes"] for row in planned.details["files"])
-        assert {row["name"] for row in planned.details["files"]} == tree_bytes(dst).keys()
+        assert planned.bytes_written == report.bytes_written == sum(row["bytes"] for row in planned.files)
+        assert {row["name"] for row in planned.files} == tree_bytes(dst).keys()
         for name in ("tensors", "aliases", "dtypes"):
             assert getattr(planned, name) == getattr(report, name)
-        assert planned.details["ledger"] == report.details["ledger"]
+        assert planned.ledger == report.ledger
         src = dst
 
 
@@ -133,7 +133,7 @@ def test_training_state_is_no_parameter(tmp_path: Path, ties: str, step: str, op
     options = {} if optimizer is None else {"optimizer": optimizer}
     report = STEPS[step](src, tmp_path / "dst", **options)
     before, after = ckptx.inspect(src), ckptx.inspect(tmp_path / "dst")
-    ledger = report.details["ledger"]
+    ledger = report.ledger
     kept = step.startswith("dcp") and optimizer is None
     assert before.tensors == ledger["source"] == len(made.tensors) + len(moments) + 1
     assert ledger["dropped"] == len(report.dropped) == (0 if kept else len(moments) + 1)
@@ -141,13 +141,13 @@ def test_training_state_is_no_parameter(tmp_path: Path, ties: str, step: str, op
     assert report.tensors == after.tensors == ledger["target"]["tensors"]
     verified = ckptx.verify(src, tmp_path / "dst")
     for each in (before, report, after, verified):
-        assert each.details["parameters"] == made.parameters
+        assert each.parameters == made.parameters
 
 
 def test_names_declared_tied_are_believed_where_their_bytes_cannot_be_read(tmp_path: Path) -> None:
     made = source("both")
     src = write_dcp(tmp_path / "src", made.tensors, config=made.config, payloads={HEAD: b"not an archive"})
-    assert ckptx.inspect(src).details["parameters"] == made.parameters
+    assert ckptx.inspect(src).parameters == made.parameters
 
 
 @pytest.mark.parametrize("row", range(4))
@@ -160,8 +160,8 @@ def test_rows_that_differ_make_two_tensors(tmp_path: Path, row: int) -> None:
     tensors[HEAD] = ("BF16", shape, bytes(other))
     config = CONFIG | {"tie_word_embeddings": True, "vocab_size": 4}
     report = ckptx.inspect(write_hf(tmp_path / "hf", tensors, config=config))
-    assert report.details["tied"] == []
-    assert report.details["parameters"] == sum(prod(each[1]) for each in tensors.values())
+    assert report.tied == []
+    assert report.parameters == sum(prod(each[1]) for each in tensors.values())
 
 
 # -------------------------------------------------------------------------------------------- memory

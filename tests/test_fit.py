@@ -362,7 +362,7 @@ def test_what_does_not_fit_is_refused_unless_allowed(tmp_path: Path, case: str, 
     assert not (tmp_path / "out").exists()
     report = COMMANDS[command](tmp_path, allow_misfit=True)
     assert report.ok
-    assert report.details["fit"]["misfits"]
+    assert report.fit["misfits"]
     assert any("does not fit its config" in each for each in report.warnings)
 
 
@@ -370,7 +370,7 @@ def test_inspect_and_diff_only_note_it(tmp_path: Path) -> None:
     write_hf(tmp_path / "a", llama(), config={**CONFIG, "hidden_size": 16})
     report = ckptx.inspect(tmp_path / "a")
     assert report.ok
-    assert report.details["fit"]["misfits"]
+    assert report.fit["misfits"]
     assert any("does not fit its config" in each for each in report.warnings)
     compared = ckptx.diff(tmp_path / "a", tmp_path / "a")
     assert compared.ok

@@ -19,12 +19,12 @@ def test_a_tied_head_counts_once_in_every_format(tmp_path: Path) -> None:
     ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
     there, here = ckptx.inspect(tmp_path / "hf"), ckptx.inspect(tmp_path / "dcp")
     assert here.tensors == there.tensors + 1
-    assert here.details["shared"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+    assert here.shared == [["model.embed_tokens.weight", "lm_head.weight"]]
     for key in ("parameters", "bytes"):
-        assert here.details[key] == there.details[key]
-    groups = {row["pattern"]: row for row in here.details["groups"]}
+        assert getattr(here, key) == getattr(there, key)
+    groups = {row["pattern"]: row for row in here.groups}
     assert (groups["lm_head.weight"]["tensors"], groups["lm_head.weight"]["bytes"]) == (1, 0)
-    assert sum(row["bytes"] for row in here.details["groups"]) == here.details["bytes"]
+    assert sum(row["bytes"] for row in here.groups) == here.bytes
 
 
 def test_what_is_not_the_model_is_told_apart(tmp_path: Path) -> None:
@@ -32,16 +32,16 @@ def test_what_is_not_the_model_is_told_apart(tmp_path: Path) -> None:
     moments = {f"optimizer.state.{name}.exp_avg": value for name, value in llama().items()}
     step = {"train_state.step": llama()["model.norm.weight"]}
     write_dcp(tmp_path / "dcp", model | moments | step, config=LLAMA)
-    details = ckptx.inspect(tmp_path / "dcp").details
-    assert details["prefix"] == "model."
-    assert details["optimizer"]["tensors"] == len(moments)
-    assert details["other"] == ["train_state.step"]
-    assert details["unknown"] == []
+    report = ckptx.inspect(tmp_path / "dcp")
+    assert report.prefix == "model."
+    assert report.optimizer["tensors"] == len(moments)
+    assert report.other == ["train_state.step"]
+    assert not report.unknown
 
 
 def test_a_glob_lists_what_matches(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), shards=2)
-    listed = ckptx.inspect(tmp_path / "hf", match="*norm*").details["listed"]
+    listed = ckptx.inspect(tmp_path / "hf", match="*norm*").listed
     assert {row["name"] for row in listed} == {name for name in llama() if "norm" in name}
     row = next(row for row in listed if row["name"] == "model.norm.weight")
     assert (row["dtype"], row["shape"], row["bytes"], row["chunks"]) == ("BF16", [8], 16, 1)
@@ -64,7 +64,7 @@ def test_ranks_say_what_reshard_said(cut: Path, tmp_path: Path) -> None:
         report = ckptx.inspect(path, ranks=True)
         keys = ("rank", "stage", "dp", "tp", "files")
         assert [[row[k] for k in keys] for row in report.ranks] == [[row[k] for k in keys] for row in said.ranks]
-        assert report.details["layout"]["stages"] == [[("model.layers", 0, 1)], [("model.layers", 1, 2)]]
+        assert report.by_rank.layout["stages"] == [[("model.layers", 0, 1)], [("model.layers", 1, 2)]]
         assert {tuple(row["layers"]) for row in report.ranks[4:]} == {(("model.layers", 1, 2),)}
 
 
@@ -82,8 +82,8 @@ def test_bytes_of_ranks_are_those_stock_torch_reads(cut: Path) -> None:
 def test_a_glob_narrows_ranks(cut: Path) -> None:
     report = ckptx.inspect(cut, ranks=True, match="model.norm.weight")
     assert [(row["rank"], row["bytes"]) for row in report.ranks if row["tensors"]] == [(4, 8), (6, 8)]
-    assert "listed" not in report.details
-    assert "listed" in ckptx.inspect(cut, ranks=True, tensors=True, match="*norm*").details
+    assert report.listed is None and "listed" not in report.to_dict()
+    assert ckptx.inspect(cut, ranks=True, tensors=True, match="*norm*").to_dict()["listed"]
 
 
 @pytest.mark.parametrize("spoil", ["gone", "damaged", "of other files"])
@@ -96,7 +96,7 @@ def test_without_a_manifest_ranks_come_from_file_names(cut: Path, spoil: str) ->
     else:
         manifest.write_text(re.sub(r'("__0_0.distcp":\{"bytes":)\d+', r"\g<1>1", manifest.read_text()))
     report = ckptx.inspect(cut, ranks=True)
-    assert report.details["layout"] is None
+    assert report.by_rank.layout is None
     assert [(row["stage"], row["dp"], row["tp"]) for row in report.ranks] == [
         (i, None, None) for i in (0,) * 4 + (1,) * 4
     ]
@@ -106,9 +106,9 @@ def test_without_a_manifest_ranks_come_from_file_names(cut: Path, spoil: str) ->
 def test_what_is_not_cut_is_told_by_file(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), shards=2)
     report = ckptx.inspect(tmp_path / "hf", ranks=True)
-    assert report.ranks == [] and report.details["cut_tensors"] == 0
-    assert [row["file"] for row in report.details["by_file"]] == sorted(report.details["files"])
-    assert sum(row["bytes"] for row in report.details["by_file"]) == report.details["bytes"]
+    assert report.ranks == [] and report.by_rank.cut_tensors == 0
+    assert [row["file"] for row in report.by_rank.by_file] == sorted(report.files)
+    assert sum(row["bytes"] for row in report.by_rank.by_file) == report.bytes
 
 
 def test_a_page_is_written_over_what_was_there(cut: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_page_is_written_over_what_was_there(cut: Path, tmp_path: Path) -> Non
     report = ckptx.inspect(cut, html=page)
     assert page.read_text() != before
     assert fault_of_page(page.read_text()) is None
-    assert report.details["html"] == str(page) and report.ranks == []
+    assert report.html == str(page) and report.ranks == []
     assert len(Page(page.read_text()).all("a", "cell")) == 8
     ckptx.inspect(cut, html=page, match="*norm*")
     assert "This page is about 5 of the" in page.read_text()

@@ -26,7 +26,7 @@ from ckptx.catalog.region import Region
 from ckptx.errors import InputError, OutputError, SpaceError, UnsupportedError
 from ckptx.formats.hf.reader import refuse_adapters
 from ckptx.formats.torch_archive.archive import archive_head, archive_length, archive_tail
-from ckptx.report.report import Report
+from ckptx.report.documents import ConversionReport
 from ckptx.storage import files as storage
 from tests.writers import LLAMA, Value, flip, llama, names_in, tree_bytes, tree_digest, value, write_dcp, write_hf
 
@@ -42,7 +42,7 @@ def dst(tmp_path: Path) -> Path:
     return tmp_path / "out" / "dcp"
 
 
-def convert(hf: Path, dst: Path, **options: Any) -> Report:
+def convert(hf: Path, dst: Path, **options: Any) -> ConversionReport:
     return ckptx.convert("hf2dcp", hf, dst, **options)
 
 
@@ -343,7 +343,7 @@ def test_resuming_over_a_stranger_is_refused(hf: Path, dst: Path) -> None:
 def test_a_dry_run_writes_nothing(hf: Path, dst: Path) -> None:
     report = convert(hf, dst, dry_run=True)
     assert names_in(dst.parent) == []
-    assert report.details["dry_run"] is True
+    assert report.dry_run is True
     done = convert(hf, dst)
     assert (report.bytes_written, report.tensors) == (done.bytes_written, done.tensors)
 

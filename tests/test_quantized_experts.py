@@ -62,7 +62,7 @@ def moe(root: Path, kind_name: str) -> Path:
 def test_every_kind_comes_back(tmp_path: Path, kind: str, to: str) -> None:
     source = moe(tmp_path / "hf", kind)
     report = ckptx.reshard(source, tmp_path / "cut", to=to, tp=2, pp=2)
-    ledger = report.details["ledger"]
+    ledger = report.ledger
     assert ledger["source"] == ledger["written"] == len(open_checkpoint(source).tensors)
     assert ckptx.verify(source, tmp_path / "cut").exit == 0
     names = set(open_checkpoint(tmp_path / "cut").tensors)
@@ -114,8 +114,8 @@ def test_torchtitan_has_no_names_for_them(tmp_path: Path, kind: str) -> None:
 
 def test_the_scales_of_a_quantized_model_are_not_called_unknown(tmp_path: Path) -> None:
     source = moe(tmp_path / "hf", "fp8 in blocks")
-    assert ckptx.inspect(source).details["unknown"] == []
+    assert ckptx.inspect(source).unknown == []
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
     (source / "config.json").write_text(json.dumps(config))
-    assert ckptx.inspect(source).details["unknown"] != []
+    assert ckptx.inspect(source).unknown != []

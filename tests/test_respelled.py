@@ -66,7 +66,7 @@ def contents(path: Path) -> dict[str, bytes]:
     view = view_model(open_checkpoint(path))
     found = {}
     with FilePool(view.catalog.root) as files:
-        locate_all(view, files)
+        view = locate_all(view, files)
         for name, entry in view.tensors.items():
             sink = Collect(1000)
             TensorReader(files).stream(entry, whole(entry.shape), sink)
@@ -110,7 +110,7 @@ def test_a_row_in_the_wrong_place_is_found(tmp_path: Path) -> None:
     write_dcp(tmp_path / "step", titan)
     ckptx.convert("dcp2hf", tmp_path / "step", tmp_path / "back", base=str(hf))
     report = ckptx.verify(hf, tmp_path / "back")
-    assert [row["name"] for row in report.details["differing"]] == ["model.layers.1.self_attn.q_proj.weight"]
+    assert [row["name"] for row in report.differing] == ["model.layers.1.self_attn.q_proj.weight"]
 
 
 def test_a_class_without_names_in_torchtitan_is_refused(tmp_path: Path) -> None:

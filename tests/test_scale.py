@@ -74,6 +74,6 @@ def test_twenty_thousand_tensors_load_through_stock_torch(tmp_path: Path) -> Non
     load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for i, name in enumerate(names[::97]):
         assert torch.equal(state[name].flatten(), values[6 * 97 * i : 6 * 97 * i + 6]), name
-    assert ckptx.verify(root, tmp_path / "dcp").details["compared"] == 20_000
+    assert ckptx.verify(root, tmp_path / "dcp").compared == 20_000
     ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "back", base="none")
     assert ckptx.verify(root, tmp_path / "back").exit == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.conversion.config import _open_base
+from ckptx.conversion.base import _open_base
 from ckptx.cutting import read_plan
 from ckptx.errors import CkptxError
 from ckptx.formats.registry import open_checkpoint

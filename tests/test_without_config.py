@@ -56,7 +56,7 @@ def test_the_config_of_one_side_does_for_both(
             (tmp_path / side / "ckptx.json").unlink(missing_ok=True)
     for pair in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")):
         report = ckptx.verify(*pair)
-        assert (report.exit, report.details["differing"]) == (0, [])
+        assert (report.exit, report.differing) == (0, [])
         assert any("no config.json: seen by that of" in note for note in report.warnings)
         assert ckptx.diff(*pair).exit == 0
 
@@ -71,7 +71,7 @@ def test_a_difference_is_still_seen(tmp_path: Path, form: str) -> None:
     (tmp_path / "b" / "config.json").unlink()
     report = ckptx.verify(source, tmp_path / "b")
     assert report.exit == 1
-    assert [row["name"] for row in report.details["differing"]] == ["model.norm.weight"]
+    assert [row["name"] for row in report.differing] == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize("form", ["hf", "dcp", "sharded-tp2"])
@@ -85,8 +85,8 @@ def test_a_config_that_does_not_fit_decides_nothing(tmp_path: Path, form: str) -
     for pair in ((source, tmp_path / "b"), (tmp_path / "b", source)):
         report = ckptx.verify(*pair)
         assert report.exit == 1
-        assert {row["what"] for row in report.details["differing"]} == {"missing"}
-        assert all("model.layers.1." in row["name"] for row in report.details["differing"])
+        assert {row["what"] for row in report.differing} == {"missing"}
+        assert all("model.layers.1." in row["name"] for row in report.differing)
 
 
 # --- files given back

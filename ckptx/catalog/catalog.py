@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.entry import BytesEntry, Sidecar, TensorEntry
+from ckptx.catalog.form import FORMS, Form
 
 
 class Part(NamedTuple):
@@ -58,6 +59,11 @@ class Catalog:
     planner_data: Mapping[str, Any] | None = None
     parts: tuple[Part, ...] = ()
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def form(self) -> Form:
+        """What follows from the format."""
+        return FORMS[self.format]
 
     @property
     def nbytes(self) -> int:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptx.catalog.dtype import DType
+from ckptx.catalog.form import FORMS, Form
 from ckptx.catalog.region import Region, Shape
 
 SCHEMA = 1
@@ -138,6 +139,11 @@ class Manifest:
     files: Mapping[str, FileRecord]
     sidecars: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
+
+    @property
+    def form(self) -> Form:
+        """What follows from the format."""
+        return FORMS[self.format]
 
 
 def emit_manifest(manifest: dict[str, Any]) -> bytes:

@@ -98,6 +98,8 @@ def _run(direction: str, src: str, dst: str, as_json: bool, report_file: str | N
     output = Output(as_json=as_json, report_file=report_file)
     return output.run(
         f"convert {direction}",
-        lambda report: convert(direction, src, dst, on_progress=output.progress, report=report, **options),
+        lambda log: convert(
+            direction, src, dst, on_progress=output.progress, log=log, report_file=output.report_file, **options
+        ),
         conversion_text,
     )

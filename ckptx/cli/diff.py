@@ -25,4 +25,4 @@ def command(a: str, b: str, as_json: bool, **hub: str | None) -> int:
     from ckptx.difference import diff
     from ckptx.report.text import diff_text
 
-    return Output(as_json=as_json).run("diff", lambda report: diff(a, b, **hub), diff_text)
+    return Output(as_json=as_json).run("diff", lambda log: diff(a, b, **hub), diff_text)

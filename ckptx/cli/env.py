@@ -10,7 +10,8 @@ import click
 
 from ckptx.cli.options import GLOBAL, SETTINGS, Section, SectionedCommand, with_global_options
 from ckptx.cli.output import Output
-from ckptx.report.report import Report
+from ckptx.report.documents import EnvironmentReport
+from ckptx.report.report import Log
 from ckptx.version import __version__
 
 # The versions the test suite runs with; others in the ranges of pyproject.toml are expected to work.
@@ -32,16 +33,16 @@ def command(as_json: bool) -> int:
     return Output(as_json=as_json).run("env", _described, _text)
 
 
-def _described(report: Report) -> Report:
-    report.details = {
-        "ckptx": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-        "packages": {package: _installed(package) for package in (*_TESTED, *_ALSO)},
-        "tested_with": _TESTED,
-    }
-    return report
+def _described(log: Log) -> EnvironmentReport:
+    return EnvironmentReport(
+        command="env",
+        ckptx=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cores=len(os.sched_getaffinity(0)),
+        packages={package: _installed(package) for package in (*_TESTED, *_ALSO)},
+        tested_with=_TESTED,
+    )
 
 
 def _installed(package: str) -> str | None:
@@ -51,10 +52,9 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _text(report: Report) -> str:
-    details = report.details
-    rows = [(name, str(details[name])) for name in ("ckptx", "python", "platform", "cores")]
-    for package, found in details["packages"].items():
+def _text(report: EnvironmentReport) -> str:
+    rows = [(name, str(getattr(report, name))) for name in ("ckptx", "python", "platform", "cores")]
+    for package, found in report.packages.items():
         tested = f" (tested with {_TESTED[package]})" if package in _TESTED else ""
         rows.append((package, (found or "not installed") + tested))
     return "\n".join(f"{name:<16} {said}" for name, said in rows)

@@ -65,7 +65,7 @@ def command(
 
     return Output(as_json=as_json).run(
         "inspect",
-        lambda report: inspect(
+        lambda log: inspect(
             path,
             tensors=tensors,
             match=match,

@@ -7,15 +7,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from ckptx.errors import (
     CkptxError,
-    Defect,
     EnvironmentProblem,
     OutputError,
     PeerFailure,
@@ -24,10 +24,11 @@ from ckptx.errors import (
     exit_code_of,
 )
 from ckptx.publishing.report_file import refuse_place
-from ckptx.report.report import Report, human_bytes
+from ckptx.report.report import Log, Report, Stopwatch, human_bytes
 from ckptx.untrusted.printable import lines, one_line, shown
 
 _SECONDS_BETWEEN_LINES = 10.0
+R = TypeVar("R", bound=Report)
 
 
 class Output:
@@ -38,7 +39,8 @@ class Output:
         settings: dict[str, Any] = context.find_root().ensure_object(dict) if context is not None else {}
         self._is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = bool(settings.get("quiet")) or not self._is_first
-        self.as_json, self.report_file = as_json, report_file
+        self.as_json = as_json
+        self.report_file = None if report_file is None else Path(report_file)
         hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         self._progress = not (self.quiet or as_json or hidden)
         self._bar: Any = None
@@ -47,70 +49,84 @@ class Output:
     def run(
         self,
         command: str,
-        work: Callable[[Report], Report],
-        text: Callable[[Report], str],
-        verdict: Callable[[Report], str] | None = None,
+        work: Callable[[Log], R],
+        text: Callable[[R], str],
+        verdict: Callable[[R], str] | None = None,
     ) -> int:
         """Runs a command and delivers its report, whatever happens.
 
         Args:
             command: Name for the report.
-            work: Fills and returns the report.
+            work: Makes the report, and takes down what the user should know even if it fails.
             text: The report for a person.
             verdict: What is left of it with --quiet, in one line; without one, only a difference found is told.
 
         Returns:
             The exit code.
         """
-        report = Report(command, file=None if self.report_file is None else Path(self.report_file))
-        interrupted: BaseException | None = None
+        stopwatch, log, failure = Stopwatch(), Log(), ""
+        raised: BaseException | None = None
+        report: R | None = None
         try:
-            if report.file is not None and os.environ.get("WORLD_SIZE", "1") == "1":
-                refuse_place(report.file)  # several processes look when they have met, to fail together
-            report = work(report)
+            if self.report_file is not None and os.environ.get("WORLD_SIZE", "1") == "1":
+                refuse_place(self.report_file)  # several processes look when they have met, to fail together
+            report = work(log)
         except CkptxError as error:
-            report.exit, report.error = error.exit_code, str(error)
-            report.is_echo = isinstance(error, PeerFailure) and error.is_said
+            raised, failure = error, str(error)
             self._trace()
-        except MemoryError:
-            report.exit, report.error = EnvironmentProblem.exit_code, "out of memory; run with a smaller --max-memory"
+        except MemoryError as error:
+            raised, failure = error, "out of memory; run with a smaller --max-memory"
             self._trace()
         except (KeyboardInterrupt, Terminated) as error:
-            interrupted = error
-            report.exit = exit_code_of(error)
-            report.error = "interrupted; nothing was published, run again with --resume to continue"
+            raised, failure = error, "interrupted; nothing was published, run again with --resume to continue"
         except Exception as error:  # a defect: said as one, with its cause, and never as a difference found
-            report.exit, report.error = (
-                Defect.exit_code,
-                f"internal error: {type(error).__name__}: {error}; please report it",
-            )
+            raised, failure = error, f"internal error: {type(error).__name__}: {error}; please report it"
             self._trace()
         self._close_bar()
-        report.finish()
-        self._deliver(report, text, verdict)
-        if interrupted is not None and os.environ.get("CKPTX_DEBUG") == "1":
-            click.echo(indent(lines("".join(traceback.format_exception(interrupted))), "| "), err=True)
-        return report.exit
+        if report is not None:
+            code = self._deliver(stopwatch.stop(report), text, verdict)
+        else:
+            assert raised is not None
+            code = self._fail(stopwatch, Report(command=command, warnings=log.notes), failure, raised)
+        if isinstance(raised, KeyboardInterrupt | Terminated) and os.environ.get("CKPTX_DEBUG") == "1":
+            click.echo(indent(lines("".join(traceback.format_exception(raised))), "| "), err=True)
+        return code
 
-    def _deliver(self, report: Report, text: Callable[[Report], str], verdict: Callable[[Report], str] | None) -> None:
+    def _deliver(self, report: R, text: Callable[[R], str], verdict: Callable[[R], str] | None) -> int:
+        """Says what was found, wherever it shall be said; the exit code."""
+        code = self._write(report) or report.exit
+        if self.as_json:
+            return code
+        if not self.quiet:
+            for warning in report.warnings:
+                click.echo(f"note: {one_line(warning)}", err=True)
+        said = verdict if self.quiet and verdict is not None else text
+        if self._is_first and (not self.quiet or code or said is verdict):
+            code = _print(said(shown(report)) + "\n") or code
+        return code
+
+    def _fail(self, stopwatch: Stopwatch, report: Report, failure: str, raised: BaseException) -> int:
+        """Says why there is no result; the exit code."""
+        code = EnvironmentProblem.exit_code if isinstance(raised, MemoryError) else exit_code_of(raised)
+        code = self._write(stopwatch.stop(replace(report, exit=code, error=failure))) or code
+        if self._is_first or not (isinstance(raised, PeerFailure) and raised.is_said):
+            say_error(failure)
+        return code
+
+    def _write(self, report: Report) -> int:
+        """Writes the documents that were asked for; 0, or the exit code of what went wrong."""
+        code = 0
         if self.report_file is not None and self._is_first:
             try:
-                report.write(Path(self.report_file))
+                report.write(self.report_file)
             except OutputError as error:
                 if str(error) != report.error:  # said before the work, and so is not said twice
                     say_error(f"{error}; the report was not written")
-                report.exit = report.exit or error.exit_code
+                report = replace(report, exit=report.exit or error.exit_code)
+                code = report.exit
         if self.as_json and self._is_first:
-            report.exit = _print(report.to_json()) or report.exit
-        if report.error is not None and not (report.is_echo and not self._is_first):
-            say_error(report.error)
-        if not self.as_json:
-            if not self.quiet and report.error is None:
-                for warning in report.warnings:
-                    click.echo(f"note: {one_line(warning)}", err=True)
-            said = verdict if self.quiet and verdict is not None else text
-            if report.error is None and self._is_first and (not self.quiet or report.exit or said is verdict):
-                report.exit = _print(said(shown(report)) + "\n") or report.exit
+            code = _print(report.to_json()) or code
+        return code
 
     def _trace(self) -> None:
         context = click.get_current_context(silent=True)
@@ -156,8 +172,8 @@ def _print(text: str) -> int:
 def say_error(message: str, *, as_json: bool = False) -> None:
     """One line on stderr; for an error in the call itself, `as_json` adds the document the caller waits for."""
     if as_json:
-        report = Report("usage", exit=UsageError.exit_code, error=message)
-        _print(report.finish().to_json())
+        report = Report(command="usage", exit=UsageError.exit_code, error=message)
+        _print(Stopwatch().stop(report).to_json())
     context = click.get_current_context(silent=True)
     settings = context.find_root().ensure_object(dict) if context is not None else {}
     plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))

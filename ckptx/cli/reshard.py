@@ -59,6 +59,6 @@ def command(src: str, dst: str, as_json: bool, report_file: str | None, **option
     output = Output(as_json=as_json, report_file=report_file)
     return output.run(
         "reshard",
-        lambda report: reshard(src, dst, on_progress=output.progress, report=report, **options),
+        lambda log: reshard(src, dst, on_progress=output.progress, log=log, report_file=output.report_file, **options),
         conversion_text,
     )

@@ -89,19 +89,18 @@ _RUN = [
 @with_global_options
 def command(reference: str, checkpoint: str, run: bool, as_json: bool, report_file: str | None, **options: Any) -> int:
     """Compare the contents of two checkpoints bit for bit, across formats; with --run, what they compute."""
-    from ckptx.report.text import verify_text, verify_verdict
     from ckptx.verification.verify import verify
 
-    text, verdict = verify_text, verify_verdict
-    if run:
-        from ckptx.report.running import run_text as text
-        from ckptx.report.running import run_verdict as verdict
     output = Output(as_json=as_json, report_file=report_file)
-    if not run:
-        options["on_progress"] = output.progress
+    if run:
+        from ckptx.report.running import run_text, run_verdict
+
+        return output.run(
+            "verify", lambda log: verify(reference, checkpoint, run=True, log=log, **options), run_text, run_verdict
+        )
+    from ckptx.report.text import verify_text, verify_verdict
+
+    options["on_progress"] = output.progress
     return output.run(
-        "verify",
-        lambda report: verify(reference, checkpoint, run=run, report=report, **options),
-        text,
-        verdict,
+        "verify", lambda log: verify(reference, checkpoint, log=log, **options), verify_text, verify_verdict
     )

@@ -1,1 +1,1 @@
-"""HF to DCP and back. Read convert.py, then to_dcp.py and to_huggingface.py."""
+"""HF to DCP and back, and cut for a mesh. Read pipeline.py, then the file of a step."""

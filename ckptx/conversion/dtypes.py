@@ -3,35 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
-from ckptx.conversion.config import Home
-from ckptx.conversion.memory import kept_manifest
-from ckptx.conversion.names import Spelling
-from ckptx.conversion.run import Conversion
+from ckptx.conversion.base import Base
+from ckptx.conversion.naming import Named, Naming
+from ckptx.conversion.restoring import kept_manifest
 from ckptx.conversion.target import Target
 from ckptx.errors import UsageError
 from ckptx.mapping.config import dequantized, dtype_edits, dtypes_in, is_held, widened
 from ckptx.mapping.dtypes import base_targets, cast_targets
 from ckptx.report.report import counted
 from ckptx.view import ModelView, rules_of
+from ckptx.wording import first_of
 
 
-def cast(run: Conversion, view: ModelView, target: Target, home: Home, spelling: Spelling) -> bool:
-    """Gives each target tensor its dtype; True when any is cast.
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A target in the dtypes that it will have.
+
+    Attributes:
+        target: The tensors.
+        was_cast: Whether any has another dtype than in the source.
+        kept: Names that `--dtype` asks to cast, and that stay as they are; None without it.
+        base_dtypes: Of `--dtype base`: how many are as the base has them, which it lacks, which stay otherwise.
+        notes: What the user should know.
+    """
+
+    target: Target
+    was_cast: bool = False
+    kept: list[str] | None = None
+    base_dtypes: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def cast_tensors(view: ModelView, named: Named, base: Base, wanted: Any) -> Cast:
+    """Gives each target tensor its dtype.
+
+    Args:
+        view: The model.
+        named: The target.
+        base: Its dtypes count for "auto" and "base".
+        wanted: `--dtype`.
 
     Raises:
         UsageError: Dtypes are to be those of a base, and there is none.
     """
-    wanted: Any = run.options.dtype
-    architecture = view.architecture
+    target, architecture = named.target, view.architecture
     in_base: dict[str, DType] = {}
-    if wanted != "auto" and home.dtypes:
-        in_base = _by_target_name(home.dtypes, view, target.tensors, spelling)
+    if wanted != "auto" and base.dtypes:
+        in_base = _by_target_name(base.dtypes, view, target.tensors, named.naming)
     if wanted == "base":
-        if not home.dtypes:
+        if not base.dtypes:
             raise UsageError(
                 "--dtype base: nothing says which dtypes the base had; pass --base HF with its weights to convert "
                 "dcp2hf or reshard, or name a dtype"
@@ -42,18 +67,26 @@ def cast(run: Conversion, view: ModelView, target: Target, home: Home, spelling:
             target.tensors,
             CAST_TARGETS.get(wanted),
             lambda name: architecture is not None and wanted != "fp32" and architecture.keeps_fp32(name, wanted),
-            _kept_by(home.dtypes, in_base),
+            _kept_by(base.dtypes, in_base),
         )
-    changed = [name for name, dtype in dtypes.items() if target.tensors[name].dtype is not dtype]
-    for name in changed:
-        target.tensors[name] = target.tensors[name]._replace(dtype=dtypes[name])
+    changed = {name for name, dtype in dtypes.items() if target.tensors[name].dtype is not dtype}
+    if changed:
+        tensors = {
+            name: entry._replace(dtype=dtypes[name]) if name in changed else entry
+            for name, entry in target.tensors.items()
+        }
+        target = replace(target, tensors=tensors)
     if wanted == "base":
-        _report_base(run, target, in_base)
-    elif wanted != "auto":
-        kept = [name for name, entry in target.tensors.items() if entry.dtype.cast and name not in changed]
-        asked = CAST_TARGETS[wanted]
-        run.report.details["kept_dtype"] = [name for name in kept if target.tensors[name].dtype is not asked]
-    return bool(changed)
+        return _as_in_base(target, in_base, was_cast=bool(changed))
+    if wanted == "auto":
+        return Cast(target, was_cast=bool(changed))
+    asked = CAST_TARGETS[wanted]
+    kept = [
+        name
+        for name, entry in target.tensors.items()
+        if entry.dtype.cast and name not in changed and entry.dtype is not asked
+    ]
+    return Cast(target, bool(changed), kept)
 
 
 def _kept_by(base: Mapping[str, DType], in_base: Mapping[str, DType]) -> frozenset[str]:
@@ -64,7 +97,7 @@ def _kept_by(base: Mapping[str, DType], in_base: Mapping[str, DType]) -> frozens
 
 
 def _by_target_name(
-    base: Mapping[str, DType], view: ModelView, names: Iterable[str], spelling: Spelling
+    base: Mapping[str, DType], view: ModelView, names: Iterable[str], naming: Naming
 ) -> dict[str, DType]:
     """Dtypes of a base by the names of the target, which may be spelled otherwise; what the base lacks is left out.
 
@@ -80,7 +113,7 @@ def _by_target_name(
     found = {}
     for name in names:
         # A trainer's dialect is one step away from the published names, which are another from those of the model.
-        spoken = (spelling.rules and spelling.rules.model_name(name)) or name
+        spoken = naming.model_name(name) or name
         known = next((base[each] for each in (name, spoken) if each in base), None)
         if known is None:
             alike = by_model.get((rules and rules.model_name(spoken)) or spoken, set())
@@ -90,33 +123,26 @@ def _by_target_name(
     return found
 
 
-def _report_base(run: Conversion, target: Target, in_base: Mapping[str, DType]) -> None:
+def _as_in_base(target: Target, in_base: Mapping[str, DType], *, was_cast: bool) -> Cast:
     floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.cast}
     lacking = [name for name in floats if name not in in_base]
     otherwise = [name for name, entry in floats.items() if name in in_base and in_base[name] is not entry.dtype]
-    report = run.report
-    report.details["kept_dtype"] = [*lacking, *otherwise]
-    report.details["base_dtypes"] = {
-        "as_base": len(floats) - len(lacking) - len(otherwise),
-        "lacking": lacking,
-        "otherwise": otherwise,
-    }
+    notes = []
     if lacking:
-        report.warnings.append(
-            f"--dtype base: {counted(len(lacking), 'tensor')} the base lacks keep their own dtype: "
-            f'"{lacking[0]}"{" and more" if len(lacking) > 1 else ""}'
-        )
+        said = counted(len(lacking), "tensor")
+        notes.append(f"--dtype base: {said} the base lacks keep their own dtype: {first_of(lacking)}")
     if otherwise:
         first = otherwise[0]
-        report.warnings.append(
+        notes.append(
             f"--dtype base: {counted(len(otherwise), 'tensor')} cannot be as in the base, which is quantised, and stay "
             f'as they are: "{first}" is {in_base[first]} there, {floats[first].dtype} here'
         )
+    as_base = len(floats) - len(lacking) - len(otherwise)
+    counts = {"as_base": as_base, "lacking": lacking, "otherwise": otherwise}
+    return Cast(target, was_cast, [*lacking, *otherwise], counts, tuple(notes))
 
 
-def lossless_edits(
-    run: Conversion, view: ModelView, target: Target, home: Home, spelling: Spelling, *, was_cast: bool
-) -> list[dict[str, Any]]:
+def lossless_edits(view: ModelView, done: Cast, base: Base, naming: Naming, wanted: str) -> list[dict[str, Any]]:
     """Edits to the dtypes that config.json names, so that loading by it loses nothing that the files hold.
 
     A cast to one dtype makes the config say so. Otherwise the config is right until shown wrong: it is edited when
@@ -126,24 +152,23 @@ def lossless_edits(
     says do not count.
 
     Args:
-        run: The conversion.
         view: The model in the source.
-        target: Its tensors have the dtypes that are written.
-        home: Whose config it is.
-        spelling: Of the names in the target.
-        was_cast: Whether `cast` cast anything.
+        done: Its tensors have the dtypes that are written.
+        base: Whose config it is.
+        naming: Of the names in the target.
+        wanted: `--dtype`.
     """
-    config, wanted = view.config, run.options.dtype
+    config, target = view.config, done.target
     if config is None:
         return []
     said = dtypes_in(config).values()
     floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.cast and not _is_kept(view, name)}
     lost = {name: entry for name, entry in floats.items() if not all(is_held(entry.dtype.name, each) for each in said)}
     if wanted in CAST_TARGETS:
-        return dtype_edits(config, wanted) if was_cast or lost else []
+        return dtype_edits(config, wanted) if done.was_cast or lost else []
     if not lost or _is_as_published(view):
         return []
-    in_base = _by_target_name(home.dtypes, view, lost, spelling) if home.dtypes else {}
+    in_base = _by_target_name(base.dtypes, view, lost, naming) if base.dtypes else {}
     changed = {name: entry for name, entry in lost.items() if name in in_base and in_base[name] is not entry.dtype}
     added = {name: entry for name, entry in lost.items() if name not in in_base}
     if 2 * _numel(added.values()) < _numel(floats.values()):
@@ -154,7 +179,7 @@ def lossless_edits(
     return widened(config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *settled.values())})
 
 
-def quantization_edits(run: Conversion, view: ModelView, target: Target) -> list[dict[str, Any]]:
+def quantization_edits(view: ModelView, target: Target) -> list[dict[str, Any]]:
     """Edits that take the quantisation out of config.json when a step in floats is written under a quantised base.
 
     Loaders look for scales where a config speaks of quantisation, find none, and leave the weights as they were made at
@@ -164,10 +189,7 @@ def quantization_edits(run: Conversion, view: ModelView, target: Target) -> list
         return []
     if any(not entry.dtype.cast for entry in target.tensors.values() if len(entry.shape) > 1):
         return []
-    edits = dequantized(view.config)
-    if edits:
-        run.report.warnings.append("config.json speaks of quantisation, and every weight is a float: taken out of it")
-    return edits
+    return dequantized(view.config)
 
 
 def _numel(entries: Iterable[TensorEntry]) -> int:
@@ -181,4 +203,4 @@ def _is_kept(view: ModelView, name: str) -> bool:
 
 def _is_as_published(view: ModelView) -> bool:
     """True when nobody has trained since the config was written: an HF checkpoint, or what ckptx made of one."""
-    return view.catalog.format in ("huggingface", "bin") or kept_manifest(view, []) is not None
+    return view.catalog.form.is_published or kept_manifest(view, []) is not None

@@ -8,7 +8,7 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import CutChunks, TensorEntry
 from ckptx.catalog.manifest import RANK_ORDER, SCHEMA, OriginalFiles
-from ckptx.cutting import Mesh
+from ckptx.cutting import ShardedModel
 from ckptx.version import __version__
 
 
@@ -20,7 +20,7 @@ def manifest_of(
     aliases: Mapping[str, str] | None = None,
     copies: Mapping[str, str] | None = None,
     original: OriginalFiles | None = None,
-    mesh: Mesh | None = None,
+    mesh: ShardedModel | None = None,
     model_names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The manifest of an output, without files and sidecars.

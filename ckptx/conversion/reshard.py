@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptx.conversion.config import home_of
-from ckptx.conversion.run import Conversion, Progress
-from ckptx.conversion.start import started
-from ckptx.conversion.to_dcp import to_dcp
-from ckptx.conversion.to_sharded import to_sharded
+from ckptx.conversion.opening import Progress, opened
+from ckptx.conversion.outputs.dcp import DcpFormat
+from ckptx.conversion.outputs.output_format import OutputFormat
+from ckptx.conversion.outputs.sharded import ShardedFormat
+from ckptx.conversion.pipeline import convert_opened
 from ckptx.options import ConvertArguments, ConvertOptions
-from ckptx.report.report import Report
+from ckptx.report.documents import ConversionReport
+from ckptx.report.report import Log, Stopwatch
 
 if TYPE_CHECKING:  # Python 3.10 has it there alone
     from typing_extensions import Unpack
@@ -22,16 +23,18 @@ def reshard(
     dst: str | Path,
     *,
     on_progress: Progress = lambda done, total: None,
-    report: Report | None = None,
+    log: Log | None = None,
+    report_file: Path | None = None,
     **options: Unpack[ConvertArguments],
-) -> Report:
+) -> ConversionReport:
     """Cuts a checkpoint for a mesh of TP x PP x FSDP, so that rank r reads its own files.
 
     Args:
         src: A directory, file, index, or Hub id: HF, DCP or sharded safetensors, in any layout.
         dst: The directory to write; absent or empty unless `overwrite`.
         on_progress: Called now and then with bytes written and bytes in all.
-        report: Filled while working, so that a caller has it even when an error is raised.
+        log: Has what the user should know, when an error is raised, too.
+        report_file: Where the caller will write the report, if anywhere; refused before the work if that cannot be.
         **options: The options of the command line, see `ConvertArguments`.
 
     Returns:
@@ -40,22 +43,15 @@ def reshard(
     Raises:
         CkptxError: One subclass for each exit code from 2 to 7; nothing was published.
     """
-    report = report or Report("reshard")
-    settings = ConvertOptions.parse("reshard", options)
-
-    def work(run: Conversion) -> None:
-        to = settings.to or _family(run.source.format)
-        settings.refuse_what_source_lacks(run.source.format, to)
-        home = home_of(run)
-        if to == "dcp":
-            to_dcp(run, home, cut=True)
-        else:
+    stopwatch, settings = Stopwatch(), ConvertOptions.parse("reshard", options)
+    log = log or Log()
+    with opened(src, Path(dst), settings, report_file) as ready:
+        log(ready)
+        form = ready.source.form
+        to = settings.to or form.family
+        settings.refuse_what_source_lacks(form, to)
+        output: OutputFormat = DcpFormat(is_cut=True)
+        if to == "safetensors":
             settings.refuse_what_safetensors_lack()
-            to_sharded(run, home)
-
-    return started(src, dst, settings, report, on_progress, work)
-
-
-def _family(format: str) -> str:
-    """What a checkpoint of this format becomes unless `--to` says otherwise."""
-    return "dcp" if format == "dcp" else "safetensors"
+            output = ShardedFormat()
+        return stopwatch.stop(convert_opened("reshard", ready, output, "config", log, on_progress))

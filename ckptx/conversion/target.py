@@ -3,55 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptx.architecture.tied import TieDecision
+from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
-from ckptx.conversion.run import Conversion
 from ckptx.errors import InputError
 from ckptx.view import ModelView
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """The tensors of a target.
 
     Attributes:
+        source: The checkpoint they are read from, with an entry for each tensor that is put together.
         tensors: By name; shapes and dtypes are those of the target, chunks are not set yet.
-        origin: Name in the target -> name of the entry in the source that it is read from.
+        origin: Name in the target -> name of the entry in `source` that it is read from.
         read: Name in the target -> names on disk of the tensors it is made of.
         aliases: Names that share the bytes of a name in `tensors`; only a DCP can have some.
         copies: Names in `tensors` that hold the bytes of another one, because no file can share them.
+        shared: Names on disk of tied tensors: they are accounted for when one of them is written.
     """
 
-    tensors: dict[str, TensorEntry]
-    origin: dict[str, str]
-    read: dict[str, tuple[str, ...]]
-    aliases: dict[str, str] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)
+    source: Catalog
+    tensors: Mapping[str, TensorEntry]
+    origin: Mapping[str, str]
+    read: Mapping[str, tuple[str, ...]]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorEntry]) -> Target:
+    def of(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> Target:
         """Every tensor under its own name. The entries are those of the source and name where they are on disk."""
         renamed = {name: entry._replace(name=name) for name, entry in tensors.items()}
         on_disk = {name: entry.name for name, entry in tensors.items()}
-        return cls(renamed, on_disk, {name: (disk,) for name, disk in on_disk.items()})
-
-    def store_as(self, name: str, stored: str) -> None:
-        """Stores the bytes of `stored` under `name` too."""
-        self.tensors[name] = self.tensors[stored]._replace(name=name)
-        self.origin[name], self.read[name] = self.origin[stored], self.read[stored]
-
-    def copy_out(self, name: str) -> None:
-        """Turns an alias into a tensor of its own."""
-        self.copies[name] = self.aliases.pop(name)
-        self.store_as(name, self.copies[name])
-
-    def leave_out(self, name: str) -> None:
-        """Drops a name if it is there."""
-        self.tensors.pop(name, None)
-        self.origin.pop(name, None)
-        self.read.pop(name, None)
+        return cls(source, renamed, on_disk, {name: (disk,) for name, disk in on_disk.items()})
 
     def holds(self, names: Iterable[str]) -> bool:
         """True when every one of `names` is there, as a tensor or as a name that shares bytes."""
@@ -63,48 +51,90 @@ class Target:
 
     def renamed(self, names: Callable[[str], str]) -> Target:
         """The same under other names."""
-        return Target(
-            {names(name): entry._replace(name=names(name)) for name, entry in self.tensors.items()},
-            {names(name): origin for name, origin in self.origin.items()},
-            {names(name): on_disk for name, on_disk in self.read.items()},
-            {names(name): names(stored) for name, stored in self.aliases.items()},
-            {names(name): names(stored) for name, stored in self.copies.items()},
+        return replace(
+            self,
+            tensors={names(name): entry._replace(name=names(name)) for name, entry in self.tensors.items()},
+            origin={names(name): origin for name, origin in self.origin.items()},
+            read={names(name): on_disk for name, on_disk in self.read.items()},
+            aliases={names(name): names(stored) for name, stored in self.aliases.items()},
+            copies={names(name): names(stored) for name, stored in self.copies.items()},
+        )
+
+    def with_copies(self, names: Iterable[str]) -> Target:
+        """The same with each of these aliases as a tensor of its own."""
+        copied = {name: self.aliases[name] for name in names}
+        if not copied:
+            return self
+        return replace(
+            self,
+            tensors={**self.tensors, **{n: self.tensors[stored]._replace(name=n) for n, stored in copied.items()}},
+            origin={**self.origin, **{name: self.origin[stored] for name, stored in copied.items()}},
+            read={**self.read, **{name: self.read[stored] for name, stored in copied.items()}},
+            aliases={name: stored for name, stored in self.aliases.items() if name not in copied},
+            copies={**self.copies, **copied},
+        )
+
+    def only(self, names: Iterable[str]) -> Target:
+        """The same with these tensors alone, in this order."""
+        names = list(names)
+        return replace(
+            self,
+            tensors={name: self.tensors[name] for name in names},
+            origin={name: self.origin[name] for name in names},
+            read={name: self.read[name] for name in names},
         )
 
 
-def share(run: Conversion, view: ModelView, decisions: list[TieDecision], *, aliases_possible: bool) -> Target:
-    """Carries out `--tied`: the table of the design for auto, else one way for all tied names.
+def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_alias: bool) -> Target:
+    """What the target holds once ties are carried out.
+
+    Args:
+        view: The model.
+        decisions: On its ties.
+        tied: "auto" for what was decided, else one way for all tied names: "alias", "copy" or "drop".
+        can_alias: Two names of the target can point at the same bytes.
 
     Raises:
         InputError: `--tied drop` would lose a tensor that differs from the one it is said to be.
     """
-    target = Target.of(view.tensors)
-    tied = run.options.tied
+    decisions = list(decisions)
     for decision in decisions:
         if tied == "drop" and decision.case in ("different", "mismatched"):
             raise InputError(
                 f'tensors "{decision.target}" and "{decision.source}" differ, so --tied drop would lose one; '
                 "use --tied auto, which keeps both"
             )
-    shared = [decision for decision in decisions if decision.action == "alias" and decision.stored is not None]
+    whole = Target.of(view.catalog, view.tensors)
+    tensors, origin, read = dict(whole.tensors), dict(whole.origin), dict(whole.read)
+    aliases: dict[str, str] = {}
+
+    def store_as(name: str, stored: str) -> None:
+        tensors[name] = tensors[stored]._replace(name=name)
+        origin[name], read[name] = origin[stored], read[stored]
+
+    def leave_out(name: str) -> None:
+        for each in (tensors, origin, read):
+            each.pop(name, None)
+
+    shared = [(each, each.stored) for each in decisions if each.action == "alias" and each.stored is not None]
     merged = []
-    for decision in shared:
-        assert decision.stored is not None
-        names = {decision.target, decision.source} - {decision.stored}
-        if tied == "copy" or (tied == "auto" and not aliases_possible and not decision.declared):
+    for decision, stored in shared:
+        names = {decision.target, decision.source} - {stored}
+        if tied == "copy" or (tied == "auto" and not can_alias and not decision.declared):
             # No loader ties what the config does not declare (--tie-missing), so a file must hold every name.
             for name in names:
-                target.store_as(name, decision.stored)
-        elif tied == "drop" or not aliases_possible:
-            target.store_as(decision.source, decision.stored)
-            merged.append(decision)
+                store_as(name, stored)
+        elif tied == "drop" or not can_alias:
+            store_as(decision.source, stored)
+            merged.append((decision, stored))
         else:
             for name in names:
-                target.leave_out(name)
-                target.aliases[name] = decision.stored
+                leave_out(name)
+                aliases[name] = stored
     # Only now: a name that stood in for an absent source may have done so for several pairs.
-    for decision in merged:
-        for name in {decision.target, str(decision.stored)} - {decision.source}:
-            target.leave_out(name)
-    run.share_ledger({name for decision in shared for name in (decision.target, decision.source)}, view)
-    return target
+    for decision, stored in merged:
+        for name in {decision.target, stored} - {decision.source}:
+            leave_out(name)
+    pairs = {name for decision, _ in shared for name in (decision.target, decision.source)}
+    on_disk = frozenset(view.tensors[name].name for name in pairs if name in view.tensors)
+    return Target(view.catalog, tensors, origin, read, aliases, {}, on_disk)

@@ -11,69 +11,96 @@ from dataclasses import dataclass, field
 
 from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.conversion.run import Conversion
+from ckptx.conversion.sharding import Sharded
 from ckptx.conversion.state import Owners, State, refuse_indices
-from ckptx.conversion.target import Target
-from ckptx.cutting import Mesh
+from ckptx.cutting import ShardedModel
 from ckptx.errors import UnsupportedError
-from ckptx.report.report import counted
+from ckptx.storage.files import FilePool
 from ckptx.transfer.sinks import digest_of
 from ckptx.transfer.stream import TensorReader
 from ckptx.view import ModelView
+from ckptx.wording import counted
 
 Place = tuple[int, tuple[Block, ...]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TrainingState:
     """Tensors and objects to carry, by their names in the output.
 
     Attributes:
-        target: The tensors, aliases and copies too.
+        tensors: As in `Target`, and so are `origin`, `read`, `aliases` and `copies`.
+        origin: Name -> name on disk.
+        read: Name -> names on disk of what it is made of.
+        aliases: Names that share the bytes of another state.
+        copies: Names that hold the bytes of another state once more.
         objects: Pickled objects.
         object_origin: Name of an object -> its name in the source.
         places: Stage and blocks of each tensor, when there is a mesh.
+        shared: Names on disk of state that another name stands for.
+        dropped: Rows for the ledger: state of a tied name that differs from its twin's.
+        without_parameter: Names on disk of optimizer tensors that belong to no known parameter; empty without a mesh.
+        replicated: Names on disk of state whose shape differs from its parameter's.
+        notes: What the user should know.
     """
 
-    target: Target = field(default_factory=lambda: Target({}, {}, {}))
-    objects: dict[str, BytesEntry] = field(default_factory=dict)
-    object_origin: dict[str, str] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
+    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    objects: Mapping[str, BytesEntry] = field(default_factory=dict)
+    object_origin: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Place] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    dropped: tuple[dict[str, str], ...] = ()
+    without_parameter: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def written(self) -> set[str]:
+        """Names on disk of the tensors it is made of."""
+        return {name for names in self.read.values() for name in names}
 
 
-def carry_state(
-    run: Conversion, view: ModelView, model: Target, outward: Mapping[str, str], mesh: Mesh | None
-) -> TrainingState:
+def carry_state(view: ModelView, files: FilePool, sharded: Sharded, outward: Mapping[str, str]) -> TrainingState:
     """Everything that is not the model.
 
     Args:
-        run: The conversion; its report lists what could not be cut, and what was kept of two.
         view: Of the source, payloads of everything located.
-        model: The tensors of the model in the output.
+        files: Of the source.
+        sharded: The tensors of the model by their names in the output, and how they are cut.
         outward: Name of a parameter in the view -> its name in the output, of those that are there one to one.
-        mesh: How the model is cut, by its names in the output.
 
     Raises:
         UnsupportedError: State is keyed by indices, or belongs to a parameter that takes another form.
     """
-    names = [*view.optimizer, *view.other, *run.source.objects]
-    refuse_indices(names, str(run.source.root))
-    return _Carrier(run, view, model, outward, mesh).carry(names)
+    names = [*view.optimizer, *view.other, *view.catalog.objects]
+    refuse_indices(names, str(view.catalog.root))
+    return _Carrier(view, files, sharded, outward).carry(names)
 
 
 class _Carrier:
     """One pass over the state of a checkpoint."""
 
-    def __init__(
-        self, run: Conversion, view: ModelView, model: Target, outward: Mapping[str, str], mesh: Mesh | None
-    ) -> None:
-        self.run, self.model, self.outward, self.mesh = run, model, outward, mesh
+    def __init__(self, view: ModelView, files: FilePool, sharded: Sharded, outward: Mapping[str, str]) -> None:
+        self.source, self.files, self.model, self.mesh = view.catalog, files, sharded.target, sharded.model
+        self.outward = outward
         self.on_disk = {name: entry.name for name, entry in view.tensors.items()}
         self.owners = Owners.of(self.on_disk, view.prefix)
         self.optimizer = frozenset(view.optimizer)
-        self.state = TrainingState()
-        self.apart: list[str] = []
-        self.reader = TensorReader(run.files)
+        self.reader = TensorReader(files)
+        self.tensors: dict[str, TensorEntry] = {}
+        self.origin: dict[str, str] = {}
+        self.aliases: dict[str, str] = {}
+        self.copies: dict[str, str] = {}
+        self.objects: dict[str, BytesEntry] = {}
+        self.object_origin: dict[str, str] = {}
+        self.places: dict[str, Place] = {}
+        self.shared: set[str] = set()
+        self.dropped: list[dict[str, str]] = []
+        self.replicated: list[str] = []
+        self.notes: list[str] = []
 
     def carry(self, names: list[str]) -> TrainingState:
         owned: dict[str, list[State]] = {}
@@ -84,7 +111,7 @@ class _Carrier:
                 loose.append(name)
             else:
                 owned.setdefault(self._out(found), []).append(found)
-        self._list_orphans([name for name in loose if name in self.optimizer])
+        orphans = self._orphans([name for name in loose if name in self.optimizer])
         for name in loose:
             self._add(name, name, None)
         shared = {**self.model.aliases, **self.model.copies}
@@ -95,23 +122,36 @@ class _Carrier:
             for state in states:
                 if state.name not in done:
                     self._add(state.name, self._called(state), parameter)
-        if self.apart:
-            self.run.report.details["state_replicated"] = self.apart
-            self.run.report.warnings.append(
-                "state of another shape than its parameter, replicated: "
-                f'{counted(len(self.apart), "tensor")}, "{self.apart[0]}"'
+        if self.replicated:
+            self.notes.append(
+                "optimizer state replicated, its shape differs from its parameter's: "
+                f'{counted(len(self.replicated), "tensor")}, "{self.replicated[0]}"'
             )
-        return self.state
+        return TrainingState(
+            self.tensors,
+            self.origin,
+            {name: (on_disk,) for name, on_disk in self.origin.items()},
+            self.aliases,
+            self.copies,
+            self.objects,
+            self.object_origin,
+            self.places,
+            frozenset(self.shared),
+            tuple(self.dropped),
+            tuple(orphans),
+            tuple(self.replicated),
+            tuple(self.notes),
+        )
 
-    def _list_orphans(self, names: list[str]) -> None:
-        """Says which tensors of the optimizer stay whole because nobody knows what they belong to."""
-        orphans = [name for name in names if self.run.source.tensors[name].numel > 1]
-        if orphans and self.mesh is not None and self.mesh.dims.world_size > 1:
-            self.run.report.details["state_without_parameter"] = orphans
-            self.run.report.warnings.append(
-                f"optimizer state of no known parameter, whole on rank 0: {counted(len(orphans), 'tensor')}, "
-                f'"{orphans[0]}"'
-            )
+    def _orphans(self, names: list[str]) -> list[str]:
+        """Tensors of the optimizer that stay whole because nobody knows what they belong to."""
+        if self.mesh is None or self.mesh.dims.world_size == 1:
+            return []
+        orphans = [name for name in names if self.source.tensors[name].numel > 1]
+        if orphans:
+            said = f'{counted(len(orphans), "tensor")}, "{orphans[0]}"'
+            self.notes.append(f"optimizer state of no known parameter, whole on rank 0: {said}")
+        return orphans
 
     def _out(self, state: State) -> str:
         """The name in the output of the parameter of a state."""
@@ -157,14 +197,13 @@ class _Carrier:
 
     def _share(self, name: str, stored: str, on_disk: str, parameter: str) -> None:
         """Makes `name` another name of `stored`, or a copy where no file can share it."""
-        target = self.state.target
-        if on_disk in self.run.source.objects:
+        if on_disk in self.source.objects:
             self._add(on_disk, name, parameter)
         elif self._is_apart(parameter):
             self._add(on_disk, name, parameter)
-            target.copies[name] = stored
+            self.copies[name] = stored
         else:
-            target.aliases[name] = stored
+            self.aliases[name] = stored
 
     def _is_apart(self, parameter: str) -> bool:
         """True for a parameter that is a copy, or that has one: it has state of its own."""
@@ -172,44 +211,39 @@ class _Carrier:
 
     def _settle(self, twin: str, kept: str) -> None:
         """Two states of one tensor: the same, or the one of the stored name is kept and the other reported."""
-        report = self.run.report
-        if twin in self.run.source.objects:
+        if twin in self.source.objects:
             same = self._object(twin) == self._object(kept)
         else:
-            first, second = self.run.source.tensors[twin], self.run.source.tensors[kept]
+            first, second = self.source.tensors[twin], self.source.tensors[kept]
             same = (first.shape, first.dtype) == (second.shape, second.dtype) and (
                 first.chunks == second.chunks or self._leaves(first) == self._leaves(second)
             )
             if same:
-                self.run.shared.add(twin)
+                self.shared.add(twin)
         if not same:
             reason = f'state of a tied name; "{kept}" is kept'
-            report.dropped.append({"name": twin, "reason": reason})
-            report.warnings.append(
-                f'"{twin}" and "{kept}" differ although their parameters are tied; the second is kept'
-            )
+            self.dropped.append({"name": twin, "reason": reason})
+            self.notes.append(f'"{twin}" and "{kept}" differ although their parameters are tied; the second is kept')
 
     def _leaves(self, entry: TensorEntry) -> list[bytes]:
         return digest_of(self.reader, entry, entry.dtype).leaves
 
     def _object(self, name: str) -> bytes:
-        place = self.run.source.objects[name]
-        return self.run.files.read(place.file, place.offset, place.nbytes)
+        place = self.source.objects[name]
+        return self.files.read(place.file, place.offset, place.nbytes)
 
     def _add(self, on_disk: str, name: str, parameter: str | None) -> None:
         """Carries one tensor or object under a name."""
-        state = self.state
-        if on_disk in self.run.source.objects:
-            state.objects[name] = self.run.source.objects[on_disk]._replace(name=name)
-            state.object_origin[name] = on_disk
+        if on_disk in self.source.objects:
+            self.objects[name] = self.source.objects[on_disk]._replace(name=name)
+            self.object_origin[name] = on_disk
             return
-        entry = self.run.source.tensors[on_disk]
-        state.target.tensors[name] = entry._replace(name=name)
-        state.target.origin[name], state.target.read[name] = on_disk, (on_disk,)
+        entry = self.source.tensors[on_disk]
+        self.tensors[name], self.origin[name] = entry._replace(name=name), on_disk
         if self.mesh is not None:
-            state.places[name] = self._place(entry, parameter, self.mesh)
+            self.places[name] = self._place(entry, parameter, self.mesh)
 
-    def _place(self, entry: TensorEntry, parameter: str | None, mesh: Mesh) -> Place:
+    def _place(self, entry: TensorEntry, parameter: str | None, mesh: ShardedModel) -> Place:
         alone = (Block(0, whole(entry.shape)),)
         if parameter is None:
             return 0, alone
@@ -218,5 +252,5 @@ class _Carrier:
         if entry.shape == self.model.tensors[stored].shape:
             return placed.stage, placed.blocks
         if entry.numel > 1:
-            self.apart.append(entry.name)
+            self.replicated.append(entry.name)
         return placed.stage, alone

@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape
-from ckptx.conversion.dcp_output import DcpOutput
+from ckptx.conversion.outputs.dcp_parts import DcpOutput
 from ckptx.errors import Defect, InputError
 from ckptx.formats.dcp.layout import torch_shape
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, parse_metadata

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 # What holds what without rounding, the narrowest first.
@@ -77,7 +77,7 @@ def dequantized(config: Mapping[str, Any], path: str = "") -> list[dict[str, Any
     return found
 
 
-def edited_config(config: dict[str, Any], edits: list[dict[str, Any]]) -> bytes:
+def edited_config(config: dict[str, Any], edits: Iterable[dict[str, Any]]) -> bytes:
     """The config with the edits made, as transformers writes one; a key whose `after` is None is taken out."""
     config = json.loads(json.dumps(config))
     for edit in edits:

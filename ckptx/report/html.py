@@ -16,9 +16,10 @@ from urllib.parse import quote
 
 from ckptx.publishing.report_file import GENERATOR
 from ckptx.ranks import Group, Holder, Layout, spans, spans_text
+from ckptx.report.documents import InspectionReport
 from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
 from ckptx.report.ranks import balance_text
-from ckptx.report.report import Report, counted, human_bytes
+from ckptx.report.report import counted, human_bytes
 from ckptx.untrusted.printable import one_line, shown
 
 _MOST_CELLS = 4096  # ranks drawn one by one
@@ -30,7 +31,7 @@ _MOST_TP = 32  # cells side by side; more go on in the next line
 _MOST_OUTSIDE = 4
 
 
-def layout_page(report: Report, layout: Layout) -> str:
+def layout_page(report: InspectionReport, layout: Layout) -> str:
     """The page.
 
     Args:
@@ -38,7 +39,7 @@ def layout_page(report: Report, layout: Layout) -> str:
         layout: Who holds what; a part of the checkpoint when a glob narrowed it.
     """
     script, style = _asset("layout.js"), _asset("layout.css")
-    title = escape(str(report.details["path"]).rstrip("/").rpartition("/")[2] or "checkpoint")
+    title = escape(str(report.path).rstrip("/").rpartition("/")[2] or "checkpoint")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     return "\n".join(
@@ -80,23 +81,22 @@ def _asset(name: str) -> str:
     return (files("ckptx.report") / name).read_text(encoding="utf-8")
 
 
-def _header(report: Report, layout: Layout, title: str) -> Iterator[str]:
-    details = report.details
+def _header(report: InspectionReport, layout: Layout, title: str) -> Iterator[str]:
     dtypes = " ".join(
         f"<span class=chip>{escape(name)} <b>{count:,}</b></span>" for name, count in report.dtypes["before"].items()
     )
     facts = [
-        ("format", escape(details["format"])),
-        ("architecture", escape(details["architecture"] or "unknown")),
+        ("format", escape(report.format)),
+        ("architecture", escape(report.architecture or "unknown")),
         ("tensors", f"{report.tensors:,}"),
-        ("parameters", f"{details['parameters']:,}"),
-        ("size", human_bytes(details["bytes"])),
+        ("parameters", f"{report.parameters:,}"),
+        ("size", human_bytes(report.bytes)),
         ("dtypes", dtypes),
     ]
     yield "<header>"
     yield "<p class=eyebrow>checkpoint layout</p>"
     yield f"<h1>{title}</h1>"
-    if (path := escape(str(details["path"]))) != title:
+    if (path := escape(str(report.path))) != title:
         yield f"<p class=path>{path}</p>"
     yield f"<dl>{''.join(f'<div><dt>{term}</dt><dd>{value}</dd></div>' for term, value in facts)}</dl>"
     shown = sum(group.count for group in layout.groups)

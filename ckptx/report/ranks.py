@@ -6,46 +6,51 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptx.ranks import Holder, Layout, spans, spans_text
-from ckptx.report.report import Report, counted, human_bytes
+from ckptx.report.documents import RanksOfInspection
+from ckptx.report.report import counted, human_bytes
 
 _MOST_RANKS = 64  # more are summed up by stage
 _EXTREMES = 3
 _MOST_LAYERS = 60  # characters
 
 
-def describe_layout(report: Report, layout: Layout) -> None:
-    """Puts mesh, ranks and balance into the report; where no file names a rank, files take the place of ranks."""
-    dims = layout.dims
-    details = report.details
-    details["layout"] = None
+def layout_of(layout: Layout) -> RanksOfInspection:
+    """The mesh and its balance; where no file names a rank, files take the place of ranks."""
+    dims, mesh = layout.dims, None
     if dims is not None:
         stages = [spans(_layers(holders)) for _, holders in layout.bands()]
-        details["layout"] = {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": stages}
-    details["cut_tensors"] = layout.cut_tensors
-    details["balance"] = layout.balance()
-    if layout.by_rank:
-        report.ranks = [
-            {
-                "rank": holder.rank,
-                "stage": holder.stage,
-                "dp": holder.dp,
-                "tp": holder.tp,
-                "layers": holder.spans(),
-                "tensors": holder.tensors,
-                "bytes": holder.nbytes,
-                "files": holder.files,
-            }
-            for holder in layout.holders
-        ]
-    else:
-        details["by_file"] = [
-            {"file": holder.label, "layers": holder.spans(), "tensors": holder.tensors, "bytes": holder.nbytes}
-            for holder in layout.holders
-        ]
+        mesh = {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": stages}
+    by_file = [
+        {"file": holder.label, "layers": holder.spans(), "tensors": holder.tensors, "bytes": holder.nbytes}
+        for holder in layout.holders
+    ]
+    return RanksOfInspection(
+        layout=mesh,
+        cut_tensors=layout.cut_tensors,
+        balance=layout.balance(),
+        by_file=None if layout.by_rank else by_file,
+    )
+
+
+def rank_rows(layout: Layout) -> list[dict[str, Any]]:
+    """What each rank holds; nothing where no file names a rank."""
+    return [
+        {
+            "rank": holder.rank,
+            "stage": holder.stage,
+            "dp": holder.dp,
+            "tp": holder.tp,
+            "layers": holder.spans(),
+            "tensors": holder.tensors,
+            "bytes": holder.nbytes,
+            "files": holder.files,
+        }
+        for holder in (layout.holders if layout.by_rank else ())
+    ]
 
 
 def mesh_text(layout: dict[str, Any] | None, ranks: int) -> str:
-    """The mesh in words, from what `describe_layout` put into the report."""
+    """The mesh in words, from `layout_of`."""
     if not ranks:
         return "not laid out for ranks"
     if layout is None:
@@ -54,24 +59,23 @@ def mesh_text(layout: dict[str, Any] | None, ranks: int) -> str:
     return f"{sizes}, {counted(ranks, 'rank')}"
 
 
-def rank_lines(report: Report) -> list[str]:
-    """The layout for a person."""
-    details, rows = report.details, report.ranks
-    mesh = mesh_text(details["layout"], len(rows))
-    if rows and details["layout"] is None:
+def rank_lines(found: RanksOfInspection, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The layout for a person, with the rows of `rank_rows`."""
+    mesh = mesh_text(found.layout, len(rows))
+    if rows and found.layout is None:
         mesh += "; stages by the layers that ranks have in common"
     lines = [f"  mesh          {mesh}"]
-    cut = details["cut_tensors"]
+    cut = found.cut_tensors
     said = f"{counted(cut, 'tensor')} in more than one piece" if cut else "nothing is cut: each tensor lies whole"
     lines.append(f"  cut           {said}")
     if not rows:
-        lines += _by_file(details["by_file"])
+        lines += _by_file(found.by_file or ())
     elif len(rows) <= _MOST_RANKS:
-        lines += _table(_RANK_HEAD, [_rank_row(row, details["balance"]) for row in rows])
+        lines += _table(_RANK_HEAD, [_rank_row(row, found.balance) for row in rows])
     else:
-        lines += _summary(rows, details["balance"])
-    if details["balance"]:
-        lines.append(f"  balance       {balance_text(details['balance'])}")
+        lines += _summary(rows, found.balance)
+    if found.balance:
+        lines.append(f"  balance       {balance_text(found.balance)}")
     return lines
 
 
@@ -99,7 +103,7 @@ def _rank_row(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _by_file(rows: list[dict[str, Any]]) -> list[str]:
+def _by_file(rows: Sequence[dict[str, Any]]) -> list[str]:
     shown = rows[:_MOST_RANKS]
     cells = [[r["file"], _shortened(r["layers"]), f"{r['tensors']:,}", human_bytes(r["bytes"])] for r in shown]
     left = len(rows) - len(shown)
@@ -107,7 +111,7 @@ def _by_file(rows: list[dict[str, Any]]) -> list[str]:
     return _table(("file", "layers", "tensors", "bytes"), cells) + more
 
 
-def _summary(rows: list[dict[str, Any]], balance: dict[str, Any] | None) -> list[str]:
+def _summary(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | None) -> list[str]:
     """A line for each stage, then the fullest and the emptiest ranks."""
     by_stage: dict[int | None, list[dict[str, Any]]] = {}
     for row in rows:

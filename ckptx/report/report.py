@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ckptx.catalog.entry import TensorEntry
 from ckptx.publishing.report_file import write_text
@@ -17,7 +17,38 @@ from ckptx.wording import counted as counted
 SCHEMA_VERSION = 2
 
 
-@dataclass(slots=True)
+class HasNotes(Protocol):
+    """What a step of a command found: a value that says what the user should know of it."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+
+V = TypeVar("V", bound=HasNotes)
+R = TypeVar("R", bound="Report")
+
+
+class Log:
+    """The notes of a run, in the order of its steps. It is there for a run that fails, too, which gives no report."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def __call__(self, value: V) -> V:
+        """The value; its notes are taken down."""
+        self.notes.extend(value.notes)
+        return value
+
+    def note(self, *notes: str) -> None:
+        """Takes down what is known before there is a value."""
+        self.notes.extend(notes)
+
+
+# Metadata of a field that is left out of the document while it is None.
+OPTIONAL = {"optional": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Top level of `--json`. docs/report.md defines every word of it.
 
@@ -33,13 +64,11 @@ class Report:
         dropped: Tensors left out: name, reason.
         edits: Changes to config.json: key, before, after.
         dtypes: Counts by dtype, {"before": {...}, "after": {...}}.
+        ranks: A row for each rank.
         warnings: What the user should know.
         seconds: Wall-clock time.
         gb_per_s: Gigabytes (1e9) written per second.
         peak_rss: Peak resident set size of this process, in bytes.
-        details: Fields of one command alone.
-        file: Where it will be written, if anywhere: looked at before the work.
-        is_echo: True when the error is that of another rank, which has said it.
     """
 
     command: str
@@ -48,56 +77,33 @@ class Report:
     tensors: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
-    aliases: dict[str, str] = field(default_factory=dict)
-    ties: list[dict[str, Any]] = field(default_factory=list)
-    dropped: list[dict[str, str]] = field(default_factory=list)
-    edits: list[dict[str, Any]] = field(default_factory=list)
-    dtypes: dict[str, dict[str, int]] = field(default_factory=dict)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    gb_per_s: float = 0.0
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    ties: Sequence[dict[str, Any]] = field(default_factory=list)
+    dropped: Sequence[dict[str, str]] = field(default_factory=list)
+    edits: Sequence[dict[str, Any]] = field(default_factory=list)
+    dtypes: Mapping[str, dict[str, int]] = field(default_factory=dict)
+    ranks: Sequence[dict[str, Any]] = field(default_factory=list)
+    warnings: Sequence[str] = field(default_factory=list)
+    seconds: float = field(default=0.0, metadata={"digits": 6})
+    gb_per_s: float = field(default=0.0, metadata={"digits": 6})
     peak_rss: int = 0
-    details: dict[str, Any] = field(default_factory=dict)
-    is_echo: bool = False
-    file: Path | None = None
-    _started: float = field(default_factory=time.perf_counter, repr=False)
 
     @property
     def ok(self) -> bool:
         """True when the command did what was asked and found nothing wrong."""
         return self.exit == 0
 
-    def finish(self) -> Report:
-        """Takes the time and the memory of the process."""
-        self.seconds = time.perf_counter() - self._started
-        self.gb_per_s = self.bytes_written / self.seconds / 1e9 if self.seconds else 0.0
-        self.peak_rss = peak_memory()
-        return self
-
     def to_dict(self) -> dict[str, Any]:
         """The document that `--json` prints."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": self.command,
-            "exit": self.exit,
-            "ok": self.ok,
-            "error": self.error,
-            "tensors": self.tensors,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "aliases": self.aliases,
-            "ties": self.ties,
-            "dropped": self.dropped,
-            "edits": self.edits,
-            "dtypes": self.dtypes,
-            "ranks": self.ranks,
-            "warnings": self.warnings,
-            "seconds": round(self.seconds, 6),
-            "gb_per_s": round(self.gb_per_s, 6),
-            "peak_rss": self.peak_rss,
-            **self.details,
-        }
+        document: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or not each.metadata.get("optional"):
+                digits = each.metadata.get("digits")
+                document[each.name] = value if digits is None else round(value, digits)
+            if each.name == "exit":
+                document["ok"] = self.ok
+        return document
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -106,6 +112,19 @@ class Report:
     def write(self, path: Path) -> None:
         """Writes the document to a file."""
         write_text(path, self.to_json())
+
+
+class Stopwatch:
+    """Takes the time from when it is made."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self, report: R) -> R:
+        """The report with the time that passed, and with the peak memory of this process."""
+        seconds = time.perf_counter() - self._started
+        speed = report.bytes_written / seconds / 1e9 if seconds else 0.0
+        return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak_memory())
 
 
 def peak_memory() -> int:

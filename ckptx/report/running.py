@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ckptx.report.report import Report, counted, human_bytes
+from ckptx.report.documents import RunReport
+from ckptx.report.report import counted, human_bytes
 from ckptx.report.text import cost
 
 _LEVELS = ("bytes", "forward", "gradients")  # what comes first causes what comes after
 _MOST_OF_A_LEVEL = 8
 
 
-def run_text(report: Report) -> str:
+def run_text(report: RunReport) -> str:
     """The differences, each tensor once, then what was measured."""
-    details = report.details
-    lines = _differences(details["differing"])
-    first = details["first_divergence"]
+    lines = _differences(report.differing)
+    first = report.first_divergence
     if first is not None:
         lines.append(f"first module that differs: {first['module']}, by {_number(first['max_abs'])}")
-    layout = details["layout"]
-    mesh = f"tp {layout['tp']} x dp_shard {layout['dp_shard']}, {counted(details['world_size'], 'rank')}"
-    kinds, tensors = " and ".join(details["inputs"]), counted(report.tensors, "tensor")
+    layout = report.layout
+    mesh = f"tp {layout['tp']} x dp_shard {layout['dp_shard']}, {counted(report.world_size, 'rank')}"
+    kinds, tensors = " and ".join(report.inputs), counted(report.tensors, "tensor")
     lines.append(f"ran {kinds} on {mesh}; {tensors} on each, {human_bytes(report.bytes_read)} read")
-    if details["wrapped_layers"]:
-        lines.append(f"activations of {counted(details['wrapped_layers'], 'layer')} checkpointed")
+    if report.wrapped_layers:
+        lines.append(f"activations of {counted(report.wrapped_layers, 'layer')} checkpointed")
     lines.append(
-        f"logits     max abs {_number(details['max_abs'])} (allowed {_number(details['max_abs_limit'])}), "
-        f"KL {_number(details['kl'])}, cosine {float(details['cosine']):.9g}"
+        f"logits     max abs {_number(report.max_abs)} (allowed {_number(report.max_abs_limit)}), "
+        f"KL {_number(report.kl)}, cosine {float(report.cosine):.9g}"
     )
-    loss, reference = float(details["loss"]), float(details["loss_reference"])
-    lines.append(f"loss       {loss:.7g}, {abs(loss - reference):.3g} away (allowed {_number(details['loss_limit'])})")
-    with_gradients = details["grad_max_abs"] is not None
-    if with_gradients:
-        name, share = details["grad_of_limit"]
+    loss, reference = float(report.loss), float(report.loss_reference)
+    lines.append(f"loss       {loss:.7g}, {abs(loss - reference):.3g} away (allowed {_number(report.loss_limit)})")
+    with_gradients = report.grad_of_limit is not None
+    if report.grad_of_limit is not None and report.grad_max_abs is not None:
+        name, share = report.grad_of_limit
         nearest = f", {name} at {float(share):.0%} of what it may" if name and not report.exit else ""
-        lines.append(f"gradients  {details['gradients']} compared, max abs {_number(details['grad_max_abs'])}{nearest}")
+        lines.append(f"gradients  {report.gradients} compared, max abs {_number(report.grad_max_abs)}{nearest}")
     if report.exit:
-        found = {row["level"] for row in details["differing"]}
+        found = {row["level"] for row in report.differing}
         lines.append(f"DIFFERENT: {', '.join(level for level in _LEVELS if level in found)}")
     else:
         lines.append(f"equal: bytes, forward{', gradients' if with_gradients else ''}")
@@ -44,14 +45,14 @@ def run_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def run_verdict(report: Report) -> str:
+def run_verdict(report: RunReport) -> str:
     """What `verify --run -q` says: equal or not, with the first difference, in one line."""
     lines = run_text(report).splitlines()
     verdict, first = lines[-2], lines[0]
     return f"{verdict}; {first}" if report.exit else verdict
 
 
-def _differences(rows: list[dict[str, Any]]) -> list[str]:
+def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for level in _LEVELS:
         by_name: dict[str, list[dict[str, Any]]] = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from ckptx.report.documents import ConversionReport, DiffReport, InspectionReport, VerifyReport
 from ckptx.report.report import Report, counted, human_bytes
 
 T = TypeVar("T")
@@ -12,31 +14,26 @@ T = TypeVar("T")
 _MOST_ROWS = 20
 
 
-def conversion_text(report: Report) -> str:
+def conversion_text(report: ConversionReport) -> str:
     """The summary of `convert`."""
-    details = report.details
-    if details.get("dry_run"):
-        verb = "would write"
-    else:
-        verb = "wrote"
-    ledger = details.get("ledger")
+    ledger = report.ledger
+    verb = "would write" if report.dry_run else "wrote"
     lines = [f"{verb} {counted(report.tensors, 'tensor')}{_made_of(ledger)}, {human_bytes(report.bytes_written)}"]
-    if details.get("dry_run"):
-        lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(details['memory'])}"
-        files = details["files"]
+    if report.dry_run:
+        files = report.files or ()
+        lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(report.memory or 0)}"
         lines += [f"  {row['name']}  {human_bytes(row['bytes'])}" + _of(row["tensors"]) for row in _first(files)]
         if len(files) > _MOST_ROWS:
             lines.append(f"  and {counted(len(files) - _MOST_ROWS, 'more file')}, --json lists all")
-    architecture = details.get("architecture")
-    if architecture:
-        lines.append(f"architecture: {architecture['class']} ({architecture['known_from']})")
-    if (details.get("fit") or {}).get("note"):
-        lines.append(f"config.json: {details['fit']['note']}")
-    if details.get("prefix"):
-        lines.append(f'prefix: "{details["prefix"]}" removed from names')
+    if report.architecture:
+        lines.append(f"architecture: {report.architecture['class']} ({report.architecture['known_from']})")
+    if report.fit and report.fit["note"]:
+        lines.append(f"config.json: {report.fit['note']}")
+    if report.prefix:
+        lines.append(f'prefix: "{report.prefix}" removed from names')
     lines.append(f"dtypes: {_dtypes(report)}")
-    if "layout" in details:
-        lines += _layout(report)
+    if report.layout is not None:
+        lines += _layout(report, report.layout)
     lines += [
         f"tie: {row['target']} <- {row['source']}: {row['case']}, {row['action']} ({row['evidence']})"
         for row in _first([row for row in report.ties if row["declared"] or row["action"] == "alias"])
@@ -45,15 +42,14 @@ def conversion_text(report: Report) -> str:
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
     lines += [f"config.json: {row['key']}: {_changed(row)}" for row in report.edits]
-    kept = details.get("kept_dtype")
+    kept = report.kept_dtype
     if kept:
         lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
-    if ledger:
-        lines.append(
-            f"ledger: {ledger['source']:,} in the source = {ledger['written']:,} written + "
-            f"{counted(ledger['aliases'], 'alias')} + {ledger['dropped']:,} dropped"
-        )
-    lines.append(cost(report))
+    lines.append(
+        f"ledger: {ledger['source']:,} in the source = {ledger['written']:,} written + "
+        f"{counted(ledger['aliases'], 'alias')} + {ledger['dropped']:,} dropped"
+    )
+    lines.append(_seconds(report) if report.dry_run else cost(report))
     return "\n".join(lines)
 
 
@@ -61,17 +57,17 @@ def _changed(edit: dict[str, Any]) -> str:
     return "removed" if edit["after"] is None else f"{edit['before']!r} -> {edit['after']!r}"
 
 
-def _made_of(ledger: dict[str, Any] | None) -> str:
+def _made_of(ledger: dict[str, Any]) -> str:
     """`(90 stored + 1 alias)`, where not every name has bytes of its own."""
-    target = ledger["target"] if ledger else {}
-    stored = f"{target.get('stored', 0):,} stored"
-    parts = [counted(target[key], noun) for key, noun in (("copies", "copy"), ("aliases", "alias")) if target.get(key)]
+    target = ledger["target"]
+    stored = f"{target['stored']:,} stored"
+    parts = [counted(target[key], noun) for key, noun in (("copies", "copy"), ("aliases", "alias")) if target[key]]
     return f" ({' + '.join([stored, *parts])})" if parts else ""
 
 
-def _layout(report: Report) -> list[str]:
+def _layout(report: ConversionReport, layout: dict[str, Any]) -> list[str]:
     """The mesh, the layers of each stage, and which rules cut how many tensors."""
-    layout, rules = report.details["layout"], report.details["rules"]
+    rules = report.rules or ()
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
     mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
@@ -93,48 +89,47 @@ def _layout(report: Report) -> list[str]:
     return lines
 
 
-def inspect_text(report: Report) -> str:
+def inspect_text(report: InspectionReport) -> str:
     """What `inspect` says."""
-    details = report.details
     lines = [
-        f"{details['path']}",
-        f"  format        {details['format']}, {counted(len(details['files']), 'file')}",
-        f"  architecture  {details['architecture'] or 'unknown'}",
-        f"  tensors       {_names(report)} in {counted(details['chunks'], 'chunk')}, {human_bytes(details['bytes'])}",
-        f"  parameters    {details['parameters']:,}",
+        f"{report.path}",
+        f"  format        {report.format}, {counted(len(report.files), 'file')}",
+        f"  architecture  {report.architecture or 'unknown'}",
+        f"  tensors       {_names(report)} in {counted(report.chunks, 'chunk')}, {human_bytes(report.bytes)}",
+        f"  parameters    {report.parameters:,}",
         f"  dtypes        {_counts(report.dtypes['before'])}",
     ]
-    if details["prefix"]:
-        lines.append(f'  prefix        "{details["prefix"]}"')
-    if details["optimizer"]["tensors"]:
-        optimizer = details["optimizer"]
+    if report.prefix:
+        lines.append(f'  prefix        "{report.prefix}"')
+    optimizer = report.optimizer
+    if optimizer["tensors"]:
         lines.append(f"  optimizer     {counted(optimizer['tensors'], 'tensor')}, {human_bytes(optimizer['bytes'])}")
-    if details["other"]:
-        lines.append(f"  other         {counted(len(details['other']), 'tensor')}: {_some(details['other'])}")
-    if details["objects"]:
-        lines.append(f"  objects       {details['objects']} pickled, never opened")
-    lines += [f"  shared        {' = '.join(names)}" for names in _first(details["shared"])]
-    lines += [f"  tied          {' = '.join(names)}, stored apart, counted once" for names in _first(details["tied"])]
-    if details["unknown"]:
-        lines.append(f"  unknown       {counted(len(details['unknown']), 'tensor')}: {_some(details['unknown'])}")
-    if details["sidecars"]:
-        lines.append(f"  sidecars      {_some(details['sidecars'], 12)}")
-    if "listed" in details:
+    if report.other:
+        lines.append(f"  other         {counted(len(report.other), 'tensor')}: {_some(report.other)}")
+    if report.objects:
+        lines.append(f"  objects       {report.objects} pickled, never opened")
+    lines += [f"  shared        {' = '.join(names)}" for names in _first(report.shared)]
+    lines += [f"  tied          {' = '.join(names)}, stored apart, counted once" for names in _first(report.tied)]
+    if report.unknown:
+        lines.append(f"  unknown       {counted(len(report.unknown), 'tensor')}: {_some(report.unknown)}")
+    if report.sidecars:
+        lines.append(f"  sidecars      {_some(report.sidecars, 12)}")
+    if report.listed is not None:
         lines += _table(
             [
                 [row["name"], row["dtype"], str(row["shape"]), human_bytes(row["bytes"]), ", ".join(row["files"])]
-                for row in details["listed"]
+                for row in report.listed
             ]
         )
-    elif "cut_tensors" not in details:
-        rows = [[row["pattern"], str(row["tensors"]), human_bytes(row["bytes"])] for row in details["groups"]]
+    elif report.by_rank is None:
+        rows = [[row["pattern"], str(row["tensors"]), human_bytes(row["bytes"])] for row in report.groups]
         lines += _table(_first(rows))
-    if "cut_tensors" in details:
+    if report.by_rank is not None:
         from ckptx.report.ranks import rank_lines  # which other texts do without
 
-        lines += rank_lines(report)
-    if details.get("html"):
-        lines.append(f"  page          {details['html']}")
+        lines += rank_lines(report.by_rank, report.ranks)
+    if report.html:
+        lines.append(f"  page          {report.html}")
     return "\n".join(lines)
 
 
@@ -146,22 +141,20 @@ def _names(report: Report) -> str:
     return f"{report.tensors:,} ({report.tensors - aliases:,} stored + {counted(aliases, 'alias')})"
 
 
-def diff_text(report: Report) -> str:
+def diff_text(report: DiffReport) -> str:
     """What `diff` says."""
-    lines = [
-        f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.details["tied"]
-    ]
-    lines += _differing(report.details["differing"])
+    lines = [f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.tied]
+    lines += _differing(report.differing)
     verdict = "differ" if report.exit else "have equal names, shapes and dtypes"
-    lines.append(f"{counted(report.details['compared'], 'common name')}: the checkpoints {verdict}")
+    lines.append(f"{counted(report.compared, 'common name')}: the checkpoints {verdict}")
     return "\n".join(lines)
 
 
-def verify_text(report: Report) -> str:
+def verify_text(report: VerifyReport) -> str:
     """What `verify` says."""
-    rows = report.details["differing"]
+    rows = report.differing
     lines = _differing(rows)
-    compared = counted(report.details["compared"], "tensor")
+    compared = counted(report.compared, "tensor")
     if report.exit == 0:
         lines.append(f"equal: {compared} compared bit for bit, {human_bytes(report.bytes_read)} read")
     else:
@@ -170,14 +163,14 @@ def verify_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def verify_verdict(report: Report) -> str:
+def verify_verdict(report: VerifyReport) -> str:
     """What `verify -q` says: equal or not, with the first difference, in one line."""
     lines = verify_text(report).splitlines()
     verdict, first = lines[-2], lines[0]
     return verdict if first is verdict else f"{verdict}; {first}"
 
 
-def _differing(rows: list[dict[str, Any]]) -> list[str]:
+def _differing(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows[:_MOST_ROWS]:
         if row["what"] == "content":
@@ -193,7 +186,11 @@ def _differing(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def cost(report: Report) -> str:
-    speed = f", {report.gb_per_s:.2f} GB/s" if report.bytes_written and not report.details.get("dry_run") else ""
+    """The time that was taken, the speed of writing and the memory, in a line."""
+    return _seconds(report, f", {report.gb_per_s:.2f} GB/s" if report.bytes_written else "")
+
+
+def _seconds(report: Report, speed: str = "") -> str:
     return f"{report.seconds:.2f} s{speed}, peak memory {human_bytes(report.peak_rss)}"
 
 
@@ -202,7 +199,7 @@ def _dtypes(report: Report) -> str:
     return before if before == after else f"{before} -> {after}"
 
 
-def _counts(counts: dict[str, int]) -> str:
+def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
@@ -210,15 +207,15 @@ def _of(tensors: int) -> str:
     return f"  {counted(tensors, 'tensor')}" if tensors else ""
 
 
-def _some(names: list[str], most: int = 3) -> str:
+def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
-def _first(rows: list[T]) -> list[T]:
+def _first(rows: Sequence[T]) -> Sequence[T]:
     return rows[:_MOST_ROWS]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     return [
         "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

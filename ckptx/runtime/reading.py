@@ -119,7 +119,7 @@ def open_source(
     own = dict(config) if config is not None else None
     view = view_model(open_checkpoint(path), config=own, prefix=prefix, trust_remote_code=trust_remote_code)
     with FilePool(view.catalog.root) as files:
-        locate_payloads(view, files, later=True)
+        view = locate_payloads(view, files, later=True)
         renamed = Renamed.not_yet(view.tensors)
         if view.dialect:
             renamed = renamed.then(dialect_rules(view.dialect).to_model(renamed.tensors))

@@ -7,7 +7,6 @@ the names, as JSON has escapes of its own.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 from typing import Any, TypeVar, cast
@@ -56,9 +55,8 @@ def shown(value: T, longest: int = _LONGEST_LINE) -> T:
         parts = [shown(each, longest) for each in value]
         made = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
-        for field in dataclasses.fields(value):
-            setattr(made, field.name, shown(getattr(value, field.name), longest))
+        fields = {field.name: shown(getattr(value, field.name), longest) for field in dataclasses.fields(value)}
+        made = dataclasses.replace(value, **fields)
     return cast(T, made)
 
 

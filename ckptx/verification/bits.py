@@ -18,7 +18,8 @@ from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.options import default_workers
-from ckptx.report.report import Report, count_dtypes, counted
+from ckptx.report.documents import VerifyReport
+from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.sinks import digest_of, stream_as
@@ -36,8 +37,8 @@ def verify(
     workers: int | None = None,
     max_memory: int = 256_000_000,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    report: Report | None = None,
-) -> Report:
+    log: Log | None = None,
+) -> VerifyReport:
     """Compares the contents of two checkpoints; `exit` of the report is 1 when they differ.
 
     Args:
@@ -47,44 +48,55 @@ def verify(
         workers: Threads.
         max_memory: Bytes of buffers.
         on_progress: Called now and then with bytes compared and bytes in all.
-        report: Filled while working.
+        log: Has what the user should know, when an error is raised, too.
 
     Raises:
         InputError, UnsupportedError: One of them cannot be read.
     """
     if dtype != "auto" and dtype not in CAST_TARGETS:
         raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
-    report = report or Report("verify")
+    stopwatch, log = Stopwatch(), log or Log()
     first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint))
-    report.tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
+    tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
-        for view, files in ((first, files_a), (second, files_b)):
-            report.warnings.extend(f"{view.catalog.root}: {note}" for note in view.catalog.notes)
-            locate_payloads(view, files)
-            compare_replicas(view.catalog, files)
+        first, second = _located(first, files_a, log), _located(second, files_b, log)
         first, second = in_common_names(first, second)
         targets = _targets(first, dtype)
         pairs, rows = _pair_up(first, second, targets)
         comparison = _Comparison(pairs, (files_a, files_b), max_memory)
         rows += comparison.run(workers or default_workers(), on_progress)
-    report.bytes_read = comparison.bytes_read
-    report.dtypes = {
-        "before": count_dtypes(first.tensors.values()),
-        "after": count_dtypes(second.tensors.values()),
-    }
     if comparison.unrecorded:
         said = counted(comparison.unrecorded, "archive")
-        report.warnings.append(f"without a recorded CRC-32: {said}, whose bytes could not be checked")
+        log.note(f"without a recorded CRC-32: {said}, whose bytes could not be checked")
     for view in (first, second):
         if view.optimizer or view.other:
-            report.warnings.append(
+            log.note(
                 f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
                 f"{counted(len(view.other), 'other tensor')}"
             )
-    report.details = {"compared": len(pairs), "differing": rows, "parameters": parameters}
-    if rows or not pairs:
-        report.exit = 1
-    return report.finish()
+    report = VerifyReport(
+        command="verify",
+        exit=1 if rows or not pairs else 0,
+        tensors=tensors,
+        bytes_read=comparison.bytes_read,
+        dtypes={
+            "before": count_dtypes(first.tensors.values()),
+            "after": count_dtypes(second.tensors.values()),
+        },
+        warnings=list(log.notes),
+        parameters=parameters,
+        compared=len(pairs),
+        differing=rows,
+    )
+    return stopwatch.stop(report)
+
+
+def _located(view: ModelView, files: FilePool, log: Log) -> ModelView:
+    """The view with every block of its model located, and blocks that were stored twice compared."""
+    log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
+    view = locate_payloads(view, files)
+    compare_replicas(view.catalog, files)
+    return view
 
 
 def _targets(reference: ModelView, dtype: str) -> dict[str, DType]:

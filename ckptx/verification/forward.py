@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.report import Report
+from ckptx.report.documents import RunReport
+from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.distributed import Place, everywhere, mesh_of, process_group, together
 from ckptx.runtime.load import RegionsOf, differing, load_from
@@ -74,20 +75,24 @@ class RunOptions:
     trust_remote_code: bool = False
 
 
-def verify_run(reference: Path, checkpoint: Path, options: RunOptions, report: Report) -> Report:
+def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:
     """Compares what two checkpoints compute; every rank of the mesh calls it.
 
     Args:
         reference: What the other should compute.
         checkpoint: Loaded under the layout of `options`. One without a config.json gets that of the reference.
         options: How to run.
-        report: Filled while working, on every rank alike. Its `exit` is 1 when something differs.
+        log: Has what the user should know, on every rank alike.
+
+    Returns:
+        On every rank the same. Its `exit` is 1 when something differs.
 
     Raises:
         UnsupportedError: The class cannot run like that; the message says why.
         InputError: A checkpoint is incomplete.
         CkptxError: Whatever else is in the way, on whichever rank.
     """
+    stopwatch = Stopwatch()
     if options.dims.pp > 1:
         raise UnsupportedError("--pp with --run: pipeline stages are not run yet; leave out --pp")
     with process_group(options.device, options.backend) as place:
@@ -122,16 +127,15 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, report: R
         share = {"rows": rows, "read": ledger.bytes_read, "nbytes": ledger.nbytes, **numbers}
         share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
-    report.tensors = len(ledger.loaded)
     inputs = batches[0]
     if inputs.missing:
-        report.warnings.append(
+        log.note(
             f"{model.config.architectures[0]}: no {' and no '.join(inputs.missing)} among the inputs, for ckptx does "
             "not know the form that this class takes; what works on them was compared by its bytes alone"
         )
-    _fill(report, options, done, everyone, inputs.kinds)
-    report.details["gradient_differences"] = _worst_by_tensor(everyone, source_of)
-    return report.finish()
+    worst = _worst_by_tensor(everyone, source_of)
+    report = _report_of(len(ledger.loaded), options, done.wrapped_layers, everyone, inputs.kinds, worst)
+    return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
 # ------------------------------------------------------------------------------------------------------ the two sides
@@ -274,19 +278,19 @@ def _first_divergence(side: _Side, model: nn.Module, inputs: Inputs, index: int,
     return None
 
 
-def _fill(
-    report: Report,
+def _report_of(
+    tensors: int,
     options: RunOptions,
-    done: Parallelized,
+    wrapped_layers: int,
     everyone: list[dict[str, Any]],
     kinds: Sequence[str],
-) -> None:
-    """Puts what all ranks found into one report."""
+    worst: list[dict[str, Any]],
+) -> RunReport:
+    """What all ranks found, in one report."""
     dims = options.dims
     rows = [row for share in everyone for row in share["rows"]]
     first = everyone[0]
-    report.bytes_read = sum(share["read"] for share in everyone)
-    report.ranks = [
+    ranks = [
         {
             "rank": rank,
             "bytes_read": share["read"],
@@ -296,16 +300,15 @@ def _fill(
         }
         for rank, share in enumerate(everyone)
     ]
-    report.details = {
-        "run": True,
-        "compared": report.tensors,
+    by_gradients: dict[str, Any] = {"gradients": None, "grad_max_abs": None, "grad_of_limit": None}
+    if options.backward:
+        by_gradients = {
+            "gradients": first["gradients"],
+            "grad_max_abs": max(share["grad_max_abs"] for share in everyone),
+            "grad_of_limit": max((share["grad_of_limit"] for share in everyone), key=lambda found: found[1]),
+        }
+    found = {
         "differing": rows,
-        "world_size": dims.world_size,
-        "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard},
-        "stages": 1,
-        "inputs": list(kinds),
-        "wrapped_layers": done.wrapped_layers,
-        "bytes_read_per_rank": [share["read"] for share in everyone],
         "max_abs": max(share["max_abs"] for share in everyone),
         "max_abs_limit": first["max_abs_limit"],
         "kl": max(share["kl"] for share in everyone),
@@ -313,15 +316,25 @@ def _fill(
         "loss": first["loss"],
         "loss_reference": first["loss_reference"],
         "loss_limit": first["loss_limit"],
-        "gradients": first.get("gradients"),
-        "grad_max_abs": max((share["grad_max_abs"] for share in everyone), default=None) if options.backward else None,
-        "grad_of_limit": max((share["grad_of_limit"] for share in everyone), key=lambda worst: worst[1])
-        if options.backward
-        else None,
         "first_divergence": first.get("first_divergence"),
+        "gradient_differences": worst,
+        **by_gradients,
     }
-    report.details = {name: _plain(value) for name, value in report.details.items()}
-    report.exit = 1 if rows else 0
+    return RunReport(
+        command="verify",
+        exit=1 if rows else 0,
+        tensors=tensors,
+        bytes_read=sum(share["read"] for share in everyone),
+        ranks=ranks,
+        compared=tensors,
+        world_size=dims.world_size,
+        layout={"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard},
+        stages=1,
+        inputs=list(kinds),
+        wrapped_layers=wrapped_layers,
+        bytes_read_per_rank=[share["read"] for share in everyone],
+        **{name: _plain(value) for name, value in found.items()},
+    )
 
 
 def _worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:

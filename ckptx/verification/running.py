@@ -6,13 +6,15 @@ reads what they found.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from ckptx.cutting import read_plan
-from ckptx.errors import UsageError, missing_package
+from ckptx.errors import PeerFailure, UsageError, missing_package
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.report import Report
+from ckptx.report.documents import RunReport
+from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.launch import is_launched, launch
 
 _CHOICES = {
@@ -22,7 +24,6 @@ _CHOICES = {
     "activation_checkpointing": ("none", "full", "submodule", "selective"),
     "ac_scope": ("all", "language", "vision", "audio"),
 }
-_STANDARD = frozenset(Report("").to_dict())
 
 
 def verify_running(
@@ -40,8 +41,8 @@ def verify_running(
     compile: bool = False,
     backward: bool = True,
     trust_remote_code: bool = False,
-    report: Report | None = None,
-) -> Report:
+    log: Log | None = None,
+) -> RunReport:
     """Builds both models, loads the checkpoint under a mesh, and compares what they compute.
 
     Args:
@@ -58,7 +59,7 @@ def verify_running(
         compile: Compile each layer.
         backward: Compare the gradients of one step, too.
         trust_remote_code: Run code from the checkpoints for an unknown class.
-        report: Filled while working.
+        log: Has what the user should know, when an error is raised, too.
 
     Raises:
         UsageError: An option has a value it cannot have.
@@ -82,7 +83,7 @@ def verify_running(
         raise UsageError("--tp-plan: says how TP cuts tensors, needed --tp 2 or more with it")
     dims = ParallelDims(tp=tp, dp_shard=dp_shard)
     user = dict(read_plan(tp_plan)) if tp_plan is not None else None
-    report = report or Report("verify")
+    log = log or Log()
     if dims.world_size > 1 and not is_launched():
         arguments = ["verify", str(reference), str(checkpoint), "--run", "--tp", str(tp), "--dp-shard", str(dp_shard)]
         for name, value in given.items():
@@ -91,7 +92,7 @@ def verify_running(
         arguments += ["--compile"] if compile else []
         arguments += [] if backward else ["--no-backward"]
         arguments += ["--trust-remote-code"] if trust_remote_code else []
-        return _adopt(report, launch(arguments, dims.world_size))
+        return _adopted(launch(arguments, dims.world_size), log)
     try:
         from ckptx.verification.forward import RunOptions, verify_run
     except ImportError as error:
@@ -108,13 +109,19 @@ def verify_running(
         backward,
         trust_remote_code,
     )
-    return verify_run(reference, checkpoint, options, report)
+    return verify_run(reference, checkpoint, options, log)
 
 
-def _adopt(report: Report, document: dict[str, Any]) -> Report:
-    """Makes what rank 0 reported the report of this process; time and memory stay our own."""
-    for name in ("exit", "error", "tensors", "bytes_read", "dtypes", "ranks", "warnings"):
-        setattr(report, name, document[name])
-    report.details = {name: value for name, value in document.items() if name not in _STANDARD}
-    report.details["peak_rss_rank_0"] = document["peak_rss"]
-    return report.finish()
+def _adopted(document: dict[str, Any], log: Log) -> RunReport:
+    """The report of rank 0 as that of this process; time and memory stay our own.
+
+    Raises:
+        PeerFailure: It reports an error.
+    """
+    stopwatch = Stopwatch()
+    log.note(*document["warnings"])
+    if document["error"] is not None:
+        raise PeerFailure(document["error"], document["exit"], is_said=False)
+    ours = {each.name for each in fields(RunReport)}
+    report = RunReport(**{name: value for name, value in document.items() if name in ours})
+    return stopwatch.stop(replace(report, peak_rss_rank_0=report.peak_rss))

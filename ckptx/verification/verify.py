@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from ckptx.errors import UsageError
 from ckptx.formats.hf.hub import resolve
-from ckptx.report.report import Report
+from ckptx.report.documents import RunReport, VerifyReport
 
-_OF_BYTES = frozenset({"dtype", "workers", "max_memory", "on_progress", "report"})
+_OF_BYTES = frozenset({"dtype", "workers", "max_memory", "on_progress", "log"})
 _OF_RUNNING = frozenset(
     {
         "tp", "dp_shard", "tp_plan", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope",
-        "compile", "backward", "trust_remote_code", "report",
+        "compile", "backward", "trust_remote_code", "log",
     }
 )  # fmt: skip
 
 
+@overload
+def verify(
+    reference: str | Path, checkpoint: str | Path, *, run: Literal[False] = False, **options: Any
+) -> VerifyReport: ...
+@overload
+def verify(reference: str | Path, checkpoint: str | Path, *, run: Literal[True], **options: Any) -> RunReport: ...
 def verify(
     reference: str | Path,
     checkpoint: str | Path,
@@ -27,7 +33,7 @@ def verify(
     token: str | None = None,
     cache_dir: str | None = None,
     **options: Any,
-) -> Report:
+) -> VerifyReport | RunReport:
     """Compares two checkpoints; `exit` of the report is 1 when they differ.
 
     Args:

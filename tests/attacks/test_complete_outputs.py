@@ -13,12 +13,12 @@ import ckptx
 from ckptx.errors import OutputError
 from ckptx.formats.dcp.reader import open_payloads
 from ckptx.formats.registry import open_checkpoint
-from ckptx.report.report import Report
+from ckptx.report.documents import ConversionReport
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import digest_bytes
 from tests.writers import flip, llama, tree_bytes, value, write_hf, write_safetensors
 
-OUTPUTS: dict[str, Callable[..., Report]] = {
+OUTPUTS: dict[str, Callable[..., ConversionReport]] = {
     "dcp": lambda src, dst, **more: ckptx.convert("hf2dcp", src, dst, **more),
     "cut dcp": lambda src, dst, **more: ckptx.reshard(src, dst, tp=2, pp=2, to="dcp", **more),
     "sharded": lambda src, dst, **more: ckptx.reshard(src, dst, tp=2, dp_shard=2, to="safetensors", **more),

@@ -94,7 +94,7 @@ def test_a_file_that_is_neither_report_nor_page_stays(hf: Path, tmp_path: Path, 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_what_is_no_file_stays(hf: Path, tmp_path: Path, command: str, planted: str) -> None:
     (tmp_path / "victim").write_bytes(b"mine")
-    (tmp_path / "report").write_text(Report("verify").to_json())
+    (tmp_path / "report").write_text(Report(command="verify").to_json())
     PLANTED[planted](tmp_path / "file")
     is_refused(hf, tmp_path, command, tmp_path / "file")
 
@@ -135,7 +135,7 @@ def test_a_page_from_before_pages_named_their_generator_is_known(hf: Path, tmp_p
 
 def test_a_document_whose_disk_is_full_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
-    write_text(file, Report("verify").to_json())
+    write_text(file, Report(command="verify").to_json())
     before = file.read_bytes()
 
     def full(*_: object) -> None:
@@ -143,7 +143,7 @@ def test_a_document_whose_disk_is_full_leaves_the_earlier_one(tmp_path: Path, mo
 
     monkeypatch.setattr(report_file.os, "replace", full)
     with pytest.raises(OutputError, match="No space left"):
-        write_text(file, Report("diff").to_json())
+        write_text(file, Report(command="diff").to_json())
     assert file.read_bytes() == before and names_in(tmp_path) == ["file"]
 
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx.conversion import start
+from ckptx.conversion import opening
 from ckptx.errors import CkptxError, InputError, OutputError
 from ckptx.formats.dcp import reader as dcp
 from ckptx.formats.hf import reader as huggingface
@@ -111,7 +111,7 @@ def _at(moment: str, patch: pytest.MonkeyPatch, change: Callable[[], None]) -> N
         after(huggingface, "read_header")
         after(dcp, "parse_metadata")
     elif moment == "between header and copy":
-        after(start, "open_checkpoint")
+        after(opening, "open_checkpoint")
     else:
         after(publish_module, "execute")
 

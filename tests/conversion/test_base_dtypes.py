@@ -156,7 +156,7 @@ def test_dtype_base_gives_every_tensor_the_dtype_it_had(
             report = reshard(step, root / "out", to="safetensors", **options)
         assert written(root / "out") == model(expected)
         assert (root / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
-        said = report.details["base_dtypes"]
+        said = report.base_dtypes
         assert (said["as_base"], said["lacking"], said["otherwise"]) == (
             len(SHAPES) - len(lacking),
             sorted(lacking),
@@ -187,7 +187,7 @@ def test_dtype_base_touches_plain_floats_alone(tmp_path: Path, there: str, other
     found = written(tmp_path / "hf")
     assert found[name] == step[name]
     assert {tensor[0] for each, tensor in found.items() if each != name} == {"BF16"}
-    assert report.details["base_dtypes"]["otherwise"] == ([name] if there == "base" else [])
+    assert report.base_dtypes["otherwise"] == ([name] if there == "base" else [])
     assert any("which is quantised, and stay" in line for line in report.warnings) is (there == "base")
 
 

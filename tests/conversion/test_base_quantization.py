@@ -14,7 +14,7 @@ import pytest
 
 from ckptx.conversion.convert import convert
 from ckptx.conversion.reshard import reshard
-from ckptx.report.report import Report
+from ckptx.report.documents import ConversionReport
 from tests.conversion.test_base_dtypes import SIZES
 from tests.writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
@@ -34,7 +34,7 @@ MATRICES = [name for name, (_, shape, _) in FLOAT.items() if name.endswith("proj
 QUANTISED: dict[str, Value] = {
     name: (value("I8", *tensor[1], seed=7) if name == MATRICES[0] else tensor) for name, tensor in FLOAT.items()
 }
-Command = Callable[[Path, Path, Path | None], Report]
+Command = Callable[[Path, Path, Path | None], ConversionReport]
 COMMANDS: dict[str, Command] = {
     "dcp2hf": lambda src, dst, base: convert("dcp2hf", src, dst, **_base(base)),
     "reshard dcp": lambda src, dst, base: reshard(src, dst, tp=2, to="dcp", **_base(base)),

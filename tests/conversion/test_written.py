@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 import ckptx
-from ckptx.conversion import to_dcp, to_huggingface, to_sharded
+from ckptx.conversion.outputs import dcp as to_dcp
+from ckptx.conversion.outputs import huggingface as to_huggingface
+from ckptx.conversion.outputs import sharded as to_sharded
 from ckptx.errors import Defect, OutputError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import emit_metadata

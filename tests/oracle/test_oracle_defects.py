@@ -127,7 +127,7 @@ def planted(
 
 def assert_found(report: Report, plant: Callable[[Tensors], None], contents: bool) -> None:
     expected = {name: row for name, row in DEFECTS[plant].items() if contents or row[0] != "content"}
-    rows = {row["name"]: row for row in report.details["differing"]}
+    rows = {row["name"]: row for row in report.differing}
     assert rows.keys() == expected.keys()
     for name, (what, index) in expected.items():
         assert rows[name]["what"] == what
@@ -160,8 +160,8 @@ def test_without_a_defect_all_forms_are_equal(forms: dict[str, Path]) -> None:
     for a in forms.values():
         for b in forms.values():
             for report in (ckptx.verify(a, b), ckptx.diff(a, b)):
-                assert (report.exit, report.details["differing"]) == (0, [])
-                assert report.details["compared"] == 21
+                assert (report.exit, report.differing) == (0, [])
+                assert report.compared == 21
 
 
 @pytest.mark.parametrize("recipe", ["llama-tied", "gemma3-vlm"])
@@ -182,7 +182,7 @@ def test_changed_tied_tensor_is_found_when_the_other_side_has_one_name(recipe: s
         ckptx.verify(tmp_path / "changed", tmp_path / "hf"),
     ):
         assert report.exit == 1
-        assert [(row["name"], row["index"]) for row in report.details["differing"]] == [(changed, [5, 3])]
+        assert [(row["name"], row["index"]) for row in report.differing] == [(changed, [5, 3])]
 
 
 @pytest.mark.parametrize("file", ["hf", "dcp"])
@@ -196,7 +196,7 @@ def test_one_flipped_bit_in_a_file_is_never_called_equal(file: str, forms: dict[
     holder.write_bytes(data)
     if file == "hf":
         report = ckptx.verify(forms["ckptx"], tmp_path / "bad")
-        assert [(row["name"], row["index"]) for row in report.details["differing"]] == [(_DOWN, [4, 5])]
+        assert [(row["name"], row["index"]) for row in report.differing] == [(_DOWN, [4, 5])]
         assert report.exit == 1
     else:
         with pytest.raises(InputError, match=_DOWN):

@@ -196,7 +196,7 @@ def test_verify_casts_the_reference_when_asked(fp32: Recipe, dtype: str, tmp_pat
     assert ckptx.verify(tmp_path / "hf", tmp_path / "cast", dtype=dtype).exit == 0
     plain = ckptx.verify(tmp_path / "hf", tmp_path / "cast")
     assert plain.exit == 1
-    rows = {row["name"]: row["what"] for row in plain.details["differing"]}
+    rows = {row["name"]: row["what"] for row in plain.differing}
     on_disk = read_hf(tmp_path / "hf")
     assert rows
     for name, what in rows.items():
@@ -224,7 +224,7 @@ def test_tensors_kept_in_float32_are_the_ones_transformers_keeps(
     found = metadata(tmp_path / "dcp")
     still = {name for name, entry in found.items() if entry.properties.dtype is torch.float32}
     assert still == {name for name in found if kept is not None and name.endswith(kept)}
-    assert set(report.details.get("kept_dtype", ())) == still
+    assert set(report.kept_dtype or ()) == still
 
 
 def test_cast_of_every_kind_of_float_is_that_of_torch(tmp_path: Path) -> None:

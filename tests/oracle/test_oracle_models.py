@@ -30,7 +30,7 @@ from support.stock import load as stock_load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptx
-from ckptx.report.report import Report
+from ckptx.report.documents import ConversionReport
 
 
 class Converted(NamedTuple):
@@ -43,7 +43,7 @@ class Converted(NamedTuple):
     back: Path
     bare: Path
     from_bare: Path
-    reports: list[Report]
+    reports: list[ConversionReport]
     logits: list[torch.Tensor]
 
     @property
@@ -127,18 +127,18 @@ def test_logits_without_manifest_are_the_same_bit_for_bit(model: Converted) -> N
 def test_verify_and_diff_call_every_form_equal(model: Converted, other: str) -> None:
     path = getattr(model, other)
     for report in (ckptx.verify(model.hf, path), ckptx.verify(path, model.hf), ckptx.diff(model.hf, path)):
-        assert (report.exit, report.details["differing"]) == (0, [])
-        assert report.details["compared"] >= len(model.names) - len(model.recipe.aliases)
+        assert (report.exit, report.differing) == (0, [])
+        assert report.compared >= len(model.names) - len(model.recipe.aliases)
 
 
 def test_every_tensor_is_accounted_for(model: Converted) -> None:
     for report in model.reports:
-        ledger = report.details["ledger"]
+        ledger = report.ledger
         assert ledger["source"] == ledger["written"] + ledger["aliases"]
         assert ledger["dropped"] == len(report.dropped) == 0
-    assert model.reports[0].details["ledger"]["source"] == len(model.names)
+    assert model.reports[0].ledger["source"] == len(model.names)
 
 
 def test_every_name_on_disk_is_known(model: Converted) -> None:
     for report in model.reports:
-        assert report.details.get("unknown", []) == []
+        assert list(report.unknown or ()) == []

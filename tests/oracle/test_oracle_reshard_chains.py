@@ -73,7 +73,7 @@ def test_a_chain_ends_where_it_began(hf_of: Callable[[str], Path], tmp_path: Pat
     assert after == before
     for step in steps:
         for report in (ckptx.verify(hf, step), ckptx.diff(step, hf)):
-            assert (report.exit, report.details["differing"]) == (0, [])
+            assert (report.exit, report.differing) == (0, [])
 
 
 @pytest.mark.parametrize("kinds", slow_but(["dcp", "safetensors"], ["dcp"]))
@@ -214,7 +214,7 @@ def test_layers_lie_where_the_split_says(
     assert {rank_of(each.file) // 2 for each in held["model.embed_tokens.weight"]} == {0}
     for name in ("model.norm.weight", "lm_head.weight"):
         assert {rank_of(each.file) // 2 for each in held[name]} == {2}
-    spans: list[Any] = report.details["layout"]["stages"]
+    spans: list[Any] = report.layout["stages"]
     assert [sum(stop - first for _, first, stop in each) for each in spans] == list(counts)
     if to == "dcp":
         expected_tensors = read_hf(hf_of("untied"))
@@ -232,6 +232,6 @@ def test_heads_that_do_not_divide_are_cut_all_the_same_and_said_so(
     hf = hf_of("llama-untied")
     report = ckptx.reshard(hf, tmp_path / "cut", to="dcp", tp=3)
     assert [warning for warning in report.warnings if warning.startswith("storage cut, not head-aligned: 8 tensors")]
-    assert {name.split(".")[-2] for name in report.details["unaligned"]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.split(".")[-2] for name in report.unaligned} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert_same_tensors(stock_load(tmp_path / "cut"), read_hf(hf))
-    assert ckptx.reshard(hf, tmp_path / "two", to="dcp", tp=2).details["unaligned"] == []
+    assert ckptx.reshard(hf, tmp_path / "two", to="dcp", tp=2).unaligned == []

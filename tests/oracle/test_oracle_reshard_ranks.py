@@ -148,7 +148,7 @@ def test_a_rank_has_what_transformers_gives_it(
     write(EVERY[name], tmp_path / "hf")
     report = ckptx.reshard(tmp_path / "hf", tmp_path / "cut", to=to, names="model", tp=tp, dp_shard=dp)
     held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
-    overridden = {row["pattern"] for row in report.details["rules"] if row["rule"] == "override"}
+    overridden = {row["pattern"] for row in report.rules if row["rule"] == "override"}
     by_rank = held_by_transformers(name)[tp]
     cut = set()
     for parameter in by_rank[0]:

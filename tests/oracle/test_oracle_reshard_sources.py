@@ -183,9 +183,7 @@ def test_scales_of_blocks_come_back(hf: Path, tmp_path: Path, to: str, tp: int, 
     held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
     parts = {each.offsets[0] for each in held["model.layers.0.self_attn.q_proj.weight_scale_inv"]}
     assert len(parts) == (4 if tp == 4 else 2 if tp == 2 else 1)
-    reasons = {
-        row["pattern"].split(".")[-2]: row["reason"] for row in report.details["rules"] if "scale" in row["pattern"]
-    }
+    reasons = {row["pattern"].split(".")[-2]: row["reason"] for row in report.rules if "scale" in row["pattern"]}
     assert reasons["up_proj"] == "scale replicated: the weight is cut inside a block of 8"
 
 
@@ -208,7 +206,7 @@ def test_tensors_of_no_model_stay_with_their_layer(tmp_path: Path, name: str, to
     tensors |= {strange: torch.arange(5.0) + i for i, strange in enumerate(STRANGE[name])}
     source = write_single(tensors, tmp_path / "hf", tmp_path / "source")
     report = ckptx.reshard(source, tmp_path / "cut", to=to, tp=2, pp=LAYERS)
-    assert set(report.details["passed_through"]) == set(STRANGE[name])
+    assert set(report.passed_through) == set(STRANGE[name])
     held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
     for strange, stage in STRANGE[name].items():
         ranks = [rank_of(each.file) for each in held[strange]]

@@ -269,7 +269,7 @@ def test_states_of_another_shape_are_whole_and_listed(untied: Path, tmp_path: Pa
     report = ckptx.reshard(saved, tmp_path / "cut", base=str(untied), **MESH)
     assert_same_training(tmp_path / "cut", saved)
     apart = {name for name, tensor in rows.items() if tensor.numel() > 1} | blocks.keys()
-    assert set(report.details["state_replicated"]) == apart
+    assert set(report.state_replicated) == apart
     assert any(f"{len(apart)} tensors" in warning for warning in report.warnings)
     held = in_dcp(tmp_path / "cut")
     assert all(len(held[name]) == 1 for name in apart)
@@ -289,7 +289,7 @@ def test_states_of_nothing_known_are_whole_and_listed(untied: Path, tmp_path: Pa
     saved = save(state | {"rng": torch.arange(9)}, tmp_path / "saved")
     report = ckptx.reshard(saved, tmp_path / "cut", base=str(untied), **MESH)
     assert_same_training(tmp_path / "cut", saved)
-    assert report.details["state_without_parameter"] == ["optim.state.elsewhere.weight.exp_avg"]
+    assert report.state_without_parameter == ["optim.state.elsewhere.weight.exp_avg"]
     assert any(warning.startswith("optimizer state of no known parameter") for warning in report.warnings)
 
 
@@ -300,7 +300,7 @@ def test_a_dropped_optimizer_is_gone(pool: GlooPool, untied: Path, tmp_path: Pat
     every = {part: stock_load(part.parent) for part in (tmp_path / "cut").rglob(".metadata")}
     names = {name for tensors in every.values() for name in tensors}
     assert names == {f"{'model.' if layout == 'model-optim' else ''}{name}" for name in read_expected(tmp_path)}
-    assert report.details["optimizer"]["tensors"] == len(report.dropped) == 3 * len(names)
+    assert report.optimizer["tensors"] == len(report.dropped) == 3 * len(names)
 
 
 def read_expected(root: Path) -> dict[str, torch.Tensor]:

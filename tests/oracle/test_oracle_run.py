@@ -22,7 +22,7 @@ import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import CkptxError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.report import Report
+from ckptx.report.report import Log
 from ckptx.report.running import run_text
 
 # Different builds, in every run: tied, multimodal, shared keys and values, experts, latent attention, Conv1D.
@@ -38,10 +38,9 @@ def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, 
     planted = settings.pop("plant", None)
     dims = ParallelDims(tp=settings.pop("tp", 1), dp_shard=settings.pop("dp_shard", 1))
     options = RunOptions(dims=dims, **settings)
-    report = Report("verify")
     try:
         with _PLANTS[planted]():
-            verify_run(Path(reference), Path(checkpoint), options, report)
+            report = verify_run(Path(reference), Path(checkpoint), options, Log())
     except CkptxError as error:
         return type(error).__name__, str(error)
     document = report.to_dict()
@@ -212,7 +211,7 @@ def test_on_one_rank_results_are_equal_bit_for_bit(hf_of: Callable[[str], Path],
 
 def test_the_python_function_runs_models_too(hf_of: Callable[[str], Path]) -> None:
     report = ckptx.verify(hf_of("llama-tied"), hf_of("llama-tied"), run=True, backward=False)
-    assert (report.exit, report.details["run"], report.details["grad_max_abs"]) == (0, True, None)
+    assert (report.exit, report.run, report.grad_max_abs) == (0, True, None)
     with pytest.raises(UsageError, match="nonsense: has no meaning"):
         ckptx.verify(hf_of("llama-tied"), hf_of("llama-tied"), nonsense=1)
 

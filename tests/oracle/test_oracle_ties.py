@@ -30,7 +30,7 @@ from support.stock import metadata, raw
 
 import ckptx
 from ckptx.errors import InputError, UsageError
-from ckptx.report.report import Report
+from ckptx.report.documents import ConversionReport
 
 
 class Family(NamedTuple):
@@ -100,7 +100,7 @@ def tied_logits(family: Family, tmp_path: Path) -> list[torch.Tensor]:
     return logits(arrange(family, tmp_path / "tied", "source"), family)
 
 
-def case_of(report: Report, family: Family) -> tuple[str, str]:
+def case_of(report: ConversionReport, family: Family) -> tuple[str, str]:
     rows = [row for row in report.ties if (row["target"], row["source"]) == (family.target, family.source)]
     assert len(rows) == 1
     return rows[0]["case"], rows[0]["action"]

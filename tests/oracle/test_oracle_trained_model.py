@@ -68,7 +68,7 @@ def test_stock_torch_loads_the_trained_weights(forms: Forms) -> None:
 def test_verify_calls_every_form_equal(forms: Forms) -> None:
     for other in (forms.dcp, forms.back, forms.bare):
         report = ckptx.verify(forms.hf, other)
-        assert (report.exit, report.details["compared"]) == (0, len(read_hf(forms.hf)))
+        assert (report.exit, report.compared) == (0, len(read_hf(forms.hf)))
 
 
 def embed(path: Path) -> torch.Tensor:

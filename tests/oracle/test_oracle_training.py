@@ -129,9 +129,9 @@ def test_prefix_is_found_and_optimizer_state_is_counted(
     ]
     report = ckptx.convert("dcp2hf", saved, tmp_path / "out", base=str(hf))
     assert_same_tensors(read_hf(tmp_path / "out"), read_file(tmp_path / "expected.safetensors"))
-    assert report.details.get("prefix") == prefix
-    assert report.details["optimizer"] == {"tensors": len(state), "bytes": sum(state.values())}
-    assert report.details["objects"]["count"] == len(objects)
+    assert report.prefix == prefix
+    assert report.optimizer == {"tensors": len(state), "bytes": sum(state.values())}
+    assert report.objects["count"] == len(objects)
     root = "optimizer." if layout == "two-directories" else ""
     assert {row["name"] for row in report.dropped} == {f"{root}{name}" for name in state}
     said = [warning for warning in report.warnings if warning.startswith("not converted: ")]
@@ -238,7 +238,7 @@ def test_no_wrapper_is_removed_where_two_names_would_become_one(hf: Path, tmp_pa
     assert any(
         "wrappers kept in names" in warning and "_orig_mod.lm_head.weight" in warning for warning in report.warnings
     )
-    assert report.details["unknown"] == ["_orig_mod.lm_head.weight"]
+    assert report.unknown == ["_orig_mod.lm_head.weight"]
     assert read_hf(tmp_path / "out").keys() == state.keys()
 
 

@@ -22,8 +22,9 @@ from ckptx.layout.placement import Placement, cut
 from ckptx.ranks import Cut, Layout, Piece, mesh_of, survey
 from ckptx.report.html import layout_page
 from ckptx.report.html_data import axes_of, colors_of, cut_text, name_of
-from ckptx.report.report import Report, count_dtypes
+from ckptx.report.report import count_dtypes
 from ckptx.untrusted.printable import one_line
+from tests.report.made import inspected
 from tests.report.pages import Page, fault_of_page
 
 BF16 = BY_NAME["BF16"]
@@ -66,9 +67,12 @@ def catalog_of(rows: Iterable[tuple[str, Shape, int]], dims: ParallelDims) -> Ca
 
 def page_of(catalog: Catalog, dims: ParallelDims | None, path: str = "made") -> tuple[str, Layout]:
     layout = survey(catalog, {name: name for name in catalog.tensors}, dims)
-    report = Report("inspect", tensors=len(catalog.tensors))
-    report.dtypes = {"before": count_dtypes(catalog.tensors.values())}
-    report.details = {"path": path, "format": "dcp", "architecture": None, "parameters": 1, "bytes": catalog.nbytes}
+    report = inspected(
+        tensors=len(catalog.tensors),
+        dtypes={"before": count_dtypes(catalog.tensors.values())},
+        path=path,
+        bytes=catalog.nbytes,
+    )
     return layout_page(report, layout), layout
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
-from ckptx.report.report import Report, count_dtypes, human_bytes
+from ckptx.report import documents
+from ckptx.report.documents import DiffReport, RanksOfInspection, VerifyReport
+from ckptx.report.report import Log, Report, Stopwatch, count_dtypes, human_bytes
 from ckptx.report.text import conversion_text, diff_text, verify_text
+from tests.report.made import converted, inspected
 
 
 @pytest.mark.parametrize(
@@ -27,37 +32,63 @@ def test_dtypes_are_counted_by_name() -> None:
 
 
 def test_the_document_is_written_as_printed(tmp_path: Path) -> None:
-    report = Report("verify", exit=1, details={"compared": 3})
+    report = VerifyReport(command="verify", exit=1, parameters=9, compared=3, differing=[])
     report.write(tmp_path / "report.json")
     assert (tmp_path / "report.json").read_text() == report.to_json()
     document = json.loads(report.to_json())
     assert (document["ok"], document["compared"], document["schema_version"]) == (False, 3, 2)
 
 
-def test_details_do_not_hide_what_every_report_has() -> None:
-    report = Report("verify", details={"dtype_kept": []})
-    assert not report.details.keys() & (Report("x").to_dict().keys())
+REPORTS = [each for each in vars(documents).values() if isinstance(each, type) and issubclass(each, Report)]
+
+
+@pytest.mark.parametrize("made", REPORTS)
+def test_a_document_says_everything_but_what_is_optional(made: type[Report]) -> None:
+    """Of every command: no field is hidden by another, and one that is None is there unless it is optional."""
+    given = {each.name: None for each in fields(made) if each.default is MISSING and each.default_factory is MISSING}
+    document = made(**given | {"command": "x"}).to_dict()
+    expected = {each.name for each in fields(made) if not each.metadata.get("optional")}
+    assert document.keys() == expected | {"schema_version", "ok"}
+    assert all(document[name] is None for name in given if name != "command")
+
+
+def test_what_ranks_hold_stands_beside_the_other_fields() -> None:
+    by_rank = RanksOfInspection(layout=None, cut_tensors=3, balance=None, by_file=[{"file": "a"}])
+    document = inspected(by_rank=by_rank).to_dict()
+    assert (document["layout"], document["cut_tensors"], document["balance"]) == (None, 3, None)
+    assert document["by_file"] == [{"file": "a"}] and "by_rank" not in document
+    assert "by_file" not in inspected(by_rank=replace(by_rank, by_file=None)).to_dict()
 
 
 def test_time_and_memory_are_taken_at_the_end() -> None:
-    report = Report("convert hf2dcp", bytes_written=10**9).finish()
+    report = Stopwatch().stop(converted(bytes_written=10**9))
     assert report.seconds > 0
     assert report.gb_per_s == pytest.approx(1 / report.seconds)
     assert report.peak_rss > 1 << 20
 
 
-def conversion() -> Report:
-    report = Report("convert hf2dcp", tensors=1, bytes_written=2 << 20)
-    report.dtypes = {"before": {"F32": 1}, "after": {"BF16": 1}}
-    return report
+def test_a_log_keeps_what_was_said_before_an_error() -> None:
+    log = Log()
+    view = log(Noted(("first", "second")))
+    log.note("third")
+    assert view.notes == ("first", "second")
+    assert log.notes == ["first", "second", "third"]
+
+
+class Noted(NamedTuple):
+    """A value with notes."""
+
+    notes: tuple[str, ...]
 
 
 def test_a_summary_names_what_was_done_and_what_was_not() -> None:
-    report = conversion()
-    report.aliases = {f"alias{i:02d}": "w" for i in range(30)}
-    report.dropped = [{"name": f"optimizer.{i}", "reason": "optimizer state is not converted to HF"} for i in range(3)]
-    report.edits = [{"key": "dtype", "before": "float32", "after": "bfloat16"}]
-    report.details = {"kept_dtype": ["a", "b"], "prefix": "model.", "architecture": None}
+    report = converted(
+        aliases={f"alias{i:02d}": "w" for i in range(30)},
+        dropped=[{"name": f"optimizer.{i}", "reason": "optimizer state is not converted to HF"} for i in range(3)],
+        edits=[{"key": "dtype", "before": "float32", "after": "bfloat16"}],
+        kept_dtype=["a", "b"],
+        prefix="model.",
+    )
     lines = conversion_text(report).splitlines()
     assert lines[0] == "wrote 1 tensor, 2.00 MiB"
     assert "dtypes: F32 1 -> BF16 1" in lines
@@ -70,7 +101,7 @@ def test_a_summary_names_what_was_done_and_what_was_not() -> None:
 
 def test_a_long_list_of_differences_is_cut_and_says_so() -> None:
     rows = [{"name": f"t{i}", "what": "missing", "a": "F32 [1]", "b": None} for i in range(25)]
-    report = Report("verify", exit=1, details={"compared": 30, "differing": rows})
+    report = VerifyReport(command="verify", exit=1, parameters=9, compared=30, differing=rows)
     lines = verify_text(report).splitlines()
     assert lines[0] == "t0: missing: F32 [1] and absent"
     assert lines[20] == "and 5 more, --json lists all"
@@ -78,5 +109,5 @@ def test_a_long_list_of_differences_is_cut_and_says_so() -> None:
 
 
 def test_a_diff_without_differences() -> None:
-    report = Report("diff", details={"compared": 1, "differing": [], "tied": []})
+    report = DiffReport(command="diff", parameters=9, compared=1, differing=[], tied=[])
     assert diff_text(report) == "1 common name: the checkpoints have equal names, shapes and dtypes"

@@ -8,19 +8,14 @@ import pytest
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.ranks import Holder, Layout
-from ckptx.report.ranks import describe_layout, ranges_text
-from ckptx.report.report import Report
+from ckptx.report.ranks import layout_of, ranges_text, rank_rows
 from ckptx.report.text import inspect_text
+from tests.report.made import inspected
 
 
 def said(dims: ParallelDims | None, holders: Sequence[Holder]) -> list[str]:
-    report = Report("inspect", tensors=9, dtypes={"before": {"BF16": 9}})
-    report.details = {
-        "path": "made", "format": "dcp", "files": {}, "architecture": None, "chunks": 9, "bytes": 1, "parameters": 1,
-        "prefix": "", "optimizer": {"tensors": 0, "bytes": 0}, "other": [], "objects": 0, "shared": [], "tied": [],
-        "unknown": [], "sidecars": [], "groups": [{"pattern": "w", "tensors": 9, "bytes": 1}],
-    }  # fmt: skip
-    describe_layout(report, Layout(list(holders), dims, [], [], {}))
+    layout = Layout(list(holders), dims, [], [], {})
+    report = inspected(tensors=9, dtypes={"before": {"BF16": 9}}, by_rank=layout_of(layout), ranks=rank_rows(layout))
     return inspect_text(report).splitlines()
 
 

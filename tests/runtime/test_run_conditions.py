@@ -14,7 +14,7 @@ from support.vision_models import tiny
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.report import Report
+from ckptx.report.report import Log
 from ckptx.runtime.distributed import Place
 from ckptx.runtime.parallelize import _of_other_dtype
 from ckptx.verification import forward
@@ -77,7 +77,7 @@ def run_blind(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
     known = IMAGES.pop("gemma3")
     try:
-        return forward.verify_run(Path(path), Path(path), forward.RunOptions(), Report("verify")).to_dict()
+        return forward.verify_run(Path(path), Path(path), forward.RunOptions(), Log()).to_dict()
     finally:
         IMAGES["gemma3"] = known
 
@@ -96,7 +96,7 @@ def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> 
 
 def run_on_two(rank: int, world_size: int, path: str) -> dict[str, Any]:
     options = forward.RunOptions(ParallelDims(tp=world_size), dtype="fp32")
-    return forward.verify_run(Path(path), Path(path), options, Report("verify")).to_dict()
+    return forward.verify_run(Path(path), Path(path), options, Log()).to_dict()
 
 
 def test_every_gradient_and_every_rank_is_in_the_report(pool: GlooPool, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_every_gradient_and_every_rank_is_in_the_report(pool: GlooPool, tmp_path
 
 def run_sharded(rank: int, world_size: int, path: str) -> dict[str, Any]:
     options = forward.RunOptions(ParallelDims(dp_shard=world_size))
-    return forward.verify_run(Path(path), Path(path), options, Report("verify")).to_dict()
+    return forward.verify_run(Path(path), Path(path), options, Log()).to_dict()
 
 
 def test_what_a_class_keeps_in_float32_is_sharded_by_itself(pool: GlooPool, tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptx.architecture.dialects import torchtitan
-from ckptx.conversion.run import Conversion
 from ckptx.conversion.target import Target
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rules import NameRules, Renamed
@@ -14,7 +14,7 @@ from ckptx.view import ModelView, dialect_rules, rules_of
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class Naming:
     """How the names of a target relate to others.
 
     Attributes:
@@ -23,7 +23,11 @@ class Spelling:
     """
 
     rules: NameRules | None
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def model_name(self, name: str) -> str | None:
+        """The tensor of the model that a tensor goes into; None for what the model does not have."""
+        return name if self.rules is None else self.rules.model_name(name)
 
     def renamed(self, view: ModelView) -> dict[str, str]:
         """Name in the view -> name now, of tensors that went over one to one."""
@@ -35,16 +39,36 @@ class Spelling:
         }
 
 
-def respell(
-    run: Conversion, view: ModelView, target: Target, *, by_default: str | None, original: list[str] | None = None
-) -> Spelling:
-    """Gives the tensors of `target` the names that `--names` asks for.
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A target in the names that it will have.
+
+    Attributes:
+        target: The tensors.
+        naming: How their names relate to those of the model, and to those that they had.
+        notes: What the user should know.
+    """
+
+    target: Target
+    naming: Naming
+    notes: tuple[str, ...] = ()
+
+
+def rename(
+    view: ModelView,
+    target: Target,
+    *,
+    asked: str | None,
+    by_default: str | None,
+    original: list[str] | None = None,
+) -> Named:
+    """Gives the tensors of a target the names that `--names` asks for.
 
     Args:
-        run: Its source gets an entry for each tensor that is put together otherwise.
         view: The model.
-        target: Renamed in place, aliases too.
-        by_default: What to do without `--names`; None leaves names as they are.
+        target: In the names of the view.
+        asked: `--names`.
+        by_default: What to do without it; None leaves names as they are.
         original: The names on disk to come back to, where a manifest remembers them.
 
     Raises:
@@ -52,14 +76,14 @@ def respell(
         InputError: Tensors that belong together are not all there.
     """
     published, spoken = rules_of(view), dialect_rules(view.dialect) if view.dialect else None
-    wanted = run.options.names or by_default
+    wanted = asked or by_default
     if wanted is None or (wanted == "torchtitan" and spoken is not None):
-        return Spelling(spoken or published)
+        return Named(target, Naming(spoken or published))
     if published is None:
-        if run.options.names is None:
-            return Spelling(None)
+        if asked is None:
+            return Named(target, Naming(None))
         raise UnsupportedError(f"--names {wanted}: the names of this class are unknown; leave them as they are")
-    entries = {name: run.source.tensors[target.origin[name]] for name in target.tensors}
+    entries = {name: target.source.tensors[target.origin[name]] for name in target.tensors}
     entries |= {name: entries[stored] for name, stored in target.aliases.items()}
     renamed = Renamed.not_yet(entries)
     if spoken is not None:
@@ -77,11 +101,10 @@ def respell(
                 f'--names torchtitan: tensor "{renamed.kept[0]}" is quantized; torchtitan has no names for what lies '
                 "beside it; keep the names that it has on disk"
             )
-    run.report.warnings.extend(renamed.notes)
+    notes = tuple(renamed.notes)
     if all(sources == (name,) for name, sources in renamed.sources.items()):
-        return Spelling(rules)
-    _apply(run, target, renamed)
-    return Spelling(rules, renamed.sources)
+        return Named(target, Naming(rules), notes)
+    return Named(_put_together(target, renamed), Naming(rules, renamed.sources), notes)
 
 
 def _torchtitan(view: ModelView) -> NameRules:
@@ -89,21 +112,23 @@ def _torchtitan(view: ModelView) -> NameRules:
     return dialect_rules(torchtitan.conversions(view.published.class_name, view.config))
 
 
-def _apply(run: Conversion, target: Target, renamed: Renamed) -> None:
-    """Makes `renamed` what the target holds and the source offers."""
+def _put_together(target: Target, renamed: Renamed) -> Target:
+    """The target in new names; its source gets an entry for each tensor in its new form."""
     became = {sources: name for name, sources in renamed.sources.items()}
     aliases = {
         became[name,]: became[stored,]
         for name, stored in target.aliases.items()
         if (name,) in became and (stored,) in became
     }
-    read = {
-        name: tuple(disk for old in sources for disk in target.read.get(old, ()))
-        for name, sources in renamed.sources.items()
-    }
-    target.tensors = {name: entry for name, entry in renamed.tensors.items() if name not in aliases}
-    target.origin = {name: name for name in target.tensors}
-    target.read = {name: read[name] for name in target.tensors}
-    target.aliases = aliases
-    others = {name: entry for name, entry in run.source.tensors.items() if name not in renamed.tensors}
-    run.source = replace(run.source, tensors={**others, **renamed.tensors})
+    tensors = {name: entry for name, entry in renamed.tensors.items() if name not in aliases}
+    others = {name: entry for name, entry in target.source.tensors.items() if name not in renamed.tensors}
+    return replace(
+        target,
+        source=replace(target.source, tensors={**others, **renamed.tensors}),
+        tensors=tensors,
+        origin={name: name for name in tensors},
+        read={
+            name: tuple(disk for old in renamed.sources[name] for disk in target.read.get(old, ())) for name in tensors
+        },
+        aliases=aliases,
+    )

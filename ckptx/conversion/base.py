@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.conversion.run import Conversion
+from ckptx.conversion.opening import Opened
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import is_torch_dist
 from ckptx.formats.hf.hf_metadata import DIRECTORY, directory_of_config, find_hf_metadata, read_hf_metadata
@@ -24,46 +24,65 @@ from ckptx.publishing.replacing import refuse_files_of
 from ckptx.storage.files import identities
 from ckptx.view import manifest_beside
 
+# What a conversion does without a config: go on, go on where a manifest says that there was none, refuse.
+Need = Literal["none", "unless remembered", "config"]
 
-class Home(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class Base:
     """What a checkpoint is a checkpoint of.
 
     Attributes:
-        base: The checkpoint named by `--base`, else what the trainer left of it in `.hf_metadata/`, or None.
+        source: The checkpoint, with the files beside it that travel along.
+        catalog: The checkpoint named by `--base`, else what the trainer left of it in `.hf_metadata/`, or None.
         config: That of the base, else the one beside the tensors; None with `--base none`.
         dtypes: Of the tensors of the base, by their names there.
         files: Tensor name -> number of its file in the base, where `.hf_metadata/` says so.
+        notes: What the user should know.
     """
 
-    base: Catalog | None
+    source: Catalog
+    catalog: Catalog | None
     config: dict[str, Any] | None
-    dtypes: Mapping[str, DType] = {}
-    files: Mapping[str, int] = {}
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sidecars_of(self) -> Catalog:
+        """Where the files beside the weights come from."""
+        return self.catalog if self.catalog is not None else self.source
 
 
-def home_of(run: Conversion, *, needs_config: bool = True) -> Home:
+def find_base(opened: Opened, need: Need) -> Base:
     """Finds the config.
 
     Args:
-        run: The conversion.
-        needs_config: False when it can do without where a manifest remembers the files of a checkpoint that had none.
+        opened: The source.
+        need: What to do where there is none.
 
     Raises:
-        InputError: There is none.
+        InputError: There is none, or it is damaged.
+        UnsupportedError: `--base` names a DCP.
     """
-    base = _open_base(run.options)
-    if base is not None:
-        refuse_overlap(base.root, run.dst)
-        refuse_files_of(base, run.dst)
-        run.beside.append(base)
-        return Home(base, base.config, {name: entry.dtype for name, entry in base.tensors.items()})
-    if run.options.base == "none":
-        run.report.warnings.append("--base none: no config, ties were not resolved and no prefix was looked for")
-        return Home(None, None)
-    home = home_beside(run)
-    if home.config is None and (needs_config or not _never_had_one(run)):
-        raise no_config(run.source.root)
-    return home
+    source, options = opened.source, opened.options
+    named = _open_base(options)
+    if named is not None:
+        refuse_overlap(named.root, opened.dst)
+        refuse_files_of(named, opened.dst)
+        return Base(source, named, named.config, {name: entry.dtype for name, entry in named.tensors.items()})
+    if options.base == "none":
+        note = "--base none: no config, ties were not resolved and no prefix was looked for"
+        return Base(source, None, None, notes=(note,))
+    beside = _base_beside(source)
+    if beside.config is not None:
+        return beside
+    if need == "none":
+        note = "no config.json: tied names are unknown, every tensor is converted as it is"
+        return replace(beside, notes=(*beside.notes, note))
+    if need == "unless remembered":
+        return _without_config(beside)
+    raise no_config(source.root)
 
 
 def no_config(root: Path) -> InputError:
@@ -79,42 +98,46 @@ def no_config(root: Path) -> InputError:
     )
 
 
-def _never_had_one(run: Conversion) -> bool:
-    """True when the manifest remembers the files of an HF checkpoint that had no config either.
+def _without_config(base: Base) -> Base:
+    """The base of a source without a config, where a manifest remembers files that had none either.
 
     What lay beside them travels back, too: the manifest names it, and only what is found there is taken.
+
+    Raises:
+        InputError: No manifest does.
     """
-    source = run.source
+    source = base.source
     manifest = manifest_beside(source, [])
     if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
-        return False
+        raise no_config(source.root)
     around = look_around(source.root, frozenset(source.files)).carried
     sidecars = tuple(sidecar for sidecar in around if sidecar.name in manifest.sidecars)
     found = identities(source.root, (sidecar.name for sidecar in sidecars))
-    run.source = replace(source, sidecars=sidecars, identities={**found, **source.identities})
-    run.report.warnings.append(f"no config.json: the files are those that {MANIFEST} remembers, ties are unknown")
-    return True
+    note = f"no config.json: the files are those that {MANIFEST} remembers, ties are unknown"
+    return replace(
+        base,
+        source=replace(source, sidecars=sidecars, identities={**found, **source.identities}),
+        notes=(*base.notes, note),
+    )
 
 
-def home_beside(run: Conversion) -> Home:
+def _base_beside(source: Catalog) -> Base:
     """What lies beside the tensors: `.hf_metadata/`, or a config.
 
     Raises:
         InputError: It is damaged.
     """
-    source = run.source
     directory = find_hf_metadata(source)
     if directory is None:
-        return Home(None, source.config)
+        return Base(source, None, source.config)
     before = identities(directory, os.listdir(directory))
     found = read_hf_metadata(directory)
-    base = None
-    if found.config is not None:
-        base = Catalog(found.root, "huggingface", {}, config=found.config, sidecars=found.sidecars)
-        base.identities = {**identities(found.root, (sidecar.name for sidecar in found.sidecars)), **before}
-        run.beside.append(base)
-        run.report.warnings.append(f"{DIRECTORY} beside the tensors is the base: its config and other files are taken")
-    return Home(base, source.config, found.dtypes, found.files)
+    if found.config is None:
+        return Base(source, None, source.config, found.dtypes, found.files)
+    base = Catalog(found.root, "huggingface", {}, config=found.config, sidecars=found.sidecars)
+    base.identities = {**identities(found.root, (sidecar.name for sidecar in found.sidecars)), **before}
+    note = f"{DIRECTORY} beside the tensors is the base: its config and other files are taken"
+    return Base(source, base, source.config, found.dtypes, found.files, (note,))
 
 
 def _open_base(options: ConvertOptions) -> Catalog | None:
@@ -135,6 +158,6 @@ def _open_base(options: ConvertOptions) -> Catalog | None:
         base = open_checkpoint(root)
     if base.config is None or directory_of_config(base) != base.root:
         raise InputError(f"{base.root}: has no config.json; --base needs an HF checkpoint")
-    if base.format == "dcp":
+    if base.form.is_of_training:
         raise UnsupportedError(f"{base.root}: is a DCP; --base needs an HF checkpoint")
     return base

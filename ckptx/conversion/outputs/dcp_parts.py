@@ -15,7 +15,7 @@ from ckptx.formats.dcp.reader import METADATA
 from ckptx.layout.parallel_dims import ParallelDims
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DcpContents:
     """What goes into a DCP.
 
@@ -27,12 +27,12 @@ class DcpContents:
     """
 
     cuts: list[Cut]
-    objects: dict[str, BytesEntry] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)
+    objects: Mapping[str, BytesEntry] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DcpOutput:
     """An allocated DCP.
 
@@ -58,7 +58,7 @@ def lay_out(root: Path, contents: DcpContents, dims: ParallelDims, files: int | 
         UnsupportedError: torch cannot hold a tensor.
     """
     output = DcpOutput(Catalog(root, "dcp", {}), [], [], {})
-    parts = source.parts if source.format == "dcp" else ()
+    parts = source.parts
     for part in parts or (None,):
         inside = contents if part is None else _of_part(contents, part, parts)
         layout = dcp_layout.allocate_cut(root, inside.cuts, dims, inside.objects.values(), files)
@@ -130,4 +130,4 @@ def _append(output: DcpOutput, layout: dcp_layout.DcpLayout, lead: str) -> None:
     for file, nbytes in layout.catalog.files.items():
         output.catalog.files[lead + file] = nbytes
         output.ranks[lead + file] = int(file.split("_")[2])
-    output.groups += [tuple(lead + file for file in group) for group in layout.groups]
+    output.groups.extend(tuple(lead + file for file in group) for group in layout.groups)

@@ -1,0 +1,40 @@
+"""Which tensors of the model the target holds, under which names."""
+
+from __future__ import annotations
+
+from ckptx.conversion.base import Base
+from ckptx.conversion.model import Ties, wrapper_notes
+from ckptx.conversion.naming import rename
+from ckptx.conversion.opening import Opened
+from ckptx.conversion.outputs.output_format import OutputFormat
+from ckptx.conversion.restoring import Chosen, Remembered, remember
+from ckptx.conversion.target import share
+from ckptx.view import ModelView
+
+
+def choose_tensors(opened: Opened, base: Base, view: ModelView, ties: Ties, output: OutputFormat) -> Chosen:
+    """The tensors of the files that the source began as; else ties as `--tied` says, and names as `--names` says.
+
+    Raises:
+        InputError: `--tied drop` would lose a tensor, tensors that belong together are not all there, or what the
+            manifest calls tied is not.
+        UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
+    """
+    options = opened.options
+    restoring = output.restored(opened, base, view, ties)
+    if restoring.found is not None:
+        notes = (*restoring.notes, *wrapper_notes(view, kept=False))
+        return Chosen(restoring.found.named, restoring.found, notes=notes)
+    remembered = remember(view) if output.remembers else Remembered(None)
+    target = share(view, ties.decisions, tied=options.tied, can_alias=output.can_alias)
+    original = remembered.original if target.holds(view.tensors) else None
+    named = rename(
+        view,
+        target,
+        asked=options.names,
+        by_default=output.default_naming(view),
+        original=None if original is None else list(original.tensors),
+    )
+    wrappers = wrapper_notes(view, kept=output.keeps_wrappers and not named.naming.sources)
+    notes = (*restoring.notes, *remembered.notes, *named.notes, *wrappers)
+    return Chosen(named, None, original, notes)

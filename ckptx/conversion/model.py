@@ -1,0 +1,193 @@
+"""The source seen as a model: its names, its ties, whether it fits its config, and what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptx.architecture.tied import TieDecision
+from ckptx.catalog.entry import BytesEntry
+from ckptx.conversion.base import Base
+from ckptx.conversion.opening import Opened
+from ckptx.counting import leaders_of, parameters_decided
+from ckptx.errors import InputError
+from ckptx.fit import Fit, fit_of
+from ckptx.report.report import counted, human_bytes
+from ckptx.view import ModelView, compare_replicas, decide_ties, locate_all, locate_payloads, view_model
+from ckptx.wording import first_of
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model in the source.
+
+    Attributes:
+        view: Of it; every block that will be read is located.
+        notes: What the user should know.
+    """
+
+    view: ModelView
+    notes: tuple[str, ...] = ()
+
+
+def see_model(opened: Opened, base: Base, *, prefix: str | None, with_state: bool) -> Model:
+    """Finds the model, and the places of its bytes.
+
+    Args:
+        opened: The source.
+        base: Whose config says what the tensors are.
+        prefix: What the names of the model begin with; None finds it.
+        with_state: Training state will be read, too.
+
+    Raises:
+        InputError: No tensor has the prefix, an archive is damaged, or two replicas differ.
+        UnsupportedError: The tensors are an adapter.
+    """
+    options = opened.options
+    view = view_model(
+        base.source,
+        config=base.config,
+        prefix=prefix,
+        trust_remote_code=options.trust_remote_code,
+    )
+    later = not options.dry_run
+    view = locate_payloads(view, opened.files, later=later)
+    compare_replicas(view.catalog, opened.files)
+    if with_state:
+        view = locate_all(view, opened.files, later=later)
+    return Model(view, view.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """Which names of the model are one tensor.
+
+    Attributes:
+        decisions: On each pair that the class declares or that was found.
+        leaders: Name on disk -> a name for the tensor it is, the same for all names that were found to be one.
+        parameters: Elements of the model, each tensor once.
+        notes: What the user should know.
+    """
+
+    decisions: list[TieDecision]
+    leaders: Mapping[str, str]
+    parameters: int
+    notes: tuple[str, ...] = ()
+
+
+def settle_ties(opened: Opened, model: Model) -> Ties:
+    """Decides every tie; bytes are read only of pairs that are both on disk.
+
+    Raises:
+        InputError: A tensor the model needs is missing, and nothing says that it is tied.
+    """
+    view, options = model.view, opened.options
+    missing: list[str] | None = [] if options.allow_misfit else None
+    decisions = decide_ties(view, opened.files, tie_missing=options.tie_missing, accepted=missing)
+    leaders = leaders_of(decisions)
+    return Ties(
+        decisions,
+        {view.tensors[name].name: leader for name, leader in leaders.items() if name in view.tensors},
+        parameters_decided(view, leaders),
+        (
+            *(missing or ()),
+            *(
+                f"declared tied, but not: {decision.evidence}; both are kept"
+                for decision in decisions
+                if decision.declared and decision.action == "keep-both"
+            ),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAgainstConfig:
+    """What came of holding the model against its config.
+
+    Attributes:
+        fit: Names and shapes; None where there is no config or no class.
+        notes: What the user should know.
+    """
+
+    fit: Fit | None
+    notes: tuple[str, ...] = ()
+
+
+def hold_against_config(opened: Opened, model: Model) -> HeldAgainstConfig:
+    """Whether the config is that of these tensors.
+
+    Raises:
+        InputError: Names or shapes do not fit, and nobody said that they may not.
+    """
+    view, architecture = model.view, model.view.architecture
+    if view.config is None:
+        return HeldAgainstConfig(None)
+    if architecture is None:
+        note = "config.json names no architecture: ties are unknown, tensors are taken as they are"
+        return HeldAgainstConfig(None, (note,))
+    notes: list[str] = []
+    if view.unknown:
+        unknown = f"{counted(len(view.unknown), 'tensor')} unknown to {architecture.class_name}"
+        notes.append(f"{unknown}, passed through: {first_of(view.unknown)}")
+    fit = fit_of(view)
+    if fit.misfits:
+        said = fit.summary(str(opened.source.root))
+        if not opened.options.allow_misfit:
+            raise InputError(
+                f"{said}; copy what is missing, give the config that it was trained with (--base), or pass "
+                "--allow-misfit to take it as it is"
+            )
+        notes.append(said)
+    return HeldAgainstConfig(fit, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What is not the model and does not go along.
+
+    Attributes:
+        dropped: Rows for the ledger: name on disk, and why.
+        optimizer: Tensors and bytes of optimizer state among them; None where nothing was left behind.
+        objects: Number and bytes of pickled objects.
+        notes: What the user should know.
+    """
+
+    dropped: tuple[dict[str, str], ...] = ()
+    optimizer: dict[str, int] | None = None
+    objects: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def leave_state_behind(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> LeftBehind:
+    """What is not the model, by name for the ledger and in one line for the summary."""
+    rows = [{"name": name, "reason": f"optimizer state {reason}"} for name in view.optimizer]
+    rows += [{"name": name, "reason": f"training state {reason}"} for name in view.other]
+    nbytes = view.nbytes(view.optimizer)
+    note = (
+        f"not converted: {counted(len(view.optimizer), 'optimizer tensor')} ({human_bytes(nbytes)}), "
+        f"{counted(len(view.other), 'other tensor')}, {counted(len(objects), 'pickled object')}"
+    )
+    return LeftBehind(
+        tuple(rows),
+        {"tensors": len(view.optimizer), "bytes": nbytes},
+        {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())},
+        (note,) if view.optimizer or view.other or objects else (),
+    )
+
+
+def refuse_without_model(view: ModelView) -> None:
+    """Refuses a checkpoint that holds training state alone.
+
+    Raises:
+        InputError: No tensor in it is of a model.
+    """
+    if not view.tensors:
+        root = view.catalog.root
+        raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
+
+
+def wrapper_notes(view: ModelView, *, kept: bool) -> Iterable[str]:
+    """What became of the wrappers in names."""
+    done = "kept in" if kept else "removed from"
+    return (f'wrapper "{wrapper}." {done} {counted(count, "name")}' for wrapper, count in view.wrappers.items())

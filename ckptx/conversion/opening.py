@@ -1,0 +1,76 @@
+"""What every conversion begins with: the source opened, the target free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.errors import OutputError
+from ckptx.formats.hf.hub import resolve
+from ckptx.formats.registry import open_checkpoint
+from ckptx.options import ConvertOptions
+from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
+from ckptx.publishing.rendezvous import Rendezvous
+from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
+from ckptx.publishing.report_file import refuse_place
+from ckptx.storage.files import FilePool
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """One conversion, before anything is known of the model.
+
+    Attributes:
+        source: The checkpoint, its headers read.
+        files: Its files, open as long as the conversion lasts.
+        dst: The directory to write.
+        options: What was asked for.
+        ranks: The other processes that make the same output.
+        notes: What the user should know.
+    """
+
+    source: Catalog
+    files: FilePool
+    dst: Path
+    options: ConvertOptions
+    ranks: Rendezvous | None = None
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def opened(src: str | Path, dst: Path, options: ConvertOptions, report_file: Path | None) -> Iterator[Opened]:
+    """Opens the source, with all processes of the run together.
+
+    Raises:
+        InputError, UnsupportedError: The source cannot be opened.
+        OutputError: The target is taken, or a file of the source lies in it.
+    """
+    ranks = Rendezvous.from_environment(dst)
+    with ranks.session() if ranks is not None else nullcontext():
+        if report_file is not None and (ranks is None or not ranks.rank):
+            refuse_place(report_file)
+        path = resolve(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+        refuse_unreachable(dst)
+        refuse_overlap(path, dst)
+        notes = () if options.resume else _refuse_taken(dst, options)
+        source = open_checkpoint(path)
+        refuse_files_of(source, dst)
+        with FilePool(source.root, source.identities) as files:
+            yield Opened(source, files, dst, options, ranks, notes)
+
+
+def _refuse_taken(dst: Path, options: ConvertOptions) -> tuple[str, ...]:
+    """Refuses a target that cannot be written; a dry run only says so."""
+    try:
+        refuse_existing(dst, options.overwrite)
+        refuse_foreign(dst)
+    except OutputError as error:
+        if not options.dry_run:
+            raise
+        return (f"nothing could be written there: {error}",)
+    return ()

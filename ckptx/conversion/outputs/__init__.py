@@ -1,0 +1,1 @@
+"""What a conversion can write: one file for each format."""

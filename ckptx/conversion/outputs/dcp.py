@@ -1,0 +1,122 @@
+"""`convert hf2dcp`, and `reshard` into a DCP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckptx.conversion.base import Base
+from ckptx.conversion.dtypes import Cast
+from ckptx.conversion.manifest import manifest_of
+from ckptx.conversion.model import LeftBehind, Ties, leave_state_behind
+from ckptx.conversion.naming import Named
+from ckptx.conversion.opening import Opened
+from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, lay_out
+from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat, float_edits
+from ckptx.conversion.written import check_dcp
+from ckptx.formats.dcp import layout as dcp_layout
+from ckptx.formats.dcp.reader import METADATA
+from ckptx.formats.torch_archive.archive import archive_frame
+from ckptx.mapping.config import dtype_edits
+from ckptx.view import ModelView
+
+
+@dataclass(frozen=True)
+class DcpFormat(OutputFormat):
+    """A DCP, as `torch.distributed.checkpoint.save` writes it.
+
+    Attributes:
+        is_cut: Each rank of the mesh gets its own files; otherwise tensors stay whole and files are balanced.
+    """
+
+    is_cut: bool
+    can_alias: ClassVar[bool] = True
+    keeps_wrappers: ClassVar[bool] = True
+    needs_model: ClassVar[bool] = False
+
+    def keeps_state(self, opened: Opened) -> bool:
+        return opened.source.form.is_of_training and opened.options.optimizer != "drop"
+
+    def left_behind(self, view: ModelView) -> LeftBehind:
+        if not view.catalog.form.is_of_training:
+            return LeftBehind()
+        return leave_state_behind(view, view.catalog.objects, "dropped as asked")
+
+    def default_naming(self, view: ModelView) -> str | None:
+        return "disk" if view.catalog.form.has_model_names else None
+
+    def names(self, opened: Opened, view: ModelView, named: Named) -> dict[str, str]:
+        """A DCP keeps the names it has, wrappers and prefix too, as the trainer that wrote it looks for them.
+
+        One that comes out of an HF checkpoint gets the prefix that was asked for.
+        """
+        names = OutputFormat.names(self, opened, view, named)
+        if not view.catalog.form.is_of_training:
+            prefix = opened.options.prefix or ""
+            return {name: prefix + name for name in names}
+        if named.naming.sources:
+            return names
+        return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
+
+    def allocate(self, opened: Opened, contents: Contents) -> Allocation:
+        output = _lay_out(opened, contents)
+        return Allocation(
+            output.catalog,
+            lambda tree, _: check_dcp(tree, output),
+            groups=output.groups,
+            markers=tuple(output.markers),
+            frame_of=archive_frame,
+            ranks=output.ranks,
+        )
+
+    def edits(self, opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
+        return float_edits(view, cast, dtype_edits(view.config, opened.options.dtype) if cast.was_cast else [])
+
+    def sidecars(self, opened: Opened, base: Base) -> list[str]:
+        return [sidecar.name for sidecar in base.sidecars_of.sidecars]
+
+    def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
+        target, state = contents.sharded.target, contents.state
+        return manifest_of(
+            "dcp",
+            allocation.catalog,
+            digests,
+            aliases={**target.aliases, **state.aliases},
+            copies={**target.copies, **state.copies},
+            original=contents.original,
+            mesh=contents.sharded.model,
+            model_names=_model_names(contents),
+        )
+
+
+def _lay_out(opened: Opened, contents: Contents) -> DcpOutput:
+    target, state, model = contents.sharded.target, contents.state, contents.sharded.model
+    files = opened.options.files
+    if model is None:
+        assert not state.tensors
+        catalog = dcp_layout.allocate(opened.dst, target.tensors.values(), files)
+        marker = (METADATA, dcp_layout.metadata_bytes(catalog, target.aliases))
+        fqns = {**{name: name for name in catalog.tensors}, **target.aliases}
+        return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {}, {METADATA: fqns})
+    order = {name: at for at, name in enumerate(target.source.tensors)}
+    origin = {**target.origin, **state.origin}
+    blocks = [(entry, model.placed[name].stage, model.placed[name].blocks) for name, entry in target.tensors.items()]
+    blocks += [(entry, *state.places[name]) for name, entry in state.tensors.items()]
+    blocks.sort(key=lambda each: order[origin[each[0].name]])  # as the source holds them: one sequential pass
+    inside = DcpContents(
+        blocks,
+        state.objects,
+        {**target.aliases, **state.aliases},
+        {**target.copies, **state.copies},
+    )
+    return lay_out(opened.dst, inside, model.dims, files, target.source)
+
+
+def _model_names(contents: Contents) -> dict[str, str]:
+    """Name in the output -> name in the model, where they differ."""
+    naming = contents.naming
+    if naming.rules is None:
+        return {}
+    found = {out: naming.model_name(name) for name, out in contents.names.items()}
+    return {out: name for out, name in found.items() if name is not None and name != out}

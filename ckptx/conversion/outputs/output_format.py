@@ -1,0 +1,151 @@
+"""What every output format says of itself, so that one pipeline writes them all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.manifest import OriginalFiles
+from ckptx.conversion.base import Base
+from ckptx.conversion.dtypes import Cast, quantization_edits
+from ckptx.conversion.model import LeftBehind, Ties
+from ckptx.conversion.naming import Named, Naming
+from ckptx.conversion.opening import Opened
+from ckptx.conversion.restoring import Restored, Restoring
+from ckptx.conversion.sharding import Sharded
+from ckptx.conversion.training_state import TrainingState
+from ckptx.transfer.executor import Outcome
+from ckptx.transfer.plan import FrameOf
+from ckptx.view import ModelView
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything that goes into an output, under the names that it has there.
+
+    Attributes:
+        sharded: The tensors of the model, and how they are cut.
+        state: What a trainer keeps beside it.
+        names: From the names that were chosen to those in the output.
+        naming: From the names that were chosen to those of the model.
+        base: Whose files travel along.
+        restored: The files that the source began as, if they are written again.
+        original: The files that the output remembers.
+    """
+
+    sharded: Sharded
+    state: TrainingState
+    names: Mapping[str, str]
+    naming: Naming
+    base: Base
+    restored: Restored | None = None
+    original: OriginalFiles | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Where everything will lie.
+
+    Attributes:
+        catalog: Every tensor and object of the output.
+        check: Looks at the finished files before anything marks them as complete.
+        groups: Files that are written together; None writes each alone.
+        prologues: First bytes of a file, by its name.
+        markers: Files that are written last, in this order: name and bytes.
+        frame_of: Frame around a block, for formats that have one.
+        ranks: Rank of each file, where files belong to ranks.
+        notes: What the user should know.
+    """
+
+    catalog: Catalog
+    check: Callable[[Path, Outcome], None]
+    groups: Sequence[Sequence[str]] | None = None
+    prologues: Mapping[str, bytes] | None = None
+    markers: tuple[tuple[str, bytes], ...] = ()
+    frame_of: FrameOf | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigEdits:
+    """Changes to config.json.
+
+    Attributes:
+        rows: `key`, `before` and `after` of each.
+        notes: What the user should know.
+    """
+
+    rows: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class OutputFormat(ABC):
+    """One format of output.
+
+    Attributes:
+        is_cut: Each rank of a mesh gets files of its own.
+        can_alias: Two names can point at the same bytes.
+        keeps_wrappers: Names keep what torch put around them, as the trainer that wrote them looks for it.
+        needs_model: It is of no use without tensors of a model.
+        every_rank_alone: Each rank reads its own files and no other.
+        remembers: Its manifest keeps what it takes to write the files of the source again.
+    """
+
+    is_cut: bool
+    can_alias: ClassVar[bool] = False
+    keeps_wrappers: ClassVar[bool] = False
+    needs_model: ClassVar[bool] = True
+    every_rank_alone: ClassVar[bool] = False
+    remembers: ClassVar[bool] = True
+
+    def is_prefix_of_source(self, source: Catalog) -> bool:
+        """`--prefix` is about names in the source, not about names in the output."""
+        return source.form.is_of_training
+
+    def keeps_state(self, opened: Opened) -> bool:
+        """Training state goes along."""
+        return False
+
+    @abstractmethod
+    def left_behind(self, view: ModelView) -> LeftBehind:
+        """What goes into the ledger as dropped when training state does not go along."""
+
+    @abstractmethod
+    def default_naming(self, view: ModelView) -> str | None:
+        """What to do without `--names`; None leaves names as they are."""
+
+    def restored(self, opened: Opened, base: Base, view: ModelView, ties: Ties) -> Restoring:
+        """The files that the source began as, where this output can be these files again."""
+        return Restoring()
+
+    def names(self, opened: Opened, view: ModelView, named: Named) -> dict[str, str]:
+        """From the names of a target to those in the output."""
+        return {name: name for name in (*named.target.tensors, *named.target.aliases)}
+
+    @abstractmethod
+    def allocate(self, opened: Opened, contents: Contents) -> Allocation:
+        """Gives every block its place."""
+
+    @abstractmethod
+    def edits(self, opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
+        """What config.json has to say otherwise."""
+
+    @abstractmethod
+    def sidecars(self, opened: Opened, base: Base) -> list[str]:
+        """Which of the files beside the base or the source travel along."""
+
+    @abstractmethod
+    def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
+        """What `ckptx.json` says, without files and sidecars."""
+
+
+def float_edits(view: ModelView, cast: Cast, rows: Sequence[dict[str, Any]]) -> ConfigEdits:
+    """Edits to dtypes, and those that take quantisation out of the config of a step in floats."""
+    quantization = quantization_edits(view, cast.target)
+    note = "config.json speaks of quantisation, and every weight is a float: taken out of it"
+    return ConfigEdits((*rows, *quantization), (note,) if quantization else ())

@@ -1,0 +1,35 @@
+"""What config.json has to say for the loaders of safetensors, which believe it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptx.architecture.tied import config_edits
+from ckptx.conversion.base import Base
+from ckptx.conversion.dtypes import Cast, lossless_edits
+from ckptx.conversion.model import Ties
+from ckptx.conversion.naming import Named
+from ckptx.conversion.opening import Opened
+from ckptx.conversion.outputs.output_format import ConfigEdits, float_edits
+from ckptx.view import ModelView
+
+
+def safetensors_edits(opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
+    """Edits to dtypes, to quantisation and to ties, so that loading by the config gives what the files hold."""
+    floats = float_edits(view, cast, lossless_edits(view, cast, base, named.naming, opened.options.dtype))
+    untied = _untie_edits(view, base.config, ties)
+    return ConfigEdits((*floats.rows, *untied.rows), (*floats.notes, *untied.notes))
+
+
+def _untie_edits(view: ModelView, config: dict[str, Any] | None, ties: Ties) -> ConfigEdits:
+    """Edits that stop the config from calling different tensors tied."""
+    if view.architecture is None or config is None:
+        return ConfigEdits()
+    found = config_edits(view.architecture, config, ties.decisions)
+    rows = []
+    for path, after in found.values.items():
+        place: Any = config
+        for key in path[:-1]:
+            place = place.get(key, {})
+        rows.append({"key": ".".join(path), "before": place.get(path[-1]), "after": after})
+    return ConfigEdits(tuple(rows), (found.note,) if found.note else ())

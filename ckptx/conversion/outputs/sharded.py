@@ -1,0 +1,89 @@
+"""`reshard` into sharded safetensors.
+
+Loaders take these files by the names of the model and look for every tensor of it, so a tied name is stored, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckptx.conversion.base import Base
+from ckptx.conversion.dtypes import Cast
+from ckptx.conversion.manifest import manifest_of
+from ckptx.conversion.model import LeftBehind, Ties, leave_state_behind
+from ckptx.conversion.naming import Named
+from ckptx.conversion.opening import Opened
+from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat
+from ckptx.conversion.outputs.safetensors_config import safetensors_edits
+from ckptx.conversion.written import check_sharded
+from ckptx.formats.dcp.megatron import without_backend
+from ckptx.formats.sharded import layout as sharded_layout
+from ckptx.view import ModelView
+
+
+@dataclass(frozen=True)
+class ShardedFormat(OutputFormat):
+    """Safetensors with files of its own for each rank of the mesh, `model-XXXXX-of-YYYYY` below `sharded/`."""
+
+    is_cut: bool = True
+    can_alias: ClassVar[bool] = True  # until they are cut: which names share bytes is what the manifest remembers
+    every_rank_alone: ClassVar[bool] = True
+
+    def left_behind(self, view: ModelView) -> LeftBehind:
+        if not view.catalog.form.is_of_training:
+            return LeftBehind()
+        return leave_state_behind(view, view.catalog.objects, "does not fit into safetensors")
+
+    def default_naming(self, view: ModelView) -> str | None:
+        return "model"
+
+    def allocate(self, opened: Opened, contents: Contents) -> Allocation:
+        target, model = contents.sharded.target, contents.sharded.model
+        assert model is not None
+        layout = sharded_layout.allocate(
+            opened.dst,
+            ((entry, model.placed[name].stage, model.placed[name].blocks) for name, entry in target.tensors.items()),
+            model.dims,
+        )
+        return Allocation(
+            layout.catalog,
+            lambda tree, _: check_sharded(tree, layout.catalog),
+            groups=layout.groups,
+            prologues=layout.prologues,
+            ranks={name: int(name.split("-")[1]) - 1 for name in layout.catalog.files},
+        )
+
+    def edits(self, opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
+        edits = safetensors_edits(opened, view, named, cast, base, ties)
+        return ConfigEdits(edits.rows, (*edits.notes, *_forced_ties(ties, edits)))
+
+    def sidecars(self, opened: Opened, base: Base) -> list[str]:
+        beside = base.sidecars_of
+        return without_backend(beside.root, beside.sidecars)
+
+    def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
+        return manifest_of(
+            "sharded",
+            allocation.catalog,
+            digests,
+            copies=contents.sharded.target.copies,
+            original=contents.original,
+            mesh=contents.sharded.model,
+        )
+
+
+def _forced_ties(ties: Ties, edits: ConfigEdits) -> tuple[str, ...]:
+    """Says where transformers would give one tensor the values of another.
+
+    Its loader of this form fills the parameters of a model that is tied by then, and never looks whether they differ.
+    """
+    forced = [each for each in ties.decisions if each.declared and each.action == "keep-both"]
+    if not forced or any(edit["key"].endswith("tie_word_embeddings") for edit in edits.rows):
+        return ()
+    note = (
+        f'"{forced[0].target}" and "{forced[0].source}" differ, but the class always ties them: from_pretrained '
+        "takes one for the other when it loads sharded safetensors; give it the HF form, torch's reader this one"
+    )
+    return (note,)

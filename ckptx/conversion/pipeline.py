@@ -1,0 +1,131 @@
+"""Every conversion, from the opened source to the published output.
+
+    open -> base -> model -> ties -> state -> names -> dtypes -> shard -> allocate -> plan -> publish
+
+Each step is a function of what the steps before it found. It returns a value that nobody changes afterwards; what the
+user should know of it is in its notes, which `log` takes down. Where output formats differ, the step asks `output`.
+"""
+
+from __future__ import annotations
+
+from ckptx.conversion.base import Need, find_base
+from ckptx.conversion.choosing import choose_tensors
+from ckptx.conversion.dtypes import cast_tensors
+from ckptx.conversion.ledger import settle_ledger
+from ckptx.conversion.model import LeftBehind, hold_against_config, refuse_without_model, see_model, settle_ties
+from ckptx.conversion.opening import Opened, Progress
+from ckptx.conversion.outputs.output_format import ConfigEdits, Contents, OutputFormat
+from ckptx.conversion.sharding import Sharded, shard
+from ckptx.conversion.sidecars import carry
+from ckptx.conversion.summary import Found, report_of
+from ckptx.conversion.training_state import TrainingState, carry_state
+from ckptx.publishing.publish import Job, publish
+from ckptx.publishing.replacing import refuse_foreign
+from ckptx.report.documents import ConversionReport
+from ckptx.report.report import Log
+from ckptx.transfer.executor import Outcome
+from ckptx.transfer.planner import plan_copy
+
+
+def convert_opened(
+    command: str, opened: Opened, output: OutputFormat, need: Need, log: Log, on_progress: Progress
+) -> ConversionReport:
+    """Carries out one conversion.
+
+    Args:
+        command: Name for the report.
+        opened: The source, and what was asked for.
+        output: What to write.
+        need: What to do where there is no config.
+        log: Takes down the notes of every step.
+        on_progress: Called now and then with bytes written and bytes in all.
+
+    Raises:
+        CkptxError: Whatever is in the way; nothing was published.
+    """
+    options, is_of_training = opened.options, opened.source.form.is_of_training
+    keeps_state = output.keeps_state(opened)
+
+    # What is there.
+    base = log(find_base(opened, need))
+    prefix = options.prefix if output.is_prefix_of_source(opened.source) else None
+    model = log(see_model(opened, base, prefix=prefix, with_state=keeps_state))
+    view = model.view
+    ties = log(settle_ties(opened, model))
+    held = log(hold_against_config(opened, model))
+    left = log(LeftBehind() if keeps_state else output.left_behind(view))
+    if output.needs_model:
+        refuse_without_model(view)
+
+    # What the target holds: which tensors, called what, in which dtypes, cut how.
+    chosen = log(choose_tensors(opened, base, view, ties, output))
+    naming = chosen.named.naming
+    cast = log(cast_tensors(view, chosen.named, base, options.dtype))
+    sharded = Sharded(cast.target)
+    if output.is_cut:
+        sharded = log(shard(view, cast.target, naming, options, every_rank_alone=output.every_rank_alone))
+    names = output.names(opened, view, chosen.named)
+    placed = sharded.renamed(names)
+    state = TrainingState()
+    if keeps_state:
+        outward = {old: names[new] for old, new in naming.renamed(view).items()}
+        state = log(carry_state(view, opened.files, placed, outward))
+
+    # Where it lies, and what goes along.
+    is_altered = cast.was_cast or (options.prefix is not None and not is_of_training)
+    original = None if is_altered else chosen.original
+    contents = Contents(placed, state, names, naming, base, chosen.restored, original)
+    allocation = log(output.allocate(opened, contents))
+    edits = ConfigEdits()
+    if chosen.restored is None:
+        edits = log(output.edits(opened, view, chosen.named, cast, base, ties))
+    sidecars = log(carry(base, output.sidecars(opened, base), edits.rows))
+    target = placed.target
+    plan = plan_copy(
+        target.source,
+        allocation.catalog,
+        {**target.origin, **state.origin, **state.object_origin},
+        frame_of=allocation.frame_of,
+        prologues=allocation.prologues,
+        groups=allocation.groups,
+    )
+    ledger = settle_ledger(
+        opened.source.tensors.keys(),
+        plan,
+        written=target.written() | state.written(),
+        shared=target.shared | state.shared,
+        dropped={row["name"] for row in (*left.dropped, *state.dropped)},
+        aliases={**target.aliases, **state.aliases},
+        leaders=ties.leaders,
+    )
+    job = Job(
+        plan,
+        target.source,
+        dict(sidecars.files),
+        options.fingerprint(),
+        lambda outcome: output.manifest(contents, allocation, outcome.digests),
+        allocation.check,
+        list(allocation.markers),
+    )
+    found = Found(opened, model, ties, held, left, cast, sharded, contents, allocation, sidecars, job, ledger)
+    outcome = None if options.dry_run else _published(found, on_progress)
+    return report_of(command, found, outcome, log)
+
+
+def _published(found: Found, on_progress: Progress) -> Outcome | None:
+    """Writes the output; None when `--resume` found it complete."""
+    opened, options, total = found.opened, found.opened.options, found.job.plan.bytes_written
+    named = found.contents.base.catalog
+    return publish(
+        found.job,
+        opened.dst,
+        opened.files,
+        workers=options.workers,
+        max_memory=options.max_memory,
+        overwrite=options.overwrite,
+        resume=options.resume,
+        on_progress=lambda done: on_progress(done, total),
+        ranks=opened.ranks,
+        beside=() if named is None else (named,),
+        may_replace=refuse_foreign,
+    )

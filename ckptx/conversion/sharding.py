@@ -1,0 +1,129 @@
+"""Cutting the tensors of a conversion for the mesh that options ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptx.conversion.naming import Naming
+from ckptx.conversion.target import Target
+from ckptx.cutting import Cutter, ShardedModel, plan_of, read_plan
+from ckptx.errors import UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.stages import StageMap
+from ckptx.options import ConvertOptions
+from ckptx.view import ModelView
+from ckptx.wording import counted, first_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A target, and how it is cut.
+
+    Attributes:
+        target: The tensors; a name that shared bytes with one on another stage has become a copy.
+        model: Stage and blocks of each tensor; None where nothing is cut.
+        notes: What the user should know.
+    """
+
+    target: Target
+    model: ShardedModel | None = None
+    notes: tuple[str, ...] = ()
+
+    def renamed(self, names: Mapping[str, str]) -> Sharded:
+        """The same under other names."""
+        model = None if self.model is None else self.model.renamed(names.__getitem__)
+        return Sharded(self.target.renamed(names.__getitem__), model, self.notes)
+
+
+def shard(
+    view: ModelView, target: Target, naming: Naming, options: ConvertOptions, *, every_rank_alone: bool
+) -> Sharded:
+    """Gives every tensor its stage and its blocks.
+
+    Args:
+        view: The model.
+        target: In the names and dtypes of the output.
+        naming: Of these names.
+        options: They say for which mesh.
+        every_rank_alone: Each rank reads its own files and no other: tensors that are not cut, and names that share
+            bytes, are stored for each.
+
+    Raises:
+        UsageError: Layers cannot be split as asked, or the user's plan matches no tensor.
+        UnsupportedError: Stages are asked for and no layers are known.
+    """
+    cutter = _cutter_for(view, list(target.tensors), naming, options, every_rank_alone)
+    apart = [
+        name
+        for name, stored in target.aliases.items()
+        if every_rank_alone or cutter.stage_of(name) != cutter.stage_of(stored)
+    ]
+    target = target.with_copies(apart)
+    model = cutter.place(target.tensors, _unknown_names(view, target, naming))
+    return Sharded(target, model, tuple(_notes_on(model)))
+
+
+def _cutter_for(
+    view: ModelView, names: list[str], naming: Naming, options: ConvertOptions, every_rank_alone: bool
+) -> Cutter:
+    architecture = view.architecture
+    dims = ParallelDims(options.tp, options.pp, options.dp_shard)
+    user = read_plan(options.tp_plan) if options.tp_plan else None
+    plan = plan_of(architecture, view.config, user)
+    stacks = architecture.stacks(view.config) if architecture is not None and view.config is not None else ()
+    root = view.catalog.root
+    subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
+    stages = StageMap(stacks, options.pp, options.pp_split, subject)
+    if user is not None:
+        idle = plan.unmatched([naming.model_name(name) or name for name in names])
+        if idle:
+            others = f", nor do {len(idle) - 1} more" if len(idle) > 1 else ""
+            raise UsageError(
+                f'--tp-plan: "{idle[0]}" matches no tensor{others}; '
+                "patterns are names of the model's parameters or modules, with * for an index"
+            )
+    return Cutter(plan, dims, stages, naming.rules, every_rank_alone)
+
+
+def _unknown_names(view: ModelView, target: Target, naming: Naming) -> list[str]:
+    """Names in the target that the model does not have, or that another layer's tensor stands for in it."""
+    architecture, config = view.architecture, view.config
+    if architecture is None or config is None:
+        return []
+    unknown = set(view.unknown)
+    found = []
+    for name in target.tensors:
+        model_name = naming.model_name(name)
+        if name in unknown or (model_name is not None and architecture.lacks(model_name, config)):
+            found.append(name)
+    return found
+
+
+def _notes_on(model: ShardedModel) -> list[str]:
+    notes = []
+    if model.unaligned:
+        said = f"{counted(len(model.unaligned), 'tensor')}, {first_of(model.unaligned)}"
+        notes.append(f"storage cut, not head-aligned: {said}; tp is {model.dims.tp}")
+    if model.passed and model.dims.world_size > 1:
+        notes.append(f"not in the model, replicated: {counted(len(model.passed), 'tensor')}, {first_of(model.passed)}")
+    return notes
+
+
+def rank_rows(files: Mapping[str, int], ranks: Mapping[str, int], dims: ParallelDims) -> list[dict[str, Any]]:
+    """Bytes and files of each rank, for the report.
+
+    Args:
+        files: Bytes of each file.
+        ranks: Rank of each file.
+        dims: The mesh.
+    """
+    rows: list[dict[str, Any]] = []
+    for rank in range(dims.world_size):
+        pp, dp, tp = dims.coordinates(rank)
+        rows.append({"rank": rank, "stage": pp, "dp": dp, "tp": tp, "bytes": 0, "files": []})
+    for name, nbytes in files.items():
+        rows[ranks[name]]["bytes"] += nbytes
+        rows[ranks[name]]["files"].append(name)
+    return rows

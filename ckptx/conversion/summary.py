@@ -1,0 +1,136 @@
+"""The report of a conversion, from what its steps found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckptx.conversion.dtypes import Cast
+from ckptx.conversion.ledger import Ledger
+from ckptx.conversion.model import HeldAgainstConfig, LeftBehind, Model, Ties
+from ckptx.conversion.opening import Opened
+from ckptx.conversion.outputs.output_format import Allocation, Contents
+from ckptx.conversion.sharding import Sharded, rank_rows
+from ckptx.conversion.sidecars import Sidecars
+from ckptx.formats.sidecars import MANIFEST
+from ckptx.publishing.output_place import free_space
+from ckptx.publishing.publish import Job, manifest_size
+from ckptx.report.documents import ConversionReport
+from ckptx.report.report import Log, human_bytes
+from ckptx.transfer.executor import Outcome
+from ckptx.view import tie_rows
+from ckptx.wording import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the steps of one conversion found; each value is described where it is made."""
+
+    opened: Opened
+    model: Model
+    ties: Ties
+    held: HeldAgainstConfig
+    left: LeftBehind
+    cast: Cast
+    sharded: Sharded
+    contents: Contents
+    allocation: Allocation
+    sidecars: Sidecars
+    job: Job
+    ledger: Ledger
+
+
+def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> ConversionReport:
+    """One report, built once.
+
+    Args:
+        command: Name for the report.
+        found: By the steps before anything was written.
+        outcome: Of the copy; None for a dry run, and where the output was complete already.
+        log: Has the notes of all steps.
+    """
+    opened, view, state, job = found.opened, found.model.view, found.contents.state, found.job
+    target, architecture = found.contents.sharded.target, found.model.view.architecture
+    described = _described(found, log) if opened.options.dry_run else {}
+    bytes_read, bytes_written = _cost(found, outcome, described, log)
+    carried = sum(not step.framed for step in job.plan.steps())
+    known = architecture is not None
+    return ConversionReport(
+        command=command,
+        tensors=found.ledger.tensors,
+        bytes_read=bytes_read,
+        bytes_written=bytes_written,
+        aliases={**target.aliases, **state.aliases},
+        ties=tie_rows(found.ties.decisions),
+        dropped=[*found.left.dropped, *state.dropped],
+        edits=list(found.sidecars.edits),
+        dtypes=found.ledger.dtypes,
+        ranks=_ranks(found),
+        warnings=list(log.notes),
+        parameters=found.ties.parameters,
+        architecture=None
+        if architecture is None
+        else {"class": architecture.class_name, "known_from": architecture.origin},
+        ledger=found.ledger.to_dict(),
+        fit=None if found.held.fit is None else found.held.fit.to_dict(),
+        prefix=view.prefix or None,
+        unknown=list(view.unknown) if view.unknown and known else None,
+        kept_dtype=found.cast.kept,
+        base_dtypes=found.cast.base_dtypes,
+        optimizer=found.left.optimizer,
+        objects={"count": carried, "carried": True} if carried else found.left.objects,
+        state_without_parameter=list(state.without_parameter) or None,
+        state_replicated=list(state.replicated) or None,
+        **_mesh(found.sharded),
+        **described,
+    )
+
+
+def _mesh(sharded: Sharded) -> dict[str, Any]:
+    """How the model is cut, in the names that rules speak of."""
+    model = sharded.model
+    if model is None:
+        return {}
+    dims = model.dims
+    return {
+        "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": model.layers()},
+        "chunks": sum(len(placed.blocks) for placed in model.placed.values()),
+        "rules": model.rules(),
+        "unaligned": model.unaligned,
+        "passed_through": list(model.passed),
+    }
+
+
+def _ranks(found: Found) -> list[dict[str, Any]]:
+    model, allocation = found.sharded.model, found.allocation
+    return [] if model is None else rank_rows(allocation.catalog.files, allocation.ranks, model.dims)
+
+
+def _described(found: Found, log: Log) -> dict[str, Any]:
+    """What a dry run says of the files that it does not write."""
+    job, options, dst = found.job, found.opened.options, found.opened.dst
+    sizes = [(file.name, file.nbytes, file.blocks) for file in job.plan.files]
+    sizes += [(name, len(data), 0) for name, data in job.markers]
+    sizes += [(name, nbytes, 0) for name, nbytes in job.sidecar_sizes().items()]
+    sizes.append((MANIFEST, manifest_size(job), 0))
+    needed, free = sum(nbytes for _, nbytes, _ in sizes), free_space(dst)
+    if free < needed:
+        log.note(f"not enough space: needs {human_bytes(needed)}, {human_bytes(free)} free at {dst}")
+    files = [{"name": name, "bytes": nbytes, "tensors": tensors} for name, nbytes, tensors in sizes]
+    return {"dry_run": True, "files": files, "memory": options.max_memory, "free_space": free}
+
+
+def _cost(found: Found, outcome: Outcome | None, described: dict[str, Any], log: Log) -> tuple[int, int]:
+    """Bytes read and bytes written."""
+    job, dst = found.job, found.opened.dst
+    if described:
+        return job.plan.bytes_read, sum(file["bytes"] for file in described["files"])
+    if outcome is None:
+        log.note(f"{dst} is complete already; nothing to resume")
+        return 0, 0
+    if outcome.unrecorded:
+        log.note(
+            f"without a recorded CRC-32: {counted(outcome.unrecorded, 'archive')}, whose bytes could not be checked"
+        )
+    manifest = (dst / MANIFEST).stat().st_size
+    return outcome.bytes_read, outcome.bytes_written + job.nbytes - job.plan.bytes_written + manifest
