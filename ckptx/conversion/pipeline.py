@@ -72,7 +72,7 @@ def convert_opened(
         state = log(carry_state(view, opened.files, placed, outward))
 
     # Where it lies, and what goes along.
-    is_altered = cast.was_cast or (options.prefix is not None and not is_of_training)
+    is_altered = cast.was_cast or bool(options.prefix and not is_of_training)
     original = None if is_altered else chosen.original
     contents = Contents(placed, state, names, naming, base, chosen.restored, original)
     allocation = log(output.allocate(opened, contents))

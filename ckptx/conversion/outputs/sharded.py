@@ -25,7 +25,7 @@ from ckptx.view import ModelView
 
 @dataclass(frozen=True)
 class ShardedFormat(OutputFormat):
-    """Safetensors with files of its own for each rank of the mesh, `model-XXXXX-of-YYYYY` below `sharded/`."""
+    """Safetensors with files of its own for each rank of the mesh, as torch's `HuggingFaceStorageWriter` has them."""
 
     is_cut: bool = True
     can_alias: ClassVar[bool] = True  # until they are cut: which names share bytes is what the manifest remembers
