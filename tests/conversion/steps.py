@@ -1,0 +1,44 @@
+"""What the steps of a conversion begin with, made of tiny checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptx.conversion.base import Need, find_base
+from ckptx.conversion.model import see_model, settle_ties
+from ckptx.conversion.opening import Opened, opened
+from ckptx.options import ConvertOptions
+from ckptx.view import ModelView
+from tests.writers import LLAMA
+
+CONFIG: dict[str, Any] = {
+    **LLAMA, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 2, "vocab_size": 16,
+}  # fmt: skip
+TIED = {**CONFIG, "tie_word_embeddings": True}
+
+
+@contextmanager
+def source(src: Path, command: str = "reshard", **options: Any) -> Iterator[Opened]:
+    """A checkpoint, opened to be converted into `out` beside it."""
+    with opened(src, src.parent / "out", ConvertOptions.parse(command, options), None) as ready:
+        yield ready
+
+
+def viewed(ready: Opened, need: Need = "config", **fields: Any) -> ModelView:
+    """The model in it."""
+    return see_model(ready, find_base(ready, need), **{"prefix": None, "with_state": False, **fields}).view
+
+
+def decided(ready: Opened) -> tuple[ModelView, Any]:
+    """The model in it, and its ties."""
+    model = see_model(ready, find_base(ready, "config"), prefix=None, with_state=False)
+    return model.view, settle_ties(ready, model)
+
+
+def frozen(value: Any) -> Any:
+    """A copy of what mappings hold, to be compared with later."""
+    return {name: frozen(each) for name, each in value.items()} if isinstance(value, Mapping) else value

@@ -1,0 +1,435 @@
+"""Each step of a conversion alone: from a frozen value to a frozen value, with its notes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptx
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.form import FORMS
+from ckptx.conversion.base import find_base
+from ckptx.conversion.choosing import choose_tensors
+from ckptx.conversion.dtypes import cast_tensors
+from ckptx.conversion.ledger import settle_ledger
+from ckptx.conversion.model import hold_against_config, leave_state_behind, refuse_without_model, see_model
+from ckptx.conversion.naming import rename
+from ckptx.conversion.outputs.dcp import DcpFormat
+from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
+from ckptx.conversion.outputs.output_format import OutputFormat
+from ckptx.conversion.outputs.sharded import ShardedFormat
+from ckptx.conversion.restoring import remember, restore_original
+from ckptx.conversion.sharding import Sharded, rank_rows, shard
+from ckptx.conversion.sidecars import carry
+from ckptx.conversion.target import Target, share
+from ckptx.conversion.training_state import carry_state
+from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from tests.conversion.steps import CONFIG, TIED, decided, frozen, source, viewed
+from tests.writers import llama, value, write_dcp, write_hf
+
+EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+MIXTRAL = {
+    **CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}  # fmt: skip
+FORMATS: dict[str, OutputFormat] = {
+    "dcp": DcpFormat(is_cut=True), "sharded": ShardedFormat(), "huggingface": HuggingFaceFormat(),
+}  # fmt: skip
+
+
+def equal_head() -> dict[str, Any]:
+    tensors = llama()
+    return {**tensors, HEAD: tensors[EMBED]}
+
+
+def trained(root: Path, **options: Any) -> Path:
+    """A DCP with moments, one of which is called after no parameter, and an object."""
+    model = llama()
+    moments = {f"optimizer.state.{name}.exp_avg": tensor for name, tensor in model.items()}
+    others = {
+        "optimizer.state.nobody.exp_avg": value("F32", 3, seed=99),
+        f"optimizer.state.{NORM}.factors": value("F32", 2, seed=98),
+        "train_state.step": value("I64", seed=97),
+    }
+    tensors = {**{f"model.{name}": each for name, each in model.items()}, **moments, **others}
+    return write_dcp(root, tensors, objects=["optimizer.param_groups"], config=CONFIG, **options)
+
+
+# The config
+
+
+@pytest.mark.parametrize("need", ["none", "unless remembered", "config"])
+def test_a_source_without_a_config(tmp_path: Path, need: Any) -> None:
+    write_hf(tmp_path / "hf", llama(), config=None)
+    ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+    for root, is_remembered in ((tmp_path / "hf", False), (tmp_path / "dcp", True)):
+        with source(root) as ready:
+            if need == "none" or (need == "unless remembered" and is_remembered):
+                base = find_base(ready, need)
+                assert base.config is None and len(base.notes) == 1
+                assert "no config.json" in base.notes[0]
+            else:
+                with pytest.raises(InputError, match=r"has no config\.json"):
+                    find_base(ready, need)
+
+
+def test_files_travel_from_the_base_that_is_named(tmp_path: Path) -> None:
+    write_hf(tmp_path / "base", llama(dtype="F32"), config=TIED)
+    write_dcp(tmp_path / "dcp", llama(), config=CONFIG)
+    with source(tmp_path / "dcp", base=str(tmp_path / "base")) as ready:
+        base = find_base(ready, "config")
+        assert base.sidecars_of.root == tmp_path / "base" and base.source is ready.source
+        assert base.config == TIED and {each.name for each in base.dtypes.values()} == {"F32"}
+    with source(tmp_path / "dcp", base="none") as ready:
+        base = find_base(ready, "config")
+        assert (base.catalog, base.config) == (None, None) and base.sidecars_of is ready.source
+
+
+# The model
+
+
+def test_a_model_that_does_not_fit_is_refused_or_noted(tmp_path: Path) -> None:
+    tensors = {name: each for name, each in llama().items() if name != NORM}
+    write_hf(tmp_path / "hf", {**tensors, "strange": value("F32", 2)}, config=CONFIG)
+    with source(tmp_path / "hf") as ready:
+        model = see_model(ready, find_base(ready, "config"), prefix=None, with_state=False)
+        with pytest.raises(InputError, match="allow-misfit"):
+            hold_against_config(ready, model)
+    with source(tmp_path / "hf", allow_misfit=True) as ready:
+        held = hold_against_config(ready, model)
+        assert held.fit is not None and [each.name for each in held.fit.misfits] == [NORM]
+        assert held.notes[0] == '1 tensor unknown to LlamaForCausalLM, passed through: "strange"'
+
+
+@pytest.mark.parametrize(("declared", "is_equal"), product([True, False], [True, False]))
+def test_ties_are_decided_by_config_and_bytes(tmp_path: Path, declared: bool, is_equal: bool) -> None:
+    write_hf(tmp_path / "hf", equal_head() if is_equal else llama(), config=TIED if declared else CONFIG)
+    with source(tmp_path / "hf") as ready:
+        view, ties = decided(ready)
+    every = sum(entry.numel for entry in view.tensors.values())
+    is_one = declared and is_equal
+    assert ties.parameters == (every - view.tensors[HEAD].numel if is_one else every)
+    assert bool(ties.leaders) == is_one
+    assert any("declared tied, but not" in note for note in ties.notes) == (declared and not is_equal)
+
+
+def test_what_stays_behind_is_named(tmp_path: Path) -> None:
+    with source(trained(tmp_path / "dcp")) as ready:
+        view = viewed(ready)
+        left = leave_state_behind(view, ready.source.objects, "stays")
+    names = {row["name"] for row in left.dropped}
+    assert names == {*view.optimizer, *view.other} and len(view.other) == 1
+    assert {row["reason"] for row in left.dropped} == {"optimizer state stays", "training state stays"}
+    assert left.optimizer is not None and left.optimizer["tensors"] == len(view.optimizer)
+    assert left.objects is not None and left.objects["count"] == 1 and len(left.notes) == 1
+
+
+def test_a_checkpoint_of_optimizer_state_alone_is_no_model(tmp_path: Path) -> None:
+    write_dcp(tmp_path / "dcp", {"optimizer.state.w.exp_avg": value("F32", 2)}, config=CONFIG)
+    with source(tmp_path / "dcp", allow_misfit=True) as ready, pytest.raises(InputError, match="no model tensors"):
+        refuse_without_model(viewed(ready))
+
+
+# Which tensors
+
+
+@pytest.mark.parametrize(
+    ("tied", "can_alias", "stored", "aliases"),
+    [
+        ("auto", True, {EMBED}, {HEAD: EMBED}),
+        ("auto", False, {EMBED}, {}),
+        ("alias", True, {EMBED}, {HEAD: EMBED}),
+        ("copy", True, {EMBED, HEAD}, {}),
+        ("copy", False, {EMBED, HEAD}, {}),
+        ("drop", True, {EMBED}, {}),
+        ("drop", False, {EMBED}, {}),
+    ],
+)
+def test_ties_are_carried_out(
+    tmp_path: Path, tied: str, can_alias: bool, stored: set[str], aliases: dict[str, str]
+) -> None:
+    write_hf(tmp_path / "hf", equal_head(), config=TIED)
+    with source(tmp_path / "hf") as ready:
+        view, ties = decided(ready)
+    before = frozen(view.tensors)
+    target = share(view, ties.decisions, tied=tied, can_alias=can_alias)
+    assert target.tensors.keys() & {EMBED, HEAD} == stored
+    assert target.aliases == aliases and target.shared == {EMBED, HEAD}
+    assert target.tensors.keys() == target.origin.keys() == target.read.keys()
+    assert view.tensors == before
+
+
+def test_a_tie_that_is_none_is_not_dropped(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", llama(), config=TIED)
+    with source(tmp_path / "hf") as ready:
+        view, ties = decided(ready)
+    with pytest.raises(InputError, match="--tied drop would lose one"):
+        share(view, ties.decisions, tied="drop", can_alias=False)
+
+
+def test_targets_are_not_changed_but_made_anew(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", equal_head(), config=TIED)
+    with source(tmp_path / "hf") as ready:
+        view, ties = decided(ready)
+    target = share(view, ties.decisions, tied="auto", can_alias=True)
+    before = [frozen(getattr(target, each.name)) for each in fields(target)]
+    copied = target.with_copies([HEAD])
+    assert copied.aliases == {} and copied.copies == {HEAD: EMBED}
+    assert copied.origin[HEAD] == EMBED and copied.tensors[HEAD].name == HEAD
+    renamed = copied.renamed(lambda name: f"x.{name}")
+    assert renamed.copies == {f"x.{HEAD}": f"x.{EMBED}"} and renamed.tensors["x." + NORM].name == "x." + NORM
+    assert renamed.written() == target.written() == set(view.tensors) - {HEAD}
+    assert list(target.only([NORM, EMBED]).tensors) == [NORM, EMBED]
+    assert target.with_copies([]) is target
+    assert [frozen(getattr(target, each.name)) for each in fields(target)] == before
+    with pytest.raises(FrozenInstanceError):
+        target.tensors = {}  # type: ignore[misc]
+
+
+def experts() -> dict[str, Any]:
+    """A Mixtral of two experts, as it is published."""
+    tensors = {name: each for name, each in llama().items() if ".mlp." not in name}
+    for layer in range(2):
+        lead = f"model.layers.{layer}.block_sparse_moe"
+        tensors[f"{lead}.gate.weight"] = value("BF16", 2, 8, seed=layer)
+        for expert, (leaf, shape) in product(range(2), {"w1": (24, 8), "w2": (8, 24), "w3": (24, 8)}.items()):
+            tensors[f"{lead}.experts.{expert}.{leaf}.weight"] = value("BF16", *shape, seed=layer + 2 * expert)
+    return tensors
+
+
+def test_names_of_the_model_put_experts_together(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", experts(), config=MIXTRAL)
+    with source(tmp_path / "hf") as ready:
+        view, ties = decided(ready)
+    target = share(view, ties.decisions, tied="auto", can_alias=True)
+    assert rename(view, target, asked=None, by_default=None).target is target
+    assert rename(view, target, asked="disk", by_default=None).target is target
+    named = rename(view, target, asked="model", by_default=None)
+    fused = "model.layers.1.mlp.experts.gate_up_proj"
+    assert named.target.tensors[fused].shape == (2, 48, 8)
+    assert len(named.target.read[fused]) == len(named.naming.sources[fused]) == 4
+    assert named.target.written() == set(view.tensors)
+    assert fused in named.target.source.tensors and fused not in target.source.tensors
+    assert named.naming.model_name(fused) == fused
+    assert named.naming.renamed(view)[NORM] == NORM
+    assert not any("experts" in name for name in named.naming.renamed(view))
+
+
+def test_names_of_an_unknown_class_stay(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", llama(), config={"architectures": ["Nobody"]})
+    with source(tmp_path / "hf", base="none") as ready:
+        view = viewed(ready)
+        target = Target.of(view.catalog, view.tensors)
+    assert rename(view, target, asked=None, by_default="model").target is target
+    with pytest.raises(UnsupportedError, match="names of this class are unknown"):
+        rename(view, target, asked="model", by_default=None)
+
+
+def test_original_files_are_remembered_until_they_are_other_files(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", equal_head(), shards=2, config=TIED)
+    ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+    with source(tmp_path / "hf") as ready:
+        own = remember(viewed(ready)).original
+    with source(tmp_path / "dcp") as ready:
+        view, ties = decided(ready)
+        assert remember(view).original == own
+        found = restore_original(view, ties.decisions, None).found
+        assert found is not None and found.original == own
+        assert list(found.named.target.tensors) == list(own.tensors if own else ())
+        assert found.digests.keys() == found.named.target.tensors.keys()
+        less = replace(view, tensors={name: each for name, each in view.tensors.items() if name != NORM})
+        gone = restore_original(less, ties.decisions, None)
+        assert gone.found is None and "describes other tensors" in gone.notes[0]
+
+
+@pytest.mark.parametrize("output", FORMATS)
+def test_what_a_format_chooses(tmp_path: Path, output: str) -> None:
+    write_hf(tmp_path / "hf", equal_head(), config=TIED)
+    ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+    with source(tmp_path / "dcp") as ready:
+        view, ties = decided(ready)
+        chosen = choose_tensors(ready, find_base(ready, "config"), view, ties, FORMATS[output])
+    assert (chosen.restored is not None) == (output == "huggingface")
+    assert (chosen.original is not None) == (output != "huggingface")
+    assert (HEAD in chosen.named.target.aliases) == (output != "huggingface")
+
+
+# Dtypes
+
+
+def test_a_cast_keeps_what_is_no_float(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", {**llama(), "counts": value("I64", 4)}, config=CONFIG)
+    with source(tmp_path / "hf") as ready:
+        view, base = viewed(ready), find_base(ready, "config")
+        named = rename(view, Target.of(view.catalog, view.tensors), asked=None, by_default=None)
+        same, half = (cast_tensors(view, named, base, wanted) for wanted in ("auto", "fp16"))
+        assert cast_tensors(view, named, base, "bf16").was_cast is False
+        with pytest.raises(UsageError, match="--dtype base"):
+            cast_tensors(view, named, base, "base")
+    assert same.target is named.target and same.kept is None and not same.was_cast
+    assert half.was_cast and half.kept == []
+    assert {name for name, each in half.target.tensors.items() if each.dtype is not BY_NAME["F16"]} == {"counts"}
+    assert named.target.tensors[NORM].dtype is BY_NAME["BF16"]
+
+
+def test_dtypes_of_a_base_are_counted(tmp_path: Path) -> None:
+    mixed = {name: value("F32", *each[1]) if name == NORM else each for name, each in llama().items()}
+    write_hf(tmp_path / "base", {name: each for name, each in mixed.items() if name != HEAD}, config=TIED)
+    write_dcp(tmp_path / "dcp", llama(dtype="F32"), config=CONFIG)
+    with source(tmp_path / "dcp", base=str(tmp_path / "base"), dtype="base") as ready:
+        view, base = viewed(ready), find_base(ready, "config")
+        named = rename(view, Target.of(view.catalog, view.tensors), asked=None, by_default=None)
+        cast = cast_tensors(view, named, base, "base")
+    assert cast.base_dtypes == {"as_base": len(llama()) - 1, "lacking": [HEAD], "otherwise": []}
+    assert {name for name, each in cast.target.tensors.items() if each.dtype is BY_NAME["F32"]} == {NORM, HEAD}
+    assert len(cast.notes) == 1
+
+
+# The cut
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_name_on_another_stage_becomes_a_copy(tmp_path: Path, alone: bool) -> None:
+    write_hf(tmp_path / "hf", equal_head(), config=TIED)
+    for pp in (1, 2):
+        with source(tmp_path / "hf", tp=2, pp=pp) as ready:
+            view, ties = decided(ready)
+            named = rename(
+                view,
+                share(view, ties.decisions, tied="auto", can_alias=True),
+                asked=None,
+                by_default=None,
+            )
+            sharded = shard(view, named.target, named.naming, ready.options, every_rank_alone=alone)
+        is_copy = alone or pp == 2
+        assert sharded.target.copies == ({HEAD: EMBED} if is_copy else {})
+        assert sharded.target.aliases == ({} if is_copy else {HEAD: EMBED})
+        assert sharded.model is not None and sharded.model.placed.keys() == sharded.target.tensors.keys()
+        blocks = sharded.model.placed[NORM].blocks
+        assert len(blocks) == (2 if alone else 1)
+        names = {name: f"p.{name}" for name in (*sharded.target.tensors, *sharded.target.aliases)}
+        renamed = sharded.renamed(names)
+        assert renamed.model is not None and renamed.model.placed[f"p.{NORM}"] is sharded.model.placed[NORM]
+
+
+def test_every_byte_of_a_rank_is_counted() -> None:
+    rows = rank_rows({"a": 3, "b": 4, "c": 5}, {"a": 0, "b": 3, "c": 0}, ParallelDims(tp=2, pp=2))
+    assert [(row["bytes"], row["files"]) for row in rows] == [(8, ["a", "c"]), (0, []), (0, []), (4, ["b"])]
+    assert [(row["stage"], row["tp"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_state_lies_with_its_parameter(tmp_path: Path) -> None:
+    with source(trained(tmp_path / "dcp"), tp=2, pp=2) as ready:
+        view = viewed(ready, with_state=True)
+        named = rename(view, Target.of(view.catalog, view.tensors), asked=None, by_default=None)
+        sharded = shard(view, named.target, named.naming, ready.options, every_rank_alone=False)
+        state = carry_state(view, ready.files, sharded, {name: name for name in view.tensors})
+        whole = carry_state(view, ready.files, Sharded(named.target), {name: name for name in view.tensors})
+    assert sharded.model is not None
+    query = "model.layers.1.self_attn.q_proj.weight"
+    placed = sharded.model.placed[query]
+    assert state.places[f"optimizer.state.{query}.exp_avg"] == (placed.stage, placed.blocks)
+    assert placed.stage == 1 and len(placed.blocks) == 2
+    assert state.without_parameter == ("optimizer.state.nobody.exp_avg",)
+    assert state.replicated == (f"optimizer.state.{NORM}.factors",)
+    assert list(state.objects) == ["optimizer.param_groups"] and len(state.notes) == 2
+    assert state.written() == {*view.optimizer, *view.other}
+    assert whole.places == {} and whole.without_parameter == ()
+
+
+# What goes along, and what is counted
+
+
+def test_config_is_written_anew_where_it_changes(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", llama(), config={**CONFIG, "quantization_config": {"bits": 4}})
+    (tmp_path / "hf" / "quantize_config.json").write_text("{}")
+    (tmp_path / "elsewhere").write_text("{}")
+    (tmp_path / "hf" / "tokenizer.json").symlink_to(tmp_path / "elsewhere")
+    names = ["config.json", "quantize_config.json", "tokenizer.json"]
+    with source(tmp_path / "hf") as ready:
+        base = find_base(ready, "config")
+    plain = carry(base, names, [])
+    assert plain.files == {name: tmp_path / "hf" / name for name in names} and plain.edits == ()
+    assert len(plain.notes) == 1 and "tokenizer.json" in plain.notes[0]
+    edit = {"key": "quantization_config", "before": {"bits": 4}, "after": None}
+    edited = carry(base, names, [edit])
+    written = edited.files["config.json"]
+    assert isinstance(written, bytes) and "quantization_config" not in json.loads(written)
+    assert edited.edits == (edit,) and "quantize_config.json" not in edited.files
+    assert carry(base, names[1:], [edit]).edits == ()
+
+
+class _NoSteps:
+    """A plan that writes nothing."""
+
+    @staticmethod
+    def steps() -> list[Any]:
+        return []
+
+
+def test_a_tensor_that_ends_nowhere_is_a_defect() -> None:
+    ends: dict[str, Any] = {"written": {"a"}, "shared": {"b"}, "dropped": {"c"}, "aliases": {}, "leaders": {}}
+    plan: Any = _NoSteps()
+    assert settle_ledger(["a", "b", "c"], plan, **ends).ends == {"written": 1, "aliases": 1, "dropped": 1}
+    assert settle_ledger(["a"], plan, **{**ends, "shared": {"a"}, "dropped": {"a"}}).ends["written"] == 1
+    for end in ("written", "shared", "dropped"):
+        with pytest.raises(Defect, match="would be lost"):
+            settle_ledger(["a", "b", "c"], plan, **{**ends, end: set()})
+
+
+# Formats
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_format_that_is_read_says_what_follows_from_it(name: str) -> None:
+    form = FORMS[name]
+    assert form.name == name and form.family in ("dcp", "safetensors")
+    assert form.is_published != form.has_manifest  # what ckptx writes for training, or what authors publish
+    assert not form.is_of_training or form.has_archives
+
+
+@pytest.mark.parametrize("output", FORMATS)
+def test_every_format_that_is_written_can_be_read_and_says_so(tmp_path: Path, output: str) -> None:
+    """The dry run, the output and what a reader makes of it agree for each format."""
+    write_hf(tmp_path / "hf", equal_head(), config=TIED)
+    ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+    out = tmp_path / "out"
+
+    def make(**options: Any) -> Any:
+        if output == "huggingface":
+            return ckptx.convert("dcp2hf", tmp_path / "dcp", out, **options)
+        return ckptx.reshard(tmp_path / "hf", out, to="dcp" if output == "dcp" else "safetensors", tp=2, **options)
+
+    planned, done = make(dry_run=True), make()
+    assert ckptx.inspect(out).format == output
+    assert {row["name"]: row["bytes"] for row in planned.files} == {
+        str(path.relative_to(out)): path.stat().st_size for path in out.rglob("*") if path.is_file()
+    }
+    assert planned.ledger == done.ledger and planned.parameters == done.parameters
+    assert json.loads((out / "ckptx.json").read_text())["format"] == output
+    shutil.rmtree(out)
+
+
+def test_what_steps_hand_on_is_frozen() -> None:
+    """Every dataclass of the rooms of conversion and report but those that gather while they work."""
+    from importlib import import_module
+    from pkgutil import walk_packages
+
+    import ckptx.conversion
+    import ckptx.report
+
+    gathering = {"Owners"}
+    loose = []
+    for package in (ckptx.conversion, ckptx.report):
+        for module in walk_packages(package.__path__, f"{package.__name__}."):
+            found = vars(import_module(module.name)).values()
+            classes = [each for each in found if isinstance(each, type) and each.__module__ == module.name]
+            loose += [each.__name__ for each in classes if is_dataclass(each) and not each.__dataclass_params__.frozen]
+    assert set(loose) == gathering

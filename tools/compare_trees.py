@@ -1,0 +1,198 @@
+"""Converts, reshards and merges the same checkpoints with two source trees of ckptx, and compares files and reports.
+
+    python tools/compare_trees.py OLD [NEW] [--match llama] [--work DIR]
+
+OLD and NEW are directories that hold the package `ckptx`; NEW is this one unless given. Checkpoints are the tiny models
+of the tests, and a training checkpoint of each with the states of AdamW. Each tree works in a process of its own. What
+differs is printed: a file by its name, a report by its field. Fields that say how long it took, how much memory it took
+and how much space is left are not compared. Exits with 1 when anything differs but the wording of notes, which is
+listed once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent.parent
+MEASURED = {"seconds", "gb_per_s", "peak_rss", "free_space"}
+
+# Runs in a process of each tree: reads one call a line, answers with one report a line.
+WORKER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import ckptx
+from ckptx.errors import CkptxError
+for line in sys.stdin:
+    words, options = json.loads(line)
+    try:
+        function = getattr(ckptx, words[0])
+        said = function(*words[1:], **options).to_dict()
+    except CkptxError as error:
+        said = {"exit": error.exit_code, "error": str(error)}
+    print(json.dumps(said), flush=True)
+"""
+
+Call = tuple[list[str], dict[str, Any]]
+
+
+def calls(hf: str, trained: str) -> Iterator[tuple[Call, str]]:
+    """What is done with one model, each with the name of its output; `OUT/` in a path is the directory of outputs."""
+
+    def convert(direction: str, source: str, target: str, **options: Any) -> tuple[Call, str]:
+        return (["convert", direction, source, f"OUT/{target}"], options), target
+
+    def reshard(source: str, target: str, **options: Any) -> tuple[Call, str]:
+        return (["reshard", source, f"OUT/{target}"], options), target
+
+    yield convert("hf2dcp", hf, "dcp")
+    yield convert("hf2dcp", hf, "prefixed", prefix="model.inner.", files=3)
+    yield convert("hf2dcp", hf, "in-model-names", names="model", tp=2)
+    yield convert("hf2dcp", hf, "half", dtype="fp16")
+    yield convert("hf2dcp", hf, "titan", names="torchtitan")
+    yield reshard(hf, "tp2-dp2", to="dcp", tp=2, dp_shard=2)
+    yield reshard(hf, "tp4-pp2", to="dcp", tp=4, pp=2)
+    yield reshard(hf, "shards", tp=2, pp=2)
+    yield reshard(hf, "copies", tp=3, tied="copy")
+    yield reshard("OUT/shards", "shards-dcp", to="dcp", tp=2)
+    yield reshard("OUT/tp4-pp2", "tp2", tp=2)
+    yield reshard("OUT/tp2-dp2", "dcp-shards", to="safetensors", tp=2, dtype="bf16")
+    for source in ("dcp", "tp4-pp2", "shards", "in-model-names", "shards-dcp", "half", "titan"):
+        yield convert("dcp2hf", f"OUT/{source}", f"{source}-back")
+    yield convert("dcp2hf", "OUT/prefixed", "prefixed-back", prefix="model.inner.")
+    yield convert("dcp2hf", "OUT/dcp", "small-files", max_shard_size="20KB", index="always")
+    yield convert("dcp2hf", "OUT/dcp", "single", dtype="fp32", tied="drop")
+    yield convert("dcp2hf", "OUT/dcp", "as-base", dtype="base", base=hf)
+    yield convert("dcp2hf", "OUT/tp2-dp2", "alone", base="none")
+    yield convert("dcp2hf", hf, "refused")
+    yield convert("dcp2hf", "OUT/dcp", "dry", dry_run=True)
+    yield reshard(trained, "trained-tp2-pp2", base=hf, tp=2, pp=2)
+    yield reshard(trained, "trained-dp3", base=hf, dp_shard=3, optimizer="drop")
+    yield reshard("OUT/trained-tp2-pp2", "trained-tp3", tp=3)
+    yield convert("dcp2hf", trained, "trained-hf", base=hf)
+    yield convert("dcp2hf", "OUT/trained-tp2-pp2", "trained-cut-hf")
+    for kind, source in (("inspect", "OUT/tp4-pp2"), ("inspect", "OUT/shards"), ("inspect", trained)):
+        yield ([kind, source], {"ranks": True, "tensors": True}), ""
+    for other in ("OUT/tp4-pp2", "OUT/shards", "OUT/half", "OUT/trained-hf"):
+        yield (["verify", hf, other], {}), ""
+        yield (["diff", hf, other], {}), ""
+
+
+class Tree:
+    """A source tree at work."""
+
+    def __init__(self, root: Path, work: Path) -> None:
+        self.out = work
+        work.mkdir()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+
+    def send(self, call: Call) -> None:
+        """Begins one call."""
+        words, options = call
+        assert self._process.stdin is not None
+        print(json.dumps([[self._at(word) for word in words], options]), file=self._process.stdin, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        """Its report, with the paths of this tree taken out."""
+        assert self._process.stdout is not None
+        said: dict[str, Any] = json.loads(self._process.stdout.readline().replace(str(self.out), "OUT"))
+        return {name: value for name, value in said.items() if name not in MEASURED}
+
+    def _at(self, word: str) -> str:
+        return str(self.out / word.removeprefix("OUT/")) if word.startswith("OUT/") else word
+
+
+def differing_files(old: Path, new: Path) -> list[str]:
+    """Relative paths of files that only one has, or that hold other bytes."""
+    names = {str(path.relative_to(root)) for root in (old, new) for path in root.rglob("*") if path.is_file()}
+    found = []
+    for name in sorted(names):
+        a, b = old / name, new / name
+        if not (a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False)):
+            found.append(name)
+    return found
+
+
+def differing_fields(old: dict[str, Any], new: dict[str, Any], wording: Counter[tuple[str, ...]]) -> list[str]:
+    """Names of fields that differ; notes that differ are counted in `wording` instead."""
+    found = [name for name in sorted(old.keys() | new.keys()) if name != "warnings" and old.get(name) != new.get(name)]
+    before, after = (Counter(said.get("warnings", ())) for said in (old, new))
+    if before != after:
+        wording[(*(f"- {note}" for note in before - after), *(f"+ {note}" for note in after - before))] += 1
+    return found
+
+
+def write_trained(hf: Path, target: Path) -> None:
+    """A training checkpoint of a model: its tensors, and moments of the shape of each, as AdamW has them."""
+    import torch.distributed.checkpoint as dcp
+    from support.models import read_hf
+
+    weights = read_hf(hf)
+    state = {
+        f"optim.state.{name}.{moment}": tensor.float() * scale
+        for name, tensor in weights.items()
+        for moment, scale in (("exp_avg", 2), ("exp_avg_sq", 3))
+    }
+    dcp.save({"model": weights, **state, "train_state": {"step": 7}}, checkpoint_id=target, no_dist=True)
+
+
+def main() -> int:
+    """Compares two trees model by model."""
+    parser = argparse.ArgumentParser(description="compares what two source trees of ckptx make of tiny models")
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path, nargs="?", default=HERE)
+    parser.add_argument("--match", default="", help="only models whose name has this in it")
+    parser.add_argument("--work", type=Path, help="where to write; a temporary directory otherwise")
+    options = parser.parse_args()
+    sys.path[:0] = [str(HERE / "tests")]
+    from support.models import EVERY, write
+
+    done, files, faults, wording = 0, 0, 0, Counter[tuple[str, ...]]()
+    outcomes: Counter[int] = Counter()
+    with tempfile.TemporaryDirectory(dir=options.work) as made:
+        work = Path(made)
+        trees = [Tree(options.old.resolve(), work / "old"), Tree(options.new.resolve(), work / "new")]
+        for model in (name for name in EVERY if options.match in name):
+            hf, trained = work / "hf", work / "trained"
+            write(EVERY[model], hf)
+            write_trained(hf, trained)
+            for call, target in calls(str(hf), str(trained)):
+                for tree in trees:
+                    tree.send(call)
+                old, new = (tree.receive() for tree in trees)
+                done += 1
+                outcomes[old["exit"]] += 1
+                wrong = differing_fields(old, new, wording)
+                if target:
+                    wrong += differing_files(*(tree.out / target for tree in trees))
+                    files += sum(path.is_file() for path in (trees[0].out / target).rglob("*"))
+                if wrong:
+                    faults += 1
+                    print(f"{model}: {' '.join(call[0])} {call[1]}: {', '.join(wrong[:9])}", flush=True)
+            for path in (hf, trained, *(path for tree in trees for path in tree.out.iterdir())):
+                shutil.rmtree(path)
+        codes = ", ".join(f"{code}: {count}" for code, count in sorted(outcomes.items()))
+        print(f"{done} calls (exits {codes}), {files} files compared, {faults} calls differ")
+        for said, count in wording.most_common():
+            print(f"notes of {count} calls:", *said, sep="\n  ")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
