@@ -9,6 +9,7 @@ from typing import Any
 from ckptx.architecture.dialects.spoken import dialect_of, in_dialect
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
+from ckptx.architecture.installed import note_on
 from ckptx.architecture.shapes import shapes_of
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
@@ -113,6 +114,9 @@ def view_model(
     for name in tensors:
         names_by_pattern.setdefault(pattern_of(name), []).append(name)
     refuse_adapters(names_by_pattern, catalog.root)
+    note = note_on(published)
+    if note is not None:
+        notes.append(note)
     unknown: set[str] = set()
     if architecture is not None and patterns:
         unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}

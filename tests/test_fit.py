@@ -19,7 +19,7 @@ from support.popular import LANGUAGE, OTHERS, build
 from support.slow import slow_but
 
 import ckptx
-from ckptx.architecture.shape_table import shape_rules
+from ckptx.architecture.table import shape_rules
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry

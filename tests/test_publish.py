@@ -72,10 +72,10 @@ def test_there_and_back_again(hf: Path, dst: Path, tmp_path: Path) -> None:
 
 
 def is_a_name(text: str) -> bool:
-    """False for what a header means otherwise, and for adapters, which are refused."""
+    """False for what a header means otherwise, and for what is refused: adapters, "*" in the place of an index."""
     with suppress(UnsupportedError):
         refuse_adapters([text], Path())
-        return text != "__metadata__"
+        return text != "__metadata__" and "*" not in text.split(".")
     return False
 
 

@@ -1,11 +1,12 @@
-"""Writes ckptx/architecture/table.jsonl: asks a meta model of every class of the installed transformers.
+"""Writes ckptx/architecture/models/: asks a meta model of every class of the installed transformers.
 
-    python tools/build_tables.py [--output PATH] [--workers 2] [ClassName ...]
+    python tools/build_tables.py [--workers 2] [model type or class ...]
 
-The output depends only on the transformers version. Classes that need their real config.json (defaults that cannot be
-built, ties between numbered layers by no rule that `shared_ties` finds) get a row that says so;
-`ckptx.architecture.find` builds those when they are met. The names of a row are those of the default config and of its
-variants (`config_variants`).
+The output depends only on the transformers version; what names a model type or a class writes the files of these model
+types alone, and without names, files of model types that are gone are removed. Classes that need their real config.json
+(defaults that cannot be built, ties between numbered layers by no rule that `shared_ties` finds) get a row that says
+so; `ckptx.architecture.find` builds those when they are met. The names of a row are those of the default config and of
+its variants (`config_variants`). Shapes stay as they are: see `build_shapes`.
 """
 
 from __future__ import annotations
@@ -13,28 +14,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import logging
 import multiprocessing
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ckptx.architecture.rows import Row, encode_table
+from ckptx.architecture import model_files
+from ckptx.architecture.installed import source_digest
+from ckptx.architecture.rows import Row, encode_rows
 from ckptx.architecture.spec import Architecture
 
 if TYPE_CHECKING:
     from ckptx.architecture.meta_model import Names
     from ckptx.architecture.structure import Structure
-
-TABLE = Path(__file__).parent.parent / "ckptx" / "architecture" / "table.jsonl"
 
 # Config keys of sub-models that hold a language model, and the language models composites are published with.
 TEXT_KEYS = ("decoder", "encoder", "text_config", "text_encoder", "vlm_config")
@@ -89,13 +92,32 @@ def _is_abstract(name: str) -> bool:
     return "pretrained" in name.lower()
 
 
-def row_of(class_name: str) -> tuple[Row, float]:
-    """The table row of one class and the seconds it took."""
+class Measured(NamedTuple):
+    """What was found of one class: its row, the directory of transformers that holds its code, the seconds it took."""
+
+    row: Row
+    directory: str
+    seconds: float
+
+
+def row_of(class_name: str) -> Measured:
+    """The row of one class."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
+    from ckptx.architecture import meta_model
+
     started = time.perf_counter()
-    row = measured_row(class_name)
-    return row, time.perf_counter() - started
+    row, cls = measured_row(class_name), meta_model.known_class(class_name)
+    assert cls is not None, class_name
+    return Measured(row, cls.__module__.split(".")[2], time.perf_counter() - started)
+
+
+def model_types() -> dict[str, str]:
+    """Every concrete model class that transformers exports, with the model type of its config."""
+    from ckptx.architecture import meta_model
+
+    classes = {name: meta_model.known_class(name) for name in class_names()}
+    return {name: str(getattr(cls.config_class, "model_type", "")) for name, cls in classes.items() if cls is not None}
 
 
 def measured_row(class_name: str) -> Row:
@@ -162,27 +184,77 @@ def _exchangeable(
     return measured, names, structures
 
 
+def write_models(measured: Iterable[Measured], models: Path) -> int:
+    """Writes the files of model types whose classes were all measured; how many of them changed.
+
+    Args:
+        measured: The classes.
+        models: The directory `models` of the transformers package.
+    """
+    by_type: dict[str, list[Measured]] = {}
+    for each in measured:
+        by_type.setdefault(each.row.model_type, []).append(each)
+    changed = 0
+    for model_type, found in by_type.items():
+        directories = sorted({each.directory for each in found})
+        source = {"directories": directories, "digest": source_digest(models, directories)}
+        sections = {**known_sections(model_type), **encode_rows(each.row for each in found)}
+        changed += write_if_new(model_files.file_of(model_type), model_files.encode_model(source, sections))
+    return changed
+
+
+def known_sections(model_type: str) -> dict[str, Mapping[str, Any]]:
+    """The sections of the file of a model type that there is already, which may be none."""
+    path = model_files.file_of(model_type)
+    known = json.loads(path.read_bytes()) if path.exists() else {}
+    return {name: known.get(name, {}) for name in model_files.SECTIONS}
+
+
+def write_if_new(path: Path, text: str) -> bool:
+    """Writes a file unless it says that already; whether it was written."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return True
+
+
 def main() -> None:
-    """Measure every class in worker processes and write the table."""
+    """Measures classes in worker processes and writes the files of their model types."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="only these classes (default: all)")
-    parser.add_argument("--output", type=Path, default=TABLE)
+    parser.add_argument("names", nargs="*", help="model types, or classes of them (default: all)")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
 
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        names = options.names or pool.apply(class_names)
-        measured = pool.map(row_of, names, chunksize=16)
-    rows = [row for row, _ in measured]
-    slow = sorted(((seconds, row.class_name) for row, seconds in measured), reverse=True)
-    options.output.write_text(encode_table(rows, version("transformers")), encoding="utf-8")
+        types = pool.apply(model_types)
+        wanted = {types.get(name, name) for name in options.names} or set(types.values())
+        if wanted - set(types.values()):
+            parser.error(f"neither a model type nor a class: {', '.join(sorted(wanted - set(types.values())))}")
+        measured = pool.map(row_of, [name for name, found in types.items() if found in wanted], chunksize=16)
+    transformers = find_spec("transformers")
+    assert transformers is not None and transformers.origin is not None
+    changed = write_models(measured, Path(transformers.origin).parent / "models")
+    known = {each.row.class_name: each.row.model_type for each in measured}
+    if options.names:
+        others = {name: found for name, found in model_files.index()["classes"].items() if found not in wanted}
+        text = model_files.encode_index({**others, **known}, model_files.index()["transformers"])
+    else:
+        text = model_files.encode_index(known, version("transformers"))
+        kept = {model_files.file_of(found) for found in known.values()}
+        for path in set(model_files.MODELS.glob("*.json")) - kept:
+            path.unlink()
+    write_if_new(model_files.INDEX, text)
 
-    reasons = Counter(row.introspect or "in the table" for row in rows)
-    print(f"{len(rows)} classes, {options.output.stat().st_size} bytes, {time.perf_counter() - started:.0f} s")
+    reasons = Counter(each.row.introspect or "known" for each in measured)
+    files = len({each.row.model_type for each in measured})
+    took = time.perf_counter() - started
+    print(f"{len(measured)} classes of {files} model types, {changed} files changed, {took:.0f} s")
     for reason, count in reasons.most_common():
         print(f"{count:6} {reason}")
-    print("slowest:", ", ".join(f"{name} {seconds:.1f} s" for seconds, name in slow[:5]))
+    slow = sorted(measured, key=lambda each: -each.seconds)
+    print("slowest:", ", ".join(f"{each.row.class_name} {each.seconds:.1f} s" for each in slow[:5]))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ckptx.architecture.model_files import classes_of
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.table import classes_of, lookup
+from ckptx.architecture.table import lookup
 from ckptx.mapping.names import assign_roles, is_optimizer, is_trainer_state, pattern_of
 
 # Of classes whose names fit alike: the one that more checkpoints are of.

@@ -1,21 +1,17 @@
-"""The lines of the architecture table: an ``Architecture`` as JSON, and back.
+"""Classes as the file of a model type has them: an ``Architecture`` as JSON, and back.
 
-Four kinds of line, one JSON object each, every line starting with its key so that a byte search finds it:
+    classes       LlamaForCausalLM -> what is known of it, for every class of the model type
+    bodies        LlamaModel -> names below a base model's prefix, shared by the classes around it
+    structures    LlamaForCausalLM -> plan, layers and conversions below that prefix, see `structure_rows`
 
-    {"schema":2,...}                         the header, first
-    {"class":"LlamaForCausalLM",...}         one per model class, sorted
-    {"body":"LlamaModel",...}                names below a base model's prefix, shared by the classes around
-    it
-    {"structure":"LlamaForCausalLM",...}     plan, layers and conversions below that prefix, see `structure_rows`
-
-A class row with ``introspect`` holds no names: the reason there says why only the real config can give them.
+A class with ``introspect`` holds no names: the reason there says why only the real config can give them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +20,6 @@ from ckptx.architecture.shared_layers import SharedLayers, decode_shared, encode
 from ckptx.architecture.spec import Architecture, TieFlag, TiePair
 from ckptx.architecture.structure import Structure
 from ckptx.architecture.structure_rows import decode_structure, encode_structure
-
-SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +71,31 @@ class Row:
         return True
 
 
-def encode_table(rows: Iterable[Row], transformers_version: str) -> str:
-    """The whole table as text; the same rows give the same bytes."""
+def encode_rows(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    """The sections of one model type; the same rows give the same entries."""
     ordered = sorted(rows, key=lambda row: row.class_name)
     bodies: dict[str, str] = {}  # names -> the first class that has them
     structures: dict[str, str] = {}  # shared part as text -> its name
-    lines = [_json({"schema": SCHEMA, "transformers": transformers_version})]
-    lines += [_json(_encoded(row, bodies, structures)) for row in ordered]
-    lines += sorted(_json({"body": owner, "names": names}) for names, owner in bodies.items())
-    lines += sorted(_json({"structure": owner, **json.loads(text)}) for text, owner in structures.items())
-    return "\n".join(lines) + "\n"
+    return {
+        "classes": {row.class_name: _encoded(row, bodies, structures) for row in ordered},
+        "bodies": {owner: names for names, owner in bodies.items()},
+        "structures": {owner: json.loads(text) for text, owner in structures.items()},
+    }
 
 
 def decode_row(
-    values: Mapping[str, Any],
-    body: str,
-    transformers_version: str,
-    shared: Callable[[str], Mapping[str, Any]] = lambda _: {},
+    class_name: str, model_type: str, sections: Mapping[str, Mapping[str, Any]], transformers_version: str
 ) -> Row:
-    """The row of one class line.
+    """The row of one class.
 
     Args:
-        values: The line.
-        body: When the line names a body, the names of that body.
-        transformers_version: Of the header.
-        shared: Gives the structure line of a name.
+        class_name: Of the class.
+        model_type: Of its config.
+        sections: Of the file that holds it.
+        transformers_version: Of the library that was asked.
     """
-    class_name, model_type = values["class"], values["type"]
+    values = sections["classes"][class_name]
+    body = sections["bodies"][values["body"]] if "body" in values else ""
     reason = values.get("introspect", "")
     if reason:
         return Row(class_name, model_type, reason, None)
@@ -112,7 +104,7 @@ def decode_row(
     names = unpack(values["names"]) | {lead + name for name in unpack(body)}
 
     def structure_from(built: Mapping[str, Any]) -> Structure:
-        return decode_structure(built, shared(built["from"]) if "from" in built else {}, lead)
+        return decode_structure(built, sections["structures"][built["from"]] if "from" in built else {}, lead)
 
     architecture = Architecture(
         class_name=class_name,
@@ -136,10 +128,10 @@ def decode_row(
 
 
 def _encoded(row: Row, bodies: dict[str, str], structures: dict[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {"class": row.class_name, "type": row.model_type}
+    values: dict[str, Any] = {}
     known = row.architecture
     if known is None:
-        return {**values, "introspect": row.introspect}
+        return {"introspect": row.introspect}
     lead = f"{known.base_prefix}." if known.base_prefix else ""
     below = {name for name in known.name_patterns if lead and name.startswith(lead)}
     head = known.name_patterns - below if below else frozenset[str]()
@@ -176,7 +168,3 @@ def _decoded_tie(values: Mapping[str, Any]) -> TiePair:
     flag = TieFlag(tuple(tuple(key.split(".")) for key in values["keys"]), values["truth"])
     spellings = tuple((target, source) for target, source in values["names"])
     return TiePair(spellings, flag, not values.get("secondary", False))
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, separators=(",", ":"), ensure_ascii=True)

@@ -1,11 +1,9 @@
-"""The lines of the table of shapes: ``ShapeRules`` as JSON, and back.
+"""Shapes as the file of a model type has them: ``ShapeRules`` as JSON, and back.
 
-Every line starts with its key, so that a byte search finds it. As in the table of architectures, what lies below the
-base model of a class is written once for all classes around that base model, without its prefix:
+What lies below the base model of a class is written once for all classes around that base model, without its prefix:
 
-    {"schema":1,...}                                          the header, first
-    {"class":"LlamaForCausalLM","at":"model","body":"LlamaModel",...}
-    {"body":"LlamaModel","shapes":{"hidden_size":"layers.*.{...}.weight,norm.weight"},...}
+    shapes          LlamaForCausalLM -> {"at":"model","body":"LlamaModel",...}
+    shape_bodies    LlamaModel -> {"shapes":{"hidden_size":"layers.*.{...}.weight,norm.weight"},...}
 
 A shape is written as its sizes with commas between them, ``?`` for one that is not known, and several shapes with a
 bar. Patterns under a shape are required unless they are among ``optional``.
@@ -14,45 +12,44 @@ bar. Patterns under a shape are required unless they are among ``optional``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptx.architecture.patterns import pack, unpack
 from ckptx.architecture.shape_rules import Condition, ShapeRules
 
-SCHEMA = 1
-
 Values = dict[str, Any]
 
 
-def encode_shapes(rules: Mapping[str, tuple[str, ShapeRules]], transformers_version: str) -> str:
-    """The whole table as text; the same rules give the same bytes.
+def encode_shapes(rules: Mapping[str, tuple[str, ShapeRules]]) -> dict[str, dict[str, Any]]:
+    """The sections of one model type; the same rules give the same entries.
 
     Args:
         rules: Per class the prefix of its base model, and its rules.
-        transformers_version: Of the library that was measured.
     """
     bodies: dict[str, str] = {}
-    lines = [_json({"schema": SCHEMA, "transformers": transformers_version})]
+    shapes = {}
     for name, (prefix, known) in sorted(rules.items()):
         lead = f"{prefix}." if prefix and any(each.startswith(f"{prefix}.") for each in known.shapes) else ""
         shared = json.dumps(_written(known, lead, True), separators=(",", ":"))
         owner = bodies.setdefault(shared, name)
         own = _written(known, lead, False) if lead else {}
-        lines.append(_json({"class": name, **({"at": prefix} if lead else {}), "body": owner, **own}))
-    lines += sorted(_json({"body": owner, **json.loads(text)}) for text, owner in bodies.items())
-    return "\n".join(lines) + "\n"
+        shapes[name] = {**({"at": prefix} if lead else {}), "body": owner, **own}
+    return {"shapes": shapes, "shape_bodies": {owner: json.loads(text) for text, owner in bodies.items()}}
 
 
-def decode_shapes(values: Values, body: Callable[[str], Mapping[str, Any]]) -> ShapeRules:
-    """The rules of a class line.
+def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) -> ShapeRules | None:
+    """The rules of a class; None where there are none.
 
     Args:
-        values: The line.
-        body: Gives the body line of a name.
+        class_name: Of the class.
+        sections: Of the file that holds it.
     """
+    values = sections["shapes"].get(class_name)
+    if values is None:
+        return None
     lead = f"{values['at']}." if "at" in values else ""
-    below, own = _read(body(values["body"]), lead), _read(values, "")
+    below, own = _read(sections["shape_bodies"][values["body"]], lead), _read(values, "")
     conditions = dict(below.conditions)
     for condition, names in own.conditions.items():
         conditions[condition] = conditions.get(condition, frozenset()) | names
@@ -123,7 +120,3 @@ def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
     return tuple(
         tuple("" if size == "?" else size for size in shape.split(",")) if shape else () for shape in text.split("|")
     )
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, separators=(",", ":"), ensure_ascii=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from ckptx.architecture.expressions import Scope, keys_of
 from ckptx.architecture.shape_rules import Expected
-from ckptx.architecture.shape_table import shape_rules
 from ckptx.architecture.spec import Architecture
+from ckptx.architecture.table import shape_rules
 from ckptx.catalog.region import Shape
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion

@@ -1,21 +1,18 @@
-"""Reads one class out of the generated table, without parsing the rest and without importing torch."""
+"""What the generated files say of one class, without importing torch."""
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from ckptx.architecture.rows import SCHEMA, Row, decode_row
+from ckptx.architecture.model_files import index, sections_of
+from ckptx.architecture.rows import Row, decode_row
+from ckptx.architecture.shape_rows import decode_shapes
+from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.architecture.spec import Architecture
-
-PATH = Path(__file__).with_name("table.jsonl")
 
 
 def lookup(class_name: str, model_type: str | None = None) -> Architecture | None:
-    """The architecture of a class, if the table alone can give it.
+    """The architecture of a class, if the generated files alone can give it.
 
     Args:
         class_name: As in ``architectures`` of ``config.json``.
@@ -30,58 +27,15 @@ def lookup(class_name: str, model_type: str | None = None) -> Architecture | Non
 
 @functools.cache
 def find_row(class_name: str, model_type: str | None = None) -> Row | None:
-    """The table's row of a class, including rows that only say why the class must be introspected."""
-    text = _text()
-    values = _line(text, "class", class_name)
-    if values is None or (model_type is not None and values["type"] != model_type):
+    """What is known of a class, also where that is only why the class must be introspected."""
+    sections, own = sections_of(class_name), index()["classes"].get(class_name)
+    if sections is None or (model_type is not None and own != model_type):
         return None
-    body = _line(text, "body", values["body"]) if "body" in values else None
-
-    def structure(name: str) -> Mapping[str, Any]:
-        found = _line(text, "structure", name)
-        assert found is not None, f"table.jsonl has no structure line {name}"
-        return found
-
-    return decode_row(values, body["names"] if body else "", header()["transformers"], structure)
-
-
-def header() -> Mapping[str, Any]:
-    """The first line: schema and the transformers version that was asked."""
-    first: dict[str, Any] = json.loads(_text().split(b"\n", 1)[0])
-    assert first["schema"] == SCHEMA, f"table.jsonl has schema {first['schema']}, this reader needs {SCHEMA}"
-    return first
-
-
-def class_names() -> list[str]:
-    """Every class in the table, sorted."""
-    lead = b'{"class":"'
-    lines = (line for line in _text().split(b"\n") if line.startswith(lead))
-    return [line[len(lead) :].split(b'"', 1)[0].decode("ascii") for line in lines]
-
-
-def classes_of(model_type: str) -> list[str]:
-    """Every class in the table whose own config has this model type, sorted."""
-    said = b',"type":' + json.dumps(model_type).encode("ascii") + b","
-    lead = b'{"class":"'
-    text, found, at = _text(), [], 0
-    while (at := text.find(said, at)) >= 0:
-        start = text.rfind(b"\n", 0, at) + 1
-        name = text[start + len(lead) : at - 1]
-        if text.startswith(lead, start) and b'"' not in name:
-            found.append(name.decode("ascii"))
-        at += len(said)
-    return sorted(found)
+    return decode_row(class_name, own, sections, index()["transformers"])
 
 
 @functools.cache
-def _text() -> bytes:
-    return PATH.read_bytes()
-
-
-def _line(text: bytes, key: str, value: str) -> dict[str, Any] | None:
-    """The JSON object whose first key has this value; every line starts with its key."""
-    start = text.find(f'\n{{"{key}":{json.dumps(value)},'.encode("ascii")) + 1
-    if start == 0:
-        return None
-    line: dict[str, Any] = json.loads(text[start : text.index(b"\n", start)])
-    return line
+def shape_rules(class_name: str) -> ShapeRules | None:
+    """The rules for the shapes of a class, None where there are none."""
+    sections = sections_of(class_name)
+    return None if sections is None else decode_shapes(class_name, sections)

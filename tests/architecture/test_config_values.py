@@ -14,7 +14,8 @@ import ckptx
 from ckptx.architecture.configs import flag_at
 from ckptx.architecture.expressions import Scope, keys_of
 from ckptx.architecture.find import find_architecture
-from ckptx.architecture.table import class_names, lookup
+from ckptx.architecture.model_files import class_names
+from ckptx.architecture.table import lookup
 from ckptx.errors import InputError
 from tests.writers import LLAMA, llama, write_dcp, write_hf
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptx.architecture import table
+from ckptx.architecture import model_files, table
 from ckptx.architecture.plan_overrides import ABSENT, OVERRIDES, override_keys, spelled_out
 from ckptx.architecture.spec import Architecture
 from ckptx.layout.placement import Placement
@@ -36,7 +36,7 @@ def test_every_override_has_a_reason_and_a_style_that_is_known() -> None:
 def test_every_override_matches_a_class_of_its_model_type() -> None:
     """Quantized forms aside, which no class has by itself."""
     unmatched = {(kind, row.patterns) for kind, rows in OVERRIDES.items() for row in rows}
-    for class_name in table.class_names():
+    for class_name in model_files.class_names():
         found = table.lookup(class_name)
         if found is None or found.structure.text_type not in OVERRIDES:
             continue

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptx.architecture import table
+from ckptx.architecture import model_files, table
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.structure import Change, LayerStack, Structure
@@ -60,7 +60,7 @@ def test_rules_that_match_nothing_are_left_out() -> None:
 
 def test_every_style_of_the_table_is_known() -> None:
     styles = set()
-    for class_name in table.class_names():
+    for class_name in model_files.class_names():
         found = table.lookup(class_name)
         styles |= set(found.structure.plan.values()) if found else set()
     assert len(styles) > 10

@@ -1,4 +1,4 @@
-"""The generated table: what it says, that it agrees with transformers, and that reading it stays cheap."""
+"""The generated files: what they say, that they agree with transformers, and that reading them stays cheap."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +17,11 @@ from typing import Any
 import pytest
 from support.slow import slow_but
 
-from ckptx.architecture import table
+from ckptx.architecture import installed, model_files, table
+from ckptx.architecture.find import find_architecture
+from ckptx.architecture.infer import infer_class
 from ckptx.architecture.patterns import pack, regex_for_patterns, unpack
-from ckptx.architecture.rows import Row, decode_row, encode_table
+from ckptx.architecture.rows import Row, decode_row, encode_rows
 from ckptx.architecture.spec import Architecture, TieFlag
 from ckptx.architecture.table import lookup
 from ckptx.mapping.names import pattern_of
@@ -65,7 +69,7 @@ def build_tables() -> ModuleType:
 def test_table_was_made_from_the_installed_transformers() -> None:
     from importlib.metadata import version
 
-    assert table.header()["transformers"] == version("transformers"), "run `make tables`"
+    assert model_files.index()["transformers"] == version("transformers"), "run `make tables`"
 
 
 @pytest.mark.parametrize("class_name", slow_but(SAMPLE, FAST))
@@ -100,20 +104,23 @@ def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: st
 
 
 @pytest.mark.slow
-def test_the_whole_table_equals_the_meta_models(build_tables: ModuleType) -> None:
+def test_every_class_equals_its_meta_model(build_tables: ModuleType) -> None:
     if importlib.util.find_spec("timm"):
-        pytest.skip("the table is made without timm, whose towers are opaque in it")
-    assert importlib.util.find_spec("scipy"), "the table is made with scipy, without which some classes are not built"
+        pytest.skip("the files are made without timm, whose towers are opaque in them")
+    assert importlib.util.find_spec("scipy"), "the files are made with scipy, without which some classes are not built"
     names = build_tables.class_names()
-    assert names == table.class_names()
-    rows = [build_tables.row_of(name)[0] for name in names]
-    if encode_table(rows, table.header()["transformers"]) != table.PATH.read_text(encoding="utf-8"):
-        # Rows share what they have in common, so one that changed changes others; these are the first to look at.
-        pytest.fail(f"not as measured: {[row.class_name for row in rows if row != table.find_row(row.class_name)]}")
+    assert names == model_files.class_names()
+    wrong = []
+    for name in names:
+        measured, source = build_tables.row_of(name), model_files.source_of(name)
+        assert source is not None
+        if measured.row != table.find_row(name) or measured.directory not in source["directories"]:
+            wrong.append(name)
+    assert wrong == []
 
 
 def test_the_table_holds_the_classes_that_matter() -> None:
-    names = set(table.class_names())
+    names = set(model_files.class_names())
     assert len(names) > 1600
     assert names >= set(SAMPLE)
     without = {name for name in names if not lookup(name)}
@@ -160,7 +167,7 @@ def test_a_class_that_declares_no_tie_is_never_tied() -> None:
 
 
 def test_no_source_is_a_target() -> None:
-    for class_name in table.class_names():
+    for class_name in model_files.class_names():
         found = lookup(class_name)
         if found is not None:
             targets = {pair.spellings[0][0] for pair in found.ties}
@@ -310,18 +317,44 @@ def test_lookup_needs_the_model_type_to_agree_when_given() -> None:
     assert lookup("LlamaForCausal") is None, "a prefix of a class name is another class"
 
 
-def test_lookup_parses_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    table.find_row.cache_clear()
-    parsed: list[int] = []
-    loads = json.loads
-    monkeypatch.setattr(table.json, "loads", lambda data: parsed.append(len(data)) or loads(data))
+def test_lookup_opens_one_file_of_one_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cached in (table.find_row, model_files.index, model_files._contents):
+        cached.cache_clear()
+    read: list[str] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
     known("Qwen2_5OmniForConditionalGeneration")
-    assert len(parsed) < 12, "a few of two thousand lines"
-    assert sum(parsed) < table.PATH.stat().st_size / 20
+    assert read == ["classes.json", "qwen2_5_omni.json"]
 
 
-def test_the_table_stays_small() -> None:
-    assert table.PATH.stat().st_size < 3_000_000
+@pytest.mark.parametrize("said", ["../../secret", "llama/../llama", "/etc/passwd", "", "llama\0", "LLAMA"])
+def test_what_a_checkpoint_calls_itself_is_no_part_of_a_path(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or real(path))
+    assert table.find_row(said) is None and table.shape_rules(said) is None
+    assert table.find_row("LlamaForCausalLM", said) is None
+    find_architecture({"architectures": [said], "model_type": said})
+    infer_class({"model_type": said}, {})
+    ours = {path.name for path in read if path.name.endswith(".json")}
+    assert ours <= {"classes.json", "llama.json", "no-model-type.json"}
+    assert not any(path.is_relative_to(model_files.MODELS) and path.parent != model_files.MODELS for path in read)
+
+
+def test_every_file_is_small_whole_and_of_one_model_type() -> None:
+    files = {path.name: path for path in model_files.MODELS.iterdir()}
+    types = set(model_files.index()["classes"].values())
+    assert files.keys() == {model_files.file_of(each).name for each in types}
+    for model_type in types:
+        text = model_files.file_of(model_type).read_text(encoding="utf-8")
+        assert len(text) < 100_000
+        sections = json.loads(text)
+        assert set(sections["classes"]) == set(model_files.classes_of(model_type))
+        assert {values["body"] for values in sections["classes"].values() if "body" in values} == set(
+            sections["bodies"]
+        )
+        assert {values["body"] for values in sections["shapes"].values()} == set(sections["shape_bodies"])
+        assert model_files.encode_model(sections["source"], sections) == text
 
 
 def test_lookup_does_not_import_torch() -> None:
@@ -375,17 +408,86 @@ def test_a_regex_for_a_whole_layer_is_one_for_what_only_a_predictor_has(regex: s
     assert not re.search(found, "model.layers.*.mlp.up_proj.weight")
 
 
-def test_rows_survive_the_table() -> None:
+def test_rows_survive_being_written() -> None:
     row = table.find_row("LlavaForConditionalGeneration")
     assert row is not None
-    empty = Row("Nameless", "none", "a reason", None)
-    lines = encode_table([row, empty], "0").splitlines()
-    assert lines[2] == '{"class":"Nameless","type":"none","introspect":"a reason"}'
-    import json
+    empty = Row("Nameless", row.model_type, "a reason", None)
+    sections = json.loads(json.dumps(encode_rows([empty, row])))
+    assert sections["classes"]["Nameless"] == {"introspect": "a reason"}
+    assert row.structures and len(sections["structures"]) > 1
+    assert decode_row(row.class_name, row.model_type, sections, model_files.index()["transformers"]) == row
+    assert decode_row("Nameless", row.model_type, sections, "0") == empty
 
-    values, body = json.loads(lines[1]), json.loads(lines[3])
-    shared = {line["structure"]: line for line in map(json.loads, lines[4:])}
-    assert row.structures and len(shared) > 1
-    again = decode_row(values, body["names"], table.header()["transformers"], shared.__getitem__)
-    assert again == row
-    assert decode_row(json.loads(lines[2]), "", "0") == empty
+
+# ------------------------------------------------------------------------------ making the files
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The generated files, in another place, to be written over."""
+    shutil.copytree(model_files.MODELS, tmp_path / "models")
+    shutil.copy(model_files.INDEX, tmp_path)
+    monkeypatch.setattr(model_files, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(model_files, "INDEX", tmp_path / "classes.json")
+    caches = (table.find_row, table.shape_rules, model_files.index, model_files._contents)
+    for each in caches:
+        each.cache_clear()
+    yield tmp_path
+    for each in caches:
+        each.cache_clear()
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.rglob("*.json")}
+
+
+def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables: ModuleType) -> None:
+    transformers = Path(str(importlib.util.find_spec("transformers").origin)).parent / "models"  # type: ignore[union-attr]
+    before = contents(copied)
+
+    def measured(model_type: str) -> list[Any]:
+        names = model_files.classes_of(model_type)
+        source = model_files.source_of(names[0])
+        assert source is not None
+        (directory,) = source["directories"]
+        return [build_tables.Measured(table.find_row(name), directory, 0.0) for name in names]
+
+    rows = [*measured("llama"), *measured("mistral")]
+    assert build_tables.write_models(rows, transformers) == 0 and contents(copied) == before
+    known_llama = rows[0].row
+    changed = dataclasses.replace(
+        known_llama, architecture=dataclasses.replace(known_llama.architecture, keep_in_fp32=("norm",))
+    )
+    rows[0] = rows[0]._replace(row=changed)
+    assert build_tables.write_models(rows, transformers) == 1
+    after = contents(copied)
+    assert {name for name in after if after[name] != before.get(name)} == {"llama.json"}
+    assert json.loads(after["llama.json"])["shapes"] == json.loads(before["llama.json"])["shapes"]
+
+
+def test_another_transformers_is_noticed_where_its_code_differs(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "transformers"
+    real = Path(str(importlib.util.find_spec("transformers").origin)).parent  # type: ignore[union-attr]
+    for name in ("llama", "mistral"):
+        shutil.copytree(real / "models" / name, package / "models" / name)
+    (package / "__init__.py").write_text("raise SystemExit('nothing is imported to look')")
+    (package.parent / "transformers-9.9.9.dist-info").mkdir()
+    spec = importlib.util.spec_from_file_location("transformers", package / "__init__.py")
+    monkeypatch.setattr(installed, "find_spec", lambda name: spec)
+    installed.version_note.cache_clear()
+    with (package / "models" / "mistral" / "modeling_mistral.py").open("a") as file:
+        file.write("# one line more\n")
+    assert installed.note_on(known("LlamaForCausalLM")) is None
+    note = installed.note_on(known("MistralForCausalLM"))
+    assert note is not None and note.startswith("MistralForCausalLM: ") and "5.23.0" in note
+    assert installed.note_on(None) is None
+    asked = model_files.index()["transformers"]
+    (package.parent / f"transformers-{asked}.dist-info").mkdir()
+    installed.version_note.cache_clear()
+    assert installed.note_on(known("MistralForCausalLM")) is None
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    installed.version_note.cache_clear()
+    assert installed.note_on(known("MistralForCausalLM")) is None
+    installed.version_note.cache_clear()

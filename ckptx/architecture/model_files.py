@@ -1,0 +1,101 @@
+"""What is known of each model type, one generated file each, and the index that says which classes there are.
+
+    classes.json         {"schema": 3, "transformers": "5.23.0", "classes": {"LlamaForCausalLM": "llama", ...}}
+    models/llama.json    {"source": {"directories": ["llama"], "digest": ...}, "classes": {...}, "bodies": {...},
+                          "structures": {...}, "shapes": {...}, "shape_bodies": {...}}
+
+A file is complete in itself: `classes`, `bodies` and `structures` are described in `rows`, `shapes` and `shape_bodies`
+in `shape_rows`. `source` tells the code that was asked from other code of the same name. Only the file of the class at
+hand is opened. Which file that is, the index says: what a checkpoint calls its class or its model type becomes no part
+of a path.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 3
+INDEX = Path(__file__).with_name("classes.json")
+MODELS = Path(__file__).with_name("models")
+SECTIONS = ("classes", "bodies", "structures", "shapes", "shape_bodies")
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+@functools.cache
+def index() -> Mapping[str, Any]:
+    """The index: `transformers` is the version that was asked, `classes` the model type of each class."""
+    found: dict[str, Any] = json.loads(INDEX.read_bytes())
+    assert found["schema"] == SCHEMA, f"{INDEX.name} has schema {found['schema']}, this reader needs {SCHEMA}"
+    return found
+
+
+def class_names() -> list[str]:
+    """Every class that is known, sorted."""
+    return list(index()["classes"])
+
+
+def classes_of(model_type: str) -> list[str]:
+    """Every class whose own config has this model type, sorted."""
+    return [name for name, known in index()["classes"].items() if known == model_type]
+
+
+def sections_of(class_name: str) -> Sections | None:
+    """The contents of the file that holds a class; None for an unknown class."""
+    model_type = index()["classes"].get(class_name)
+    return None if model_type is None else _contents(model_type)
+
+
+def source_of(class_name: str) -> Mapping[str, Any] | None:
+    """`directories` of transformers that hold the code of a class, and its `digest`; None for an unknown class."""
+    sections = sections_of(class_name)
+    return None if sections is None else sections["source"]
+
+
+def file_of(model_type: str) -> Path:
+    """Where the file of a model type that the index knows lies."""
+    return MODELS / f"{model_type or 'no-model-type'}.json"
+
+
+def encode_index(classes: Mapping[str, str], transformers_version: str) -> str:
+    """The index as text.
+
+    Args:
+        classes: Class -> model type.
+        transformers_version: Of the library that was asked.
+    """
+    return _document(
+        {"schema": SCHEMA, "transformers": transformers_version}, {"classes": dict(sorted(classes.items()))}
+    )
+
+
+def encode_model(source: Mapping[str, Any], sections: Sections) -> str:
+    """The file of one model type as text, one entry a line; the same contents give the same bytes.
+
+    Args:
+        source: `directories` and `digest` of the code of the model.
+        sections: Entries by section and name.
+    """
+    return _document({"source": source}, {name: dict(sorted(sections[name].items())) for name in SECTIONS})
+
+
+@functools.cache
+def _contents(model_type: str) -> Sections:
+    found: dict[str, Mapping[str, Any]] = json.loads(file_of(model_type).read_bytes())
+    return found
+
+
+def _document(fields: Mapping[str, Any], sections: Sections) -> str:
+    parts = [f"{json.dumps(name)}: {_compact(value)}" for name, value in fields.items()]
+    for name, entries in sections.items():
+        lines = ",\n".join(f"{json.dumps(key)}: {_compact(value)}" for key, value in entries.items())
+        parts.append(f"{json.dumps(name)}: {{\n{lines}\n}}" if entries else f"{json.dumps(name)}: {{}}")
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
