@@ -262,7 +262,7 @@ def _write_rest(output: HeldDirectory, job: Job, outcome: Outcome, seen: Seen) -
                 yield block
 
         identity = output.write(name, blocks())
-        written[name] = Expected(nbytes, identity, lambda descriptor: file_digest(descriptor) == tree_digest(leaves))
+        written[name] = Expected(nbytes, identity, lambda file: file_digest(file) == tree_digest(leaves))
         return {"bytes": nbytes, "digest": tree_digest(leaves).hex()}
 
     sidecars = {name: write(name, data) for name, data in sorted(job.sidecars.items())}
@@ -318,11 +318,8 @@ def is_intact(target: Path, job: Job, seen: Seen) -> bool:
 
 
 def _digest_in(held: HeldDirectory, name: str) -> str:
-    descriptor = held.open(name)
-    try:
-        return file_digest(descriptor).hex()
-    finally:
-        os.close(descriptor)
+    with held.reading(name) as file:
+        return file_digest(file).hex()
 
 
 def is_complete(target: Path, job: Job) -> bool:

@@ -132,12 +132,7 @@ def _is_known(base: str) -> bool:
 def _is_ours(held: HeldDirectory, name: str, digests: Mapping[str, str]) -> bool:
     """True for a file that has the bytes ckptx wrote, or is a report or page of ckptx."""
     try:
-        descriptor = held.open(name)
+        with held.reading(name) as file:
+            return file_digest(file).hex() == digests[name] if name in digests else is_earlier_output(file)
     except (CkptxError, OSError):
         return False
-    try:
-        if name in digests:
-            return file_digest(descriptor).hex() == digests[name]
-        return is_earlier_output(descriptor)
-    finally:
-        os.close(descriptor)

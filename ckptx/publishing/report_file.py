@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptx.errors import OutputError
+from ckptx.storage.open_file import OpenFile
 
 GENERATOR = '<meta name="generator" content="ckptx">'
 _HEAD = 4096  # bytes in which a report or page says what it is
@@ -43,22 +44,17 @@ def refuse_place(path: Path) -> None:
         raise OutputError(f"{path}: is {what}; name a new file, or an earlier report or page of ckptx")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            is_ours = is_earlier_output(descriptor)
-        finally:
-            os.close(descriptor)
+        with OpenFile(descriptor, path) as file:
+            is_ours = stat.S_ISREG(os.fstat(descriptor).st_mode) and is_earlier_output(file)
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}; name another file") from error
     if not is_ours:
         raise OutputError(f"{path}: exists, and is no report or page of ckptx; name another file, or remove it")
 
 
-def is_earlier_output(descriptor: int) -> bool:
-    """True for an open file that begins as a report or a page of ckptx does."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        return False
-    head = os.pread(descriptor, _HEAD, 0)
+def is_earlier_output(file: OpenFile) -> bool:
+    """True for a file that begins as a report or a page of ckptx does."""
+    head = file.read(_HEAD, 0)
     if _REPORT.match(head):
         return True
     is_page = head.startswith(b"<!doctype html>\n") and b"\n" + GENERATOR.encode() + b"\n" in head

@@ -11,6 +11,7 @@ from pathlib import Path
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import ArchivedChunks
 from ckptx.storage.files import FilePool, Identity, changed, open_regular, unreadable
+from ckptx.storage.open_file import OpenFile
 from ckptx.transfer.digest import leaf_digest, tree_digest
 
 # Bytes of tensors that ranks compare before they begin: enough to tell two steps of one training run apart, and read in
@@ -63,10 +64,7 @@ class Seen:
         try:
             if data in self.recorded and Identity.of(os.fstat(descriptor)) != self.recorded[data]:
                 raise changed(data)
-            at = 0
-            while block := os.pread(descriptor, size, at):
-                yield block
-                at += len(block)
+            yield from OpenFile(descriptor, data).blocks(size)
         except OSError as error:
             raise unreadable(data, error) from error
         finally:

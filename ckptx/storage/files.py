@@ -118,6 +118,10 @@ class FilePool:
         """What tells the file that is open as `name` from any other."""
         return Identity.of(os.fstat(self.fd(name)))
 
+    def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
+        """Fills `views` one after the other from `offset` of `name` on; the number of bytes that were there."""
+        return os.preadv(self.fd(name), views, offset)
+
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
         """What there is of `nbytes` bytes of `name` from `offset` on."""
         return os.pread(self.fd(name), nbytes, offset)
@@ -158,6 +162,19 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise InputError(f"{path}: is a directory, pipe or device, needed a regular file")
     return descriptor
+
+
+def head_of(path: Path, nbytes: int) -> bytes:
+    """The first bytes of a file, as far as there are so many.
+
+    Raises:
+        InputError: As `open_regular`.
+    """
+    descriptor = open_regular(path)
+    try:
+        return os.pread(descriptor, nbytes, 0)
+    finally:
+        os.close(descriptor)
 
 
 def read_small(path: Path, limit: int) -> bytes:

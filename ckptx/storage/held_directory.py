@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.errors import CkptxError, InputError, OutputError
-from ckptx.storage.files import unwritable, write_at
+from ckptx.storage.files import unwritable
+from ckptx.storage.open_file import OpenFile
 from ckptx.untrusted.file_name import colliding_name, name_fault
 from ckptx.untrusted.printable import one_line
 
@@ -76,7 +77,7 @@ class Expected(NamedTuple):
 
     nbytes: int
     identity: tuple[int, int] | None = None
-    reads_as: Callable[[int], bool] | None = None
+    reads_as: Callable[[OpenFile], bool] | None = None
 
 
 class HeldDirectory:
@@ -166,11 +167,19 @@ class HeldDirectory:
             raise OutputError(f"{path}: {what}; not written by ckptx, remove it and run again")
         return descriptor
 
-    def hold(self, name: str, *, keep: bool = False) -> int:
+    def hold(self, name: str, *, keep: bool = False) -> OpenFile:
         """As `create`, and keeps the descriptor, so that `settle` knows the file again."""
         descriptor = self.create(name, keep=keep)
         self._held[name] = descriptor
-        return descriptor
+        return OpenFile(descriptor, self.path / name)
+
+    def make(self, name: str, *, keep: bool = False) -> OpenFile:
+        """As `create`; the caller closes it."""
+        return OpenFile(self.create(name, keep=keep), self.path / name)
+
+    def reading(self, name: str) -> OpenFile:
+        """As `open`; the caller closes it."""
+        return OpenFile(self.open(name), self.path / name)
 
     def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int, int]:
         """Makes a file of `blocks`; gives its device and inode.
@@ -178,16 +187,12 @@ class HeldDirectory:
         Raises:
             OutputError, SpaceError: As `create`, or it cannot be written.
         """
-        descriptor = self.create(name)
         at = 0
-        try:
+        with self.make(name) as file:
             for block in blocks:
-                write_at(descriptor, block, at, self.path / name)
+                file.write(block, at)
                 at += len(block)
-            found = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
-        return found.st_dev, found.st_ino
+            return file.identity
 
     def open(self, name: str, *, write: bool = False) -> int:
         """Opens a regular file for reading, and with `write` for writing, too; the caller closes it.
@@ -214,13 +219,10 @@ class HeldDirectory:
     def read(self, name: str, limit: int = 1 << 20) -> bytes | None:
         """The first `limit` bytes of a file, or None when there is none."""
         try:
-            descriptor = self.open(name)
+            with self.reading(name) as file:
+                return file.read(min(limit, file.size), 0)
         except FileNotFoundError:
             return None
-        try:
-            return os.pread(descriptor, min(limit, os.fstat(descriptor).st_size), 0)
-        finally:
-            os.close(descriptor)
 
     def identity(self, name: str) -> tuple[int, int]:
         """Device and inode of a file that is held."""
@@ -321,7 +323,7 @@ class HeldDirectory:
                 what = left.pop(name, None)
                 if what is not None:
                     self._hold_against(name, os.fstat(descriptor), what)
-                    if what.reads_as is not None and not what.reads_as(descriptor):
+                    if what.reads_as is not None and not what.reads_as(OpenFile(descriptor, self.path / name)):
                         raise self._changed(name, "holds other bytes than were written")
                 os.fsync(descriptor)
             except OSError as error:

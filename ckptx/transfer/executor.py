@@ -7,7 +7,6 @@ of workers or their timing.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections import deque
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from ckptx.errors import OutputError
 from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest, tree_digest
 from ckptx.transfer.passes import BLOCK, Buffers, Cancelled, CopyContext, Pass
@@ -111,7 +111,7 @@ class Copy:
         self.memory_each = max_memory // self.workers
         self.outcome = Outcome()
         self.leaves: dict[int, dict[int, bytes]] = {index: {} for index in self.files}
-        self.descriptors: dict[int, int] = {}
+        self.targets: dict[int, OpenFile] = {}
         self.errors: list[BaseException] = []
         self.stop = threading.Event()
         self.written = [0] * self.workers
@@ -122,7 +122,7 @@ class Copy:
             journal,
             resumed,
             _split_steps(runs),
-            self.descriptors,
+            self.targets,
             self.leaves,
             self.outcome.digests,
             self.written,
@@ -135,9 +135,8 @@ class Copy:
         sys.setswitchinterval(_SWITCH)
         try:
             for index in self.files:
-                descriptor = self.descriptors[index] = self.tree.hold(self.plan.files[index].name, keep=self.resumed)
-                if os.fstat(descriptor).st_size > self.plan.files[index].nbytes:
-                    os.ftruncate(descriptor, self.plan.files[index].nbytes)  # what is in front is looked at below
+                target = self.targets[index] = self.tree.hold(self.plan.files[index].name, keep=self.resumed)
+                target.cut_to(self.plan.files[index].nbytes)  # what is in front is looked at below
             threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(self.workers)]
             for thread in threads:
                 thread.start()
@@ -185,7 +184,7 @@ class Copy:
         missing: deque[tuple[int, int]] = deque()
         for index in self.files:
             nbytes, leaves = self.plan.files[index].nbytes, self.leaves[index]
-            found = os.fstat(self.descriptors[index]).st_size
+            found = self.targets[index].size
             if found != nbytes:
                 raise self._cut_short(index, found)
             missing += [(index, leaf) for leaf in range(-(-nbytes // size)) if leaf not in leaves]
@@ -224,7 +223,7 @@ class Copy:
                 tree = TreeDigest()
                 for at in range(begin, end, BLOCK):
                     view = buffer[: min(BLOCK, end - at)]
-                    got = os.preadv(self.descriptors[index], [view], at)
+                    got = self.targets[index].read_into(view, at)
                     if got != len(view):
                         raise self._cut_short(index, at + got)
                     tree.update(view, last=at + len(view) == end)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from ckptx.storage.files import write_at
+from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest
 
@@ -21,12 +20,11 @@ class OutFile:
         fill: Bytes in it.
     """
 
-    __slots__ = ("_buffer", "_digest", "_leaves", "_on_write", "_path", "descriptor", "fill", "nbytes", "position")
+    __slots__ = ("_buffer", "_digest", "_file", "_leaves", "_on_write", "fill", "nbytes", "position")
 
     def __init__(
         self,
-        descriptor: int,
-        path: Path,
+        file: OpenFile,
         nbytes: int,
         buffer: memoryview,
         leaves: dict[int, bytes],
@@ -36,16 +34,15 @@ class OutFile:
         """Begins at `position`.
 
         Args:
-            descriptor: Open for writing.
-            path: For messages.
+            file: Open for writing.
             nbytes: What the file will have in all.
             buffer: Its size divides the size of a digest block.
             leaves: Gets the digest of each block of the file that lies wholly inside this pass, by index.
             on_write: Called with the number of bytes before they are written.
             position: Where to begin.
         """
-        self.descriptor, self.nbytes, self.position, self.fill = descriptor, nbytes, position, 0
-        self._path, self._buffer, self._leaves, self._on_write = path, buffer, leaves, on_write
+        self.nbytes, self.position, self.fill = nbytes, position, 0
+        self._file, self._buffer, self._leaves, self._on_write = file, buffer, leaves, on_write
         self._digest: TreeDigest | None = None
 
     @property
@@ -102,7 +99,7 @@ class OutFile:
             self._digest_piece(piece, position)
             view = view[len(piece) :]
             position += len(piece)
-        write_at(self.descriptor, self._buffer[: self.fill], self.position, self._path)
+        self._file.write(self._buffer[: self.fill], self.position)
         self.position = position
         self.fill = 0
 

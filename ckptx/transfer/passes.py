@@ -7,7 +7,6 @@ into a tile first and cut out of it in memory: a system call for a row of a narr
 from __future__ import annotations
 
 import mmap
-import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import NamedTuple
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import CutChunks, Frame
 from ckptx.catalog.region import Region, Shape, whole
-from ckptx.storage.files import write_at
 from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
 from ckptx.transfer.blocks import Block, Direct, Tiles
 from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
@@ -54,7 +53,7 @@ class CopyContext:
         journal: Where each pass notes which tensors are finished.
         resumed: Files and journal of an interrupted run may be there.
         split: By group and step of a large tensor: what the passes that copy parts of it tell each other.
-        descriptors: Of each target file, by index in the plan.
+        files: The target files, by index in the plan.
         leaves: Digests of the blocks of each target file: index in the plan -> number of the block -> digest.
         digests: Of each finished tensor, by target name.
         written: Bytes written, by worker.
@@ -66,7 +65,7 @@ class CopyContext:
     journal: HeldDirectory
     resumed: bool
     split: dict[tuple[int, int], SharedStep]
-    descriptors: dict[int, int]
+    files: dict[int, OpenFile]
     leaves: dict[int, dict[int, bytes]]
     digests: dict[str, str]
     written: list[int]
@@ -131,7 +130,7 @@ class Pass:
     def run(self) -> None:
         """Copies what an interrupted run has not finished."""
         steps = self._group.steps[self._run.first : self._run.stop]
-        self._journal = self._copy.journal.create(self._journal_name, keep=self._copy.resumed)
+        self._journal = self._copy.journal.make(self._journal_name, keep=self._copy.resumed)
         try:
             done, self._journal_at = self._resume(steps)
             if self._run.first == 0 and self._run.rows is None:
@@ -142,9 +141,12 @@ class Pass:
                 out.flush()
             self._note_finished()
         finally:
-            os.close(self._journal)
+            self._journal.close()
 
     # ------------------------------------------------------------------------------------------------------- files
+
+    def _file(self, name: str) -> OpenFile:
+        return self._copy.files[self._group.files[self._numbers[name]]]
 
     def _out(self, name: str, position: int) -> OutFile:
         """The file `name`, ready to go on at `position`."""
@@ -155,8 +157,7 @@ class Pass:
         number = self._numbers[name]
         file = self._group.files[number]
         out = self._outs[name] = OutFile(
-            self._copy.descriptors[file],
-            self._copy.tree.path / name,
+            self._copy.files[file],
             self._plan.files[file].nbytes,
             self._buffers.get(number + 1)[: self._size],
             self._copy.leaves[file],
@@ -178,7 +179,7 @@ class Pass:
             if prologue and fresh:
                 self._out(name, 0).write(prologue)
             elif prologue:
-                write_at(self._copy.descriptors[file], prologue, 0, self._copy.tree.path / name)
+                self._copy.files[file].write(prologue, 0)
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
@@ -315,8 +316,7 @@ class Pass:
             frame = cut.frames[index]
             if frame is not None:
                 tail = frame.tail(joined(shared.blocks[index]).crc)
-                descriptor = self._copy.descriptors[self._group.files[self._numbers[name]]]
-                write_at(descriptor, tail, offset + len(frame.head) + cut.sizes[index], self._copy.tree.path / name)
+                self._file(name).write(tail, offset + len(frame.head) + cut.sizes[index])
                 self._on_write(len(tail))
         self._copy.digests[step.target.name] = tree_digest(
             shared.leaves[index] for index in sorted(shared.leaves)
@@ -330,13 +330,13 @@ class Pass:
         while self._finished and not _is_buffered(self._finished[0][0]):
             done += self._finished.popleft()[1]
         if done:
-            write_at(self._journal, done, self._journal_at, self._copy.journal.path / self._journal_name)
+            self._journal.write(done, self._journal_at)
             self._journal_at += len(done)
 
     def _resume(self, steps: tuple[Step, ...]) -> tuple[int, int]:
         """Steps that an interrupted run finished, whose bytes on disk still have their digests; and where the journal
         goes on."""
-        recorded = os.pread(self._journal, min(os.fstat(self._journal).st_size, _MAX_JOURNAL), 0)
+        recorded = self._journal.read(min(self._journal.size, _MAX_JOURNAL), 0)
         at = 0
         for number, step in enumerate(steps):
             cut = self._cut_of(step)
@@ -360,19 +360,19 @@ class Pass:
         parts = []
         for cell in grid.cells:
             name, offset = places[cell.block]
-            descriptor = self._copy.descriptors[self._group.files[self._numbers[name]]]
+            file = self._file(name)
             frame = cut.frames[cell.block]
             start = offset + (len(frame.head) if frame is not None else 0) + cell.begin
-            tree, hashed, crc = self._read_back(descriptor, start, cell.nbytes)
+            tree, hashed, crc = self._read_back(file, start, cell.nbytes)
             if cut.is_whole and tree != leaves:
                 return False
             if not cut.is_whole:
                 hashes += hashed if frame is None else crc_note(crc)
-            if frame is not None and not cell.begin and os.pread(descriptor, len(frame.head), offset) != frame.head:
+            if frame is not None and not cell.begin and file.read(len(frame.head), offset) != frame.head:
                 return False
             if frame is not None and self._shared is None:
                 tail = frame.tail(crc)
-                if os.pread(descriptor, len(tail), start + cell.nbytes) != tail:
+                if file.read(len(tail), start + cell.nbytes) != tail:
                     return False
             parts.append((cell.block, Part(cell.begin, cell.nbytes, crc)))
         if hashes != note[count:]:
@@ -383,13 +383,13 @@ class Pass:
             self._join(step, cut, leaves, parts, [])
         return True
 
-    def _read_back(self, descriptor: int, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
+    def _read_back(self, file: OpenFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
         """Digests of blocks, hash and CRC-32 of bytes in the target; short when the file is."""
         tree, hashed, crc, at = TreeDigest(), block_digest(), 0, 0
         buffer = self._buffers.get(0)
         while at < nbytes:
             view = buffer[: min(BLOCK, nbytes - at)]
-            if os.preadv(descriptor, [view], start + at) != len(view):
+            if file.read_into(view, start + at) != len(view):
                 break
             crc = crc32(view, crc)
             hashed.update(view)

@@ -6,7 +6,6 @@ the way the CRC-32 that the source recorded is checked; stock torch never looks 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from itertools import chain, product
 from math import prod
@@ -186,7 +185,7 @@ class TensorReader:
         head, before, behind, first, after = frame
         if not before or len(view) + len(head) + len(after) > archive.nbytes:
             return False
-        got = os.preadv(self.files.fd(archive.file), [first, view, after], archive.offset)
+        got = self.files.read_into(archive.file, archive.offset, [first, view, after])
         if got != len(head) + len(view) + len(after) or first != head or after[:4] != before or after[8:] != behind:
             return False
         self.bytes_read += len(view)
@@ -263,9 +262,9 @@ class TensorReader:
         )
 
     def _read_into(self, file: str, offset: int, view: memoryview, name: str) -> None:
-        got = os.preadv(self.files.fd(file), [view], offset)
+        got = self.files.read_into(file, offset, [view])
         while got < len(view):
-            more = os.preadv(self.files.fd(file), [view[got:]], offset + got)
+            more = self.files.read_into(file, offset + got, [view[got:]])
             if not more:
                 raise InputError(
                     f'{self.files.root / file}: ends at byte {offset + got} inside tensor "{name}", needed up to '

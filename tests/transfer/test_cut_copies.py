@@ -19,10 +19,10 @@ from ckptx.errors import Defect, InputError
 from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
+from ckptx.storage import open_file
 from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer import digest as digest_module
-from ckptx.transfer import outfile as outfile_module
 from ckptx.transfer import passes as passes_module
 from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import Outcome, execute
@@ -208,7 +208,7 @@ def test_a_resumed_cut_ends_as_an_undisturbed_one(
     source = write_source(tmp_path / "in", 3)
     target = allocate(ParallelDims(2, 1, 2), True)
     plan = planned(source, target, True)
-    count, real = 0, outfile_module.write_at
+    count, real = 0, open_file.write_at
 
     def failing(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
         nonlocal count
@@ -218,7 +218,7 @@ def test_a_resumed_cut_ends_as_an_undisturbed_one(
         real(descriptor, data, offset, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outfile_module, "write_at", failing)
+        patch.setattr(open_file, "write_at", failing)
         with pytest.raises(KeyboardInterrupt):
             run(plan, source.root, tmp_path / "out")
     outcome = run(plan, source.root, tmp_path / "out", 2)

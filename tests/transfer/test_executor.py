@@ -17,10 +17,10 @@ from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.reader import open_huggingface
 from ckptx.formats.torch_archive import archive as torch_zip
+from ckptx.storage import open_file
 from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer import digest as digest_module
-from ckptx.transfer import outfile as outfile_module
 from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
@@ -173,7 +173,7 @@ class Counted(FilePool):
 def interrupted(plan: CopyPlan, hf: Path, out: Path, after: int) -> int:
     """Runs until `after` blocks are written, then fails like an interrupt; gives the number of finished tensors."""
     count = 0
-    real = outfile_module.write_at
+    real = open_file.write_at
 
     def failing(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
         nonlocal count
@@ -184,7 +184,7 @@ def interrupted(plan: CopyPlan, hf: Path, out: Path, after: int) -> int:
         real(descriptor, data, offset, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outfile_module, "write_at", failing)
+        patch.setattr(open_file, "write_at", failing)
         with pytest.raises(KeyboardInterrupt):
             copy(plan, hf, out, workers=1)
     return sum(path.stat().st_size // 16 for path in (out / "journal").iterdir())

@@ -22,7 +22,7 @@ from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMeta
 from ckptx.formats.foreign import refuse_directory
 from ckptx.formats.torch_archive.archive import archive_frame, archive_length, locate_payload
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
-from ckptx.storage.files import FilePool, Identity, identities, inside, open_regular, read_small, unreadable
+from ckptx.storage.files import FilePool, Identity, head_of, identities, inside, read_small, unreadable
 from ckptx.untrusted.limits import METADATA_BYTES
 from ckptx.untrusted.numbers import identity
 
@@ -180,12 +180,9 @@ def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, Id
         try:
             state = os.stat(path)
             found[name], size = Identity.of(state), state.st_size
-            if size < needed[name] or not stat.S_ISREG(state.st_mode):
-                descriptor = open_regular(path)
-                start = os.pread(descriptor, len(_LFS_POINTER), 0)
-                os.close(descriptor)
-                if start == _LFS_POINTER:
-                    raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
+            is_odd = size < needed[name] or not stat.S_ISREG(state.st_mode)
+            if is_odd and head_of(path, len(_LFS_POINTER)) == _LFS_POINTER:
+                raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
         except OSError as error:
             raise unreadable(path, error) from error
         if size < needed[name]:
