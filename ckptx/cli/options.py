@@ -119,7 +119,11 @@ def global_options() -> list[click.Parameter]:
             help="Say errors only; verify still says its verdict, in one line.",
         ),
         click.Option(
-            ["-v", "--verbose"], is_flag=True, expose_value=False, callback=_remember, help="Show tracebacks."
+            ["-v", "--verbose"],
+            is_flag=True,
+            expose_value=False,
+            callback=_remember,
+            help="Say each step, and show tracebacks.",
         ),
         click.Option(["--no-color"], is_flag=True, expose_value=False, callback=_remember, help="Never use colour."),
     ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
@@ -41,6 +43,7 @@ class Output:
         self.quiet = bool(settings.get("quiet")) or not self._is_first
         self.as_json = as_json
         self.report_file = None if report_file is None else Path(report_file)
+        self._is_verbose = bool(settings.get("verbose"))
         hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         self._progress = not (self.quiet or as_json or hidden)
         self._bar: Any = None
@@ -70,7 +73,8 @@ class Output:
         try:
             if self.report_file is not None and os.environ.get("WORLD_SIZE", "1") == "1":
                 refuse_place(self.report_file)  # several processes look when they have met, to fail together
-            report = work(log)
+            with saying_steps() if self._is_verbose else nullcontext():
+                report = work(log)
         except CkptxError as error:
             raised, failure = error, str(error)
             self._trace()
@@ -129,9 +133,7 @@ class Output:
         return code
 
     def _trace(self) -> None:
-        context = click.get_current_context(silent=True)
-        settings = context.find_root().ensure_object(dict) if context is not None else {}
-        if settings.get("verbose") or os.environ.get("CKPTX_DEBUG") == "1":
+        if self._is_verbose or os.environ.get("CKPTX_DEBUG") == "1":
             click.echo(indent(lines(traceback.format_exc()), "| "), err=True)
 
     def progress(self, done: int, total: int) -> None:
@@ -153,6 +155,33 @@ class Output:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class _OneLine(logging.Formatter):
+    """A record as one line, whatever names it speaks of; under torchrun with the rank."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        rank = os.environ.get("RANK")
+        lead = "" if rank is None else f"rank {rank} "
+        said = one_line(record.getMessage(), 0)
+        return f"{lead}{record.relativeCreated / 1000:8.3f} s  {record.name.removeprefix('ckptx.')}: {said}"
+
+
+@contextmanager
+def saying_steps() -> Iterator[None]:
+    """Sends what the steps of a command log to stderr."""
+    logger, handler = logging.getLogger("ckptx"), logging.StreamHandler(sys.stderr)
+    before = logger.level, logger.propagate
+    handler.setFormatter(_OneLine())
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 def _print(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
 from ckptx.publishing.report_file import refuse_place
 from ckptx.storage.files import FilePool
 
+_logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 
@@ -60,6 +62,10 @@ def opened(src: str | Path, dst: Path, options: ConvertOptions, report_file: Pat
         notes = () if options.resume else _refuse_taken(dst, options)
         source = open_checkpoint(path)
         refuse_files_of(source, dst)
+        _logger.info(
+            "%s: %s, %d tensors, %d objects, %d files", source.root, source.format, len(source.tensors),
+            len(source.objects), len(source.files),
+        )  # fmt: skip
         with FilePool(source.root, source.identities) as files:
             yield Opened(source, files, dst, options, ranks, notes)
 

@@ -8,6 +8,8 @@ user should know of it is in its notes, which `log` takes down. Where output for
 
 from __future__ import annotations
 
+import logging
+
 from ckptx.conversion.base import Need, find_base
 from ckptx.conversion.choosing import choose_tensors
 from ckptx.conversion.dtypes import cast_tensors
@@ -25,6 +27,8 @@ from ckptx.report.documents import ConversionReport
 from ckptx.report.report import Log
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
+
+_logger = logging.getLogger(__name__)
 
 
 def convert_opened(
@@ -51,6 +55,11 @@ def convert_opened(
     prefix = options.prefix if output.is_prefix_of_source(opened.source) else None
     model = log(see_model(opened, base, prefix=prefix, with_state=keeps_state))
     view = model.view
+    _logger.info(
+        "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.sidecars_of.root,
+        view.architecture.class_name if view.architecture else "no class", len(view.tensors), len(view.optimizer),
+        len(view.other),
+    )  # fmt: skip
     ties = log(settle_ties(opened, model))
     held = log(hold_against_config(opened, model))
     left = log(LeftBehind() if keeps_state else output.left_behind(view))
@@ -60,6 +69,10 @@ def convert_opened(
     # What the target holds: which tensors, called what, in which dtypes, cut how.
     chosen = log(choose_tensors(opened, base, view, ties, output))
     naming = chosen.named.naming
+    _logger.info(
+        "%s: %d tensors, %d aliases", "original files again" if chosen.restored else "laid out anew",
+        len(chosen.named.target.tensors), len(chosen.named.target.aliases),
+    )  # fmt: skip
     cast = log(cast_tensors(view, chosen.named, base, options.dtype))
     sharded = Sharded(cast.target)
     if output.is_cut:
@@ -89,6 +102,10 @@ def convert_opened(
         prologues=allocation.prologues,
         groups=allocation.groups,
     )
+    _logger.info("plan: %d files in %d groups, %d bytes", len(plan.files), len(plan.groups), plan.bytes_written)
+    if _logger.isEnabledFor(logging.DEBUG):
+        for line in plan.lines():
+            _logger.debug("%s", line)
     ledger = settle_ledger(
         opened.source.tensors.keys(),
         plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from ckptx.transfer.plan import CopyPlan
 
 # A file with such a name beside an output would be read in its place, or with it.
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".distcp", ".metadata")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -125,6 +127,7 @@ def publish(
             return None
         staging.refuse_target_unless(overwrite)
         resumed = _begin(job, staging, seen, resume)
+        _logger.info("staged in %s%s", staging.output.path, ", going on where a run was interrupted" if resumed else "")
         if ranks is not None:
             ranks.say("plan", {"agreed": _agreed(job, files), "resumed": resumed})
         outcome = execute(
@@ -143,13 +146,16 @@ def publish(
                 outcome.add(Outcome(**ranks.hear(rank, "outcome")))
         seen.require_unchanged()
         expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
+        _logger.info("copied: %d bytes read, %d written", outcome.bytes_read, outcome.bytes_written)
         _check(job, outcome, staging, expected)
+        _logger.info("checked: files hold what was planned")
         expected |= _write_rest(staging.output, job, outcome, seen)
         if ranks is not None:
             ranks.say("written", True)
             for rank in range(1, ranks.world_size):
                 ranks.hear(rank, "held")
         staging.publish(expected)
+        _logger.info("published as %s", target)
     if ranks is not None:
         ranks.say("published", True)
     return outcome

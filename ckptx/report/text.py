@@ -83,7 +83,7 @@ def _layout(report: ConversionReport, layout: dict[str, Any]) -> list[str]:
         counts[row["rule"], row["dim"] is not None] += row["tensors"]
     for (rule, is_cut), count in counts.items():
         if rule == "default":
-            lines.append(f"  {counted(count, 'tensor')} not cut, no rule speaks of them")
+            lines.append(f"  {counted(count, 'tensor')} not cut, no TP rule matches")
         else:
             lines.append(f"  {counted(count, 'tensor')} {'cut' if is_cut else 'kept whole'} by {rule}")
     return lines

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from ckptx.runtime.layers import canonical_name
 
 _DONE = "_is_hf_initialized"  # transformers' mark of a tensor that `_init_weights` must leave alone
 _UNTOUCHED = 0xA5  # what fresh buffers are filled with, to see which of them nobody computes
+
+_logger = logging.getLogger(__name__)
 
 
 def build_model(
@@ -78,6 +81,7 @@ def build_model(
     model.config.architectures = [name]
     _keep_in_fp32(model)
     _untie(model, untied)
+    _logger.info("%s built on meta in %s, attention %s", name, model.dtype, attn_implementation)
     return model
 
 
@@ -157,6 +161,7 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
     """
     _give_storage(model, torch.device(device))
     left = _compute_buffers(model)
+    _logger.info("%s has storage on %s, %d buffers constructed", type(model).__name__, device, len(left))
     if left:
         _construct_buffers(model, left)
 

@@ -7,6 +7,7 @@ both        --- Reading.fill, in threads, in the order of the files ---> loaded
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ RegionsOf = Callable[[str], "Sequence[Region] | None"]
 _WORKERS = 4
 # Old checkpoints lack these or hold them; transformers computes them either way.
 _COMPUTED = r"(^|\.)(position_ids|rotary_emb\.inv_freq)$"
+
+_logger = logging.getLogger(__name__)
 
 
 def load(
@@ -78,6 +81,10 @@ def load_from(
         _run((partial(reading.fill, *job) for job in plan.jobs()), workers)
         _run((partial(_hold_against, reading, tie, *job) for tie in plan.ties for job in tie.jobs()), workers)
         retie(model)
+    _logger.info(
+        "%s: %d tensors loaded, %d tied, %d initialised, %d bytes read of %s", type(model).__name__, len(plan.loaded),
+        len(plan.tied), len(plan.initialised), reading.bytes_read, source.files.root,
+    )  # fmt: skip
     return LoadLedger(
         loaded=plan.loaded,
         tied=plan.tied,

@@ -11,6 +11,7 @@ The model is on the meta device while this happens, so that no rank ever holds w
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,6 +27,8 @@ from ckptx.runtime.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.layers import layer_groups, unwrapped
 from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout, apply
 from ckptx.runtime.tensor_parallel.plans import Plan
+
+_logger = logging.getLogger(__name__)
 
 
 class Parallelized(NamedTuple):
@@ -74,6 +77,10 @@ def parallelize(
     if compile:
         _compile(model, inside=layout is not None and activation_checkpointing in ("full", "submodule"))
     count = shard(model, mesh, mixed_precision)
+    _logger.info(
+        "%s: TP %s, %d layers recompute, %d FSDP2 units", type(model).__name__, "applied" if layout else "not applied",
+        wrapped, count,
+    )  # fmt: skip
     return Parallelized(layout, wrapped, count)
 
 

@@ -7,6 +7,7 @@ of workers or their timing.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections import deque
@@ -26,6 +27,7 @@ from ckptx.transfer.stream import TensorReader
 
 # Workers wait for the interpreter after each system call, at most so long; the default is as long as ten of them take.
 _SWITCH = 0.0002  # seconds
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -168,6 +170,7 @@ class Copy:
                     run = self.queue.popleft()
                 except IndexError:
                     break
+                _logger.debug("worker %d: %s", worker, run)
                 Pass(self._context, run, reader, buffers, worker).run()
         except Cancelled:
             pass

@@ -86,6 +86,15 @@ class CopyPlan:
         for group in self.groups:
             yield from group.steps
 
+    def lines(self) -> Iterator[str]:
+        """The plan in words: each group, and for each tensor in it where it is read and where its blocks go."""
+        for number, group in enumerate(self.groups):
+            names = [self.files[index].name for index in group.files]
+            yield f"group {number}: {', '.join(names)}"
+            for step in group.steps:
+                form = f"{step.target.name} {step.target.dtype} {list(step.target.shape)}"
+                yield f"  {form} <- {step.source.name} {_places(step.source)} -> {_places(step.target)}"
+
     def runs(self) -> list[Run]:
         """The work, in an order in which neighbours are of different groups: two writers on one file wait in turn."""
         ordered: list[tuple[int, Run]] = []
@@ -93,6 +102,13 @@ class CopyPlan:
             ordered += enumerate(_runs_of(index, group))
         ordered.sort(key=lambda pair: (pair[0], pair[1].group))
         return [run for _, run in ordered]
+
+
+def _places(entry: TensorEntry) -> str:
+    """File and first byte of the first chunk, and how many chunks follow."""
+    first = entry.chunks[0]
+    more = f" and {len(entry.chunks) - 1} more" if len(entry.chunks) > 1 else ""
+    return f"{first.file}:{first.offset}{more}"
 
 
 def _runs_of(index: int, group: Group) -> Iterator[Run]:

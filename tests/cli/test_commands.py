@@ -375,3 +375,19 @@ def test_progress_lines_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     for done in range(100):
         progress(done, 100)
     assert said == []
+
+
+def test_verbose_says_each_step_and_the_plan(tmp_path: Path) -> None:
+    hf = write_hf(tmp_path / "hf", {**llama(), "odd\nname": value("F32", 2)})
+    quiet = run("reshard", hf, tmp_path / "a", "--tp", "2", "--to", "dcp")
+    said = run("reshard", hf, tmp_path / "b", "--tp", "2", "--to", "dcp", "-v")
+    assert (quiet.return_value, said.return_value) == (0, 0)
+    steps = [line for line in said.stderr.splitlines() if " s  " in line]
+    rooms = {line.split(" s  ")[1].partition(".")[0] for line in steps}
+    assert rooms == {"conversion", "publishing", "transfer"}
+    plan = [line for line in steps if "lm_head.weight" in line]
+    assert len(plan) == 1 and "<- lm_head.weight model.safetensors:" in plan[0] and "and 1 more" in plan[0]
+    assert any(r"odd\nname" in line for line in steps), "a name is one line"
+    assert len(said.stderr.splitlines()) - len(steps) == len(quiet.stderr.splitlines())
+    assert json.loads(run("inspect", tmp_path / "b", "--json", "-v").stdout)["ok"]
+    assert run("inspect", tmp_path / "b").stderr == "", "it ends with the command that asked for it"
