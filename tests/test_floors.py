@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -212,3 +213,42 @@ def test_a_planted_call_is_found() -> None:
     source = "import os\ndef f(fd):\n    return os.pread(fd, 1, 0)"
     assert calls_beside_storage(source, "transfer/x.py") == ["transfer/x.py:3: os.pread"]
     assert calls_beside_storage(source, "storage/x.py") == []
+
+
+def test_the_document_has_every_room_on_its_floor() -> None:
+    text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found: dict[str, int] = {}
+    floor = 0
+    for line in text[text.index("| floor |") : text.index("## One conversion")].splitlines()[2:]:
+        if line.startswith("|"):
+            number, rooms = (cell.strip() for cell in line.split("|")[1:3])
+            floor = int(number or floor)
+            found |= {room.strip("`"): floor for room in rooms.split(", ")}
+    assert found == {room: FLOOR[room] for room in {room_of(file) for file in FILES} - {"__main__"}}
+    steps = text[text.index("## One conversion") : text.index("## What is known")]
+    for name in set(re.findall(r"`(\w+(?:/\w+)*\.py)`", steps)):
+        assert (ROOT / name).is_file() or (ROOT / "conversion" / name).is_file(), name
+
+
+def comparisons_of_format(source: str, file: str) -> list[str]:
+    """Where a module outside of `formats/` asks which format a checkpoint has, in place of what follows from it."""
+    if file.startswith("formats/"):
+        return []
+    return [
+        f"{file}:{node.lineno}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Attribute) and side.attr == "format"
+    ]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_formats_are_told_apart_in_one_room(file: str) -> None:
+    assert comparisons_of_format((ROOT / file).read_text(encoding="utf-8"), file) == []
+
+
+def test_a_planted_comparison_is_found() -> None:
+    for text in ('x = c.format == "dcp"', 'x = c.format in ("dcp", "bin")', 'x = "dcp" != view.catalog.format'):
+        assert comparisons_of_format(text, "view.py") == ["view.py:1"]
+    assert comparisons_of_format('x = c.format == "dcp"', "formats/x.py") == []
