@@ -19,6 +19,9 @@ from typing import Any
 
 MAX_WORLD_SIZE = 4
 _TIMEOUT = 120.0  # seconds that one function may take
+# gloo keeps the threads of a mesh as long as anything remembers it, and torch remembers many; a thousand of them slow
+# the whole machine down, so that a worker with this many is replaced.
+_MOST_THREADS = 120
 
 
 class WorkerError(AssertionError):
@@ -52,8 +55,9 @@ class GlooPool:
             pipe.send((function, rank, world_size, store, args))
         answers = [_answer(pipe) for _, pipe in members]
         failures = [f"rank {rank}:\n{said}" for rank, (ok, said) in enumerate(answers) if not ok]
-        if failures:
+        if failures or any(_threads_of(process) > _MOST_THREADS for process, _ in members):
             self.stop()
+        if failures:
             raise WorkerError("\n".join(failures))
         return [value for _, value in answers]
 
@@ -78,6 +82,13 @@ def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
     process.start()
     there.close()
     return process, here
+
+
+def _threads_of(process: multiprocessing.process.BaseProcess) -> int:
+    try:
+        return len(os.listdir(f"/proc/{process.pid}/task"))
+    except OSError:
+        return 0
 
 
 def _answer(pipe: Connection) -> tuple[bool, Any]:
