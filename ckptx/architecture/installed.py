@@ -27,17 +27,24 @@ def source_digest(models: Path, directories: Iterable[str]) -> str:
     return found.hexdigest()[:32]
 
 
+def _package() -> Path | None:
+    """The directory of the installed transformers; None where there is none."""
+    try:
+        spec = find_spec("transformers")
+    except (ImportError, ValueError):  # as a finder that hides it, or a module that was put in its place, makes it
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
 @functools.cache
 def version_note(class_name: str) -> str | None:
     """What to say when another transformers is installed, whose code for this class is not what was asked; else None.
 
     Nothing of transformers is imported. Where it is not installed there is nothing to differ from.
     """
-    asked = index()["transformers"]
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
+    asked, package = index()["transformers"], _package()
+    if package is None:
         return None
-    package = Path(spec.origin).parent
     if (package.parent / f"transformers-{asked}.dist-info").is_dir():
         return None
     source = source_of(class_name)

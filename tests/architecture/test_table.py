@@ -487,7 +487,13 @@ def test_another_transformers_is_noticed_where_its_code_differs(
     (package.parent / f"transformers-{asked}.dist-info").mkdir()
     installed.version_note.cache_clear()
     assert installed.note_on(known("MistralForCausalLM")) is None
-    monkeypatch.setattr(installed, "find_spec", lambda name: None)
-    installed.version_note.cache_clear()
-    assert installed.note_on(known("MistralForCausalLM")) is None
+    (package.parent / f"transformers-{asked}.dist-info").rmdir()
+
+    def hidden(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    for finder in (lambda name: None, hidden):
+        monkeypatch.setattr(installed, "find_spec", finder)
+        installed.version_note.cache_clear()
+        assert installed.note_on(known("MistralForCausalLM")) is None
     installed.version_note.cache_clear()
