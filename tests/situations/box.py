@@ -25,6 +25,8 @@ CHECKOUT = Path(__file__).parents[2]
 LIMIT = 20
 """Seconds that a command may take; the slowest takes well under one on an idle machine."""
 
+_STEP = re.compile(r" *\d+\.\d{3} s  ")  # what `-v` says, which differs from run to run
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -144,7 +146,8 @@ def play(situation: Situation, root: Path, runner: Runner) -> Outcome:
         wrong += [f"left behind: {name}" for name in sorted(os.listdir(root / "out"))]
     elif box.dst.is_dir() and os.listdir(box.dst):
         wrong += _judge_output(attempt, box, root, runner)
-    lines = (done.err or done.out).strip().splitlines()
+    said = [line for line in done.err.strip().splitlines() if not _STEP.match(line)]
+    lines = said or done.out.strip().splitlines()
     return Outcome(done.exit, lines[0] if lines else "", wrong)
 
 
