@@ -67,7 +67,7 @@ class TieDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigEdits:
+class UntyingEdits:
     """Changes to ``config.json`` so that it stops calling different tensors tied.
 
     Attributes:
@@ -119,7 +119,7 @@ def resolve_ties(
 
 def config_edits(
     architecture: Architecture, config: Mapping[str, Any], decisions: Sequence[TieDecision]
-) -> ConfigEdits:
+) -> UntyingEdits:
     """The edits for pairs that the config declares and that hold different tensors.
 
     Args:
@@ -130,9 +130,9 @@ def config_edits(
     judged = list(zip(architecture.ties, decisions, strict=True))
     untied = [pair for pair, decision in judged if decision.declared and decision.action == "keep-both"]
     if not untied:
-        return ConfigEdits()
+        return UntyingEdits()
     if not architecture.ties_flag_editable:
-        return ConfigEdits(note=f"tie_word_embeddings stays as it is: {architecture.class_name} computes with it")
+        return UntyingEdits(note=f"tie_word_embeddings stays as it is: {architecture.class_name} computes with it")
     paths: set[tuple[str, ...]] = {("tie_word_embeddings",)}
     if isinstance(config.get("text_config"), Mapping):
         paths.add(("text_config", "tie_word_embeddings"))
@@ -141,9 +141,9 @@ def config_edits(
     edited = _edited(config, paths)
     aliases = [d for pair, d in judged if d.declared and d.action == "alias" and not pair.flag.effective(edited)]
     if aliases:
-        return ConfigEdits(note=f"tie_word_embeddings stays as it is: {aliases[0].target} still needs it")
+        return UntyingEdits(note=f"tie_word_embeddings stays as it is: {aliases[0].target} still needs it")
     listed = ", ".join(sorted(".".join(path) for path in paths))
-    return ConfigEdits(dict.fromkeys(sorted(paths), False), f"{listed} written as false: the tensors differ")
+    return UntyingEdits(dict.fromkeys(sorted(paths), False), f"{listed} written as false: the tensors differ")
 
 
 def _edited(config: Mapping[str, Any], paths: set[tuple[str, ...]]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Base:
     notes: tuple[str, ...] = ()
 
     @property
-    def sidecars_of(self) -> Catalog:
+    def files_from(self) -> Catalog:
         """Where the files beside the weights come from."""
         return self.catalog if self.catalog is not None else self.source
 

@@ -56,7 +56,7 @@ def convert_opened(
     model = log(see_model(opened, base, prefix=prefix, with_state=keeps_state))
     view = model.view
     _logger.info(
-        "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.sidecars_of.root,
+        "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.files_from.root,
         view.architecture.class_name if view.architecture else "no class", len(view.tensors), len(view.optimizer),
         len(view.other),
     )  # fmt: skip

@@ -43,7 +43,7 @@ def carry(base: Base, names: Sequence[str], edits: Sequence[dict[str, Any]]) -> 
     Raises:
         InputError: config.json is damaged.
     """
-    root = base.sidecars_of.root
+    root = base.files_from.root
     notes: list[str] = []
     if any(edit["key"].endswith("quantization_config") for edit in edits):
         left = [name for name in names if name in QUANTIZATION_FILES]

@@ -85,11 +85,11 @@ def test_files_travel_from_the_base_that_is_named(tmp_path: Path) -> None:
     write_dcp(tmp_path / "dcp", llama(), config=CONFIG)
     with source(tmp_path / "dcp", base=str(tmp_path / "base")) as ready:
         base = find_base(ready, "config")
-        assert base.sidecars_of.root == tmp_path / "base" and base.source is ready.source
+        assert base.files_from.root == tmp_path / "base" and base.source is ready.source
         assert base.config == TIED and {each.name for each in base.dtypes.values()} == {"F32"}
     with source(tmp_path / "dcp", base="none") as ready:
         base = find_base(ready, "config")
-        assert (base.catalog, base.config) == (None, None) and base.sidecars_of is ready.source
+        assert (base.catalog, base.config) == (None, None) and base.files_from is ready.source
 
 
 # The model

@@ -74,7 +74,7 @@ class DcpFormat(OutputFormat):
         return float_edits(view, cast, dtype_edits(view.config, opened.options.dtype) if cast.was_cast else [])
 
     def sidecars(self, opened: Opened, base: Base) -> list[str]:
-        return [sidecar.name for sidecar in base.sidecars_of.sidecars]
+        return [sidecar.name for sidecar in base.files_from.sidecars]
 
     def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         target, state = contents.sharded.target, contents.state

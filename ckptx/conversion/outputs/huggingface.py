@@ -81,7 +81,7 @@ class HuggingFaceFormat(OutputFormat):
         return safetensors_edits(opened, view, named, cast, base, ties)
 
     def sidecars(self, opened: Opened, base: Base) -> list[str]:
-        beside = base.sidecars_of
+        beside = base.files_from
         names = without_backend(beside.root, beside.sidecars)
         return [name for name in names if name == COMMON_FILE] if opened.options.base == "none" else names
 

@@ -60,7 +60,7 @@ class ShardedFormat(OutputFormat):
         return ConfigEdits(edits.rows, (*edits.notes, *_forced_ties(ties, edits)))
 
     def sidecars(self, opened: Opened, base: Base) -> list[str]:
-        beside = base.sidecars_of
+        beside = base.files_from
         return without_backend(beside.root, beside.sidecars)
 
     def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
