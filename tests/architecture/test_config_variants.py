@@ -24,7 +24,7 @@ class TowerConfig(PreTrainedConfig):  # type: ignore[misc]
 
 class SwitchConfig(PreTrainedConfig):  # type: ignore[misc]
     model_type = "switches-for-tests"
-    sub_configs = {"tower_config": TowerConfig}  # noqa: RUF012
+    sub_configs = {"tower_config": TowerConfig}  # noqa: RUF012 (as transformers has it)
     tower_config: TowerConfig | dict[str, Any] | None = None
     num_hidden_layers: int = 40
     bias: bool = False

@@ -320,7 +320,7 @@ def saved(class_name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, tor
     model, _ = small_model(class_name, **copy.deepcopy(SMALL[class_name]))
     model.save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a file cannot be iterated over)
     return model, tensors, json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 

@@ -1,0 +1,183 @@
+"""The generated files: opened one at a time, by nobody's word but the index's, and written without touching others."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from support.tables import ROOT, build_tables_tool, known
+
+from ckptx.architecture import installed, model_files, table
+from ckptx.architecture.find import find_architecture
+from ckptx.architecture.infer import infer_class
+from ckptx.architecture.rows import Row, decode_row, encode_rows
+from ckptx.architecture.table import lookup
+
+
+@pytest.fixture(scope="module")
+def build_tables() -> ModuleType:
+    return build_tables_tool()
+
+
+# ------------------------------------------------------------------------------------- the reader
+
+
+def test_lookup_needs_the_model_type_to_agree_when_given() -> None:
+    assert lookup("LlamaForCausalLM", "llama") is not None
+    assert lookup("LlamaForCausalLM", "other") is None
+    assert lookup("NoSuchClass") is None
+    assert lookup("LlamaForCausal") is None, "a prefix of a class name is another class"
+
+
+def test_lookup_opens_one_file_of_one_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cached in (table.find_row, model_files.index, model_files._contents):
+        cached.cache_clear()
+    read: list[str] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    known("Qwen2_5OmniForConditionalGeneration")
+    assert read == ["classes.json", "qwen2_5_omni.json"]
+
+
+@pytest.mark.parametrize("said", ["../../secret", "llama/../llama", "/etc/passwd", "", "llama\0", "LLAMA"])
+def test_what_a_checkpoint_calls_itself_is_no_part_of_a_path(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or real(path))
+    assert table.find_row(said) is None and table.shape_rules(said) is None
+    assert table.find_row("LlamaForCausalLM", said) is None
+    find_architecture({"architectures": [said], "model_type": said})
+    infer_class({"model_type": said}, {})
+    ours = {path.name for path in read if path.name.endswith(".json")}
+    assert ours <= {"classes.json", "llama.json", "no-model-type.json"}
+    assert not any(path.is_relative_to(model_files.MODELS) and path.parent != model_files.MODELS for path in read)
+
+
+def test_every_file_is_small_whole_and_of_one_model_type() -> None:
+    files = {path.name: path for path in model_files.MODELS.iterdir()}
+    types = set(model_files.index()["classes"].values())
+    assert files.keys() == {model_files.file_of(each).name for each in types}
+    for model_type in types:
+        text = model_files.file_of(model_type).read_text(encoding="utf-8")
+        assert len(text) < 100_000
+        sections = json.loads(text)
+        assert set(sections["classes"]) == set(model_files.classes_of(model_type))
+        assert {values["body"] for values in sections["classes"].values() if "body" in values} == set(
+            sections["bodies"]
+        )
+        assert {values["body"] for values in sections["shapes"].values()} == set(sections["shape_bodies"])
+        assert model_files.encode_model(sections["source"], sections) == text
+
+
+def test_lookup_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from ckptx.architecture.find import find_architecture\n"
+        "from ckptx.architecture.tied import resolve_ties, Stored\n"
+        "found = find_architecture({'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'})\n"
+        "names = dict.fromkeys(['lm_head.weight', 'model.embed_tokens.weight'], Stored((2, 2), 'f32'))\n"
+        "resolve_ties(found, {}, names, lambda a, b: True)\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_rows_survive_being_written() -> None:
+    row = table.find_row("LlavaForConditionalGeneration")
+    assert row is not None
+    empty = Row("Nameless", row.model_type, "a reason", None)
+    sections = json.loads(json.dumps(encode_rows([empty, row])))
+    assert sections["classes"]["Nameless"] == {"introspect": "a reason"}
+    assert row.structures and len(sections["structures"]) > 1
+    assert decode_row(row.class_name, row.model_type, sections, model_files.index()["transformers"]) == row
+    assert decode_row("Nameless", row.model_type, sections, "0") == empty
+
+
+# ------------------------------------------------------------------------------ making the files
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The generated files, in another place, to be written over."""
+    shutil.copytree(model_files.MODELS, tmp_path / "models")
+    shutil.copy(model_files.INDEX, tmp_path)
+    monkeypatch.setattr(model_files, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(model_files, "INDEX", tmp_path / "classes.json")
+    caches = (table.find_row, table.shape_rules, model_files.index, model_files._contents)
+    for each in caches:
+        each.cache_clear()
+    yield tmp_path
+    for each in caches:
+        each.cache_clear()
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.rglob("*.json")}
+
+
+def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables: ModuleType) -> None:
+    transformers = Path(str(importlib.util.find_spec("transformers").origin)).parent / "models"  # type: ignore[union-attr]
+    before = contents(copied)
+
+    def measured(model_type: str) -> list[Any]:
+        names = model_files.classes_of(model_type)
+        source = model_files.source_of(names[0])
+        assert source is not None
+        (directory,) = source["directories"]
+        return [build_tables.Measured(table.find_row(name), directory, 0.0) for name in names]
+
+    rows = [*measured("llama"), *measured("mistral")]
+    assert build_tables.write_models(rows, transformers) == 0 and contents(copied) == before
+    known_llama = rows[0].row
+    changed = dataclasses.replace(
+        known_llama, architecture=dataclasses.replace(known_llama.architecture, keep_in_fp32=("norm",))
+    )
+    rows[0] = rows[0]._replace(row=changed)
+    assert build_tables.write_models(rows, transformers) == 1
+    after = contents(copied)
+    assert {name for name in after if after[name] != before.get(name)} == {"llama.json"}
+    assert json.loads(after["llama.json"])["shapes"] == json.loads(before["llama.json"])["shapes"]
+
+
+def test_another_transformers_is_noticed_where_its_code_differs(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "transformers"
+    real = Path(str(importlib.util.find_spec("transformers").origin)).parent  # type: ignore[union-attr]
+    for name in ("llama", "mistral"):
+        shutil.copytree(real / "models" / name, package / "models" / name)
+    (package / "__init__.py").write_text("raise SystemExit('nothing is imported to look')")
+    (package.parent / "transformers-9.9.9.dist-info").mkdir()
+    spec = importlib.util.spec_from_file_location("transformers", package / "__init__.py")
+    monkeypatch.setattr(installed, "find_spec", lambda name: spec)
+    installed.version_note.cache_clear()
+    with (package / "models" / "mistral" / "modeling_mistral.py").open("a") as file:
+        file.write("# one line more\n")
+    assert installed.note_on(known("LlamaForCausalLM")) is None
+    note = installed.note_on(known("MistralForCausalLM"))
+    assert note is not None and note.startswith("MistralForCausalLM: ") and "5.23.0" in note
+    assert installed.note_on(None) is None
+    asked = model_files.index()["transformers"]
+    (package.parent / f"transformers-{asked}.dist-info").mkdir()
+    installed.version_note.cache_clear()
+    assert installed.note_on(known("MistralForCausalLM")) is None
+    (package.parent / f"transformers-{asked}.dist-info").rmdir()
+
+    def hidden(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    for finder in (lambda name: None, hidden):
+        monkeypatch.setattr(installed, "find_spec", finder)
+        installed.version_note.cache_clear()
+        assert installed.note_on(known("MistralForCausalLM")) is None
+    installed.version_note.cache_clear()
