@@ -144,7 +144,7 @@ def main() -> None:
         save(name, state)
     save("two_files", {f"layer.{i}": random(3, i + 1) for i in range(5)}, threads=2)
     with tempfile.TemporaryDirectory() as store:
-        spawn(sharded, args=(f"{store}/store",), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
+        spawn(sharded, args=(f"{store}/store",), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]  # torch's
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-from tests.situations import files, paths, words  # noqa: E402, F401  importing them fills the table
-from tests.situations.box import SITUATIONS, Runner, play  # noqa: E402
+from tests.situations import files, paths, words  # noqa: E402, F401 (importing them fills the table)
+from tests.situations.box import SITUATIONS, Runner, play  # noqa: E402 (run from a checkout)
 
 _HEAD = """# Hostile situations, and how each ends
 

@@ -164,7 +164,7 @@ def build(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
         return cls(config)
 
 
-class OpaqueTower(nn.Module):  # type: ignore[misc]
+class OpaqueTower(nn.Module):  # type: ignore[misc]  # torch says Any
     """Stands for a sub-model whose package is not installed: it has names, and nobody here knows them."""
 
 

@@ -274,7 +274,7 @@ def _fitting(dims: set[int], place: str, config: Any) -> Heads:
     found: list[tuple[str, str]] = []
     for count, size in _CANDIDATES:
         numbers = attempt(count, scope), attempt(size, scope)
-        if None in numbers or numbers[0] * numbers[1] not in dims:  # type: ignore[operator]
+        if None in numbers or numbers[0] * numbers[1] not in dims:  # type: ignore[operator]  # None is ruled out
             continue
         if (count, _SIZE) in found and size == _PLAIN_SIZE:
             continue  # the same while head_dim is not set, and wrong once it is

@@ -139,7 +139,7 @@ def with_global_options(function: F) -> F:
 
 def _with(function: F, params: list[click.Parameter]) -> F:
     known = getattr(function, "__click_params__", [])
-    function.__click_params__ = [*reversed(params), *known]  # type: ignore[attr-defined]
+    function.__click_params__ = [*reversed(params), *known]  # type: ignore[attr-defined]  # where click looks for them
     return function
 
 

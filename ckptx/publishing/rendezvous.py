@@ -66,13 +66,13 @@ class Rendezvous:
         try:
             self._refuse_foreign()
             self._place = self._held.create(f"place-{rank}", keep=True)
-        except BaseException:
+        except BaseException:  # what was opened is closed, and it is raised again
             self._held.close()
             raise
         try:
             self._take_lock(self._place)
             self._lock = self._signed_by_nobody()
-        except BaseException:
+        except BaseException:  # what was opened is closed, and it is raised again
             os.close(self._place)
             self._remove_if_bare()
             self._held.close()
@@ -129,7 +129,7 @@ class Rendezvous:
         try:
             os.ftruncate(lock, 0)
             self._take_lock(lock)
-        except BaseException:
+        except BaseException:  # what was opened is closed, and it is raised again
             os.close(lock)
             raise
         return lock
@@ -219,7 +219,7 @@ class Rendezvous:
         """Work whose failure ends that of all: when it is raised here, no other rank writes any more."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # whatever ends this rank ends the others
             if not isinstance(error, PeerFailure):
                 self.say("failed", {"message": str(error) or type(error).__name__, "exit": exit_code_of(error)})
             if self.rank == 0:

@@ -74,7 +74,7 @@ def write_text(path: Path, text: str) -> None:
         with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(text.encode("utf-8", "replace"))
         os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException as error:  # nothing is left behind; raised again below
         with suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError):

@@ -86,7 +86,7 @@ class Staging:
         except OSError as error:
             self._leave()
             raise unwritable(self.root, error) from error
-        except BaseException:
+        except BaseException:  # what was opened is closed, and it is raised again
             self._remove_if_bare()
             self._leave()
             raise
@@ -121,7 +121,7 @@ class Staging:
                     continue  # its owner removed the directory just now
                 if self._take(root, lock):
                     return
-            except BaseException:
+            except BaseException:  # what was opened is closed, and it is raised again
                 root.close()
                 raise
             root.close()

@@ -108,7 +108,7 @@ def together() -> Iterator[None]:
         yield
     except (CkptxError, KeyboardInterrupt) as caught:
         error = caught
-    except Exception as caught:
+    except Exception as caught:  # told to every rank, and raised there as a defect
         error = Defect(f"{type(caught).__name__}: {caught}; please report this")
         error.__cause__ = caught
     said = everywhere(None if error is None else (type(error), str(error)))

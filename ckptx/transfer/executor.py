@@ -148,7 +148,7 @@ class Copy:
                         thread.join(0.1)
                         on_progress(sum(self.written))
                 on_progress(sum(self.written))
-            except BaseException:
+            except BaseException:  # workers are ended first; raised again
                 self.stop.set()
                 for thread in threads:
                     thread.join()

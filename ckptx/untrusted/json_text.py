@@ -55,7 +55,7 @@ def _unique(pairs: list[tuple[str, Any]], where: object) -> dict[str, Any]:
     keys: dict[str, Any] = dict(pairs)
     if len(keys) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # it is None
         raise InputError(f'{where}: key "{twice}" appears twice; remove one')
     return keys
 

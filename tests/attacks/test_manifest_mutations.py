@@ -284,7 +284,7 @@ class Sandbox:
         shutil.rmtree(out, ignore_errors=True)
         try:
             exit = command(out).exit
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, it is judged below
             if not isinstance(error, Exception):
                 raise
             note(f"refused: {error}")

@@ -23,8 +23,8 @@ from ckptx.formats.registry import open_checkpoint
 from tests.formats.stock_goldens import GOLDENS
 
 torch = pytest.importorskip("torch")
-from torch.distributed.checkpoint import filesystem, metadata, planner  # noqa: E402
-from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: E402
+from torch.distributed.checkpoint import filesystem, metadata, planner  # noqa: E402 (torch may be absent)
+from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: E402 (torch may be absent)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

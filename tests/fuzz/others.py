@@ -73,7 +73,7 @@ def _answer(source: str, output: str, dtype: str | None) -> dict[str, Any]:
         return {"unread": str(error)[:200] or type(error).__name__, "difference": None}
     try:
         after = _read(Path(output))
-    except BaseException as error:
+    except BaseException as error:  # whatever another reader raises, it cannot read the output
         return {"unread": None, "difference": f"cannot be read: {str(error)[:200]}"}
     if dtype == "fp32":
         before = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in before.items()}
@@ -113,7 +113,7 @@ def _refuse_damaged(data: bytes) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             damaged = archive.testzip() or next((m for m in archive.infolist() if m.external_attr & 0x10), None)
-    except Exception as error:
+    except Exception as error:  # zipfile raises a dozen kinds
         raise ValueError(f"no zip: {error}") from error
     if damaged is not None:
         raise ValueError(f"damaged: {damaged}")

@@ -43,7 +43,7 @@ def run_child(work: Callable[[], int], log: Path) -> Outcome:
             code = work()
             sys.stdout.flush()
             sys.stderr.flush()
-        except BaseException as error:
+        except BaseException as error:  # a child that is to end with what it says, not as pytest
             os.write(2, f"\n{type(error).__name__}: {error}".encode("utf-8", "replace"))
             code = 98
         finally:

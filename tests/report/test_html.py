@@ -76,7 +76,7 @@ def page_of(catalog: Catalog, dims: ParallelDims | None, path: str = "made") -> 
     return layout_page(report, layout), layout
 
 
-def small(dims: ParallelDims = ParallelDims(4, 2, 2)) -> tuple[str, Layout]:  # noqa: B008
+def small(dims: ParallelDims = ParallelDims(4, 2, 2)) -> tuple[str, Layout]:  # noqa: B008 (it is frozen)
     rows = [(f"layers.{layer}.{leaf}", (8, 12), layer % dims.pp) for leaf in ("up", "down") for layer in range(4)]
     return page_of(catalog_of([*rows, ("norm", (8,), dims.pp - 1)], dims), dims)
 
@@ -254,7 +254,7 @@ def _of_oklch(light: float, chroma: float, hue: float) -> float:
     from math import cos, radians, sin
 
     a, b = chroma * cos(radians(hue)), chroma * sin(radians(hue))
-    l = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3  # noqa: E741
+    l = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3  # noqa: E741 (as the formula has it)
     m = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3
     s = (light - 0.0894841775 * a - 1.2914855480 * b) ** 3
     return _luminance(

@@ -264,7 +264,7 @@ def refusal(rank: int, world_size: int, name: str, what: str, settings: dict[str
     try:
         apply(model, mesh, find_plan(model, worker.config_of(model), user, True))
         model(torch.arange(7 if what == "length" else 8)[None], **settings)
-    except Exception as error:
+    except Exception as error:  # the caller looks at what it is
         return f"{type(error).__name__}: {error}"
     return ""
 

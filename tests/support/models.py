@@ -107,7 +107,7 @@ def add_tensor(path: Path, name: str, stored: str, equal: bool) -> None:
 
 def read_file(file: Path) -> dict[str, torch.Tensor]:
     with safe_open(file, "pt") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (a file cannot be iterated over)
 
 
 def read_hf(path: Path) -> dict[str, torch.Tensor]:

@@ -56,7 +56,7 @@ def in_shards(root: Path) -> Blocks:
     for file in sorted(root.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             info = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
-            for name in opened.keys():  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118 (a file cannot be iterated over)
                 sizes = tuple(opened.get_slice(name).get_shape())
                 held[name].append(Held(file.name, tuple(info[name]["saved_offsets"]), sizes))
     return dict(held)

@@ -176,7 +176,7 @@ def context_maker() -> Callable[[], Any]:
     return make
 
 
-class _Copies(TorchDispatchMode):  # type: ignore[misc]
+class _Copies(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
     """A context of torch's around which the results of some operations are handed out as copies.
 
     Routers scale the weights of the chosen experts in place (Mixtral, Qwen3-MoE), experts add their bias so (gpt-oss).
@@ -216,7 +216,7 @@ def use_first_compiled_graph() -> None:
     with suppress(ImportError, AttributeError):  # private to torch
         from torch._C._dynamo import eval_frame
 
-        eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+        eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # of C, in no stub
 
 
 def _leaves_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -177,13 +177,13 @@ def _wrap_whole(mode: str) -> Wrap:
     return _wrapped
 
 
-class _PartWrapper(CheckpointWrapper):  # type: ignore[misc]
+class _PartWrapper(CheckpointWrapper):  # type: ignore[misc]  # torch says Any
     """A wrapper that `isinstance` takes for what is in it, too: Ernie 4.5 VL asks its MLP whether it has experts.
 
     Not for a whole layer: FSDP2 gives that another class.
     """
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # torch has an attribute there
     def __class__(self) -> type:
         return type(self.__dict__.get("_modules", {}).get("_checkpoint_wrapped_module", self))
 
