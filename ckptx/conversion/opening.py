@@ -14,7 +14,7 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
 from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
-from ckptx.publishing.rendezvous import Rendezvous
+from ckptx.publishing.processes import Processes
 from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
 from ckptx.publishing.report_file import refuse_place
 from ckptx.storage.files import FilePool
@@ -32,7 +32,7 @@ class Opened:
         files: Its files, open as long as the conversion lasts.
         dst: The directory to write.
         options: What was asked for.
-        ranks: The other processes that make the same output.
+        processes: The others that make the same output; None for one on its own.
         notes: What the user should know.
     """
 
@@ -40,7 +40,7 @@ class Opened:
     files: FilePool
     dst: Path
     options: ConvertOptions
-    ranks: Rendezvous | None = None
+    processes: Processes | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -52,9 +52,9 @@ def opened(src: str | Path, dst: Path, options: ConvertOptions, report_file: Pat
         InputError, UnsupportedError: The source cannot be opened.
         OutputError: The target is taken, or a file of the source lies in it.
     """
-    ranks = Rendezvous.from_environment(dst)
-    with ranks.session() if ranks is not None else nullcontext():
-        if report_file is not None and (ranks is None or not ranks.rank):
+    processes = Processes.from_environment()
+    with processes.session() if processes is not None else nullcontext():
+        if report_file is not None and (processes is None or not processes.rank):
             refuse_place(report_file)
         path = resolve(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         refuse_unreachable(dst)
@@ -67,7 +67,7 @@ def opened(src: str | Path, dst: Path, options: ConvertOptions, report_file: Pat
             len(source.objects), len(source.files),
         )  # fmt: skip
         with FilePool(source.root, source.identities) as files:
-            yield Opened(source, files, dst, options, ranks, notes)
+            yield Opened(source, files, dst, options, processes, notes)
 
 
 def _refuse_taken(dst: Path, options: ConvertOptions) -> tuple[str, ...]:

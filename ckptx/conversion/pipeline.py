@@ -142,7 +142,7 @@ def _published(found: Found, on_progress: Progress) -> Outcome | None:
         overwrite=options.overwrite,
         resume=options.resume,
         on_progress=lambda done: on_progress(done, total),
-        ranks=opened.ranks,
+        processes=opened.processes,
         beside=() if named is None else (named,),
         may_replace=refuse_foreign,
     )

@@ -132,5 +132,9 @@ def _cost(found: Found, outcome: Outcome | None, described: dict[str, Any], log:
         log.note(
             f"without a recorded CRC-32: {counted(outcome.unrecorded, 'archive')}, whose bytes could not be checked"
         )
+    if not outcome.was_locked:
+        log.note(
+            f"{dst.parent}: its file system knows no locks; two runs at once that write {dst.name} were not kept apart"
+        )
     manifest = (dst / MANIFEST).stat().st_size
     return outcome.bytes_read, outcome.bytes_written + job.nbytes - job.plan.bytes_written + manifest

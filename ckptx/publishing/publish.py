@@ -20,7 +20,7 @@ from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.publishing.completeness import holds_what_was_planned
-from ckptx.publishing.rendezvous import Rendezvous
+from ckptx.publishing.processes import Processes
 from ckptx.publishing.source_state import Seen, agreement, is_agreed, seen_of
 from ckptx.publishing.staging import Staging, open_staged
 from ckptx.storage.files import FilePool, size_of
@@ -86,13 +86,13 @@ def publish(
     overwrite: bool,
     resume: bool,
     on_progress: Callable[[int], None],
-    ranks: Rendezvous | None = None,
+    processes: Processes | None = None,
     beside: Iterable[Catalog] = (),
     may_replace: Callable[[Path], None] = lambda target: None,
 ) -> Outcome | None:
     """Writes and publishes.
 
-    With `ranks`, each process writes its share of the files, and rank 0 publishes what all of them wrote.
+    With `processes`, each of them writes its share of the files, and rank 0 publishes what all of them wrote.
 
     Args:
         job: What to make.
@@ -103,7 +103,7 @@ def publish(
         overwrite: Replace what is at the target.
         resume: Continue an interrupted run.
         on_progress: Called now and then with the bytes written.
-        ranks: The other processes that make the same output.
+        processes: The other processes that make the same output.
         beside: Other checkpoints that the output is made from.
         may_replace: Raises OutputError for a directory that must not be replaced.
 
@@ -115,21 +115,21 @@ def publish(
         InputError: The source is corrupt, or changed while it was read.
     """
     seen = seen_of(job.source, *beside)
-    if ranks is not None and ranks.rank:
-        return _assist(job, target, files, workers, max_memory, on_progress, ranks, seen)
-    together = ranks.failing_together() if ranks is not None else nullcontext()
+    if processes is not None and processes.rank:
+        return _assist(job, target, files, workers, max_memory, on_progress, processes, seen)
+    together = processes.failing_together() if processes is not None else nullcontext()
     with Staging(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
         seen.require_unchanged()
         if resume and _is_done(target, job, files, seen, max_memory):
             staging.discard()
-            if ranks is not None:
-                ranks.say("plan", "complete")
+            if processes is not None:
+                processes.say("plan", "complete")
             return None
         staging.refuse_target_unless(overwrite)
         resumed = _begin(job, staging, seen, resume)
         _logger.info("staged in %s%s", staging.output.path, ", going on where a run was interrupted" if resumed else "")
-        if ranks is not None:
-            ranks.say("plan", {"agreed": _agreed(job, files), "resumed": resumed})
+        if processes is not None:
+            processes.say("plan", {"agreed": _agreed(job, files), "resumed": resumed})
         outcome = execute(
             job.plan,
             files,
@@ -138,26 +138,27 @@ def publish(
             workers=workers,
             max_memory=max_memory,
             resumed=resumed,
-            on_progress=_watching(on_progress, ranks),
-            groups=None if ranks is None else _share(job.plan, ranks),
+            on_progress=_watching(on_progress, processes),
+            groups=None if processes is None else _share(job.plan, processes),
         )
-        if ranks is not None:
-            for rank in range(1, ranks.world_size):
-                outcome.add(Outcome(**ranks.hear(rank, "outcome")))
+        outcome.was_locked = staging.is_locked
+        if processes is not None:
+            for rank in range(1, processes.world_size):
+                outcome.add(Outcome(**processes.hear(rank, "outcome")))
         seen.require_unchanged()
         expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
         _logger.info("copied: %d bytes read, %d written", outcome.bytes_read, outcome.bytes_written)
         _check(job, outcome, staging, expected)
         _logger.info("checked: files hold what was planned")
         expected |= _write_rest(staging.output, job, outcome, seen)
-        if ranks is not None:
-            ranks.say("written", True)
-            for rank in range(1, ranks.world_size):
-                ranks.hear(rank, "held")
+        if processes is not None:
+            processes.say("written", True)
+            for rank in range(1, processes.world_size):
+                processes.hear(rank, "held")
         staging.publish(expected)
         _logger.info("published as %s", target)
-    if ranks is not None:
-        ranks.say("published", True)
+    if processes is not None:
+        processes.say("published", True)
     return outcome
 
 
@@ -196,17 +197,17 @@ def _assist(
     workers: int,
     max_memory: int,
     on_progress: Callable[[int], None],
-    ranks: Rendezvous,
+    processes: Processes,
     seen: Seen,
 ) -> Outcome | None:
     """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
     seen.require_unchanged()
-    wanted = ranks.hear(0, "plan")
+    wanted = processes.hear(0, "plan")
     if wanted == "complete":
         return None
     if not is_agreed(wanted["agreed"], _agreed(job, files)):
         raise InputError(
-            f"{job.source.root}: rank {ranks.rank} sees another checkpoint or was given other options than rank 0; "
+            f"{job.source.root}: rank {processes.rank} sees another checkpoint or was given other options than rank 0; "
             "start all ranks alike, on a directory that all nodes share"
         )
     with open_staged(target) as (tree, journal):
@@ -218,17 +219,17 @@ def _assist(
             workers=workers,
             max_memory=max_memory,
             resumed=wanted["resumed"],
-            on_progress=_watching(on_progress, ranks),
-            groups=_share(job.plan, ranks),
+            on_progress=_watching(on_progress, processes),
+            groups=_share(job.plan, processes),
         )
         seen.require_unchanged()
         tree.sync_held()  # rank 0 may be on another node
         own = set(outcome.file_digests)
-        ranks.say("outcome", asdict(outcome))
-        ranks.hear(0, "written")
+        processes.say("outcome", asdict(outcome))
+        processes.hear(0, "written")
         tree.require(tree.expect({file.name: file.nbytes for file in job.plan.files if file.name in own}))
-        ranks.say("held", True)
-        ranks.hear(0, "published")
+        processes.say("held", True)
+        processes.hear(0, "published")
     return outcome
 
 
@@ -278,26 +279,26 @@ def _write_rest(output: HeldDirectory, job: Job, outcome: Outcome, seen: Seen) -
     return written
 
 
-def _share(plan: CopyPlan, ranks: Rendezvous) -> list[int]:
+def _share(plan: CopyPlan, processes: Processes) -> list[int]:
     """The groups that this rank writes: the largest first, each to the rank that has the least."""
     sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.groups]
-    loads = [(0, rank) for rank in range(ranks.world_size)]
+    loads = [(0, rank) for rank in range(processes.world_size)]
     mine = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         load, rank = heappop(loads)
         heappush(loads, (load + sizes[index], rank))
-        if rank == ranks.rank:
+        if rank == processes.rank:
             mine.append(index)
     return sorted(mine)
 
 
-def _watching(on_progress: Callable[[int], None], ranks: Rendezvous | None) -> Callable[[int], None]:
+def _watching(on_progress: Callable[[int], None], processes: Processes | None) -> Callable[[int], None]:
     """Looks after the other ranks whenever there is progress to tell."""
-    if ranks is None:
+    if processes is None:
         return on_progress
 
     def watch(nbytes: int) -> None:
-        ranks.check()
+        processes.check()
         on_progress(nbytes)
 
     return watch

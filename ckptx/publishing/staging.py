@@ -1,6 +1,6 @@
 """Publishing a directory in one step: stage beside the target, lock, fsync, rename.
 
-    parent/.NAME.ckptx-partial/lock         held by flock while a run works
+    parent/.NAME.ckptx-partial/lock         held by flock while a run works; where there are no locks, signed by it
                                plan         what is being made; a resumed run must be making the same
                                aside        inode of what an overwrite moves to parent/.NAME.ckptx-old
                                journal/     which blocks are done, one file per run of blocks
@@ -23,6 +23,7 @@ from ckptx.errors import OutputError, SpaceError
 from ckptx.publishing.output_place import free_space, refuse_existing
 from ckptx.storage.files import take_lock, unwritable
 from ckptx.storage.held_directory import PROBE, Expected, HeldDirectory
+from ckptx.storage.open_file import OpenFile
 from ckptx.storage.staged import staged
 
 _RENAME_EXCHANGE = 2
@@ -40,6 +41,8 @@ class Staging:
         root: The staging directory.
         tree, journal: Where they are, for those who read.
         output, notes: The same, to write into; there from `begin` on.
+        is_locked: False where the file system knows no locks: another run that comes then takes the place over, which
+            this one notices before it publishes.
     """
 
     output: HeldDirectory
@@ -71,7 +74,7 @@ class Staging:
         self._overwrite, self._may_replace = overwrite, may_replace
         self._aside = f".{self.target.name}.ckptx-old"
         self._opened: list[HeldDirectory] = []
-        self._lock = -1
+        self._lock, self.is_locked, self._signature = -1, True, b""
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._parent = self._keep(
@@ -131,14 +134,14 @@ class Staging:
         """Locks the directory; False when its owner finished and removed it between our open and our lock."""
         try:
             is_free = take_lock(lock, self.root / "lock")
-        except OutputError:  # there are no locks here, so nobody else can be at work either
+        except OutputError:  # it could not even be tried, so nobody else can be at work either
             os.close(lock)
             with suppress(OSError):
                 if root.names() == ["lock"]:
                     root.remove("lock")
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
             raise
-        if not is_free:
+        if is_free is False:
             os.close(lock)
             raise OutputError(
                 f"{self.target}: another ckptx is writing it (lock {self.root / 'lock'}); wait for it or stop it"
@@ -147,8 +150,17 @@ class Staging:
         if found is None or not os.path.samestat(found, os.fstat(lock)):
             os.close(lock)
             return False
-        self._root, self._lock = self._keep(root), lock
+        self._root, self._lock, self.is_locked = self._keep(root), lock, is_free is True
+        if not self.is_locked:
+            self._signature = os.urandom(16).hex().encode()
+            file = OpenFile(lock, self.root / "lock")
+            file.cut_to(0)
+            file.write(self._signature, 0)
         return True
+
+    def _is_ours(self) -> bool:
+        """False when another run has taken the place over, as it may where there are no locks."""
+        return self.is_locked or self._root.read("lock") == self._signature
 
     def _repair_cut_swap(self) -> None:
         """A run killed between the two renames of an overwrite left the old directory under another name.
@@ -251,6 +263,11 @@ class Staging:
         Raises:
             OutputError: It is not.
         """
+        if not self._is_ours():
+            raise OutputError(
+                f"{self.target}: another ckptx began to write it, too, on a file system without locks; nothing was "
+                "published, run one after the other"
+            )
         for directory, parent, name in (
             (self._root, self._parent, self.root.name),
             (self.output, self._root, "tree"),
@@ -282,6 +299,8 @@ class Staging:
 
         What is not as this run left it stays: a directory in the place of the tree may be anybody's.
         """
+        if not self._is_ours():
+            return
         with suppress(OSError):
             for held, name in ((getattr(self, "output", None), "tree"), (getattr(self, "notes", None), "journal")):
                 if held is None or held.is_at(self._root, name):

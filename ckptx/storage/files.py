@@ -252,21 +252,27 @@ def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path)
         raise unwritable(path, error) from error
 
 
-def take_lock(descriptor: int, path: Path) -> bool:
-    """Locks a file for this process until it is closed; False while another one has it.
+# What file systems without locks answer: Lustre as it is mounted by default, NFS without a lock daemon, FUSE.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+def take_lock(descriptor: int, path: Path) -> bool | None:
+    """Locks a file for this process until it is closed.
+
+    Returns:
+        False while another process has it; None where the file system knows no such locks.
 
     Raises:
-        OutputError: The file system knows no such locks; `path` is only named.
+        OutputError: It cannot be tried; `path` is only named.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        raise OutputError(
-            f"{path}: cannot be locked: {error.strerror or error}; ckptx needs a file system with flock for DST, write "
-            "to another one and copy the result"
-        ) from error
+        if error.errno in _NO_LOCKS:
+            return None
+        raise OutputError(f"{path}: cannot be locked: {error.strerror or error}; look at that file system") from error
     return True
 
 

@@ -40,6 +40,7 @@ class Outcome:
         bytes_read: Bytes read from the source.
         bytes_written: Bytes written; less than planned when a run was resumed.
         unrecorded: Source records whose writer left no CRC.
+        was_locked: False when the file system of the output knows no locks.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Outcome:
     bytes_read: int = 0
     bytes_written: int = 0
     unrecorded: int = 0
+    was_locked: bool = True
 
     def add(self, other: Outcome) -> None:
         """Adds what another process found out about other files."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.ranks import finish, start
 
 import ckptx
 from ckptx.conversion import opening
@@ -25,7 +23,6 @@ from ckptx.formats.dcp import reader as dcp
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.registry import open_checkpoint
 from ckptx.publishing import publish as publish_module
-from ckptx.publishing.rendezvous import Rendezvous
 from ckptx.publishing.source_state import agreement, is_agreed
 from ckptx.publishing.staging import Staging
 from ckptx.storage.files import FilePool
@@ -240,18 +237,9 @@ def test_ranks_on_one_machine_see_the_very_same_files(tmp_path: Path) -> None:
 def test_processes_with_different_sources_end_with_one_code(tmp_path: Path, first: int) -> None:
     sources = [written(tmp_path / "in" / "a", "hf"), written(tmp_path / "in" / "b", "hf", OTHER)]
     (tmp_path / "out").mkdir()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ckptx", "reshard", str(sources[rank ^ first]), str(tmp_path / "out/cut"),
-             "--tp", "2"],
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [3, 3]
-    assert all("rank 1 sees another checkpoint" in each for each in said)
+    found = finish(start(*([sources[rank ^ first], tmp_path / "out/cut", "--tp", 2] for rank in range(2))))
+    assert [code for code, _ in found] == [3, 3]
+    assert all("rank 1 sees another checkpoint" in said for _, said in found)
     assert names_in(tmp_path / "out") == []
 
 
@@ -281,83 +269,73 @@ main()
 def test_a_file_of_any_rank_that_is_replaced_ends_all(tmp_path: Path, rank: int, how: list[str]) -> None:
     source = written(tmp_path / "in" / "a", "hf", llama())
     (tmp_path / "out").mkdir()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *(["-c", REPLACED] if each == rank else ["-m", "ckptx"]), "reshard", str(source),
-             str(tmp_path / "out/cut"), "--tp", "2", "--pp", "2", "--to", "dcp", *how],
-            env=os.environ | {"RANK": str(each), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for each in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [5, 5], said
+    arguments = [source, tmp_path / "out/cut", "--tp", 2, "--pp", 2, "--to", "dcp", *how]
+    found = finish(start(arguments, arguments, codes={rank: REPLACED}))
+    assert [code for code, _ in found] == [5, 5], found
     assert names_in(tmp_path / "out") == []
 
 
 # ------------------------------------------------------------------------------------------------- locks
 
-NO_LOCKS = ("ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL", "EIO", "EBADF")
+NO_LOCKS = ("ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL")
+NO_FILE = ("EIO", "EBADF")
 
 
-@pytest.mark.parametrize("number", [getattr(errno, name) for name in NO_LOCKS], ids=NO_LOCKS)
-@pytest.mark.parametrize("who", ["one process", "rank 0", "rank 1"])
-def test_a_file_system_without_locks_is_an_error_of_the_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, who: str
-) -> None:
-    source = written(tmp_path / "in" / "source", "hf")
-    (tmp_path / "out").mkdir()
-
+def without_flock(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def flock(descriptor: int, operation: int) -> None:
+        number = getattr(errno, name)
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    if who != "one process":
-        monkeypatch.setenv("RANK", who[-1])
-        monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.parametrize("name", NO_LOCKS)
+def test_a_file_system_without_locks_is_written_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = written(tmp_path / "in" / "source", "hf")
+    ckptx.convert("hf2dcp", source, tmp_path / "in" / "locked")
+    without_flock(monkeypatch, name)
+    report = ckptx.convert("hf2dcp", source, tmp_path / "out" / "made")
+    (note,) = [note for note in report.warnings if "lock" in note]
+    assert note == (
+        f"{tmp_path / 'out'}: its file system knows no locks; two runs at once that write made were not kept apart"
+    )
+    assert names_in(tmp_path / "out") == ["made"]
+    for path in (tmp_path / "in" / "locked").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / "made" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("name", NO_FILE)
+def test_a_lock_that_cannot_be_tried_is_an_error_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = written(tmp_path / "in" / "source", "hf")
+    (tmp_path / "out").mkdir()
+    without_flock(monkeypatch, name)
     with pytest.raises(OutputError, match="cannot be locked") as refused:
         ckptx.convert("hf2dcp", source, tmp_path / "out" / "made")
     assert "\n" not in str(refused.value)
     assert names_in(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("name", ["rank-0", "rank-1", "open", "directory", "foreign", "file"])
-def test_a_meeting_place_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
-    meeting, victim = tmp_path / "out" / ".made.ckptx-ranks", tmp_path / "victim"
-    victim.write_bytes(b"mine")
-    meeting.parent.mkdir()
-    if name == "directory":
-        meeting.symlink_to(tmp_path)
-    elif name == "file":
-        meeting.write_bytes(b"mine")
-    else:
-        meeting.mkdir()
-        if name == "foreign":
-            (meeting / "thesis.tex").write_bytes(b"mine")
-        else:
-            (meeting / name).symlink_to(victim)
-    if name in ("rank-1", "open"):  # met while at work: not followed, and removed as what it is
-        os.close(Rendezvous(tmp_path / "out" / "made", 0, 2)._lock)
-    else:
-        with pytest.raises(OutputError):
-            Rendezvous(tmp_path / "out" / "made", 0, 2)
-    assert victim.read_bytes() == b"mine"
-    assert name != "foreign" or (meeting / "thesis.tex").read_bytes() == b"mine"
-
-
-def test_the_lock_of_the_staging_directory_may_be_missing_there_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_without_locks_only_the_run_that_came_last_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
-    """Whatever an earlier run left stays for a machine that can lock it."""
-    with pytest.raises(KeyboardInterrupt), Staging(tmp_path / "out") as claimed:
-        claimed.begin(b"plan", resume=False)
-        raise KeyboardInterrupt
-    left = json.dumps(names_in(tmp_path / ".out.ckptx-partial"))
-
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(OutputError, match="cannot be locked"):
-        Staging(tmp_path / "out")
-    assert json.dumps(names_in(tmp_path / ".out.ckptx-partial")) == left
+    """Whichever of two comes to its end first; the one whose place was taken over says so and leaves all alone."""
+    without_flock(monkeypatch, "ENOSYS")
+    first, last = Staging(tmp_path / "out"), None
+    first.begin(b"plan", resume=False)
+    first.output.write("a", [b"first"])
+    last = Staging(tmp_path / "out")
+    last.begin(b"plan", resume=False)
+    last.output.write("a", [b"last"])
+    if who == "last":
+        last.publish()
+    with pytest.raises(OutputError, match="another ckptx began to write it, too"), first:
+        first.publish()
+    if who == "first":
+        last.publish()
+    assert names_in(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "a").read_bytes() == b"last"

@@ -253,6 +253,11 @@ def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf()), env={"WORLD_SIZE": "2", "RANK": "5"})
 
 
+@situation("environment", "two processes and no place to meet", 7)
+def _(box: Box) -> Any:
+    return Try(hf2dcp(box, box.hf()), env={"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": None, "MASTER_PORT": None})
+
+
 @situation("environment", "COLUMNS is no number", 0)
 def _(box: Box) -> Any:
     return Try(("convert", "hf2dcp", "--help"), env={"COLUMNS": "wide"})
