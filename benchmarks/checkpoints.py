@@ -69,38 +69,53 @@ def _mlp(prefix: str, inner: int, hidden: int) -> Shapes:
 
 
 def experts(layers: int = 48, experts: int = 127) -> Model:
-    """A Qwen3-MoE with an entry for each expert; the defaults are 18,723 tensors and 2.95 GiB in bf16."""
+    """A Qwen3-MoE of small experts, with an entry for each; the defaults are 18,723 tensors and 2.95 GiB in bf16."""
+    return _qwen3_moe(layers, experts, hidden=512, inner=160, heads=8, kv_heads=8, head_dim=64, vocab=32000)
+
+
+def qwen3_moe(layers: int = 3) -> Model:
+    """Layers of Qwen3-30B-A3B, 128 experts of 768 x 2048, and fewer words; three are 1,182 tensors and 3.73 GiB in bf16."""
+    return _qwen3_moe(layers, 128, hidden=2048, inner=768, heads=32, kv_heads=4, head_dim=128, vocab=32000)
+
+
+def _qwen3_moe(
+    layers: int, experts: int, *, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> Model:
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "decoder_sparse_step": 1,
-        "head_dim": 64,
-        "hidden_size": 512,
-        "intermediate_size": 160,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
         "mlp_only_layers": [],
         "model_type": "qwen3_moe",
-        "moe_intermediate_size": 160,
-        "num_attention_heads": 8,
+        "moe_intermediate_size": inner,
+        "num_attention_heads": heads,
         "num_experts": experts,
         "num_experts_per_tok": 8,
         "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": kv_heads,
         "tie_word_embeddings": False,
-        "vocab_size": 32000,
+        "vocab_size": vocab,
     }
-    return Model(_experts_shapes(layers, experts, 512, 160, 64, 32000), config)
+    return Model(_qwen3_moe_shapes(config), config)
 
 
-def _experts_shapes(layers: int, experts: int, hidden: int, inner: int, head: int, vocab: int) -> Shapes:
+def _qwen3_moe_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(layers):
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            yield f"{prefix}self_attn.{name}.weight", (hidden, hidden)
+        yield prefix + "self_attn.q_proj.weight", (q, hidden)
+        yield prefix + "self_attn.k_proj.weight", (kv, hidden)
+        yield prefix + "self_attn.v_proj.weight", (kv, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, q)
         yield prefix + "self_attn.q_norm.weight", (head,)
         yield prefix + "self_attn.k_norm.weight", (head,)
-        yield prefix + "mlp.gate.weight", (experts, hidden)
-        for expert in range(experts):
-            yield from _mlp(f"{prefix}mlp.experts.{expert}.", inner, hidden)
+        yield prefix + "mlp.gate.weight", (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            yield from _mlp(f"{prefix}mlp.experts.{expert}.", config["moe_intermediate_size"], hidden)
         yield prefix + "input_layernorm.weight", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
