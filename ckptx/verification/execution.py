@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -76,25 +77,44 @@ def run(model: nn.Module, batches: Sequence[Inputs], *, backward: bool) -> Outco
     return outcome
 
 
+class Call(NamedTuple):
+    """One call of a module in a forward pass: layers that share one module call it many times.
+
+    Attributes:
+        module: Its canonical name.
+        number: How often it was called before.
+    """
+
+    module: str
+    number: int
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of activations, gathered when it is sharded. Every rank that has a part must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def observed(model: nn.Module, inputs: Inputs, see: Callable[[str, torch.Tensor], None]) -> None:
-    """Runs one batch forward and shows the first tensor each module gives, in the order in which they finish."""
+def observed(model: nn.Module, inputs: Inputs, see: Callable[[Call, torch.Tensor], None]) -> None:
+    """Runs one batch forward and shows the first tensor each call of a module gives, in the order in which they end.
+
+    A wrapper and what is inside of it are one module.
+    """
+    calls: Counter[str] = Counter()
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            call = Call(name, calls[name])
+            calls[name] += 1
             first = _first_tensor(output)
             if first is not None and first.is_floating_point():
-                see(name, first.detach())
+                see(call, first.detach())
 
         return after
 
-    handles = [
-        module.register_forward_hook(hook(canonical_name(name))) for name, module in model.named_modules() if name
-    ]
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(canonical_name(name), module)  # a wrapper comes before what is inside of it
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items() if name]
     try:
         with torch.no_grad():
             _forward(model, inputs)

@@ -39,7 +39,7 @@ from ckptx.runtime.reading import Source, open_source
 from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
 from ckptx.verification import execution, noise
 from ckptx.verification.comparison import Comparison, Reference, difference, furthest
-from ckptx.verification.execution import observed, run
+from ckptx.verification.execution import Call, observed, run
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 
 _ROWS = 2  # of each batch
@@ -123,7 +123,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         numbers = comparison.numbers
         if any(everywhere(any(row["level"] == "forward" for row in rows))):
             with together():
-                numbers["first_divergence"] = _first_divergence(first, model, batches[0], index, place)
+                numbers["first_divergence"] = _first_divergence(first, model, batches[0], place, is_exact=is_exact)
         share = {"rows": rows, "read": ledger.bytes_read, "nbytes": ledger.nbytes, **numbers}
         share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
@@ -251,31 +251,37 @@ def _run_reference(side: _Side, batches: Sequence[Inputs], place: Place, options
     return moved
 
 
-def _first_divergence(side: _Side, model: nn.Module, inputs: Inputs, index: int, place: Place) -> dict[str, Any] | None:
+def _first_divergence(
+    side: _Side, model: nn.Module, inputs: Inputs, place: Place, *, is_exact: bool
+) -> dict[str, Any] | None:
     """The first module, in the order of the reference, whose output is further away than its noise allows.
 
-    Outputs are compared where they have the shape of the reference's: not inside of modules that TP cuts. Ranks of the
-    first data-parallel group run the same batch as the reference.
+    Outputs are compared where they have the shape of the reference's: not inside of modules that TP cuts, and not
+    where experts get other tokens. Every rank runs the same batch as the reference.
     """
-    ours: dict[str, torch.Tensor] = {}
-    observed(model, inputs, lambda name, output: ours.__setitem__(name, execution.whole(output).cpu()))
+    ours = _observed(model, inputs)
     if place.rank:
         return None
     reference = side.whole(place)
-    seen: list[tuple[str, torch.Tensor]] = []
-    observed(reference, inputs, lambda name, output: seen.append((name, output.cpu())))
-    other: dict[str, torch.Tensor] = {}
+    seen = _observed(reference, inputs)
     with noise.moved_embeddings(reference, 0):
-        observed(reference, inputs, lambda name, output: other.__setitem__(name, output.cpu()))
-    for name, output in seen:
-        found = ours.get(name)
-        if found is None or found.shape != output.shape:
+        other = _observed(reference, inputs)
+    for call, output in seen.items():
+        found, moved = ours.get(call), other.get(call)
+        if found is None or moved is None or not found.shape == moved.shape == output.shape:
             continue
-        limit = 0.0 if place.world_size == 1 else noise.ALLOWED * furthest(output, other[name])
+        limit = 0.0 if is_exact else noise.ALLOWED * furthest(output, moved)
         distance = furthest(output, found)
         if not distance <= limit:
-            return {"module": name, "max_abs": distance, "limit": limit}
+            return {"module": call.module, "max_abs": distance, "limit": limit}
     return None
+
+
+def _observed(model: nn.Module, inputs: Inputs) -> dict[Call, torch.Tensor]:
+    """What each call of a module gave, whole, on the CPU, as it was before anything was added to it in place."""
+    found: dict[Call, torch.Tensor] = {}
+    observed(model, inputs, lambda call, output: found.__setitem__(call, execution.whole(output).to("cpu", copy=True)))
+    return found
 
 
 def _report_of(
