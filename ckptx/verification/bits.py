@@ -228,16 +228,24 @@ def _compare(pair: _Pair, a: TensorReader, b: TensorReader) -> dict[str, Any] | 
 
 
 def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> dict[str, Any]:
-    """Index and bytes of the first element that differs, and how many do in its block."""
+    """Index and bytes of the first element that differs, and how many do in its block.
+
+    Of elements smaller than a byte, the first is in the lowest bits; the byte that is shown is the first that differs.
+    """
     import numpy as np
 
-    width = max(1, pair.dtype.bits // 8)
+    bits = pair.dtype.bits
+    width = max(1, bits // 8)
     first = np.frombuffer(a, np.uint8).reshape(-1, width)
     second = np.frombuffer(b, np.uint8).reshape(-1, width)
     different = np.flatnonzero((first != second).any(axis=1))
-    element = block * LEAF // width + int(different[0])
+    elements = block * LEAF // width + different
+    if bits < 8:
+        flipped = np.unpackbits((first ^ second)[different], axis=1, bitorder="little")
+        at_byte, at_bit = flipped.nonzero()
+        elements = np.unique((elements[at_byte] * 8 + at_bit) // bits)
     index: list[int] = []
-    rest = element * (8 // pair.dtype.bits if pair.dtype.bits < 8 else 1)
+    rest = int(elements[0])
     for size in reversed(pair.a.shape):
         index.append(rest % size)
         rest //= size
@@ -246,5 +254,5 @@ def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> d
         "index": index[::-1],
         "a": first[at].tobytes()[::-1].hex(),
         "b": second[at].tobytes()[::-1].hex(),
-        "differing_elements": f"{len(different)} in the first 16 MiB block that differs",
+        "differing_elements": f"{len(elements)} in the first 16 MiB block that differs",
     }
