@@ -50,6 +50,7 @@ def spoiled(draw: st.DrawFn) -> tuple[str, tuple[int, ...], bytes, bytes]:
     return dtype, shape, data, other.to_bytes(nbytes, "little")
 
 
+@settings(max_examples=50, deadline=None)
 @given(spoiled())
 def test_the_first_element_that_differs_is_named(case: tuple[str, tuple[int, ...], bytes, bytes]) -> None:
     dtype, shape, a, b = case
@@ -62,6 +63,7 @@ def test_the_first_element_that_differs_is_named(case: tuple[str, tuple[int, ...
         assert (int(found["a"], 16), int(found["b"], 16)) == (first[different[0]], second[different[0]])
 
 
+@settings(max_examples=50, deadline=None)
 @given(spoiled())
 def test_exchanged_sides_differ_at_the_same_place(case: tuple[str, tuple[int, ...], bytes, bytes]) -> None:
     dtype, shape, a, b = case
@@ -145,7 +147,7 @@ def test_nothing_in_common_is_no_equality(tmp_path: Path) -> None:
 NAMES = ["a", "b", "c.weight", "d"]
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(order=st.permutations(NAMES), spoiled=st.sets(st.sampled_from(NAMES)))
 def test_the_order_in_a_file_is_no_difference(
     tmp_path_factory: pytest.TempPathFactory, order: list[str], spoiled: set[str]

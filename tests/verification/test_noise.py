@@ -41,7 +41,7 @@ def test_every_number_of_16_bits_becomes_one_beside_it(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("width", [32, 64])
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_wider_numbers_become_one_beside_them(width: int, data: st.DataObject) -> None:
     values = np.array(data.draw(st.lists(st.floats(width=width), min_size=1, max_size=8)), f"f{width // 8}")
