@@ -110,7 +110,7 @@ class Comparison:
             limit = 0.0 if self.is_exact else noise.ALLOWED * moved
             parameter = ours.pop(name, None)
             if parameter is None or parameter.grad is None:
-                self._add("gradients", name, max_abs=float(theirs.abs().max()), limit=limit, what="no gradient")
+                self._add("gradients", name, max_abs=_largest(theirs), limit=limit, what="no gradient")
                 continue
             held = None if regions is None else regions(name)
             distance = _distance(theirs, parameter, pieces_of(name, parameter, held))
@@ -122,7 +122,7 @@ class Comparison:
                 worst = name, distance / limit
         for name, parameter in ours.items():
             if parameter.grad is not None and bool(_local(parameter.grad).any()):
-                self._add("gradients", name, max_abs=float(_local(parameter.grad).abs().max()), limit=0.0,
+                self._add("gradients", name, max_abs=_largest(_local(parameter.grad)), limit=0.0,
                           what="the reference has no gradient")  # fmt: skip
         self.numbers |= {"gradients": len(rows), "grad_max_abs": largest, "grad_of_limit": list(worst)}
 
@@ -146,7 +146,7 @@ def furthest(a: torch.Tensor, b: torch.Tensor) -> float:
     if not a.numel():
         return 0.0
     same = (a == b) | (a.isnan() & b.isnan())
-    distance = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"))
+    distance = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
     return float(distance.masked_fill(same, 0.0).max())
 
 
@@ -155,6 +155,10 @@ def _distance(theirs: torch.Tensor, parameter: nn.Parameter, pieces: Sequence[Pi
     assert parameter.grad is not None
     local = _local(parameter.grad)
     return max((furthest(_at(theirs, piece.region), _at(local, piece.local)) for piece in pieces), default=0.0)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _at(tensor: torch.Tensor, region: Region) -> torch.Tensor:

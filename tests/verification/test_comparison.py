@@ -1,0 +1,293 @@
+"""What two runs are told apart by: distances, limits, rows and their names, held against numbers computed by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from torch import nn
+
+from ckptx.catalog.region import Region
+from ckptx.runtime.distributed import Place, process_group
+from ckptx.verification import comparison
+from ckptx.verification.comparison import Comparison, Reference, difference, furthest
+from ckptx.verification.execution import Outcome
+from ckptx.verification.noise import ALLOWED
+
+INF, NAN = math.inf, math.nan
+EPS = 2.0**-23  # of float32
+
+vectors = arrays.arrays(np.float32, st.integers(0, 6), elements=st.floats(width=32))
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    """One process, a group of its own."""
+    with process_group("cpu", "gloo") as found:
+        yield found
+
+
+# ------------------------------------------------------------------------------------------- distances
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 3], 0), ([1, 2, 3], [1, 2.5, 2], 1), ([0, 0], [0, -4], 4), ([0.0], [-0.0], 0),
+        ([NAN, 1], [NAN, 1], 0), ([NAN, 1], [NAN, 3], 2), ([NAN], [0], INF), ([0], [NAN], INF), ([INF], [INF], 0),
+        ([INF], [-INF], INF), ([INF], [1e30], INF), ([INF, 1], [INF, 2], 1), ([NAN], [INF], INF), ([], [], 0),
+        ([3e38], [-3e38], 6e38),
+    ],
+)  # fmt: skip
+def test_furthest(a: list[float], b: list[float], expected: float) -> None:
+    assert furthest(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected, rel=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(vectors, st.data())
+def test_furthest_is_what_numpy_says(a: np.ndarray[Any, Any], data: st.DataObject) -> None:
+    b = data.draw(arrays.arrays(np.float32, a.shape, elements=st.floats(width=32)))
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.where(np.isnan(apart), np.inf, apart))
+    found = furthest(torch.from_numpy(a), torch.from_numpy(b))
+    assert found == apart.max(initial=0)
+    assert found == furthest(torch.from_numpy(b), torch.from_numpy(a))
+    order = data.draw(st.permutations(range(len(a))))
+    assert found == furthest(torch.from_numpy(a[order]), torch.from_numpy(b[order]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(-1000, 1000), min_size=1, max_size=5), st.data())
+def test_furthest_grows_with_what_was_added(values: list[int], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(values) - 1))
+    before, found = torch.tensor(values, dtype=torch.float32), []
+    for by in sorted(data.draw(st.sets(st.integers(0, 1000), min_size=2, max_size=4))):
+        after = before.clone()
+        after[at] += by
+        found.append(furthest(before, after))
+        assert found[-1] == by
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_furthest_of_two_dtypes_is_that_of_their_values(dtype: torch.dtype) -> None:
+    third = torch.tensor([1 / 3, 2.0])
+    assert furthest(third, third.to(dtype)) == abs(float(third[0].double() - third[0].to(dtype).double()))
+    assert furthest(third.to(dtype), third.to(dtype)) == 0
+
+
+def test_divergence_and_cosine() -> None:
+    """Of (1/2, 1/2) from (1/4, 3/4), averaged with a row of no divergence; of (1, 0, 1, 0) and (0, 0, 1, 0)."""
+    p, q = torch.tensor([[[0.5, 0.5], [0.1, 0.9]]]).log(), torch.tensor([[[0.25, 0.75], [0.1, 0.9]]]).log()
+    expected = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    assert comparison._divergence(p, q + 5) == pytest.approx(expected / 2, rel=1e-5)  # a constant changes no chance
+    assert comparison._divergence(q, p) != pytest.approx(expected / 2, rel=1e-2)
+    a, b = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    assert comparison._cosine(a, b) == pytest.approx(1 / math.sqrt(2))
+    assert comparison._cosine(a, -3 * a) == pytest.approx(-1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(st.sampled_from("wxyz"), min_size=1, unique=True)))
+def test_a_difference_is_named_as_on_disk(stored: dict[str, list[str]]) -> None:
+    for name in "abc":
+        names = stored.get(name, [name])
+        row = difference("bytes", 3, name, {key: tuple(each) for key, each in stored.items()})
+        assert (row["level"], row["rank"], row["name"]) == ("bytes", 3, names[0])
+        assert row.get("names", 1) == len(names)
+        assert row.get("model_name", names[0]) == name
+
+
+# ------------------------------------------------------------------------------------------- forward
+
+
+LOGITS = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+
+
+def forward(
+    place: Place, found: torch.Tensor, *, loss: float = 2.0, exact: bool = False, noise: float = 0.25,
+    noise_of_loss: float = 0.125, expected: torch.Tensor = LOGITS, expected_loss: float = 2.0,
+) -> Comparison:  # fmt: skip
+    made = Comparison(place, {"logits": ("logits",)}, exact)
+    made.forward(Reference(Outcome([expected], expected_loss), noise, noise_of_loss, {}), Outcome([found], loss), 0)
+    return made
+
+
+def names_of(made: Comparison) -> list[tuple[str, str]]:
+    return [(row["level"], row["name"]) for row in made.rows]
+
+
+def test_what_is_the_same_differs_nowhere(place: Place) -> None:
+    made = forward(place, LOGITS.clone(), exact=True)
+    assert made.rows == []
+    numbers = made.numbers
+    assert (numbers["max_abs"], numbers["max_abs_limit"], numbers["loss_limit"]) == (0, 0, 0)
+    assert (numbers["loss"], numbers["loss_reference"]) == (2, 2)
+    assert (numbers["kl"], numbers["cosine"]) == (pytest.approx(0, abs=1e-12), pytest.approx(1))
+
+
+@pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logits_may_be_as_far_away_as_the_limit(place: Place, exact: bool, limit: float, sign: int) -> None:
+    for further, names in ((0.0, []), (2.0**-10, [("forward", "logits")])):
+        found = LOGITS.clone()
+        found[0, 1, 0] += sign * (limit + further)
+        made = forward(place, found, exact=exact)
+        assert names_of(made) == names
+        assert (made.numbers["max_abs"], made.numbers["max_abs_limit"]) == (limit + further, limit)
+        assert [(row["max_abs"], row["limit"]) for row in made.rows] == [(limit + further, limit)] * len(names)
+
+
+@pytest.mark.parametrize(
+    ("exact", "noise_of_loss", "limit"),
+    [(True, 0.125, 0.0), (False, 0.125, ALLOWED * 0.125), (False, 0.0, ALLOWED * 2 * EPS)],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_loss_may_too_and_by_its_last_place(
+    place: Place, exact: bool, noise_of_loss: float, limit: float, sign: int
+) -> None:
+    for further, names in ((0.0, []), (2.0**-30, [("forward", "loss")])):
+        for scale in (1, -1):  # a loss may be negative
+            given = {"exact": exact, "noise_of_loss": noise_of_loss, "expected_loss": 2.0 * scale}
+            made = forward(place, LOGITS.clone(), loss=2.0 * scale + sign * (limit + further), **given)  # type: ignore[arg-type]  # of several types
+            assert names_of(made) == names
+            assert made.numbers["loss_limit"] == limit
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("side", ["reference", "checkpoint", "both"])
+def test_what_is_not_finite_differs_even_from_itself(place: Place, value: float, side: str) -> None:
+    bad = LOGITS.clone()
+    bad[0, 0, 0] = bad[0, 1, 1] = value
+    made = forward(
+        place, LOGITS.clone() if side == "reference" else bad, loss=NAN,
+        expected=LOGITS.clone() if side == "checkpoint" else bad, noise=INF,
+    )  # fmt: skip
+    sides = ["reference", "checkpoint"] if side == "both" else [side]
+    assert names_of(made) == [("forward", "logits")] * len(sides)
+    assert all(word in row["what"] for row, each in zip(made.rows, sides, strict=True) for word in ("2", each))
+    assert all(math.isnan(row["max_abs"]) for row in made.rows)
+
+
+def test_a_loss_that_is_no_number_differs(place: Place) -> None:
+    assert names_of(forward(place, LOGITS.clone(), loss=NAN)) == [("forward", "loss")]
+    assert names_of(forward(place, LOGITS.clone(), loss=INF)) == [("forward", "loss")]
+
+
+def test_each_rank_has_its_batch_and_the_loss_is_the_mean_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two, which is told what the reference computed; rank 0 had a loss of 3."""
+    whole = [LOGITS, LOGITS + 8]
+    said = (2.0, 0.0, 0.0, [(tuple(each.shape), each.dtype) for each in whole])
+    sent = iter(whole)
+    monkeypatch.setattr(comparison, "told", lambda value: said)
+    monkeypatch.setattr(comparison, "everywhere", lambda value: [3.0, value])
+    monkeypatch.setattr(comparison, "broadcast", lambda tensor, shape, dtype, place: next(sent))
+    made = Comparison(Place(1, 2, torch.device("cpu")), {}, False)
+    made.forward(None, Outcome([LOGITS + 8], 1.0), 1)
+    assert (made.rows, made.numbers["max_abs"], made.numbers["loss"]) == ([], 0, 2)
+    sent = iter(whole)
+    made.forward(None, Outcome([LOGITS + 8], 1.0), 0)
+    assert [(row["rank"], row["max_abs"]) for row in made.rows] == [(1, 8)]
+
+
+# ------------------------------------------------------------------------------------------- gradients
+
+
+GRADIENT = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+
+
+class Two(nn.Module):
+    """`a` and `b` with these gradients."""
+
+    def __init__(self, a: torch.Tensor | None, b: torch.Tensor | None = None) -> None:
+        super().__init__()
+        for name, grad in (("a", a), ("b", b)):
+            made = nn.Parameter(torch.zeros_like(GRADIENT if grad is None else grad))
+            made.grad = grad
+            setattr(self, name, made)
+
+
+def backward(
+    place: Place, model: nn.Module, *, exact: bool = False, moved: float = 0.25, regions: Any = None,
+    **gradients: torch.Tensor,
+) -> Comparison:  # fmt: skip
+    made = Comparison(place, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
+    expected = Reference(Outcome(gradients=gradients), 0.0, 0.0, dict.fromkeys(gradients, moved))
+    made.backward(expected, model, regions)
+    return made
+
+
+@pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])
+def test_a_gradient_may_be_as_far_away_as_its_limit(place: Place, exact: bool, limit: float) -> None:
+    for further in (0.0, 2.0**-10):
+        found = GRADIENT.clone()
+        found[2, 1] -= limit + further
+        made = backward(place, Two(found, GRADIENT.clone()), exact=exact, a=GRADIENT, b=GRADIENT)
+        assert names_of(made) == ([("gradients", "disk.a")] if further else [])
+        assert all((row["max_abs"], row["limit"]) == (limit + further, limit) for row in made.rows)
+        assert made.gradients == {"a": (limit + further, limit), "b": (0.0, limit)}
+        assert (made.numbers["gradients"], made.numbers["grad_max_abs"]) == (2, limit + further)
+        assert made.numbers["grad_of_limit"] == (["", 0.0] if exact else ["a", (limit + further) / limit])
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_gradient_that_is_no_number_differs(place: Place, value: float) -> None:
+    found = GRADIENT.clone()
+    found[0, 0] = value
+    made = backward(place, Two(found), a=GRADIENT)
+    assert names_of(made) == [("gradients", "disk.a")]
+    assert made.rows[0]["max_abs"] == INF
+    assert made.numbers["grad_of_limit"] == ["a", INF]
+
+
+@pytest.mark.parametrize(("reference", "largest"), [(GRADIENT - 9, 8.0), (torch.empty(0, 2), 0.0)])
+def test_a_gradient_that_is_lost_is_named_with_its_size(place: Place, reference: torch.Tensor, largest: float) -> None:
+    for names in ({"a": reference}, {"c": reference}):  # without a gradient; not in the model at all
+        made = backward(place, Two(None), **names)
+        (row,) = made.rows
+        assert (row["level"], row["max_abs"], row["limit"]) == ("gradients", largest, ALLOWED * 0.25)
+        assert (row["name"], row.get("model_name", "c")) == (("disk.a", "a") if "a" in names else ("c", "c"))
+        assert made.gradients == {}
+
+
+def test_a_gradient_too_many_is_named_unless_it_is_zero(place: Place) -> None:
+    made = backward(place, Two(GRADIENT.clone(), -GRADIENT), a=GRADIENT)
+    (row,) = made.rows
+    assert (row["name"], row["names"], row["model_name"], row["max_abs"], row["limit"]) == ("b.0", 2, "b", 6, 0)
+    assert backward(place, Two(GRADIENT.clone(), torch.zeros(2)), a=GRADIENT).rows == []
+
+
+def test_a_rank_is_held_against_the_rows_that_it_has(place: Place) -> None:
+    """Rows 0 and 2 of three; what the reference has in row 1 is another rank's."""
+    held = [Region((0, 0), (1, 2)), Region((2, 0), (1, 2))]
+    model = Two(None)
+    local = GRADIENT[[0, 2]].clone()
+    model.a = nn.Parameter(torch.zeros(2, 2))
+    model.a.grad = local
+    assert backward(place, model, regions=lambda name: held, a=GRADIENT).rows == []
+    other = GRADIENT.clone()
+    other[1] = 1e6
+    assert backward(place, model, regions=lambda name: held, a=other).rows == []
+    local[1, 0] += 3
+    made = backward(place, model, regions=lambda name: held, a=other)
+    assert [(row["name"], row["max_abs"]) for row in made.rows] == [("disk.a", 3)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(order=st.permutations(["x", "y", "z"]), far=st.sets(st.sampled_from("xyz")))
+def test_the_order_of_names_is_no_difference(place: Place, order: list[str], far: set[str]) -> None:
+    model = nn.Module()
+    for name in order:
+        made = nn.Parameter(torch.zeros(2))
+        made.grad = torch.full((2,), 9.0 if name in far else 1.0)
+        setattr(model, name, made)
+    expected = {name: torch.ones(2) for name in "xyz"}
+    assert [row["name"] for row in backward(place, model, **expected).rows] == sorted(far)
