@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -317,8 +317,8 @@ def _report_of(
         "differing": rows,
         "max_abs": max(share["max_abs"] for share in everyone),
         "max_abs_limit": first["max_abs_limit"],
-        "kl": max(share["kl"] for share in everyone),
-        "cosine": min(share["cosine"] for share in everyone),
+        "kl": max((share["kl"] for share in everyone), key=_badness),
+        "cosine": max((share["cosine"] for share in everyone), key=lambda found: _badness(-found)),
         "loss": first["loss"],
         "loss_reference": first["loss_reference"],
         "loss_limit": first["loss_limit"],
@@ -341,6 +341,11 @@ def _report_of(
         bytes_read_per_rank=[share["read"] for share in everyone],
         **{name: _plain(value) for name, value in found.items()},
     )
+
+
+def _badness(value: float) -> tuple[bool, float]:
+    """What to order numbers by: on whichever rank one is none, that is the worst; `max` takes what comes first."""
+    return isnan(value), value
 
 
 def _worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:

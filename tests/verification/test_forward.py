@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 from support.small import PLACE, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
 from torch import nn
 
-from ckptx.verification import forward
+from ckptx.errors import UnsupportedError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.report import Log
+from ckptx.verification import execution, forward, noise
 
 IDS = [[0, 1], [2, 3]]
 
@@ -70,3 +75,124 @@ def test_experts_that_get_other_tokens_are_not_compared(ids: list[list[int]]) ->
     found = first_divergence(Chosen(), other, ids, is_exact=False)
     assert found is not None
     assert (found["module"], found["max_abs"]) == ("last", 1.0)
+
+
+# ------------------------------------------------------------------------------------------- the noise of a reference
+
+
+def reference_of(model: nn.Module, *, backward: bool = True) -> Any:
+    options = forward.RunOptions(backward=backward)
+    return forward._run_reference(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], PLACE, options)
+
+
+def test_noise_is_how_far_the_outputs_of_moved_embeddings_are() -> None:
+    """Embeddings of 3 move by one ULP, and outputs by 4; the gradient 2 * e * s^2 / 8 / 2 of an embedding by 2."""
+    found = reference_of(Scaled())
+    assert (found.outcome.loss, found.logits) == (144, 4 * ULP)
+    assert found.gradients.keys() == {"embed.weight", "scale"}
+    assert found.gradients["embed.weight"] == 2 * ULP
+    assert found.is_repeatable
+
+
+def test_noise_is_the_largest_of_all_draws() -> None:
+    model, batches = Scaled(), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])]
+    expected = execution.run(model, batches, backward=True)
+    expected.gradients = {name: each.clone() for name, each in expected.gradients.items()}
+    losses, scales = [], []
+    for draw in range(noise.DRAWS):
+        with noise.moved_embeddings(model, draw):
+            other = execution.run(model, batches, backward=True)
+        losses.append(abs(other.loss - expected.loss))
+        scales.append(float((other.gradients["scale"] - expected.gradients["scale"]).abs().max()))
+    found = reference_of(Scaled())
+    assert (found.loss, found.gradients["scale"]) == (max(losses), max(scales))
+    assert len(set(losses)) > 1, "else any draw would do"
+
+
+def test_without_a_backward_pass_there_are_no_gradients() -> None:
+    found = reference_of(Scaled(), backward=False)
+    assert (found.logits, found.gradients, found.outcome.gradients) == (4 * ULP, {}, {})
+
+
+def test_a_model_without_embeddings_has_no_noise() -> None:
+    model = Scaled()
+    weight = model.embed.weight
+    del model.embed
+    model.embed = lambda ids: weight[ids]  # type: ignore[assignment]  # a function is called as a module is
+    found = reference_of(model)
+    assert (found.logits, found.loss, found.gradients) == (0, 0, {"scale": 0})
+
+
+# ------------------------------------------------------------------------------------------- the report of all ranks
+
+
+def share_of(**found: Any) -> dict[str, Any]:
+    """What one rank tells the others."""
+    plain: dict[str, Any] = {
+        "rows": [], "read": 10, "nbytes": 8, "max_abs": 0.0, "max_abs_limit": 1.0, "kl": 0.0, "cosine": 1.0,
+        "loss": 2.0, "loss_reference": 2.0, "loss_limit": 0.5, "gradients": 3, "grad_max_abs": 0.0,
+        "grad_of_limit": ["", 0.0], "by_tensor": {},
+    }  # fmt: skip
+    return plain | found
+
+
+def report_of(*shares: dict[str, Any], backward: bool = True) -> dict[str, Any]:
+    options = forward.RunOptions(ParallelDims(tp=2), backward=backward)
+    found: dict[str, Any] = forward._report_of(5, options, 0, list(shares), ["text"], []).to_dict()
+    json.loads(json.dumps(found, allow_nan=False))
+    return found
+
+
+def test_the_report_has_the_worst_of_all_ranks() -> None:
+    first = share_of(max_abs=0.25, kl=0.5, cosine=0.75, grad_max_abs=1.0, grad_of_limit=["a", 0.5], nbytes=6)
+    second = share_of(max_abs=0.5, kl=0.25, cosine=0.5, grad_max_abs=2.0, grad_of_limit=["b", 0.25], read=30)
+    for shares in ((first, second), (second, first)):
+        found = report_of(*shares)
+        assert (found["exit"], found["bytes_read"]) == (0, 40)
+        assert found["bytes_read_per_rank"] == [each["read"] for each in shares]
+        numbers = [found[name] for name in ("max_abs", "kl", "cosine", "grad_max_abs", "grad_of_limit")]
+        assert numbers == [0.5, 0.5, 0.5, 2.0, ["a", 0.5]]
+        assert [row["max_abs"] for row in found["ranks"]] == [each["max_abs"] for each in shares]
+        assert [row["bytes"] for row in found["ranks"]] == [each["nbytes"] for each in shares]
+    assert (found["compared"], found["tensors"], found["world_size"]) == (5, 5, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_no_number_on_one_rank_is_none_in_the_report(rank: int) -> None:
+    shares = [share_of(kl=0.5, cosine=0.5), share_of(kl=0.25, cosine=0.75)]
+    shares[rank] |= {"kl": float("nan"), "cosine": float("nan"), "max_abs": float("inf")}
+    found = report_of(*shares)
+    assert (found["kl"], found["cosine"], found["max_abs"]) == ("nan", "nan", "inf")
+    assert found["ranks"][rank]["kl"] == "nan"
+
+
+def test_a_row_of_any_rank_makes_the_exit_1() -> None:
+    row = {"level": "bytes", "rank": 1, "name": "x", "max_abs": float("nan")}
+    found = report_of(share_of(), share_of(rows=[row]))
+    assert (found["exit"], found["differing"]) == (1, [row | {"max_abs": "nan"}])
+    assert [each["differing"] for each in found["ranks"]] == [0, 1]
+
+
+def test_without_a_backward_pass_the_report_has_no_gradients() -> None:
+    share = share_of()
+    for name in ("gradients", "grad_max_abs", "grad_of_limit"):
+        del share[name]
+    found = report_of(share, backward=False)
+    assert [found[name] for name in ("gradients", "grad_max_abs", "grad_of_limit")] == [None] * 3
+
+
+def test_each_gradient_is_that_of_the_rank_where_it_is_furthest() -> None:
+    shares = [share_of(by_tensor=found) for found in (
+        {"a": (0.5, 1.0), "b": (0.0, 4.0)}, {"a": (0.75, 2.0)}, {"a": (0.25, 3.0), "c": (float("inf"), 1.0)},
+    )]  # fmt: skip
+    rows = forward._worst_by_tensor(shares, {"a": ("disk.a",)})
+    assert [(row["rank"], row["name"], row["max_abs"], row["limit"]) for row in rows] == [
+        (1, "disk.a", 0.75, 2.0), (0, "b", 0.0, 4.0), (2, "c", "inf", 1.0),
+    ]  # fmt: skip
+    assert {row["level"] for row in rows} == {"gradients"}
+
+
+def test_stages_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    options = forward.RunOptions(ParallelDims(pp=2))
+    with pytest.raises(UnsupportedError, match="--pp"):
+        forward.verify_run(tmp_path / "gone", tmp_path / "gone", options, Log())
