@@ -32,12 +32,12 @@ def test_every_number_of_16_bits_becomes_one_beside_it(dtype: torch.dtype) -> No
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     info = torch.finfo(dtype)
     usual = every.isfinite() & (every.abs().double() >= info.tiny) & (every.abs().double() < info.max)
-    line = every[every.isfinite()].double().unique()  # sorted
-    for seed in range(4):
+    line = np.unique(every[every.isfinite()].double().numpy())  # sorted
+    for seed in range(2):
         found = moved(every, seeded(seed))
         assert torch.equal(bits_of(found)[~usual], bits_of(every)[~usual])
-        before, after = (torch.searchsorted(line, each[usual].double()) for each in (every, found))
-        assert (after - before).unique().tolist() == [-1, 1]
+        before, after = (np.searchsorted(line, each[usual].double().numpy()) for each in (every, found))
+        assert set(after - before) == {-1, 1}
 
 
 @pytest.mark.parametrize("width", [32, 64])
