@@ -1,0 +1,202 @@
+"""`verify --run` as a command: which ranks are started with which options, and what is adopted of their report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptx.errors import EnvironmentProblem, PeerFailure, UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.documents import RunReport
+from ckptx.report.report import Log
+from ckptx.verification import running
+from ckptx.verification.running import verify_running
+
+A, B = Path("a"), Path("b")
+
+
+def report(**changes: Any) -> RunReport:
+    made: dict[str, Any] = {
+        "command": "verify", "exit": 0, "tensors": 4, "bytes_read": 7, "compared": 4, "world_size": 2,
+        "layout": {"tp": 2, "pp": 1, "dp_shard": 1}, "stages": 1, "inputs": ["text"], "wrapped_layers": 0,
+        "bytes_read_per_rank": [3, 4], "differing": [], "max_abs": 0.5, "max_abs_limit": 1.0, "kl": 0.0,
+        "cosine": "nan", "loss": 1.0, "loss_reference": 1.0, "loss_limit": 0.0, "gradients": 4, "grad_max_abs": 0.0,
+        "grad_of_limit": ["x", 0.5], "first_divergence": None, "gradient_differences": [], "warnings": ["said"],
+        "peak_rss": 123456789, "seconds": 99.0,
+    }  # fmt: skip
+    return RunReport(**made | changes)
+
+
+class Launched:
+    """Instead of processes: remembers what would be started, and gives a report."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.document: dict[str, Any] = json.loads(json.dumps(report().to_dict() | changes))
+        self.arguments: list[str] = []
+        self.world_size = 0
+
+    def __call__(self, arguments: list[str], world_size: int) -> dict[str, Any]:
+        self.arguments, self.world_size = arguments, world_size
+        return self.document
+
+    def given(self, option: str) -> str | None:
+        return self.arguments[self.arguments.index(option) + 1] if option in self.arguments else None
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    made = Launched()
+    monkeypatch.setattr(running, "launch", made)
+    monkeypatch.setattr(running, "is_launched", lambda: False)
+    return made
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is run in this process."""
+    from ckptx.verification import forward
+
+    calls: list[Any] = []
+
+    def run(*given: Any) -> RunReport:
+        calls.append(given)
+        return report()
+
+    monkeypatch.setattr(forward, "verify_run", run)
+    return calls
+
+
+PLAN = {"model.layers.*.mlp.up_proj": "colwise"}
+
+
+@pytest.mark.parametrize(("tp", "dp_shard"), [(2, 1), (1, 3), (2, 2)])
+def test_as_many_ranks_are_started_as_the_mesh_has(launched: Launched, tp: int, dp_shard: int) -> None:
+    verify_running(A, B, tp=tp, dp_shard=dp_shard)
+    assert launched.world_size == tp * dp_shard
+    assert launched.arguments[:4] == ["verify", "a", "b", "--run"]
+    assert (launched.given("--tp"), launched.given("--dp-shard")) == (str(tp), str(dp_shard))
+    assert not {"--compile", "--no-backward", "--trust-remote-code", "--tp-plan"} & {*launched.arguments}
+
+
+def test_ranks_get_every_option(launched: Launched, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(PLAN))
+    verify_running(
+        A, B, tp=2, tp_plan=str(plan), device="cpu", backend="gloo", compute_dtype="fp32", compile=True,
+        activation_checkpointing="full", ac_scope="language", backward=False, trust_remote_code=True,
+    )  # fmt: skip
+    expected = {
+        "--device": "cpu", "--backend": "gloo", "--compute-dtype": "fp32", "--activation-checkpointing": "full",
+        "--ac-scope": "language", "--tp-plan": str(plan),
+    }  # fmt: skip
+    assert {option: launched.given(option) for option in expected} == expected
+    assert {"--compile", "--no-backward", "--trust-remote-code"} <= {*launched.arguments}
+
+
+def test_the_command_understands_what_ranks_are_started_with(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What one process hands on is what the other is given, option by option."""
+    from click.testing import CliRunner
+
+    from ckptx.cli.main import cli
+
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(PLAN))
+    given: dict[str, Any] = {
+        "tp": 2, "dp_shard": 3, "tp_plan": str(plan), "device": "cpu", "backend": "gloo", "compute_dtype": "fp16",
+        "activation_checkpointing": "selective", "ac_scope": "vision", "compile": True, "backward": False,
+        "trust_remote_code": True,
+    }  # fmt: skip
+    verify_running(A, B, **given)
+    heard: list[dict[str, Any]] = []
+    monkeypatch.setattr(running, "verify_running", lambda *paths, **options: heard.append(options) or report())
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    arguments = [str(tmp_path / each) if each in ("a", "b") else each for each in launched.arguments]
+    result = CliRunner().invoke(cli, arguments, standalone_mode=False)
+    assert result.return_value == 0, result.output
+    assert {name: heard[0].get(name) for name in given} == given
+
+
+def test_the_report_of_rank_0_is_adopted_and_time_and_memory_are_our_own(launched: Launched) -> None:
+    log = Log()
+    found = verify_running(A, B, tp=2, log=log)
+    theirs = launched.document
+    assert (found.peak_rss_rank_0, theirs["peak_rss"]) == (123456789, 123456789)
+    assert found.peak_rss != 123456789 and found.seconds < 99
+    ours = json.loads(json.dumps(found.to_dict()))
+    assert {name for name in theirs if ours[name] != theirs[name]} <= {"seconds", "peak_rss", "peak_rss_rank_0"}
+    assert list(log.notes) == ["said"]
+
+
+@pytest.mark.parametrize("code", [3, 4, 7])
+def test_an_error_of_rank_0_is_raised_with_its_exit(launched: Launched, code: int) -> None:
+    launched.document |= {"error": "a: no config.json", "exit": code}
+    log = Log()
+    with pytest.raises(PeerFailure, match=r"^a: no config\.json$") as error:
+        verify_running(A, B, tp=2, log=log)
+    assert (error.value.exit_code, error.value.is_said) == (code, False)
+    assert list(log.notes) == ["said"]
+
+
+def test_one_rank_is_run_here(launched: Launched, asked: list[Any]) -> None:
+    log = Log()
+    verify_running(A, B, device="cpu", compute_dtype="bf16", backward=False, compile=True, log=log)
+    assert launched.world_size == 0
+    ((reference, checkpoint, options, said),) = asked
+    assert (reference, checkpoint, said) == (A, B, log)
+    assert options.dims == ParallelDims()
+    assert (options.device, options.dtype, options.backward, options.compile) == ("cpu", "bf16", False, True)
+    assert (options.backend, options.activation_checkpointing, options.scope) == ("auto", "none", "all")
+    assert (options.tp_plan, options.trust_remote_code) == (None, False)
+
+
+def test_a_rank_that_was_started_starts_no_others(
+    launched: Launched, asked: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(running, "is_launched", lambda: True)
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    given = {"activation_checkpointing": "full", "ac_scope": "audio", "backend": "gloo", "trust_remote_code": True}
+    verify_running(A, B, tp=2, dp_shard=2, tp_plan=str(tmp_path / "plan.json"), **given)  # type: ignore[arg-type]  # of several types
+    assert launched.world_size == 0
+    options = asked[0][2]
+    assert (options.dims, options.tp_plan) == (ParallelDims(tp=2, dp_shard=2), PLAN)
+    assert (options.activation_checkpointing, options.scope) == ("full", "audio")
+    assert (options.backend, options.trust_remote_code) == ("gloo", True)
+
+
+def test_without_torch_the_package_is_named(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ckptx.verification.forward", None)
+    with pytest.raises(EnvironmentProblem, match="--run"):
+        verify_running(A, B)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device": "tpu"}, ("--device", '"tpu"', "cpu", "cuda")),
+        ({"backend": "mpi"}, ("--backend", '"mpi"', "gloo", "nccl")),
+        ({"compute_dtype": "int8"}, ("--compute-dtype", '"int8"', "bf16", "fp16", "fp32")),
+        ({"activation_checkpointing": "some"}, ("--activation-checkpointing", '"some"', "submodule")),
+        ({"ac_scope": "text"}, ("--ac-scope", '"text"', "language", "vision", "audio")),
+        ({"ac_scope": "vision"}, ("--ac-scope", "--activation-checkpointing")),
+        ({"tp_plan": "gone.json"}, ("--tp-plan", "--tp 2")),
+        ({"tp_plan": "gone.json", "dp_shard": 2}, ("--tp-plan", "--tp 2")),
+        ({"tp_plan": "gone.json", "tp": 2}, ("gone.json",)),
+        ({"tp": 0}, ("tp", "0")),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_starts(
+    launched: Launched, asked: list[Any], given: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        verify_running(A, B, **given)
+    assert all(word in str(error.value) for word in said)
+    assert (launched.world_size, asked) == (0, [])

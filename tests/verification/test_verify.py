@@ -1,0 +1,71 @@
+"""`ckptx.verify`: which of the two comparisons is made, with which options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptx
+from ckptx.errors import InputError, UsageError
+from ckptx.verification import bits, running
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was compared: which way, of what, how."""
+    found: list[Any] = []
+    monkeypatch.setattr(bits, "verify", lambda *paths, **options: found.append(("bits", paths, options)))
+    monkeypatch.setattr(running, "verify_running", lambda *paths, **options: found.append(("run", paths, options)))
+    return found
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "a", tmp_path / "b"
+
+
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [(False, {"dtype": "bf16", "workers": 2, "max_memory": 9}), (True, {"tp": 2, "backward": False, "tp_plan": ""})],
+)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_options_reach_the_one_that_has_them(
+    made: list[Any], pair: tuple[Path, Path], kind: Any, run: bool, options: dict[str, Any]
+) -> None:
+    other = {"dtype": None, "tp": None} | options  # None is not given
+    ckptx.verify(kind(pair[0]), kind(pair[1]), run=run, **other)
+    assert made == [("run" if run else "bits", pair, options)]
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "said"),
+    [
+        (False, {"tp": 1}, ("--tp", "--run")),
+        (False, {"backward": False}, ("--backward", "--run")),
+        (False, {"trust_remote_code": True}, ("--trust-remote-code", "--run")),
+        (True, {"dtype": "bf16"}, ("--dtype", "--compute-dtype")),
+        (True, {"workers": 2}, ("--workers", "--run")),
+        (True, {"pp": 2}, ("--pp",)),
+        (False, {"nonsense": 0}, ("--nonsense",)),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    made: list[Any], pair: tuple[Path, Path], run: bool, options: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        ckptx.verify(*pair, run=run, **options)
+    assert str(error.value).startswith(f"{said[0]}: ")
+    assert all(word in str(error.value) for word in said)
+    assert made == []
+
+
+@pytest.mark.parametrize("run", [False, True])
+def test_what_is_not_there_is_refused_by_its_name(made: list[Any], pair: tuple[Path, Path], run: bool) -> None:
+    for paths in ((pair[0] / "gone", pair[1]), (pair[0], pair[1] / "gone")):
+        with pytest.raises(InputError, match="gone"):
+            ckptx.verify(*paths, run=run)
+    assert made == []
