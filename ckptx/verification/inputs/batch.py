@@ -46,7 +46,7 @@ def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0) -> In
         seed: Other seeds give other tokens, pixels and sounds.
 
     Raises:
-        UnsupportedError: The model neither reads text nor writes it.
+        UnsupportedError: The model neither reads text nor writes it, or has special tokens alone.
     """
     generator = torch.Generator().manual_seed(seed)
     kind = str(config.get("model_type"))
@@ -86,7 +86,7 @@ def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator) ->
     """Random tokens that stand for nothing but themselves, (rows, length).
 
     Raises:
-        UnsupportedError: The model reads no tokens.
+        UnsupportedError: The model reads no tokens, or has none but special ones.
     """
     words = text_config(config).get("vocab_size")
     if not isinstance(words, int):
@@ -96,6 +96,11 @@ def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator) ->
         )
     special = {value for key, value in _numbers(config) if key.endswith(("_token_id", "_token_index"))}
     vocabulary = [token for token in range(_FIRST, words) if token not in special]
+    if not vocabulary:
+        raise UnsupportedError(
+            f"{config.get('model_type')}: found a vocab_size of {words}, needed a token from {_FIRST} on that is not "
+            "special; compare the bytes without --run"
+        )
     allowed = torch.tensor(vocabulary[: 1 << 16])
     return allowed[torch.randint(0, len(allowed), (rows, LENGTH), generator=generator)]
 
