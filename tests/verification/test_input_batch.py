@@ -52,8 +52,14 @@ def test_tokens_are_of_the_vocabulary_and_none_is_special(
 
 
 def test_all_other_tokens_are_drawn() -> None:
-    config = {**TEXT, "vocab_size": 9, "eos_token_id": 5, "nested": {"image_token_id": 8}, "pad_token_id": None}
-    assert {*inputs_for(config, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 6, 7}
+    config = {
+        **TEXT,
+        "vocab_size": 9,
+        "eos_token_id": 5,
+        "nested": {"image_token_id": 8, "audio_token_index": 7},
+        "pad_token_id": None,
+    }
+    assert {*inputs_for(config, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 6}
     other = {**TEXT, "vocab_size": 9, "layers": 5, "eos_token_ids": 6, "use_token_id": True, "token_id_count": 7}
     assert {*inputs_for(other, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 5, 6, 7, 8}
 
