@@ -74,7 +74,7 @@ def experts(layers: int = 48, experts: int = 127) -> Model:
 
 
 def qwen3_moe(layers: int = 3) -> Model:
-    """Layers of Qwen3-30B-A3B, 128 experts of 768 x 2048, and fewer words; three are 1,182 tensors and 3.73 GiB in bf16."""
+    """Layers of Qwen3-30B-A3B, 128 experts of 768 x 2048, with fewer words; three are 1,182 tensors and 3.73 GiB."""
     return _qwen3_moe(layers, 128, hidden=2048, inner=768, heads=32, kv_heads=4, head_dim=128, vocab=32000)
 
 

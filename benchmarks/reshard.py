@@ -1,9 +1,10 @@
 """Times cutting for a mesh and merging again, and measures what the cut is good for.
 
-    python benchmarks/reshard.py [--rounds 5] [--parts llama,experts,flat,loading,planning] [--ram /dev/shm]
+    python benchmarks/reshard.py [--rounds 5] [--parts llama,experts,qwen3-moe,flat,loading,planning] [--ram /dev/shm]
 
-llama, experts: whole processes against `cp -r`. flat: peak RSS against size. loading: bytes that stock `dcp.load`
-reads on one rank, from a DCP whose tensors are whole and from one that is cut. planning: `--dry-run` for 1,024 ranks.
+llama, experts, qwen3-moe: whole processes against `cp -r`. flat: peak RSS against size. loading: bytes that stock
+`dcp.load` reads on one rank, from a DCP whose tensors are whole and from one that is cut. planning: `--dry-run` for
+1,024 ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from checkpoints import deepseek, experts, llama, write_checkpoint
+from checkpoints import deepseek, experts, llama, qwen3_moe, write_checkpoint
 from measure import CKPTX, HERE, STOCK, Row, Step, arguments_of, growing, publish, race, size_of, table, timed, timings
 
 _RESHARD = [*CKPTX, "reshard"]
@@ -159,7 +160,7 @@ def planning_table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Runs the parts asked for and writes the tables."""
-    arguments = arguments_of(__doc__, ("llama", "experts", "flat", "loading", "planning"))
+    arguments = arguments_of(__doc__, ("llama", "experts", "qwen3-moe", "flat", "loading", "planning"))
     parts, rounds = arguments.parts, arguments.rounds
     results: dict[str, Any] = {}
     tables = []
@@ -167,7 +168,8 @@ def main() -> None:
         work = Path(directory)
         models = {
             "llama": ("Llama, 183 tensors, 1.92 GiB, RAM disk", llama()),
-            "experts": ("Experts, 18,723 tensors, 2.95 GiB, RAM disk", experts()),
+            "experts": ("Small experts, 18,723 tensors, 2.95 GiB, RAM disk", experts()),
+            "qwen3-moe": ("Layers of Qwen3-30B-A3B, 1,182 tensors, 3.73 GiB, RAM disk", qwen3_moe()),
         }
         for part, (title, model) in models.items():
             if part in parts:
