@@ -28,7 +28,6 @@ from ckptx.architecture.flags import UnmeasurableFlagError, config_tree, flag_pl
 from ckptx.architecture.meta_model_names import changes, dialects, loader, name_patterns, names_on_disk
 from ckptx.architecture.meta_model_structure import structure_of
 from ckptx.architecture.patterns import patterns_of, regex_for_patterns
-from ckptx.architecture.plan_overrides import override_keys
 from ckptx.architecture.spec import NEVER, Architecture, TieFlag, TiePair
 from ckptx.architecture.spellings import aligned_spellings
 from ckptx.architecture.structure import Structure
@@ -132,7 +131,7 @@ def derive(
         origin=origin,
         transformers_version=VERSION,
         ignored=tuple(sorted(_ignored(model))),
-        structure=structure_of(model, changes(model, disk), override_keys()),
+        structure=structure_of(model, changes(model, disk)),
     )
 
 
@@ -142,7 +141,7 @@ def names_of(model: PreTrainedModel, known: Names) -> Names:
     if not patterns_of(model.state_dict(keep_vars=True)) <= patterns:
         disk = names_on_disk(model)
         patterns |= name_patterns(model, disk) | _opaque(model)
-        structure = structure.joined(structure_of(model, changes(model, disk), override_keys()))
+        structure = structure.joined(structure_of(model, changes(model, disk)))
     return Names(patterns, ignored, structure)
 
 

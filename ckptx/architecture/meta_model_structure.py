@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import Scope, attempt, keys_of
 from ckptx.architecture.flags import config_tree, path_of
 from ckptx.architecture.meta_model_configs import class_default, class_defaults, config_around, read
@@ -38,26 +39,6 @@ _LAST = frozenset(
 )  # fmt: skip
 # Of those, the ones that are registered before the layers only if they run after them all the same.
 _LAST_ANYWHERE = _LAST - {"LayerNorm", "embedding_norm", "layer_norm", "layernorm", "rms_norm"}
-# Model types whose layers are no list that runs from its first to its last.
-_NO_STACKS: Mapping[str, str] = {
-    "albert": "one group of layers runs many times",
-    "blt": "three models in a row, with lists of their own",
-    "deberta": "every layer reads one table of relative positions",
-    "deberta-v2": "every layer reads one table of relative positions",
-    "flaubert": "attentions and feed-forward parts are separate lists",
-    "fsmt": "the decoder's input embedding is the output embedding too",
-    "funnel": "blocks of blocks, with a decoder that reads the first",
-    "hrm_text": "two lists run in turns",
-    "idefics": "cross attention layers are a list of their own",
-    "lxmert": "three lists for two modalities",
-    "pi0": "two lists of layers run side by side",
-    "reformer": "layers are reversible and run in pairs of streams",
-    "rag": "a retriever and a generator",
-    "seamless_m4t": "up to four lists for speech and text",
-    "seamless_m4t_v2": "up to four lists for speech and text",
-    "speecht5": "encoder and decoder wrapped in several pre-nets",
-    "xlm": "attentions and feed-forward parts are separate lists",
-}
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 _COUNTS_BY_ROLE = {
     "encoder": ("encoder_layers", "num_encoder_layers", *_COUNTS),
@@ -81,17 +62,12 @@ _CANDIDATE_KEYS = frozenset(key for pair in _CANDIDATES for each in pair for key
 _CUTS = {"colwise": -2, "rowwise": -1}  # the dim whose heads matter; styles that gather or split need no heads
 
 
-def structure_of(
-    model: PreTrainedModel,
-    changes: tuple[frozenset[Change], frozenset[Change]],
-    more_keys: Mapping[str, frozenset[str]],
-) -> Structure:
-    """What `model` says about itself.
+def structure_of(model: PreTrainedModel, changes: tuple[frozenset[Change], frozenset[Change]]) -> Structure:
+    """What `model` says about itself, with defaults for the keys that the rows by hand read, too.
 
     Args:
         model: On the meta device.
         changes: Of its names, see `meta_model_names`.
-        more_keys: Per model type, keys of the text config that overrides will read.
     """
     names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
     plan = {key: style for key, style in (model.tp_plan or {}).items() if is_live(key, names)}
@@ -113,7 +89,7 @@ def structure_of(
         variants=frozenset(_sized(model, change, tree) for change in changes[1]),
     )
     keys = {key for each in bare.expressions() for key in keys_of(each)}
-    keys |= {below(bare.text, key) for key in more_keys.get(bare.text_type, ())}
+    keys |= {below(bare.text, key) for key in plan_keys(bare.text_type, str(model.config.model_type))}
     defaults, aliases = class_defaults(keys, model.config, bare.expressions())
     return dataclasses.replace(bare, defaults=defaults, aliases=aliases)
 
@@ -122,7 +98,7 @@ def structure_of(
 
 
 def _stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[LayerStack, ...]:
-    if str(model.config.model_type) in _NO_STACKS or not _reads_text(model):
+    if corrections_of(str(model.config.model_type)).no_stacks or not _reads_text(model):
         return ()
     encoder, decoder = _call(model, "get_encoder"), _call(model, "get_decoder")
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False)) and encoder not in (None, decoder, model)

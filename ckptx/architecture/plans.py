@@ -1,6 +1,7 @@
 """From a structure and a ``config.json`` to what the layout needs: plan, stacks, conversions in numbers.
 
-Order of trust for a plan: the overrides, then the model's own plan; what neither names is replicated.
+Order of trust for a plan: the rows by hand (`corrections`), then the model's own plan; what neither names is
+replicated.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptx.architecture.correction_rows import PlanRow, spelled_out
+from ckptx.architecture.corrections import absent_rows, plan_rows
 from ckptx.architecture.expressions import Scope, attempt, evaluate
-from ckptx.architecture.plan_overrides import ABSENT, OVERRIDES, Override, spelled_out
 from ckptx.architecture.structure import Change, Heads, LayerStack, Structure, is_live, op_parts, under
 from ckptx.errors import InputError
 from ckptx.layout.stages import Stack
@@ -21,11 +23,14 @@ from ckptx.untrusted.limits import LAYERS
 _VOCABULARY = "vocabulary rows"
 
 
-def plan_of(structure: Structure, config: Mapping[str, Any], names: frozenset[str], version: str) -> TensorParallelPlan:
-    """The plan of a class: its overrides, and below them its own plan.
+def plan_of(
+    structure: Structure, model_type: str, config: Mapping[str, Any], names: frozenset[str], version: str
+) -> TensorParallelPlan:
+    """The plan of a class: its plan rows, and below them its own plan.
 
     Args:
         structure: Of the class.
+        model_type: Of its config.
         config: The contents of `config.json`.
         names: Patterns of its tensors.
         version: Of the transformers library that was asked.
@@ -41,7 +46,7 @@ def plan_of(structure: Structure, config: Mapping[str, Any], names: frozenset[st
         for pattern, style in structure.plan.items()
     }
     plan = TensorParallelPlan(own)
-    overrides = dict(_override_rules(structure, scope))
+    overrides = dict(_rules_by_hand(structure, model_type, scope))
     ends = ((structure.embedding, "embedding_rowwise"), (structure.head, "colwise_gather_output"))
     for path, style in ends:
         if path and structure.stacks and is_live(path, names) and path not in overrides and path not in own:
@@ -82,9 +87,9 @@ def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Con
     )
 
 
-def lacks(structure: Structure, name: str, config: Mapping[str, Any]) -> bool:
+def lacks(structure: Structure, model_type: str, name: str, config: Mapping[str, Any]) -> bool:
     """Whether the model has no use for a tensor, although its pattern is one of the class."""
-    rows = ABSENT.get(structure.text_type, ())
+    rows = absent_rows(structure.text_type, model_type)
     if not rows:
         return False
     pattern = pattern_of(name)
@@ -98,8 +103,8 @@ def lacks(structure: Structure, name: str, config: Mapping[str, Any]) -> bool:
     return False
 
 
-def _override_rules(structure: Structure, scope: Scope) -> Iterator[tuple[str, Rule]]:
-    for row in OVERRIDES.get(structure.text_type, ()):
+def _rules_by_hand(structure: Structure, model_type: str, scope: Scope) -> Iterator[tuple[str, Rule]]:
+    for row in plan_rows(structure.text_type, model_type):
         if not attempt(under(row.when, structure.text), scope):
             continue
         groups = [attempt(under(each, structure.text), scope) for each in row.groups]
@@ -120,7 +125,7 @@ def _override_rules(structure: Structure, scope: Scope) -> Iterator[tuple[str, R
             )
 
 
-def _placed(row: Override, structure: Structure) -> Iterator[str]:
+def _placed(row: PlanRow, structure: Structure) -> Iterator[str]:
     """The patterns of a row, for every list of layers."""
     for stack in structure.stacks:
         around = stack.path.rpartition(".")[0]

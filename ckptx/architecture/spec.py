@@ -161,7 +161,7 @@ class Architecture:
 
     def tensor_parallel_plan(self, config: Mapping[str, Any]) -> TensorParallelPlan:
         """How TP cuts the tensors of the class under a ``config.json``; a plan of the user's goes on top of it."""
-        return plan_of(self.structure, config, self.name_patterns, self.transformers_version)
+        return plan_of(self.structure, self.model_type, config, self.name_patterns, self.transformers_version)
 
     def stacks(self, config: Mapping[str, Any]) -> tuple[Stack, ...]:
         """The lists of layers in the order they run, none where the class has no such list.
@@ -185,7 +185,7 @@ class Architecture:
 
     def lacks(self, name: str, config: Mapping[str, Any]) -> bool:
         """Whether the model has no use for this tensor, as one that another layer's tensor stands for."""
-        return lacks(self.structure, name, config)
+        return lacks(self.structure, self.model_type, name, config)
 
     @property
     def model_names(self) -> frozenset[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from support import tensor_parallel as worker
+from support.corrections import changed
 from support.models import EVERY
 from support.pool import GlooPool
 from support.slow import slow_but
@@ -245,7 +244,7 @@ def test_the_unit_of_a_tensor(name: str, unit: str) -> None:
 
 def without_a_rule_for_norms(rank: int, world_size: int) -> worker.Outcome:
     """GLM-4.5 as the plan of transformers has it, which says nothing of the norms of queries and keys."""
-    with mock.patch.dict("ckptx.architecture.plans.OVERRIDES", {"glm4_moe": ()}):
+    with changed("glm4_moe", plan=()):
         return worker.outcome(rank, world_size, "glm4-moe")
 
 

@@ -20,7 +20,7 @@ def dialect_of(architecture: Architecture, config: Mapping[str, Any], names: Col
         UnsupportedError: The names are torchtitan's, of a model that it does not have like this.
         InputError: The config lacks a number that a conversion needs.
     """
-    if architecture.class_name not in torchtitan.MODELS or _TORCHTITAN_ONLY.isdisjoint(names):
+    if _TORCHTITAN_ONLY.isdisjoint(names) or torchtitan.form_of(architecture.class_name) is None:
         return ()
     return torchtitan.conversions(architecture.class_name, config)
 

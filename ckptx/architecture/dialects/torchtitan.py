@@ -1,7 +1,8 @@
 """torchtitan's names for Llama 3 and Qwen3, as in the state dict adapters of torchtitan 0.2.2 and 0.3.0.
 
 Only its Llama rotates neighbouring rows (complex RoPE), where Hugging Face rotates halves of a head: there the rows of
-the q and k projections are permuted. A tied head is a tensor of its own in torchtitan.
+the q and k projections are permuted. A tied head is a tensor of its own in torchtitan. The section `torchtitan` of the
+corrections of a model type says which form of the names a class has.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptx.architecture.configs import flag_at
+from ckptx.architecture.correction_rows import of_class
+from ckptx.architecture.correction_schema import FaultyCorrectionError
+from ckptx.architecture.corrections import corrected_types, corrections_of, corrections_of_class
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
 
-_LLAMA, _QWEN3, _QWEN3_MOE = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-MODELS = (_LLAMA, _QWEN3, _QWEN3_MOE)
+# What the names of a class are made of beside those that all have.
+FORMS = ("complex_rope", "head_norms", "head_norms_and_experts")
+_COMPLEX_ROPE, _, _WITH_EXPERTS = FORMS
 
 # torchtitan's name, and that on the hub.
 _PLAIN = (
@@ -56,6 +61,17 @@ _EARLIER = {
 }
 
 
+def form_of(class_name: str) -> str | None:
+    """Which of `FORMS` a class has; None for one that torchtitan has no model of."""
+    rows = of_class(corrections_of_class(class_name).torchtitan, class_name)
+    if not rows:
+        return None
+    form = rows[0].form
+    if form not in FORMS:
+        raise FaultyCorrectionError(f'{class_name}: "{form}" is no form of names, needed one of {", ".join(FORMS)}')
+    return form
+
+
 def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
     """The conversions from torchtitan's names to those on the hub; backwards, current names are written.
 
@@ -67,9 +83,11 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
         UnsupportedError: torchtitan has no such model, or not with these biases.
         InputError: The config does not say how many heads there are.
     """
-    if class_name not in MODELS:
+    form = form_of(class_name)
+    if form is None:
+        known = sorted(row.class_name for each in corrected_types() for row in corrections_of(each).torchtitan)
         raise UnsupportedError(
-            f"{class_name}: has no names in torchtitan that ckptx knows, needed one of {', '.join(MODELS)}; keep the "
+            f"{class_name}: has no names in torchtitan that ckptx knows, needed one of {', '.join(known)}; keep the "
             "names of the hub"
         )
     for key in ("attention_bias", "mlp_bias"):
@@ -78,14 +96,14 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
                 f"config.json: {key} is true, but torchtitan's model has no biases there; keep the names of the hub"
             )
     found = [Conversion((name,), (hub,)) for name, hub in _PLAIN]
-    if class_name == _LLAMA:
+    if form == _COMPLEX_ROPE:
         found += [
             Conversion((name,), (hub,), (Op("permute_rope", args=(heads, 0)),))
             for (name, hub), heads in zip(_ROTATED, _heads(config), strict=True)
         ]
     else:
         found += [Conversion((name,), (hub,)) for name, hub in (*_ROTATED, *_QK_NORMS)]
-    if class_name == _QWEN3_MOE:
+    if form == _WITH_EXPERTS:
         found += [Conversion((name,), (hub,)) for name, hub in _ROUTER]
         found += [Conversion((name,), (hub,), (Op("unmerge"),)) for name, hub in _EXPERTS]
     earlier = [

@@ -1,17 +1,23 @@
-"""Rules for what transformers leaves out: every row has a reason and a class, and cuts what it says."""
+"""Plan rows for what transformers leaves out or gets wrong: every row changes something, and cuts what it says."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
+from support.corrections import changed, every
 
 from ckptx.architecture import model_files, table
-from ckptx.architecture.plan_overrides import ABSENT, OVERRIDES, override_keys, spelled_out
+from ckptx.architecture.correction_rows import PlanRow, spelled_out
+from ckptx.architecture.corrections import corrections_of, plan_keys
+from ckptx.architecture.expressions import keys_of
 from ckptx.architecture.spec import Architecture
 from ckptx.layout.placement import Placement
-from ckptx.layout.styles import STYLES
 from ckptx.layout.tensor_parallel_plan import Decision, decide
+
+QUANTIZED = ("_blocks", "_scales")
 
 
 def known(class_name: str) -> Architecture:
@@ -24,36 +30,102 @@ def decision(class_name: str, name: str, shape: tuple[int, ...], config: dict[st
     return decide(known(class_name).tensor_parallel_plan(config), name, shape, 2)
 
 
-def test_every_override_has_a_reason_and_a_style_that_is_known() -> None:
-    rows = [(kind, row) for kind, each in OVERRIDES.items() for row in each]
+def classes_by_text_type() -> dict[str, list[Architecture]]:
+    found: dict[str, list[Architecture]] = {}
+    for class_name in model_files.class_names():
+        architecture = table.lookup(class_name)
+        if architecture is not None:
+            found.setdefault(architecture.structure.text_type, []).append(architecture)
+    return found
+
+
+def cuts(architecture: Architecture, config: dict[str, Any], names: Iterable[str]) -> list[Any]:
+    """How a plan cuts tensors, whoever says so; a forward pass gathers what no rule speaks of."""
+    plan = architecture.tensor_parallel_plan(config)
+    rules = [found[1] if (found := plan.rule_for(name)) else None for name in names]
+    return [rule and (rule.style, rule.groups, rule.heads) for rule in rules]
+
+
+def configs(architecture: Architecture, row: PlanRow) -> Iterator[dict[str, Any]]:
+    """Configs of which one at least meets the condition of a row, with another number for every other key it reads."""
+    keys = sorted(keys_of(row.when))
+    read = keys_of(" + ".join(("1", *row.groups, *(each for pair in row.heads for each in pair))))
+    numbers = {key: 840 * (at + 1) for at, key in enumerate(sorted(read - set(keys)))}  # they divide by most
+    for values in product((0, 1), repeat=len(keys)):
+        config = {**numbers, **dict(zip(keys, values, strict=True))}
+        yield {**config, architecture.structure.text: config}
+
+
+def changes(row: PlanRow, architecture: Architecture) -> bool:
+    """Whether a class is cut otherwise without a row."""
+    text = architecture.structure.text_type
+    # quantized forms are names that no class has by itself
+    names = [*architecture.name_patterns, *(path for path in placed(row, architecture) if path.endswith(QUANTIZED))]
+    others = tuple(each for each in corrections_of(text).plan if each is not row)
+    for config in configs(architecture, row):
+        before = cuts(architecture, config, names)
+        with changed(text, plan=others):
+            if cuts(architecture, config, names) != before:
+                return True
+    return False
+
+
+def placed(row: PlanRow, architecture: Architecture) -> list[str]:
+    return [
+        path for stack in architecture.structure.stacks
+        for path in spelled_out(row.patterns.replace("@layers", stack.path))
+    ]  # fmt: skip
+
+
+def unused_rows(rows: Mapping[str, Iterable[PlanRow]]) -> list[tuple[str, PlanRow]]:
+    classes = classes_by_text_type()
+    return [
+        (kind, row) for kind, each in rows.items() for row in each
+        if not any(changes(row, architecture) for architecture in classes.get(kind, ()))
+    ]  # fmt: skip
+
+
+def test_patterns_are_relative_to_the_layers() -> None:
+    rows = [(kind, row) for kind, each in every().items() for row in (*each.plan, *each.absent)]
     assert len({kind for kind, _ in rows}) > 30
     for kind, row in rows:
-        assert row.reason and row.style in STYLES, (kind, row)
         assert all(each.startswith(("@layers.*.", "@around.")) for each in spelled_out(row.patterns)), (kind, row)
-    assert all(row.reason for each in ABSENT.values() for row in each)
 
 
-def test_every_override_matches_a_class_of_its_model_type() -> None:
-    """Quantized forms aside, which no class has by itself."""
-    unmatched = {(kind, row.patterns) for kind, rows in OVERRIDES.items() for row in rows}
-    for class_name in model_files.class_names():
-        found = table.lookup(class_name)
-        if found is None or found.structure.text_type not in OVERRIDES:
-            continue
-        kind = found.structure.text_type
-        names = found.name_patterns | {name.rpartition(".")[0] for name in found.name_patterns}
-        for row in OVERRIDES[kind]:
-            if (kind, row.patterns) in unmatched:
-                for stack in found.structure.stacks:
-                    around = stack.path.rpartition(".")[0]
-                    text = row.patterns.replace("@layers", stack.path)
-                    if not names.isdisjoint(spelled_out(text.replace("@around.", f"{around}." if around else ""))):
-                        unmatched.discard((kind, row.patterns))
-    assert {each for each in unmatched if not each[1].endswith(("_blocks", "_scales", "_scales}"))} == set()
+def test_every_plan_row_changes_how_a_class_is_cut() -> None:
+    assert unused_rows({kind: each.plan for kind, each in every().items()}) == []
 
 
-def test_keys_of_overrides_have_defaults_in_the_table() -> None:
-    assert {"hidden_size", "num_attention_heads"} <= override_keys()["gpt2"]
+@pytest.mark.parametrize(
+    "row",
+    [
+        PlanRow("@layers.*.mlp.nowhere", "colwise", "for a test"),
+        PlanRow("@layers.*.mlp.c_fc", "colwise", "for a test"),  # as another row says
+        PlanRow("@layers.*.mlp.c_fc", "rowwise", "for a test", when="n_head * 0"),
+    ],
+)
+def test_a_row_that_changes_nothing_is_reported(row: PlanRow) -> None:
+    with changed("gpt2", plan=(*corrections_of("gpt2").plan, row)):
+        assert unused_rows({"gpt2": (row,)}) == [("gpt2", row)]
+
+
+def test_every_absent_row_names_tensors_of_its_model_type() -> None:
+    classes = classes_by_text_type()
+    for kind, rows in every().items():
+        for row in rows.absent:
+            config = dict.fromkeys(keys_of(row.first), 1)
+            assert any(
+                architecture.lacks(
+                    f"{module.replace('*', '7')}.weight", {architecture.structure.text or "": config, **config}
+                )
+                for architecture in classes[kind]
+                for stack in architecture.structure.stacks
+                for module in spelled_out(row.patterns.replace("@layers", stack.path))
+            ), (kind, row)
+
+
+def test_keys_of_plan_rows_have_defaults_in_the_table() -> None:
+    assert {"hidden_size", "num_attention_heads"} <= plan_keys("gpt2", "gpt2")
     assert known("GPT2LMHeadModel").structure.defaults["hidden_size"] == 768
 
 
@@ -203,13 +275,13 @@ FALCON = {"hidden_size": 32, "num_attention_heads": 4}
         ),
     ],
 )
-def test_overrides(
+def test_rows(
     class_name: str, name: str, shape: tuple[int, ...], config: dict[str, Any], placement: Placement | None
 ) -> None:
     assert decision(class_name, name, shape, config).placement == placement
 
 
-def test_an_override_says_so_and_why() -> None:
+def test_a_row_says_so_and_why() -> None:
     found = decision("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", (12, 36), GPT2)
     assert found.origin == "override" and "a Conv1D of [q|k|v]" in found.reason
 

@@ -1,0 +1,255 @@
+"""The files of corrections: what the reader refuses, and that every row is of a known model and changes something."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corrections import changed, every
+from support.slow import slow_but
+from support.tables import ROOT
+
+from ckptx.architecture import corrections, model_files, table
+from ckptx.architecture.correction_rows import (
+    Corrections,
+    ForwardRow,
+    PlanRow,
+    Sequence,
+    TorchtitanRow,
+    of_class,
+    spelled_out,
+)
+from ckptx.architecture.correction_schema import FaultyCorrectionError, decode
+from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_keys, plan_rows
+from ckptx.architecture.dialects import torchtitan
+
+ROW = {"modules": "@layers.*.mlp.fc", "style": "colwise", "reason": "for a test"}
+INPUT = {"kind": "images", "form": "tiles", "reason": "for a test"}
+LAYERS = {"class": "A", "language": ["model.layers"], "reason": "for a test"}
+
+
+def without(row: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != key}
+
+
+# ------------------------------------------------------------------------------------- the reader
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"plans": [ROW]}, 'x.json: section "plans" is unknown, needed one of plan, absent'),
+        ({"plan": [ROW, {**ROW, "module": "y"}]}, 'x.json: plan, row 2: key "module" is unknown, needed one of mod'),
+        ({"plan": [without(ROW, "reason")]}, 'x.json: plan, row 1: has no "reason", needed one'),
+        ({"plan": [{**ROW, "reason": ""}]}, 'x.json: plan, row 1: reason is "", needed a text'),
+        ({"plan": [{**ROW, "modules": 3}]}, "x.json: plan, row 1: modules is 3, needed a text"),
+        ({"plan": [{**ROW, "style": "colwize"}]}, 'x.json: plan, row 1: style is "colwize", needed one of colwise'),
+        ({"plan": [{**ROW, "heads": [["a"]]}]}, "needed pairs of a number of heads and their size"),
+        ({"plan": [{**ROW, "groups": "hidden_size"}]}, 'groups is "hidden_size", needed a list'),
+        ({"plan": [{**ROW, "when": "a +"}]}, 'when is "a +", needed an expression'),
+        ({"plan": [3]}, "x.json: plan, row 1: found 3, needed an object"),
+        ({"plan": []}, "x.json: needed an object of sections, each a list of one row or more"),
+        ([ROW], "x.json: needed an object of sections"),
+        ({"inputs": [{**INPUT, "kind": "smells"}]}, 'inputs, row 1: kind is "smells", needed one of images'),
+        ({"inputs": [{**INPUT, "settings": [1]}]}, "settings is [1], needed an object"),
+        ({"inputs": [INPUT, INPUT]}, "x.json: inputs, row 2: a row before it says images already"),
+        ({"layers": [without(LAYERS, "language")]}, 'x.json: layers, row 1: has no "language"'),
+        ({"layers": [LAYERS, LAYERS]}, "x.json: layers, row 2: a row before it says layers of A already"),
+        ({"as_tower": [{"any_size": 1, "reason": "r"}]}, "any_size is 1, needed true or false"),
+        ({"forward": [{"class": "A", "sequence": {"layer": "x"}, "reason": "r"}]}, 'key "layer" is unknown'),
+        (
+            {"forward": [{"class": "A", "head": "h", "reason": "r"}, {"class": "A", "head": "g", "reason": "r"}]},
+            "x.json: forward, row 2: a row before it says head of A already",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_row_is_refused_by_file_and_row(document: Any, message: str) -> None:
+    with pytest.raises(FaultyCorrectionError) as caught:
+        decode(json.dumps(document), "x.json")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "x.json: Expecting"), ('{"plan": [], "plan": []}', 'x.json: key "plan" is there twice')]
+)
+def test_what_is_no_json_is_refused(text: str, message: str) -> None:
+    with pytest.raises(FaultyCorrectionError, match=message):
+        decode(text, "x.json")
+
+
+def test_rows_are_what_the_file_says() -> None:
+    document = {
+        "plan": [{**ROW, "heads": [["num_heads", "head_dim ?? 4"]], "when": "gated ?? 0"}],
+        "forward": [
+            {
+                "class": "A", "sequence": {"layers": "m.layers", "whole": ["attn"]}, "runs": ["m.{a,b}.q"],
+                "styles": {"m.{a,b}.n": "replicate"}, "reason": "for a test",
+            }
+        ],
+    }  # fmt: skip
+    assert decode(json.dumps(document), "x.json") == Corrections(
+        plan=(
+            PlanRow("@layers.*.mlp.fc", "colwise", "for a test", (), (("num_heads", "head_dim ?? 4"),), "gated ?? 0"),
+        ),
+        forward=(
+            ForwardRow(
+                "A", "for a test", "", Sequence("m.layers", ("attn",)), ("m.a.q", "m.b.q"),
+                {"m.a.n": "replicate", "m.b.n": "replicate"},
+            ),
+        ),
+    )  # fmt: skip
+
+
+def test_alternatives_are_spelled_out() -> None:
+    assert spelled_out("a.{b,c}.{d,e}") == ["a.b.d", "a.b.e", "a.c.d", "a.c.e"]
+
+
+@pytest.mark.parametrize("said", ["../models/llama", "llama/../llama", "/etc/passwd", "", "llama\0", "LLAMA", "*"])
+def test_what_a_checkpoint_calls_its_model_type_is_no_part_of_a_path(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was opened"))
+    assert corrections_of(said) == Corrections()
+
+
+def test_the_file_at_hand_is_opened_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrections._contents.cache_clear()
+    read: list[str] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    assert plan_rows("gpt2", "gpt2") and plan_keys("gpt2", "gpt2") >= {"hidden_size"}
+    assert plan_rows("olmo", "olmo") == ()
+    assert read == ["gpt2.json"]
+
+
+def test_reading_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from ckptx.architecture.corrections import corrections_of\n"
+        "assert corrections_of('qwen3_vl').inputs\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_a_class_is_known_where_transformers_defines_it_and_nowhere_else() -> None:
+    ours = corrections_of("gemma3")
+    assert ours.layers and corrections_of_class("Gemma3ForConditionalGeneration") == ours
+    module = "transformers.models.gemma3.modeling_gemma3"
+    assert corrections_of_class("Gemma3ForConditionalGeneration", module) == ours
+    for other in ("mine", "transformers.models.gemma3n.modeling_gemma3n", "transformers.models.gemma3_mine"):
+        assert corrections_of_class("Gemma3ForConditionalGeneration", other) == Corrections()
+    assert corrections_of_class("NoSuchClass") == Corrections()
+
+
+def test_plan_rows_of_a_composite_may_lie_with_itself_or_with_its_text_model() -> None:
+    row = PlanRow("@layers.*.mlp.fc", "colwise", "for a test", groups=("widths",))
+    with changed("llava", plan=(row,)):
+        assert plan_rows("qwen2", "llava") == (row,) and plan_keys("qwen2", "llava") == {"widths"}
+        assert plan_rows("gpt2", "llava") == corrections_of("gpt2").plan
+    assert plan_rows("qwen2", "llava") == ()
+
+
+# -------------------------------------------------------------------------------------- the files
+
+
+def test_every_file_is_of_a_known_model_type_and_its_classes_are_of_that_type() -> None:
+    types = model_files.index()["classes"]
+    for model_type, rows in every().items():
+        assert model_type in types.values(), model_type
+        named = [*rows.forward, *rows.layers, *rows.torchtitan, *(row for row in rows.inputs if row.class_name)]
+        for row in named:
+            assert types[row.class_name] == model_type, (model_type, row)
+
+
+def test_rows_of_one_class_stand_in_one_file() -> None:
+    rows = corrections_of("deepseek_v3").forward
+    assert of_class(rows, "DeepseekV3ForCausalLM") == rows and len(rows) == 2
+    assert of_class(rows, "DeepseekV3Model") == ()
+
+
+def names_by_type() -> dict[str, set[str]]:
+    """The patterns of names of all classes of a model type."""
+    found: dict[str, set[str]] = {}
+    for class_name, model_type in model_files.index()["classes"].items():
+        architecture = table.lookup(class_name)
+        found.setdefault(model_type, set()).update(architecture.model_names if architecture else ())
+    return found
+
+
+def test_every_layers_row_names_the_decoder_and_another_list_of_its_class() -> None:
+    """The decoder of the transformers that was asked is among them, and no list of a group is a misprint."""
+    for model_type, rows in every().items():
+        for row in rows.layers:
+            names = table.lookup(row.class_name).model_names  # type: ignore[union-attr]
+            groups = {"language": row.language, "vision": row.vision, "audio": row.audio}
+            found = {
+                group for group, paths in groups.items()
+                if any(name.startswith(f"{path}.*.") for path in paths for name in names)
+            }  # fmt: skip
+            wanted = {group for group, paths in groups.items() if paths}
+            assert found == wanted - ({"vision"} if row.class_name in TIMM else set()), (model_type, row)
+
+
+# Towers for images that are of timm, whose lists no row can name.
+TIMM = {"Gemma3nForConditionalGeneration"}
+
+
+def test_names_of_parts_are_those_of_one_model_type() -> None:
+    """A name that several have belongs to `wrap`, one that none has to nobody."""
+    of_type = {kind: {part for name in names for part in name.split(".")} for kind, names in names_by_type().items()}
+    for model_type, rows in every().items():
+        for part in (part for row in rows.layer_parts for part in (*row.attention, *row.mlp, *row.norms)):
+            assert {kind for kind, parts in of_type.items() if part in parts} == {model_type}, part
+
+
+def test_every_form_of_torchtitan_is_of_a_class() -> None:
+    rows = [row for each in every().values() for row in each.torchtitan]
+    assert {row.form for row in rows} == set(torchtitan.FORMS)
+    row = TorchtitanRow("MixtralForCausalLM", "none", "for a test")
+    with changed("mixtral", torchtitan=(row,)), pytest.raises(FaultyCorrectionError, match="is no form of names"):
+        torchtitan.form_of("MixtralForCausalLM")
+
+
+# ---------------------------------------------------------- what only a class itself can tell
+
+FEW = ("dbrx", "rag")  # the others take a second or two each
+
+
+@pytest.mark.parametrize(
+    "model_type", slow_but([kind for kind, rows in every().items() if rows.no_stacks or rows.defaults], FEW)
+)
+def test_rows_for_making_the_files_change_what_is_made(model_type: str) -> None:
+    from ckptx.architecture import meta_model
+
+    rows = corrections_of(model_type)
+    classes = [meta_model.known_class(name) for name in model_files.classes_of(model_type)]
+    assert not rows.defaults or any(not builds(cls, {}) and builds(cls, rows.defaults[0].config) for cls in classes)
+    if rows.no_stacks:
+        before = [stacks(cls) for cls in classes]
+        with changed(model_type, no_stacks=()):
+            assert [stacks(cls) for cls in classes] != before
+
+
+def builds(cls: Any, values: Mapping[str, Any]) -> bool:
+    from ckptx.architecture import meta_model
+
+    try:
+        return bool(meta_model.derive(cls, meta_model.default_builder(cls), values))
+    except Exception:  # whatever the class raises
+        return False
+
+
+def stacks(cls: Any) -> tuple[Any, ...]:
+    from ckptx.architecture import meta_model
+
+    try:
+        return meta_model.derive(cls, meta_model.default_builder(cls), {}).structure.stacks
+    except Exception:  # whatever the class raises
+        return ()
