@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ckptx.architecture.correction_rows import LayersRow, of_class
+from ckptx.architecture.corrections import corrections_of_class
 from ckptx.architecture.table import find_row
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.layer_paths import registered_paths
 
 GROUPS = ("language", "vision", "audio")
 
@@ -80,6 +81,20 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
     return module
 
 
+def registered_paths(model: nn.Module) -> LayersRow | None:
+    """The row of a model's class, or of the nearest class that it was derived from (as FSDP2 derives one).
+
+    A text-only class has none, its stacks are in the table of architectures. That table knows the decoder of a
+    multimodal class too, but no tower, for only a decoder is split over pipeline stages. A row also makes it an error
+    when a decoder is not where it should be.
+    """
+    for cls in type(model).__mro__:
+        rows = of_class(corrections_of_class(cls.__qualname__, cls.__module__).layers, cls.__qualname__)
+        if rows:
+            return rows[0]
+    return None
+
+
 def is_container(module: nn.Module | None) -> bool:
     """Whether a module is a list of modules and not one itself.
 
@@ -108,7 +123,7 @@ def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
         All of `GROUPS`, those without layers empty. Layers of other pipeline stages are left out.
 
     Raises:
-        UnsupportedError: The class is registered and its decoder is at none of the places where it should be, or no
+        UnsupportedError: The class has a row and its decoder is at none of the places where that says it is, or no
             list of layers is found.
     """
     return {group: [layer for each in found for layer in _layers(each)] for group, found in containers(model).items()}
@@ -125,9 +140,9 @@ def is_stage(model: nn.Module) -> bool:
 def containers(model: nn.Module) -> dict[str, list[Container]]:
     """The lists of layers by group.
 
-    Where the class is in the registry of multimodal classes or in the table of architectures, these say where its
-    decoder is, and the registry its towers. Every other list is found by its form (`_is_layer`): second stacks of a
-    tower, Q-Formers, depth decoders, towers of classes that no row names. Without a row, the largest is the decoder.
+    Where the class has a row among the corrections or is in the table of architectures, these say where its decoder
+    is, and the row its towers. Every other list is found by its form (`_is_layer`): second stacks of a tower,
+    Q-Formers, depth decoders, towers of classes that no row names. Without a row, the largest is the decoder.
 
     Both stacks of an encoder-decoder are "language". A list that is in no tower belongs to the decoder if it lies
     beside it, else to what the model takes besides text, as a Q-Former does.
@@ -154,13 +169,13 @@ def containers(model: nn.Module) -> dict[str, list[Container]]:
 
 
 def _registered(root: nn.Module) -> dict[str, list[Container]]:
-    """What the registry names; all groups are empty for a class that is not in it."""
+    """What the row of the class names; all groups are empty for a class that has none."""
     groups: dict[str, list[Container]] = {group: [] for group in GROUPS}
     paths = registered_paths(root)
     if paths is None:
         return groups
-    for group, alternatives in paths._asdict().items():
-        groups[group] = _first(root, alternatives)
+    for group in GROUPS:
+        groups[group] = _first(root, getattr(paths, group))
     if not groups["language"]:
         raise UnsupportedError(
             f"{type(root).__name__}: found no list of layers, needed one at {' or '.join(paths.language)}; this "

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from support.corrections import changed, layers_rows, with_inputs
 from support.listeners import EARS, GRANITE_EARS, LISTENERS
 from support.models import VOCAB, randomise
 from torch import nn
 
+from ckptx.architecture.corrections import corrections_of
 from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
-from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.layers import layer_groups
 from ckptx.verification.execution import run
-from ckptx.verification.inputs.audio import HEARD, SOUNDS
 from ckptx.verification.inputs.batch import Inputs, inputs_for
-from ckptx.verification.inputs.images import IMAGES
 
 # What the installed transformers has of them.
 HERE = [name for name, listener in LISTENERS.items() if hasattr(transformers, listener.classes[1])]
@@ -98,10 +98,13 @@ def _without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
+def _blind() -> Iterator[None]:
     """No images, so that it is the sound that is tested."""
-    for name in LISTENERS:
-        monkeypatch.delitem(IMAGES, name, raising=False)
+    with ExitStack() as stack:
+        for name in with_inputs("images") & LISTENERS.keys():
+            ears = tuple(row for row in corrections_of(name).inputs if row.kind != "images")
+            stack.enter_context(changed(name, inputs=ears))
+        yield
 
 
 @pytest.mark.usefixtures("_blind")
@@ -151,9 +154,9 @@ def _silenced(output: Any) -> Any:
 
 def test_every_registered_class_that_listens_gets_a_sound() -> None:
     classes = {LISTENERS[name].classes[1] for name in LISTENERS}
-    listening = {key.rpartition(".")[2] for key, paths in REGISTRY.items() if paths.audio}
+    listening = {name for name, paths in layers_rows().items() if paths.audio}
     assert {each for each in listening if hasattr(transformers, each)} - classes == set()
-    assert LISTENERS.keys() == SOUNDS.keys() | HEARD.keys()
+    assert LISTENERS.keys() == with_inputs("audio", "heard")
     for name in HERE:
         config, cls = LISTENERS[name].classes
         assert name in (getattr(transformers, config).model_type, cls)

@@ -10,20 +10,18 @@ import pytest
 import torch
 import transformers
 from support.checkpointed import LiveBytes, assert_same, wrappers
+from support.corrections import every
 from support.listeners import LISTENERS
 from support.slow import slow_but
 from support.vision_models import TINY, tiny
 from torch import nn
 
 from ckptx.runtime.activation_checkpointing.wrap import KVSharingFallback, canonical_name, checkpoint_activations
-from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.layers import layer_groups
 from ckptx.verification.inputs.batch import inputs_for
 
 # Those that are registered and only listen, by the name of their model.
-LISTENING = tuple(
-    name for name in LISTENERS if name not in TINY and any(f".{name}.modeling_" in key for key in REGISTRY)
-)
+LISTENING = tuple(name for name in LISTENERS if name not in TINY and name in every() and every()[name].layers)
 FEW = ("mllama", "idefics2")  # two stacks in a tower; a resampler
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -10,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from support.corrections import layers_rows, with_inputs
 from support.models import EVERY, randomise
 from support.slow import slow_but
 from support.vision_models import TINY, tiny
 from torch import nn
 
-from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.verification.inputs.batch import Inputs, inputs_for
-from ckptx.verification.inputs.images import IMAGES
 
 # Model type -> the recipe that has it.
 RECIPES = {
@@ -155,12 +154,11 @@ def test_sizes_of_released_models(model_type: str) -> None:
 
 def test_every_registered_class_with_a_tower_has_an_image() -> None:
     types = set()
-    for key, paths in REGISTRY.items():
-        module, _, name = key.rpartition(".")
-        config_class = getattr(importlib.import_module(module), name).config_class
+    for name, paths in layers_rows().items():
+        config_class = getattr(transformers, name).config_class
         if paths.vision or config_class.model_type == "gemma4_unified":
             types.add(config_class.model_type)
-    assert types == set(IMAGES) == {*EYES, *CANNOT}
+    assert types == with_inputs("images") == {*EYES, *CANNOT}
 
 
 def test_arguments_as_long_as_a_row_know_where_the_image_is() -> None:

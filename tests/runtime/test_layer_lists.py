@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.corrections import layers_rows
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from ckptx.runtime import layers
-from ckptx.runtime.layer_paths import REGISTRY
 from ckptx.runtime.layers import Container, containers, layer_groups
 
 # Lists of modules that are no layers, by the class of their items: all are small, or are run without gradients.
@@ -119,10 +118,9 @@ def check(model: nn.Module) -> None:
             assert f"{path}.".startswith(found), path
 
 
-@pytest.mark.parametrize("key", REGISTRY)
-def test_every_list_of_a_registered_class_is_in_its_group(key: str) -> None:
-    module, _, name = key.rpartition(".")
-    model: Any = on_meta(getattr(importlib.import_module(module), name))
+@pytest.mark.parametrize("name", layers_rows())
+def test_every_list_of_a_class_with_a_row_is_in_its_group(name: str) -> None:
+    model: Any = on_meta(getattr(transformers, name))
     check(model)
     assert len(layer_groups(model)["language"]) == model.config.get_text_config().num_hidden_layers
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.corrections import changed
 from support.models import EVERY, write
 from support.pool import GlooPool
 from support.vision_models import tiny
@@ -73,13 +74,8 @@ def test_inputs_say_what_they_lack() -> None:
 
 def run_blind(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """`verify --run` by a ckptx that does not know what images of this class look like."""
-    from ckptx.verification.inputs.images import IMAGES
-
-    known = IMAGES.pop("gemma3")
-    try:
+    with changed("gemma3", inputs=()):
         return forward.verify_run(Path(path), Path(path), forward.RunOptions(), Log()).to_dict()
-    finally:
-        IMAGES["gemma3"] = known
 
 
 def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from support.corrections import changed, forward_rows
 from support.models import EVERY
 from support.tensor_parallel import config_of
 from torch import nn
 
+from ckptx.architecture.correction_rows import ForwardRow
+from ckptx.architecture.corrections import corrections_of
 from ckptx.architecture.find import find_architecture
+from ckptx.architecture.model_files import index
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES
-from ckptx.runtime.tensor_parallel.optimized import OPTIMIZED, qualified_name
+from ckptx.runtime.tensor_parallel.optimized import Optimized, optimized_for
 from ckptx.runtime.tensor_parallel.plans import Plan, check_heads, find_plan
 
 Q = "model.layers.*.self_attn.q_proj"
@@ -33,10 +37,46 @@ def plan_for(name: str, user: dict[str, str] | None = None, sequence_parallel: b
 # Lookup
 
 
-def test_every_optimized_class_exists_under_its_name() -> None:
-    for key in OPTIMIZED:
-        module, _, name = key.rpartition(".")
-        assert qualified_name(getattr(importlib.import_module(module), name)) == key
+def test_rows_of_a_class_are_found_where_transformers_defines_it() -> None:
+    for name, rows in forward_rows().items():
+        cls = getattr(transformers, name)
+        model = cls.__new__(cls)
+        assert optimized_for(model) != Optimized() and rows, name
+
+
+def as_it_runs(model: Any) -> list[Any]:
+    try:
+        plan = find_plan(model, config_of(model), None, True)
+    except UnsupportedError:
+        plan = find_plan(model, config_of(model))
+    return [plan.runs, plan.sharded_head, plan.reads_weight, plan.sequence, plan.cuts.patterns()]
+
+
+def unused_rows(rows: dict[str, list[ForwardRow]]) -> set[tuple[str, str]]:
+    """Rows, by class and reason, without which every model of the tests runs as it does with them."""
+    found = {(name, row.reason) for name, each in rows.items() for row in each}
+    types = index()["classes"]
+    for name in EVERY:
+        model = on_meta(name)
+        of_model = rows.get(type(model).__name__, [])
+        before = as_it_runs(model) if of_model else []
+        for row in of_model:
+            model_type = types[row.class_name]
+            others = tuple(each for each in corrections_of(model_type).forward if each is not row)
+            with changed(model_type, forward=others):
+                if as_it_runs(model) != before:
+                    found.discard((row.class_name, row.reason))
+    return found
+
+
+def test_every_row_changes_how_a_model_runs() -> None:
+    assert unused_rows(forward_rows()) == set()
+
+
+def test_a_row_that_changes_nothing_is_reported() -> None:
+    nothing = ForwardRow("LlamaForCausalLM", "for a test", runs=("model.layers.*.mlp.nowhere",))
+    with changed("llama", forward=(*corrections_of("llama").forward, nothing)):
+        assert unused_rows({"LlamaForCausalLM": [nothing]}) == {("LlamaForCausalLM", "for a test")}
 
 
 def test_each_pattern_says_who_decided_it() -> None:

@@ -12,6 +12,7 @@ import torch
 from support import models
 from support import tensor_parallel as worker
 from support.checkpointed import LiveBytes
+from support.corrections import forward_rows
 from support.models import EVERY
 from support.pool import GlooPool
 from support.slow import slow_but
@@ -22,7 +23,7 @@ from ckptx.runtime.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.tensor_parallel import sequence
 from ckptx.runtime.tensor_parallel.collectives import Ranks, gather
 from ckptx.runtime.tensor_parallel.cut import apply
-from ckptx.runtime.tensor_parallel.optimized import OPTIMIZED, optimized_for
+from ckptx.runtime.tensor_parallel.optimized import optimized_for
 from ckptx.runtime.tensor_parallel.plans import find_plan
 from ckptx.runtime.tensor_parallel.sequence import SequenceCut, cut_sequence
 
@@ -62,8 +63,9 @@ def test_every_class_that_may_is_tested() -> None:
     for name in (*LISTED, *OTHERS):
         with torch.device("meta"):
             tested.add(type(EVERY[name].model()).__name__)
-    assert tested == {key.rpartition(".")[2] for key, row in OPTIMIZED.items() if row.sequence is not None}
-    assert {key.rpartition(".")[2] for key, row in OPTIMIZED.items() if row.sequence is None} == NO_SEQUENCE
+    on_sequence = {name for name, rows in forward_rows().items() if any(row.sequence for row in rows)}
+    assert tested == on_sequence
+    assert forward_rows().keys() - on_sequence == NO_SEQUENCE
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ CheckpointError if the kernels keep different things.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
+from ckptx.architecture.corrections import corrections_of
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.runtime.activation_checkpointing.selective import context_maker, use_first_compiled_graph
 from ckptx.runtime.layers import (
@@ -60,25 +61,33 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 _CACHING = "_ckptx_configs_that_cache"  # attribute of the model; no attribute of a config, for it would be saved
 
-# What classes of transformers call the parts of a layer. A layer with cross-attention has two of the first kind.
+# What classes of transformers call the parts of a layer. A layer with cross-attention has two of the first kind. Names
+# that one model type alone has are among its corrections.
 _ATTENTION = frozenset({
     "self_attn", "attention", "attn", "self_attention", "linear_attn", "encoder_attn", "cross_attn", "crossattention",
-    "SelfAttention", "EncDecAttention", "mamba", "mixer", "conv", "short_conv", "temporal_block",
+    "SelfAttention", "EncDecAttention", "mamba", "mixer", "conv", "short_conv",
 })  # fmt: skip
 _MLP = frozenset({
-    "mlp", "feed_forward", "ffn", "moe", "block_sparse_moe", "mlp_block", "shared_mlp", "DenseReluDense",
+    "mlp", "feed_forward", "ffn", "moe", "block_sparse_moe", "shared_mlp", "DenseReluDense",
     "intermediate",
 })  # fmt: skip
 _NORM = frozenset({
     "input_layernorm", "pre_attention_layernorm", "attention_norm", "self_attn_layer_norm", "layer_norm1", "norm1",
     "ln_1", "norm", "layer_norm", "operator_norm", "encoder_attn_layer_norm", "ln_cross_attn",
-    "pre_feedforward_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "ffn_norm", "final_layer_norm",
+    "pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm", "final_layer_norm",
     "layer_norm2", "norm2", "ln_2", "pre_ff_layernorm",
 })  # fmt: skip
 
 
 class KVSharingFallback(UserWarning):
     """Layers reuse keys and values of others, so that their attention is not checkpointed as was asked."""
+
+
+class _PartNames(NamedTuple):
+    """What the parts of a layer are called in a model."""
+
+    attention: frozenset[str]
+    others: frozenset[str]
 
 
 class _Part(NamedTuple):
@@ -126,7 +135,7 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
         )
     if compile and mode == "selective":
         use_first_compiled_graph()
-    whole = _wrap_whole(mode)
+    whole, names = _wrap_whole(mode), _part_names(model)
     count = 0
     for group, layers in layer_groups(model).items():
         if scope not in ("all", group):
@@ -134,7 +143,7 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
         shares = has_shared and group == "language"
         for layer in filter(_is_trainable, layers):
             if mode == "submodule" or shares:
-                done = _checkpoint_parts(layer.module, with_attention=not shares)
+                done = _checkpoint_parts(layer.module, names.others if shares else names.others | names.attention)
                 count += done or (not shares and _checkpoint_layer(model, layer, whole))
             else:
                 count += _checkpoint_layer(model, layer, whole)
@@ -212,9 +221,18 @@ def _checkpoint_layer(model: nn.Module, layer: Layer, wrap: Wrap) -> bool:
     return True
 
 
-def _checkpoint_parts(layer: nn.Module, *, with_attention: bool) -> bool:
-    """Puts wrappers around the parts of a layer; False when it has none that is known."""
-    wanted = _MLP | _NORM | (_ATTENTION if with_attention else frozenset())
+def _part_names(model: nn.Module) -> _PartNames:
+    """The usual names, and those that model types in the model have for themselves."""
+    types = {str(getattr(config, "model_type", "")) for config in _configs(model)}
+    rows = [row for each in types for row in corrections_of(each).layer_parts]
+    return _PartNames(
+        _ATTENTION.union(*(row.attention for row in rows)),
+        (_MLP | _NORM).union(*(row.mlp for row in rows), *(row.norms for row in rows)),
+    )
+
+
+def _checkpoint_parts(layer: nn.Module, wanted: Collection[str]) -> bool:
+    """Puts wrappers around the parts of a layer with these names; False when it has none."""
     parts = [part for part in _parts(unwrapped(layer)) if part.name in wanted]
     for part in parts:
         if not isinstance(part.module, CheckpointWrapper):

@@ -80,7 +80,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayou
 
     Raises:
         UnsupportedError: A cut falls inside a head that the forward pass needs whole.
-            Or the sequence is to be cut, and a layer is not as `OPTIMIZED` says.
+            Or the sequence is to be cut, and a layer is not as its `sequence` row says.
     """
     ranks = Ranks.of(mesh)
     parameters = dict(model.named_parameters())

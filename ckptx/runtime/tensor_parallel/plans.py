@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ckptx.architecture.correction_rows import Sequence
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.spec import Architecture
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
-from ckptx.runtime.tensor_parallel.optimized import Optimized, Sequence, is_stock, optimized_for, qualified_name
+from ckptx.runtime.tensor_parallel.optimized import Optimized, is_stock, optimized_for, qualified_name
 
 GATHERING = ("colwise_gather_output", "colwise_rep")  # styles that need no whole heads
 SPLITTING = ("rowwise_split_input", "rowwise_rep")  # and these none

@@ -82,7 +82,7 @@ def cut_sequence(
         gathered: Modules around which parameters are gathered.
 
     Raises:
-        UnsupportedError: A layer is not as `OPTIMIZED` says, so that nobody knows what in it may see a slice.
+        UnsupportedError: A layer is not as its `sequence` row says, so that nobody knows what in it may see a slice.
     """
     if plan.sequence is None:
         return SequenceCut()

@@ -1,14 +1,14 @@
-"""One sound for each row, in the smallest form that the config of a class allows: data, a function per kind of tower.
+"""One sound for each row, in the smallest form that the config of a class allows: a function for each form.
 
-Shapes, masks and the number of tokens are those that the processors and towers of transformers 5.17 to 5.23 agree on.
-Where a tower wants a window of fixed length (Whisper's 30 seconds), the sound is at its beginning and the mask says so;
-towers without a mask hear all of it.
+Which form a class takes, the section `inputs` of its corrections says, with settings. Shapes, masks and the number of
+tokens are those that the processors and towers of transformers 5.17 to 5.23 agree on. Where a tower wants a window of
+fixed length (Whisper's 30 seconds), the sound is at its beginning and the mask says so; towers without a mask hear all
+of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from math import ceil, prod
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from ckptx.verification.inputs.insert import LENGTH, Batch, Insert, random_of
 
 Config = Mapping[str, Any]
-Sound = Callable[[Config, int, torch.Generator], Insert | None]
-Heard = Callable[[Config, int, torch.Generator], Batch]
+Sound = Callable[..., Insert | None]  # of a config, rows and a generator, with the settings of its row
+Heard = Callable[..., Batch]
 
 _TOKENS = 4  # for a sound, where its length is free
 
@@ -54,7 +54,7 @@ def _window(config: Config, rows: int, generator: torch.Generator, mask: str, be
     return _insert(config, valid // 4, tensors, begin, end)
 
 
-def _voxtral(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _whole_window(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """A full window of mels without a mask; `intermediate_size` numbers of the encoder make a token."""
     audio = config["audio_config"]
     positions = int(audio["max_source_positions"])
@@ -63,7 +63,7 @@ def _voxtral(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return _insert(config, count, {"input_features": features})
 
 
-def _voxtral_realtime(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Sound is added to every token of the text, so that it has no token of its own."""
     audio = config["audio_config"]
     frames = 2 * int(config["downsample_factor"]) * LENGTH
@@ -71,7 +71,7 @@ def _voxtral_realtime(config: Config, rows: int, generator: torch.Generator) -> 
     return Insert([], -1, {"input_features": features})
 
 
-def _glmasr(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _four_frames(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Four frames behind the convolutions make a token: the class has this number in its code, not in its config."""
     audio = config["audio_config"]
     frames = 2 * 4 * _TOKENS
@@ -82,7 +82,7 @@ def _glmasr(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return _insert(config, _TOKENS, tensors)
 
 
-def _granite_speech(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _one_window(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """One window of the projector; the mask is about the tokens that it gives."""
     window, mels = int(config["window_size"]), int(config["encoder_config"]["input_dim"])
     count = window // int(config["downsample_rate"])
@@ -93,7 +93,7 @@ def _granite_speech(config: Config, rows: int, generator: torch.Generator) -> In
     return _insert(config, count, tensors)
 
 
-def _qwen3_asr(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """One chunk of the encoder: three convolutions."""
     audio = config["audio_config"]
     total = 2 * int(audio["n_window"])
@@ -105,7 +105,7 @@ def _qwen3_asr(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return _insert(config, _halved(valid, 3), tensors)
 
 
-def _omni(config: Config, rows: int, generator: torch.Generator, convolutions: int) -> Insert:
+def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: int) -> Insert:
     """At most one chunk of the encoder. A pooling halves as a convolution does where it is about whole pairs."""
     audio = config["audio_config"]
     frames = min(2**convolutions * _TOKENS, 2 * int(audio["n_window"]))
@@ -116,7 +116,7 @@ def _omni(config: Config, rows: int, generator: torch.Generator, convolutions: i
     return _insert(config, _halved(frames, convolutions), tensors, "audio_start_token_id", "audio_end_token_id")
 
 
-def _gemma4(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
+def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
     """Two convolutions. How many mels there are stands in the channels of the first: a projection is made for them."""
     audio = config["audio_config"]
     if audio is None:
@@ -129,7 +129,7 @@ def _gemma4(config: Config, rows: int, generator: torch.Generator) -> Insert | N
     return _insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
 
 
-def _gemma4_unified(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
+def _frames(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
     """No tower: a frame of the waveform is a token."""
     if config["audio_config"] is None:
         return None
@@ -140,7 +140,7 @@ def _gemma4_unified(config: Config, rows: int, generator: torch.Generator) -> In
     return _insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
 
 
-def _gemma3n(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _filled(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """However short a sound, the class fills it up to a fixed number of tokens."""
     audio, count = config["audio_config"], int(config["audio_soft_tokens_per_image"])
     per_token = prod(int(time) for time, _ in audio["sscp_conv_stride_size"]) * int(audio["conf_reduction_factor"])
@@ -152,7 +152,7 @@ def _gemma3n(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return _insert(config, count, tensors, "boa_token_id", "eoa_token_id")
 
 
-def _phi4_multimodal(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> Insert:
     audio = config["audio_config"]
     frames = int(audio["time_reduction"]) * _TOKENS
     count = ceil(_TOKENS / int(audio["downsample_rate"]))
@@ -164,7 +164,7 @@ def _phi4_multimodal(config: Config, rows: int, generator: torch.Generator) -> I
     return _insert(audio, count, tensors)
 
 
-def _muse_spark(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _folded_waveform(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """A waveform; every layer of the tower folds some samples into one."""
     samples = prod(int(size) for size in config["audio_config"]["patch_sizes"]) * _TOKENS
     tensors = {
@@ -174,33 +174,31 @@ def _muse_spark(config: Config, rows: int, generator: torch.Generator) -> Insert
     return _insert(config, _TOKENS, tensors)
 
 
-# By model type: sounds in a row of text. None for a config without a tower.
-SOUNDS: dict[str, Sound] = {
-    "audioflamingo3": partial(_window, mask="input_features_mask"),
-    "gemma3n": _gemma3n,
-    "gemma4": _gemma4,
-    "gemma4_unified": _gemma4_unified,
-    "glmasr": _glmasr,
-    "granite_speech": _granite_speech,
-    "granite_speech_plus": _granite_speech,
-    "muse_spark": _muse_spark,
-    "musicflamingo": partial(_window, mask="input_features_mask", begin="audio_bos_token_id", end="audio_eos_token_id"),
-    "phi4_multimodal": _phi4_multimodal,
-    "qwen2_5_omni_thinker": partial(_omni, convolutions=2),
-    "qwen2_audio": partial(_window, mask="feature_attention_mask"),
-    "qwen3_asr": _qwen3_asr,
-    "qwen3_omni_moe_thinker": partial(_omni, convolutions=3),
-    "voxtral": _voxtral,
-    "voxtral_realtime": _voxtral_realtime,
+# By the name that the rows of a model type say: sounds in a row of text. None for a config without a tower.
+FORMS: Mapping[str, Sound] = {
+    "added_to_text": _added_to_text,
+    "chunk": _chunk,
+    "embedded_sizes": _embedded_sizes,
+    "filled": _filled,
+    "folded_waveform": _folded_waveform,
+    "four_frames": _four_frames,
+    "frames": _frames,
+    "masked_chunk": _masked_chunk,
+    "one_window": _one_window,
+    "two_convolutions": _two_convolutions,
+    "whole_window": _whole_window,
+    "window": _window,
 }
 
 
-def _whisper(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _mel_window(config: Config, rows: int, generator: torch.Generator) -> Batch:
     frames = 2 * int(config["max_source_positions"])
     return {"input_features": random_of(generator, rows, int(config["num_mel_bins"]), frames)}
 
 
-def _waveform(rows: int, generator: torch.Generator, convolutions: Iterable[tuple[int, int]]) -> Batch:
+def _waveform(
+    config: Config, rows: int, generator: torch.Generator, *, convolutions: Iterable[tuple[int, int]]
+) -> Batch:
     """As many samples as convolutions without padding, (kernel, stride) from the first to the last, need for a few."""
     samples = _TOKENS
     for kernel, stride in reversed(list(convolutions)):
@@ -208,41 +206,37 @@ def _waveform(rows: int, generator: torch.Generator, convolutions: Iterable[tupl
     return {"input_values": random_of(generator, rows, samples)}
 
 
-def _moonshine(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    return _waveform(rows, generator, ((127, 64), (7, 3), (3, 2)))  # in the code of the class
+def _waveform_of_config(config: Config, rows: int, generator: torch.Generator) -> Batch:
+    """A waveform for the convolutions that the config says."""
+    convolutions = zip(config["conv_kernel"], config["conv_stride"], strict=True)
+    return _waveform(config, rows, generator, convolutions=convolutions)
 
 
-def _speecht5(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    return _waveform(rows, generator, zip(config["conv_kernel"], config["conv_stride"], strict=True))
-
-
-def _seamless_m4t(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _stacked_mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
     """Stacked mels; an adaptor behind the encoder folds them."""
     frames = int(config["adaptor_stride"]) * _TOKENS
     return {"input_features": random_of(generator, rows, frames, int(config["feature_projection_input_dim"]))}
 
 
-def _moonshine_streaming(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _framed_waveform(config: Config, rows: int, generator: torch.Generator) -> Batch:
     """A waveform in frames of some milliseconds, behind them two convolutions."""
     audio = config["encoder_config"]
     frame = round(int(audio["sample_rate"]) * float(audio["frame_ms"]) / 1000)
     return {"input_values": random_of(generator, rows, frame * 4 * _TOKENS)}
 
 
-def _speech_to_text(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
     frames = 2 ** int(config["num_conv_layers"]) * _TOKENS
     width = int(config["input_feat_per_channel"]) * int(config["input_channels"])
     return {"input_features": random_of(generator, rows, frames, width)}
 
 
-# What an encoder hears while its decoder writes; there are no tokens of input. By model type, or by class where others
-# of the same type read or speak.
-HEARD: dict[str, Heard] = {
-    "SeamlessM4TForSpeechToText": _seamless_m4t,
-    "SeamlessM4Tv2ForSpeechToText": _seamless_m4t,
-    "SpeechT5ForSpeechToText": _speecht5,
-    "moonshine": _moonshine,
-    "moonshine_streaming": _moonshine_streaming,
-    "speech_to_text": _speech_to_text,
-    "whisper": _whisper,
+# What an encoder hears while its decoder writes; there are no tokens of input.
+HEARD: Mapping[str, Heard] = {
+    "framed_waveform": _framed_waveform,
+    "mel_window": _mel_window,
+    "mels": _mels,
+    "stacked_mels": _stacked_mels,
+    "waveform": _waveform,
+    "waveform_of_config": _waveform_of_config,
 }

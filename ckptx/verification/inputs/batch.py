@@ -6,17 +6,26 @@ stand for them, in the smallest form their config allows. Of other multimodal mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from ckptx.architecture.correction_rows import InputRow
+from ckptx.architecture.correction_schema import FaultyCorrectionError
+from ckptx.architecture.corrections import corrections_of
 from ckptx.errors import UnsupportedError
-from ckptx.verification.inputs.audio import HEARD, SOUNDS, Heard
-from ckptx.verification.inputs.images import IMAGES
+from ckptx.verification.inputs import audio, images
 from ckptx.verification.inputs.insert import LENGTH, Batch, Insert
 
 _FIRST = 3  # the ids before are those of padding, begin and end in most vocabularies
+# The functions that rows name, by the kind of the row.
+FORMS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "images": images.FORMS,
+    "audio": audio.FORMS,
+    "heard": audio.HEARD,
+}
 # Parts of a config that describe a tower, and what it takes.
 _TOWERS = {"vision_config": "images", "audio_config": "audio", "speech_config": "audio", "encoder_config": "audio"}
 
@@ -49,17 +58,18 @@ def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0) -> In
         UnsupportedError: The model neither reads text nor writes it, or has special tokens alone.
     """
     generator = torch.Generator().manual_seed(seed)
-    kind = str(config.get("model_type"))
     ids = _tokens(config, rows, generator)
-    hear = _heard(config)
-    if hear is not None:
-        return Inputs({**hear(config, rows, generator), "decoder_input_ids": ids}, ids.clone(), ("audio",), ())
+    forms = _rows_by_kind(config)
+    heard = forms.get("heard")
+    if heard is not None and config.get("is_encoder_decoder"):  # its decoder by itself only reads
+        batch = _made(heard, config, rows, generator)
+        return Inputs({**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), ())
     if config.get("is_encoder_decoder"):
         target = _tokens(config, rows, generator)
         return _named(config, {"input_ids": ids, "decoder_input_ids": target}, target.clone(), ["text"])
     inserts: dict[str, Insert] = {}
-    for name, known in (("images", IMAGES), ("audio", SOUNDS)):
-        insert = known[kind](config, rows, generator) if kind in known else None
+    for name in ("images", "audio"):
+        insert = _made(forms[name], config, rows, generator) if name in forms else None
         if insert is not None:  # else a config without this tower
             inserts[name] = insert
     batch, labels = _with(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
@@ -75,11 +85,27 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text_config(thinker) if isinstance(thinker, Mapping) else config
 
 
-def _heard(config: Mapping[str, Any]) -> Heard | None:
-    """How a sound is made for a class whose encoder hears; its decoder by itself only reads."""
-    names = [*(config.get("architectures") or ()), str(config.get("model_type"))]
-    known = [HEARD[name] for name in names if name in HEARD]
-    return known[0] if known and config.get("is_encoder_decoder") else None
+def _rows_by_kind(config: Mapping[str, Any]) -> dict[str, InputRow]:
+    """What is known of the inputs of a class, by kind."""
+    names = ("", *(config.get("architectures") or ()))
+    rows = corrections_of(str(config.get("model_type"))).inputs
+    return {row.kind: row for row in rows if row.class_name in names}
+
+
+def _made(row: InputRow, config: Mapping[str, Any], rows: int, generator: torch.Generator) -> Any:
+    """What the form of a row makes of a config."""
+    make, forms = FORMS[row.kind].get(row.form), ", ".join(FORMS[row.kind])
+    if make is None:
+        raise FaultyCorrectionError(
+            f'{config.get("model_type")}: "{row.form}" is no form of {row.kind}, needed one of {forms}'
+        )
+    try:
+        inspect.signature(make).bind(config, rows, generator, **row.settings)
+    except TypeError as error:
+        raise FaultyCorrectionError(
+            f'{config.get("model_type")}: the form "{row.form}" cannot take its settings: {error}'
+        ) from error
+    return make(config, rows, generator, **row.settings)
 
 
 def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> torch.Tensor:

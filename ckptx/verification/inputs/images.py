@@ -1,22 +1,25 @@
-"""One image for each row, in the smallest form that the config of a class allows: data, a function per kind of tower.
+"""One image for each row, in the smallest form that the config of a class allows: a function for each form.
 
-Here are the classes that take whole images, and the table; those that take patches are in `patches`. Shapes and masks
-are those that the processor of the class gives. `n` below is the number of rows.
+Here are the forms of whole images, and the names of all; those of patches are in `patches`. Which form a class takes,
+the section `inputs` of its corrections says. Shapes and masks are those that the processor of the class gives. `n`
+below is the number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isqrt
 
 import torch
 
+from ckptx.architecture.correction_rows import TowerRow
+from ckptx.architecture.corrections import corrections_of
 from ckptx.verification.inputs import patches
 from ckptx.verification.inputs.insert import Batch, Insert, random_of
 from ckptx.verification.inputs.spelled import (
     SIDE,
     Config,
-    Image,
+    Form,
     Seen,
     channels,
     first_of,
@@ -46,15 +49,20 @@ def _every_patch(config: Config, side: int) -> int:
     return side * side
 
 
-def _llava(config: Config, rows: int, generator: torch.Generator) -> Insert:
-    if str(config["vision_config"].get("model_type")) == "pixtral":
-        return _pixtral(1)(config, rows, generator)
+def _of_any_tower(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Llava: the tower may be of any make, and rows about its model type say what it takes."""
+    if any(row.any_size for row in _tower(config)):
+        return _any_size(1, config, rows, generator)
     return _fixed(_selected)(config, rows, generator)
 
 
+def _tower(config: Config) -> tuple[TowerRow, ...]:
+    return corrections_of(str(config["vision_config"].get("model_type"))).as_tower
+
+
 def _selected(config: Config, side: int) -> int:
-    """All that the tower gives, or all but the first, which is the class token of CLIP; SigLIP has none."""
-    has_class = not str(config["vision_config"].get("model_type")).startswith("siglip")
+    """All that the tower gives, or all but the first, which is the class token of CLIP; others may have none."""
+    has_class = all(row.class_token for row in _tower(config))
     return side * side + has_class - int(config.get("vision_feature_select_strategy", "default") == "default")
 
 
@@ -67,14 +75,14 @@ def _halved_twice(config: Config, side: int) -> int:
     return (-(-side // 4)) ** 2
 
 
-def _gemma3(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _pooled(config: Config, rows: int, generator: torch.Generator) -> Insert:
     token = token_of(config)
     tokens = [int(config["boi_token_index"]), *[token] * int(config["mm_tokens_per_image"])]
     tokens.append(int(config["eoi_token_index"]))
     return Insert(tokens, token, square(config, rows, generator), ("token_type_ids", 1))
 
 
-def _gemma3n(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
+def _of_timm(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
     """The tower is of timm and has no size in its config; its processor makes 768 pixels."""
     if config.get("vision_config") is None:
         return None
@@ -83,19 +91,19 @@ def _gemma3n(config: Config, rows: int, generator: torch.Generator) -> Insert | 
     return Insert(tokens, token, {"pixel_values": random_of(generator, rows, 3, 768, 768)})
 
 
-def _paligemma(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _prompt(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """A prompt without an answer: all of it, the image too, is of type 0 and sees all of itself."""
     return _fixed(_every_patch)(config, rows, generator)._replace(types=("token_type_ids", 0))
 
 
-def _llama4(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _shuffled(config: Config, rows: int, generator: torch.Generator) -> Insert:
     token, ratio = token_of(config), float(config["vision_config"]["pixel_shuffle_ratio"])
     count = round(patches_along(config) ** 2 * ratio**2)
     tokens = [int(config["boi_token_index"]), *[token] * count, int(config["eoi_token_index"])]
     return Insert(tokens, token, square(config, rows, generator))
 
 
-def _mllama(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """One image of as many tiles as there can be, so that none is of padding.
 
     It is not put in: text from its token on sees it by cross attention. `pixel_values` is (n, 1, tiles, channels, size,
@@ -120,7 +128,7 @@ def _mllama(config: Config, rows: int, generator: torch.Generator) -> Insert:
 # --------------------------------------------------------------------- tiles of the size of the tower, and one overview
 
 
-def _llava_next(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _tiles(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """An image of the smallest size that is offered: an overview, then its tiles, each row of patches with a newline.
 
     `pixel_values` is (n, 1 + tiles, channels, size, size).
@@ -139,22 +147,22 @@ def _llava_next(config: Config, rows: int, generator: torch.Generator) -> Insert
 # -------------------------------------------------------------------------------------------------- images of any size
 
 
-def _pixtral(merge: int) -> Seen:
-    """Classes with the tower of Pixtral, `merge` patches along a side for one token, 0 for what the config says."""
-
-    def image(config: Config, rows: int, generator: torch.Generator) -> Insert:
-        token = token_of(config)
-        size = first_of(config["vision_config"]["patch_size"]) * (merge or int(config["spatial_merge_size"])) * SIDE
-        tensors = {
-            "pixel_values": random_of(generator, rows, channels(config), size, size),
-            "image_sizes": torch.tensor([[size, size]] * rows),
-        }
-        return Insert([token] * SIDE**2, token, tensors)
-
-    return image
+def _told(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """A tower as Pixtral's, which is told the size of each image; the config says how many patches make a token."""
+    return _any_size(int(config["spatial_merge_size"]), config, rows, generator)
 
 
-def _internvl(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """`merge` patches along a side make one token."""
+    token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * merge * SIDE
+    tensors = {
+        "pixel_values": random_of(generator, rows, channels(config), size, size),
+        "image_sizes": torch.tensor([[size, size]] * rows),
+    }
+    return Insert([token] * SIDE**2, token, tensors)
+
+
+def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Positions are interpolated. One token is `1 / downsample_ratio` patches high and wide."""
     patch, token = config["vision_config"]["patch_size"], token_of(config)
     high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
@@ -164,13 +172,13 @@ def _internvl(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return Insert([token] * (SIDE**2 + is_whole), token, {"pixel_values": pixels})
 
 
-def _step3p7(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _folded(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Positions are interpolated; two convolutions of stride 2 make one token of four patches along a side."""
     token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * 4 * SIDE
     return Insert([token] * SIDE**2, token, {"pixel_values": random_of(generator, rows, channels(config), size, size)})
 
 
-def _aria(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _queries(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """A number of queries for each number of patches: the image with the fewest."""
     queries = {int(patches): int(count) for patches, count in config["projector_patch_to_query_dict"].items()}
     token, fewest = token_of(config), min(queries)
@@ -182,7 +190,7 @@ def _aria(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return Insert([token] * queries[fewest], token, tensors)
 
 
-def _idefics(count: Callable[[Config], int], side: Callable[[Config], int]) -> Seen:
+def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> Seen:
     """Classes that take (n, images, channels, height, width) and a mask of pixels.
 
     Args:
@@ -201,53 +209,35 @@ def _idefics(count: Callable[[Config], int], side: Callable[[Config], int]) -> S
     return image
 
 
-_idefics2 = _idefics(lambda config: int(config["perceiver_config"]["resampler_n_latents"]), lambda config: SIDE)
-_idefics3 = _idefics(lambda config: SIDE**2, lambda config: int(config["scale_factor"]) * SIDE)
+_resampled = _masked(lambda config: int(config["perceiver_config"]["resampler_n_latents"]), lambda config: SIDE)
+_masked_shuffled = _masked(lambda config: SIDE**2, lambda config: int(config["scale_factor"]) * SIDE)
 
 
-IMAGES: dict[str, Image] = {
-    "aria": _aria,
-    "aya_vision": _fixed(_downsampled),
-    "cohere2_vision": _fixed(_downsampled),
-    "deepseek_vl": _fixed(_every_patch),
-    "ernie4_5_vl_moe": patches.ernie,
-    "exaone4_5": patches.untyped_grid,
-    "gemma3": _gemma3,
-    "gemma3n": _gemma3n,
-    "gemma4": patches.gemma4(pooled_in_model=True),
-    "gemma4_unified": patches.gemma4(pooled_in_model=False),
-    "glm46v": patches.grid,
-    "glm4v": patches.grid,
-    "glm4v_moe": patches.grid,
-    "got_ocr2": _fixed(_halved_twice),
-    "idefics2": _idefics2,
-    "idefics3": _idefics3,
-    "inkling_mm_model": patches.inkling,
-    "internvl": _internvl,
-    "janus": _fixed(_every_patch),
-    "kimi_k25": patches.kimi,
-    "lfm2_vl": patches.lfm2,
-    "lighton_ocr": _pixtral(0),
-    "llama4": _llama4,
-    "llava": _llava,
-    "llava_next": _llava_next,
-    "llava_next_video": _llava_next,
-    "llava_onevision": _llava_next,
-    "minimax_m3_vl": patches.untyped_grid,
-    "mistral3": _pixtral(0),
-    "mllama": _mllama,
-    "muse_spark": patches.muse,
-    "paligemma": _paligemma,
-    "qwen2_5_omni_thinker": patches.untyped_grid,
-    "qwen2_5_vl": patches.grid,
-    "qwen2_vl": patches.grid,
-    "qwen3_5": patches.grid,
-    "qwen3_5_moe": patches.grid,
-    "qwen3_omni_moe_thinker": patches.untyped_grid,
-    "qwen3_vl": patches.grid,
-    "qwen3_vl_moe": patches.grid,
-    "smolvlm": _idefics3,
-    "step3p7": _step3p7,
-    "video_llama_3": patches.video_llama,
-    "vipllava": _fixed(_every_patch),
+# By the name that the rows of a model type say. None for a config without a tower.
+FORMS: Mapping[str, Form] = {
+    "any_size_downsampled": _downsampled_of_any_size,
+    "any_size_folded": _folded,
+    "any_size_told": _told,
+    "fixed_downsampled": _fixed(_downsampled),
+    "fixed_every_patch": _fixed(_every_patch),
+    "fixed_halved_twice": _fixed(_halved_twice),
+    "fixed_pooled": _pooled,
+    "fixed_prompt": _prompt,
+    "fixed_shuffled": _shuffled,
+    "flat_patches": patches.flat,
+    "flat_patches_for_experts": patches.flat_for_experts,
+    "flat_patches_renamed": patches.flat_renamed,
+    "flat_patches_unmerged": patches.flat_unmerged,
+    "flat_patches_untyped": patches.flat_untyped,
+    "large_patches": patches.large,
+    "masked_resampled": _resampled,
+    "masked_shuffled": _masked_shuffled,
+    "of_any_tower": _of_any_tower,
+    "of_timm": _of_timm,
+    "padded_patches": patches.padded,
+    "placed_patches": patches.placed,
+    "queries_by_patches": _queries,
+    "square_patches": patches.square,
+    "tiles": _tiles,
+    "tiles_cross_attended": _cross_attended,
 }

@@ -1,4 +1,4 @@
-"""One image for each row, for classes whose processor cuts images into patches: a function per form.
+"""One image for each row, for classes whose processor cuts images into patches: a function for each form.
 
 `n` below is the number of rows.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from ckptx.verification.inputs.insert import Insert, random_of
-from ckptx.verification.inputs.spelled import SIDE, Config, Image, between, channels, first_of, token_of
+from ckptx.verification.inputs.spelled import SIDE, Config, between, channels, first_of, token_of
 
 
-def grid(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def flat(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Qwen2-VL and what came after: the patches of all images in one dim, and the grid of each image.
 
     `pixel_values` is (n * patches, channels * frames * patch * patch): an image is a film that stands still. The class
@@ -27,29 +27,30 @@ def grid(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return Insert(between(config, [token] * SIDE**2), token, tensors, ("mm_token_type_ids", 1))
 
 
-def untyped_grid(config: Config, rows: int, generator: torch.Generator) -> Insert:
-    return grid(config, rows, generator)._replace(types=None)
+def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """The same for classes that see where images are without types of tokens."""
+    return flat(config, rows, generator)._replace(types=None)
 
 
-def ernie(config: Config, rows: int, generator: torch.Generator) -> Insert:
-    """Patches have no frames, the projector puts an image beside itself.
+def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Ernie 4.5 VL: patches have no frames, the projector puts an image beside itself.
 
     Its tokens, and those for begin and end, go to experts of their own.
     """
     vision = {**config["vision_config"], "temporal_patch_size": 1}
-    insert = grid({**config, "vision_config": vision}, rows, generator)
+    insert = flat({**config, "vision_config": vision}, rows, generator)
     seen = torch.tensor(insert.tokens)
     return insert._replace(row=lambda ids: {"moe_mm_token_type_ids": torch.isin(ids, seen).long()})
 
 
-def muse(config: Config, rows: int, generator: torch.Generator) -> Insert:
-    """The form of Qwen2-VL under other names."""
+def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    """Muse Spark: the form of Qwen2-VL with other names for the sizes."""
     vision = config["vision_config"]
     spelled = {"spatial_merge_size": vision["merge_size"], "temporal_patch_size": vision["patch_temporal"]}
-    return untyped_grid({**config, "vision_config": {**vision, **spelled}}, rows, generator)
+    return flat_untyped({**config, "vision_config": {**vision, **spelled}}, rows, generator)
 
 
-def inkling(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def large(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Large patches, each a token: (n * patches, frames, patch, patch, channels)."""
     vision, token = config["vision_config"], token_of(config)
     patch, frames = int(vision["patch_size"]), int(vision["temporal_patch_size"])
@@ -57,7 +58,7 @@ def inkling(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return Insert([int(config["image_bos_token_id"]), *[token] * SIDE], token, {"pixel_values": pixels})
 
 
-def kimi(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def square(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Patches are squares, (n * patches, channels, patch, patch)."""
     vision, token = config["vision_config"], token_of(config)
     patch = first_of(vision["patch_size"])
@@ -69,7 +70,7 @@ def kimi(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return Insert([token] * SIDE**2, token, tensors)
 
 
-def video_llama(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Patches of an image are not merged, those of a film are."""
     patch, token = int(config["vision_config"]["patch_size"]), token_of(config)
     tensors = {
@@ -80,7 +81,7 @@ def video_llama(config: Config, rows: int, generator: torch.Generator) -> Insert
     return Insert([token] * SIDE**2, token, tensors)
 
 
-def lfm2(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def padded(config: Config, rows: int, generator: torch.Generator) -> Insert:
     """Patches of each image, (n, patches, channels * patch * patch), none of them padding."""
     patch, side = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"]) * SIDE
     token = token_of(config)
@@ -92,28 +93,27 @@ def lfm2(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return Insert([token] * SIDE**2, token, tensors)
 
 
-def gemma4(pooled_in_model: bool) -> Image:
+def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_model: bool) -> Insert | None:
     """Patches with the place of each, (n, patches, 3 * patch * patch), from 0 to 1.
 
     Args:
+        config: Of the class; None is given for one without the tower.
+        rows: Of the batch.
+        generator: For the pixels.
         pooled_in_model: Whether the tower makes one token of several patches. If not, the processor has done so.
     """
-
-    def image(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
-        if config.get("vision_config") is None:
-            return None
-        vision, token = config["vision_config"], token_of(config)
-        patch, pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
-        if not pooled_in_model:
-            patch, pool = patch * pool, 1
-        side = SIDE * pool
-        places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1)
-        tensors = {
-            "pixel_values": random_of(generator, rows, side * side, 3 * patch * patch).sigmoid(),
-            "image_position_ids": places.reshape(1, side * side, 2).expand(rows, -1, -1).contiguous(),
-        }
-        tokens = [int(config["boi_token_id"]), *[token] * SIDE**2]
-        tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))
-        return Insert(tokens, token, tensors, ("mm_token_type_ids", 1))
-
-    return image
+    if config.get("vision_config") is None:
+        return None
+    vision, token = config["vision_config"], token_of(config)
+    patch, pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
+    if not pooled_in_model:
+        patch, pool = patch * pool, 1
+    side = SIDE * pool
+    places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1)
+    tensors = {
+        "pixel_values": random_of(generator, rows, side * side, 3 * patch * patch).sigmoid(),
+        "image_position_ids": places.reshape(1, side * side, 2).expand(rows, -1, -1).contiguous(),
+    }
+    tokens = [int(config["boi_token_id"]), *[token] * SIDE**2]
+    tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))
+    return Insert(tokens, token, tensors, ("mm_token_type_ids", 1))

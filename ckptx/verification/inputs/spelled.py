@@ -11,7 +11,8 @@ from ckptx.verification.inputs.insert import Batch, Insert, random_of
 
 Config = Mapping[str, Any]
 Seen = Callable[[Config, int, torch.Generator], Insert]
-Image = Callable[[Config, int, torch.Generator], Insert | None]  # None for a config without the tower
+# With the settings of its row; None for a config without the tower.
+Form = Callable[..., Insert | None]
 
 SIDE = 2  # tokens that an image is high and wide, where the class takes images of any size
 
