@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 sys.path.insert(0, str(Path(__file__).parent))
 
-from build_tables import SEEDS, known_sections, write_if_new
+from build_tables import known_sections, starts, write_if_new
 
 from ckptx.architecture import model_files, table
 from ckptx.architecture.shape_rows import encode_shapes
@@ -45,7 +45,7 @@ def row_of(class_name: str) -> Row:
         return class_name, "", None, 0.0
     tied = {pattern_of(name) for pair in known.ties for spelling in pair.spellings for name in spelling}
     rules = None
-    for seed in ({}, *(seed for start, seed in SEEDS if class_name.startswith(start))):
+    for seed in starts(known.model_type):
         try:
             rules = learned(cls, meta_model.default_builder(cls), seed, tied)
         except Exception as error:  # whatever the class raises: it has no row

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, in
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ckptx.architecture import model_files
+from ckptx.architecture.corrections import corrections_of
 from ckptx.architecture.installed import source_digest
 from ckptx.architecture.rows import Row, encode_rows
 from ckptx.architecture.spec import Architecture
@@ -41,32 +42,6 @@ if TYPE_CHECKING:
 
 # Config keys of sub-models that hold a language model, and the language models composites are published with.
 TEXT_KEYS = ("decoder", "encoder", "text_config", "text_encoder", "vlm_config")
-_ROPE = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
-# Classes (by the start of their name) whose own defaults cannot be built, with the least that makes them
-# build. The values choose sizes only; the names and ties are the same for every checkpoint of the class.
-SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("AyaVision", {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}}),
-    ("Chameleon", {"vocabulary_map": {"<image>": 8711}}),
-    ("CohereCompass", {"rope_parameters": _ROPE}),
-    ("CohereCompass", {"text_config": {"rope_parameters": _ROPE}}),
-    ("Dbrx", {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}}),
-    ("DeepseekOcr2", {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31}}),
-    ("DeepseekOcr2Text", {"mlp_layer_types": ["dense"] + ["sparse"] * 31}),
-    ("Dots1", {"n_routed_experts": 4, "n_shared_experts": 1}),
-    ("Emu3", {"vocabulary_map": {"<image>": 8711}}),
-    ("Esm", {"vocab_size": 33}),
-    ("HunYuan", {"head_dim": 128}),
-    ("HunYuanVL", {"text_config": {"head_dim": 128}}),
-    ("Lfm2Moe", {"layer_types": ["conv", "full_attention"] * 16}),
-    ("Ministral", {"head_dim": 128}),
-    ("MoonshineStreaming", {"num_key_value_heads": 8}),
-    ("Moshi", {"audio_vocab_size": 2048}),
-    ("Nemotron", {"num_key_value_heads": 8}),
-    ("ReformerModelWithLMHead", {"is_decoder": True}),
-    ("T5GemmaEncoder", {"is_encoder_decoder": False}),
-    ("Wav2Vec2BertForCTC", {"vocab_size": 32}),
-    ("Wav2Vec2ConformerForCTC", {"vocab_size": 32}),
-)
 TEXT_TYPES = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
 
@@ -120,6 +95,12 @@ def model_types() -> dict[str, str]:
     return {name: str(getattr(cls.config_class, "model_type", "")) for name, cls in classes.items() if cls is not None}
 
 
+def starts(model_type: str) -> list[dict[str, Any]]:
+    """What the config class of a model type may be given, the first that builds a class counts: its own defaults, and
+    what is said to build where they do not."""
+    return [{}, *(dict(row.config) for row in corrections_of(model_type).defaults)]
+
+
 def measured_row(class_name: str) -> Row:
     """Ask the meta model of a class; a class that its defaults do not determine says so."""
     from config_variants import names_of_variants
@@ -132,7 +113,7 @@ def measured_row(class_name: str) -> Row:
     builder = meta_model.default_builder(cls)
     model_type = str(getattr(cls.config_class, "model_type", ""))
     known, seed = None, {}
-    for seed in ({}, *(seed for start, seed in SEEDS if class_name.startswith(start))):
+    for seed in starts(model_type):
         try:
             known = meta_model.derive(cls, builder, seed, origin="table")
             break

@@ -17,6 +17,7 @@ from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.models.auto import modeling_auto
 
 from ckptx.architecture import meta_model, table
+from ckptx.architecture.corrections import corrections_of_class
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.meta_model_names import loader, names_on_disk
 from ckptx.architecture.spec import Architecture
@@ -74,24 +75,12 @@ def known(class_name: str) -> Architecture:
     return found
 
 
-def seeds_of(class_name: str) -> list[dict[str, Any]]:
-    import importlib.util
-    import sys
-
-    path = Path(__file__).parent.parent.parent / "tools" / "build_tables.py"
-    if "build_tables" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("build_tables", path)
-        assert spec is not None and spec.loader is not None
-        sys.modules["build_tables"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["build_tables"])
-    return [{}, *(seed for start, seed in sys.modules["build_tables"].SEEDS if class_name.startswith(start))]
-
-
 def default_model(class_name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A meta model of the class's defaults, and the config it was asked for."""
     cls = meta_model.known_class(class_name)
     assert cls is not None
-    for seed in seeds_of(class_name):
+    seeds: list[dict[str, Any]] = [{}, *(dict(row.config) for row in corrections_of_class(class_name).defaults)]
+    for seed in seeds:
         try:
             return meta_model.build(cls, meta_model.default_builder(cls)(copy.deepcopy(seed))), seed
         except Exception:  # the class's own defaults cannot be built
