@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import ckptx
+from ckptx.architecture import model_files
 
 ROOT = Path(ckptx.__file__).parent
 
@@ -250,3 +251,30 @@ def test_a_planted_comparison_is_found() -> None:
     for text in ('x = c.format == "dcp"', 'x = c.format in ("dcp", "bin")', 'x = "dcp" != view.catalog.format'):
         assert comparisons_of_format(text, "view.py") == ["view.py:1"]
     assert comparisons_of_format('x = c.format == "dcp"', "formats/x.py") == []
+
+
+# Model types that are words of other things, too: a module in a layer, a part of the name of a list.
+NO_MODELS = {"mamba", "vit"}
+
+
+def names_of_models(source: str, file: str) -> list[str]:
+    """Where a module has the name of a class or a model type of transformers in it: facts of models are data."""
+    known = model_files.index()["classes"]
+    names = known.keys() | set(known.values()) - {""} - NO_MODELS
+    return [
+        f'{file}:{node.lineno}: "{node.value}"'
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    ]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_module_decides_by_the_name_of_a_model(file: str) -> None:
+    assert names_of_models((ROOT / file).read_text(encoding="utf-8"), file) == []
+
+
+def test_a_planted_name_of_a_model_is_found() -> None:
+    for text in ('x = kind == "pixtral"', 'T = {"LlamaForCausalLM": 1}', 'x = kind in ("qwen2_vl", "other")'):
+        (found,) = names_of_models(text, "view.py")
+        assert found.startswith("view.py:1: ")
+    assert names_of_models('raise ValueError("add it, as [LlamaForCausalLM]")', "view.py") == []
