@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.inputs import form_of, maker, model_types
 
-from ckptx.verification.inputs.audio import HEARD, SOUNDS
 from ckptx.verification.inputs.insert import LENGTH, Insert
 
 ROWS = 3
@@ -103,7 +103,7 @@ SOUND: dict[str, Sound] = {
 
 def made(sound: Sound, seed: int = 0) -> Insert:
     config = {"audio_token_id": TOKEN, "audio_config": sound.audio, **sound.config}
-    found = SOUNDS[sound.kind](config, ROWS, torch.Generator().manual_seed(seed))
+    found = maker("audio", sound.kind)(config, ROWS, torch.Generator().manual_seed(seed))
     assert found is not None
     return found
 
@@ -131,13 +131,13 @@ def test_sounds(name: str) -> None:
 
 
 def test_every_form_is_among_them() -> None:
-    assert {sound.kind for sound in SOUND.values()} == SOUNDS.keys() - {"granite_speech_plus"}
-    assert SOUNDS["granite_speech_plus"] is SOUNDS["granite_speech"]
+    forms = {kind: form_of("audio", kind) for kind in model_types("audio")}
+    assert {forms[sound.kind] for sound in SOUND.values()} == set(forms.values())
 
 
 def test_the_placeholder_may_be_called_an_index() -> None:
     config = {"audio_token_index": 0, "audio_config": WHISPER}
-    found = SOUNDS["qwen2_audio"](config, ROWS, torch.Generator())
+    found = maker("audio", "qwen2_audio")(config, ROWS, torch.Generator())
     assert found is not None and (found.tokens, found.placeholder) == ([0] * 4, 0)
 
 
@@ -148,7 +148,7 @@ def test_phi4_says_how_many_tokens_a_sound_is() -> None:
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
 def test_a_config_without_ears_gets_no_sound(kind: str) -> None:
-    assert SOUNDS[kind]({"audio_token_id": TOKEN, "audio_config": None}, ROWS, torch.Generator()) is None
+    assert maker("audio", kind)({"audio_token_id": TOKEN, "audio_config": None}, ROWS, torch.Generator()) is None
 
 
 SPEECHT5 = {"conv_kernel": [10, 3], "conv_stride": [5, 2]}
@@ -158,10 +158,10 @@ SPEECHT5 = {"conv_kernel": [10, 3], "conv_stride": [5, 2]}
     ("kind", "config", "name", "shape"),
     [
         ("whisper", WHISPER, "input_features", (5, 40)),
-        ("SpeechT5ForSpeechToText", SPEECHT5, "input_values", (10 + (3 + 3 * 2 - 1) * 5,)),
+        ("speecht5", SPEECHT5, "input_values", (10 + (3 + 3 * 2 - 1) * 5,)),
         ("moonshine", {}, "input_values", (127 + (7 + (3 + 3 * 2 - 1) * 3 - 1) * 64,)),
         (
-            "SeamlessM4TForSpeechToText", {"adaptor_stride": 8, "feature_projection_input_dim": 6},
+            "seamless_m4t", {"adaptor_stride": 8, "feature_projection_input_dim": 6},
             "input_features", (32, 6),
         ),
         ("moonshine_streaming", {"encoder_config": {"sample_rate": 16000, "frame_ms": 5.0}}, "input_values", (1280,)),
@@ -174,15 +174,15 @@ SPEECHT5 = {"conv_kernel": [10, 3], "conv_stride": [5, 2]}
 def test_what_is_heard_while_a_decoder_writes(
     kind: str, config: dict[str, Any], name: str, shape: tuple[int, ...]
 ) -> None:
-    first, again = (HEARD[kind](config, ROWS, torch.Generator().manual_seed(0)) for _ in range(2))
+    first, again = (maker("heard", kind)(config, ROWS, torch.Generator().manual_seed(0)) for _ in range(2))
     assert {key: tuple(each.shape) for key, each in first.items()} == {name: (ROWS, *shape)}
     assert torch.equal(first[name], again[name])
 
 
-@pytest.mark.parametrize("kind", ["SpeechT5ForSpeechToText", "moonshine"])
+@pytest.mark.parametrize("kind", ["speecht5", "moonshine"])
 def test_convolutions_leave_four_frames_of_a_waveform(kind: str) -> None:
     kernels = [(127, 64), (7, 3), (3, 2)] if kind == "moonshine" else [(10, 5), (3, 2)]
-    sound = HEARD[kind](SPEECHT5, ROWS, torch.Generator())["input_values"][:, None]
+    sound = maker("heard", kind)(SPEECHT5, ROWS, torch.Generator())["input_values"][:, None]
     for kernel, stride in kernels:
         sound = torch.nn.functional.conv1d(sound, torch.ones(1, 1, kernel), stride=stride)
     assert sound.shape == (ROWS, 1, 4)

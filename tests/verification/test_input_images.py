@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.inputs import maker
 
-from ckptx.verification.inputs.images import IMAGES
 from ckptx.verification.inputs.insert import Insert
 
 ROWS = 3
@@ -21,7 +21,7 @@ FULL = {"vision_feature_select_strategy": "full"}
 
 def image_of(kind: str, vision: dict[str, Any] | None = None, seed: int = 0, **config: Any) -> Insert:
     given = {"image_token_id": TOKEN, "vision_config": EYES | (vision or {}), **config}
-    made = IMAGES[kind](given, ROWS, torch.Generator().manual_seed(seed))
+    made = maker("images", kind)(given, ROWS, torch.Generator().manual_seed(seed))
     assert made is not None
     return made
 
@@ -37,8 +37,8 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], int, tuple[int, ...]
     "every patch, more channels": ("janus", {"num_channels": 5}, {}, 36, (ROWS, 5, 24, 24)),
     "clip without its class": ("llava", {"model_type": "clip"}, {}, 36, PIXELS),
     "clip with its class": ("llava", {"model_type": "clip"}, FULL, 37, PIXELS),
-    "siglip, which has none": ("llava", {"model_type": "siglip_v"}, FULL, 36, PIXELS),
-    "siglip without its first": ("llava", {"model_type": "siglip_v"}, {}, 35, PIXELS),
+    "siglip, which has none": ("llava", {"model_type": "siglip_vision_model"}, FULL, 36, PIXELS),
+    "siglip without its first": ("llava", {"model_type": "siglip_vision_model"}, {}, 35, PIXELS),
     "pixtral behind llava": ("llava", {"model_type": "pixtral"}, {}, 4, (ROWS, 3, 8, 8)),
     "downsampled": ("aya_vision", {}, {"downsample_factor": 2}, 9, PIXELS),
     "downsampled, rounded down": ("cohere2_vision", {}, {"downsample_factor": 4}, 1, PIXELS),
@@ -130,4 +130,4 @@ def test_sizes_are_those_of_the_image() -> None:
 
 def test_a_config_without_eyes_gets_no_image() -> None:
     for kind in ("gemma3n", "gemma4", "gemma4_unified"):
-        assert IMAGES[kind]({"image_token_id": TOKEN, "vision_config": None}, ROWS, torch.Generator()) is None
+        assert maker("images", kind)({"image_token_id": TOKEN, "vision_config": None}, ROWS, torch.Generator()) is None

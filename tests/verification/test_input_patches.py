@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,23 +33,23 @@ def shape_of(insert: Insert) -> tuple[int, ...]:
 
 def test_a_grid_has_the_patches_of_all_images_in_one_dim() -> None:
     vision = {"patch_size": 4, "spatial_merge_size": 3, "temporal_patch_size": 5, "in_channels": 2}
-    found = seen(patches.grid, vision, vision_start_token_id=70, vision_end_token_id=71)
+    found = seen(patches.flat, vision, vision_start_token_id=70, vision_end_token_id=71)
     assert found.tokens == [70, *FOUR, 71]
     assert shape_of(found) == (ROWS * 36, 2 * 5 * 4 * 4)
     assert found.tensors["image_grid_thw"].tolist() == [[1, 6, 6]] * ROWS
     assert found.types == ("mm_token_type_ids", 1)
-    plain = seen(patches.untyped_grid, vision)
+    plain = seen(patches.flat_untyped, vision)
     assert (plain.tokens, plain.types) == (FOUR, None)
 
 
 def test_what_a_config_leaves_out_is_as_in_qwen2_vl() -> None:
-    found = seen(patches.grid, {})
+    found = seen(patches.flat, {})
     assert shape_of(found) == (ROWS * 16, 3 * 2 * 14 * 14)
 
 
 def test_ernie_has_no_frames_and_sends_all_of_an_image_to_experts_of_its_own() -> None:
     vision = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    found = seen(patches.ernie, vision, image_start_token_id=70, image_end_token_id=71)
+    found = seen(patches.flat_for_experts, vision, image_start_token_id=70, image_end_token_id=71)
     assert shape_of(found) == (ROWS * 16, 3 * 4 * 4)
     assert found.row is not None
     types = found.row(torch.tensor([[5, 70, TOKEN, 71, 6]]))["moe_mm_token_type_ids"]
@@ -56,32 +57,32 @@ def test_ernie_has_no_frames_and_sends_all_of_an_image_to_experts_of_its_own() -
 
 
 def test_muse_spells_it_otherwise() -> None:
-    found = seen(patches.muse, {"patch_size": 4, "merge_size": 3, "patch_temporal": 1})
+    found = seen(patches.flat_renamed, {"patch_size": 4, "merge_size": 3, "patch_temporal": 1})
     assert (shape_of(found), found.types) == ((ROWS * 36, 3 * 4 * 4), None)
 
 
 def test_inkling_has_a_token_for_each_patch() -> None:
-    found = seen(patches.inkling, {"patch_size": 4, "temporal_patch_size": 2}, image_bos_token_id=70)
+    found = seen(patches.large, {"patch_size": 4, "temporal_patch_size": 2}, image_bos_token_id=70)
     assert found.tokens == [70, TOKEN, TOKEN]
     assert shape_of(found) == (ROWS * 2, 2, 4, 4, 3)
 
 
 def test_kimi_merges_otherwise_along_height_and_width() -> None:
-    found = seen(patches.kimi, {"patch_size": [4, 4], "merge_kernel_size": [2, 3]})
+    found = seen(patches.square, {"patch_size": [4, 4], "merge_kernel_size": [2, 3]})
     assert found.tokens == FOUR
     assert shape_of(found) == (ROWS * 24, 3, 4, 4)
     assert found.tensors["image_grid_thw"].tolist() == [[1, 4, 6]] * ROWS
 
 
 def test_video_llama_merges_nothing() -> None:
-    found = seen(patches.video_llama, {"patch_size": 4})
+    found = seen(patches.flat_unmerged, {"patch_size": 4})
     assert (found.tokens, shape_of(found)) == (FOUR, (ROWS * 4, 48))
     assert found.tensors["image_grid_thw"].tolist() == [[1, 2, 2]] * ROWS
     assert found.tensors["image_merge_sizes"].tolist() == [1] * ROWS
 
 
 def test_lfm2_has_a_dim_for_images() -> None:
-    found = seen(patches.lfm2, {"patch_size": 4}, downsample_factor=3)
+    found = seen(patches.padded, {"patch_size": 4}, downsample_factor=3)
     assert (found.tokens, shape_of(found)) == (FOUR, (ROWS, 36, 48))
     assert found.tensors["spatial_shapes"].tolist() == [[6, 6]] * ROWS
     mask = found.tensors["pixel_attention_mask"]
@@ -93,7 +94,7 @@ GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 3}
 
 @pytest.mark.parametrize(("pooled_in_model", "side", "width"), [(True, 6, 48), (False, 2, 3 * 12 * 12)])
 def test_gemma4_says_where_each_patch_is(pooled_in_model: bool, side: int, width: int) -> None:
-    found = seen(patches.gemma4(pooled_in_model), GEMMA4, boi_token_id=70, eoi_token_id=71)
+    found = seen(partial(patches.placed, pooled_in_model=pooled_in_model), GEMMA4, boi_token_id=70, eoi_token_id=71)
     assert (found.tokens, found.types) == ([70, *FOUR, 71], ("mm_token_type_ids", 1))
     pixels, places = found.tensors["pixel_values"], found.tensors["image_position_ids"]
     assert tuple(pixels.shape) == (ROWS, side * side, width)
@@ -103,5 +104,5 @@ def test_gemma4_says_where_each_patch_is(pooled_in_model: bool, side: int, width
 
 
 def test_gemma4_has_another_name_for_its_end() -> None:
-    found = seen(patches.gemma4(True), GEMMA4, boi_token_id=70, eoi_token_index=72)
+    found = seen(partial(patches.placed, pooled_in_model=True), GEMMA4, boi_token_id=70, eoi_token_index=72)
     assert found.tokens == [70, *FOUR, 72]
