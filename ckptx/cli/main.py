@@ -97,7 +97,7 @@ def _said(error: click.UsageError) -> str:
 
 
 def main() -> None:
-    """Runs the command line and exits with the code that `cli.md` promises."""
+    """Runs the command line and exits with the code that docs/running.md promises."""
     settle_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal that cannot show a letter shows its number
