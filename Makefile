@@ -7,7 +7,7 @@ VENV ?= .venv
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check format tables fixtures benchmark fuzz clean
+.PHONY: demo test test-all check docs format tables fixtures benchmark fuzz clean
 
 demo: $(VENV)/ready  ## convert a small checkpoint there and back, and look at it
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh demo
@@ -27,6 +27,9 @@ check: $(VENV)/ready  ## style, types, floors
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_floors.py
 
+docs: $(VENV)/ready  ## every command and program of README, CONTRIBUTING and docs/, as written
+	$(BIN)/python tools/check_docs.py
+
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -39,7 +42,7 @@ tables: $(VENV)/ready  ## rebuild ckptx/architecture/models/ from the installed 
 fixtures: $(VENV)/ready  ## rebuild fixtures/dcp with the installed torch
 	$(BIN)/python tools/build_fixtures.py
 
-benchmark: $(VENV)/ready  ## the tables of the README; needs 16 GiB free in /dev/shm
+benchmark: $(VENV)/ready  ## the tables of docs/benchmarks.md; needs 16 GiB free in /dev/shm
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/reshard.py
 	$(BIN)/python benchmarks/load.py

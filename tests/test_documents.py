@@ -48,10 +48,3 @@ def test_every_field_of_a_report_is_described(tmp_path: Path, name: str) -> None
 def test_the_version_of_the_report_is_the_one_described() -> None:
     assert f"`schema_version` is {SCHEMA_VERSION}." in PAGE
     assert f"`schema_version` {SCHEMA_VERSION}" in Path("CHANGELOG.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/report.md"])
-def test_links_lead_somewhere(page: str) -> None:
-    text = Path(page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (Path(page).parent / target).exists(), target
