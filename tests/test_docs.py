@@ -13,6 +13,7 @@ import click
 import pytest
 
 from ckptx.architecture import model_files
+from ckptx.architecture.correction_schema import decode
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.form import FORMS
 from ckptx.cli.main import cli, commands
@@ -248,6 +249,11 @@ def test_what_is_known_is_counted() -> None:
     assert f"transformers {model_files.index()['transformers'].rpartition('.')[0]}" in text
     shapes = sum(len(json.loads(path.read_bytes())["shapes"]) for path in model_files.MODELS.glob("*.json"))
     assert f"{shapes} so far" in text
+
+
+def test_the_corrections_of_the_recipe_can_be_read() -> None:
+    (example,) = (b.text for b in check_docs.blocks_of("p", text_of("CONTRIBUTING.md")) if b.language == "json")
+    assert decode(example, "llama.json").plan
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
