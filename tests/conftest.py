@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,21 @@ from support.pool import GlooPool
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what `sampled` leaves out: all but so many, evenly spread, of the cases that are not slow already."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for those in cases.values():
+        keep = min(those[0].get_closest_marker("sampled").args[0], len(those))
+        kept = {index * len(those) // keep for index in range(keep)}
+        for index, item in enumerate(those):
+            if index not in kept:
+                item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)

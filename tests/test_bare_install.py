@@ -113,6 +113,7 @@ def test_known_classes_need_no_extra(bare: Bare, here: Path, tmp_path: Path, sou
         assert done.returncode == 0, (words, done.stderr)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "blocked",
     [
@@ -131,6 +132,7 @@ def test_running_models_says_which_extra(
 CONVERSIONS = ("convert hf2dcp", "reshard --tp 2")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "words"),
     [(name, words) for name in CLASSES for words in (*CONVERSIONS, *(("diff", "verify") if name != "remote" else ()))],

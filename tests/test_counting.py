@@ -99,6 +99,7 @@ def agree(src: Path, dst: Path, report: ConversionReport, parameters: int) -> No
     assert report.bytes_written == sum(map(len, tree_bytes(dst).values()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ties", TIES)
 @given(chain=chains(), data=st.data())
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -173,6 +173,7 @@ def test_a_layer_of_any_recipe_that_is_wholly_gone_is_found(name: str) -> None:
             assert fit(config, rest).misfits or is_uncounted, f"{path}.{index}"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", EACH)
 def test_half_a_tensor_of_any_recipe_is_found(name: str) -> None:
     """One tensor at a time, cut along its first dim: all that the table knows the size of are found."""

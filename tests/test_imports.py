@@ -41,6 +41,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "work",
     [

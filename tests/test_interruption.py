@@ -131,6 +131,7 @@ def finish(setting: Setting, dst: Path) -> None:
     assert equal(dst, setting.expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kill", slow_but(range(KILLS), (2, 7)))
 @pytest.mark.parametrize("direction", ["hf2dcp", "dcp2hf"])
 def test_killed_at_a_random_moment(settings: dict[str, Setting], dst: Path, direction: str, kill: int) -> None:
@@ -153,6 +154,7 @@ def when_it_writes(process: subprocess.Popen[str], dst: Path) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("direction", ["hf2dcp", "dcp2hf"])
 def test_asked_to_stop(

@@ -57,6 +57,7 @@ def moe(root: Path, kind_name: str) -> Path:
     return write_hf(root, tensors, config=CONFIG | {"quantization_config": kind.config})
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != "none"])
 def test_every_kind_comes_back(tmp_path: Path, kind: str, to: str) -> None:

@@ -539,6 +539,7 @@ ON_THE_COMMAND_LINE = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ON_THE_COMMAND_LINE)
 def test_on_the_command_line(name: str, tmp_path: Path, dst: Path) -> None:
     (case,) = (case for case in HF + DCP if case.name == name)

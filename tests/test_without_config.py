@@ -41,6 +41,7 @@ FORMS: dict[str, Callable[[Path, Path], Any]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("keeps_manifest", slow_but((False, True), (False,)))
 @pytest.mark.parametrize(("form", "other"), itertools.permutations(FORMS, 2))

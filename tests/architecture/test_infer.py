@@ -48,6 +48,7 @@ def test_the_class_of_a_model_is_found_by_its_names(name: str) -> None:
         assert found.class_name == SAME_NAMES.get(wanted, wanted), found.note
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SLOW)
 def test_the_names_of_the_base_model_alone_are_those_of_the_base_class(name: str) -> None:
     model, config, _ = names_of(EVERY[name])

@@ -26,6 +26,7 @@ def config_of(class_name: str, kinds: list[str], **changes: Any) -> dict[str, An
     return {**named, **SIZES, "layers_block_type": kinds, "num_hidden_layers": len(kinds), **changes}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("class_name", CLASSES)
 @given(
     kinds=LISTS.filter(lambda kinds: kinds.count("hybrid") > 1),

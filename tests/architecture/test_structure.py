@@ -123,6 +123,7 @@ def test_another_plan_would_be_told_from_it() -> None:
 # ----------------------------------------------------------------------------------------- heads
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("class_name", EVERY)
 @pytest.mark.parametrize("is_spelled_out", [False, True], ids=["config without its defaults", "whole config"])
 def test_attention_is_cut_into_heads(class_name: str, is_spelled_out: bool) -> None:
@@ -238,6 +239,7 @@ def test_a_class_that_the_table_cannot_answer_is_asked_itself() -> None:
 # ----------------------------------------------------------------------------------- conversions
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("class_name", EVERY)
 def test_every_name_on_disk_is_one_of_the_model_or_converted(class_name: str) -> None:
     model, config = default_model(class_name)

@@ -51,6 +51,7 @@ def test_table_was_made_from_the_installed_transformers() -> None:
     assert model_files.index()["transformers"] == version("transformers"), "run `make tables`"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("class_name", slow_but(SAMPLE, FAST))
 def test_a_row_equals_the_meta_model(class_name: str, build_tables: ModuleType) -> None:
     assert build_tables.measured_row(class_name) == table.find_row(class_name)
@@ -63,6 +64,7 @@ def test_a_wrong_row_differs_from_the_meta_model(build_tables: ModuleType) -> No
     assert build_tables.measured_row("LlamaForCausalLM") != wrong
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("class_name", [name for name in SAMPLE if lookup(name) is not None])
 def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: str) -> None:
     from ckptx.architecture import meta_model

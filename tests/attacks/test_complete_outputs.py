@@ -65,6 +65,7 @@ def test_what_is_as_it_was_is_complete(output: str, source: Path, tmp_path: Path
     assert tree_bytes(dst) == before
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("forged", [False, True], ids=["", "forged"])
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_changed_byte_of_any_block_is_found(output: str, source: Path, tmp_path: Path, forged: bool) -> None:

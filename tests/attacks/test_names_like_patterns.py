@@ -42,6 +42,7 @@ def checkpoint(root: Path, kind: str, name: str, *, renamed: bool) -> Path:
     return {"hf": write_hf, "dcp": write_dcp}[kind](root, {**tensors, name: value}, config=CONFIG)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("renamed", [False, True], ids=["one more", "renamed"])
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 @pytest.mark.parametrize("name", ODD)

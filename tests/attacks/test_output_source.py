@@ -233,6 +233,7 @@ def test_ranks_on_one_machine_see_the_very_same_files(tmp_path: Path) -> None:
     assert not is_agreed(*said) and is_agreed(said[0], said[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [0, 1])
 def test_processes_with_different_sources_end_with_one_code(tmp_path: Path, first: int) -> None:
     sources = [written(tmp_path / "in" / "a", "hf"), written(tmp_path / "in" / "b", "hf", OTHER)]
@@ -264,6 +265,7 @@ main()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [[], ["--resume"]], ids=["replaced", "removed"])
 def test_a_file_of_any_rank_that_is_replaced_ends_all(tmp_path: Path, rank: int, how: list[str]) -> None:

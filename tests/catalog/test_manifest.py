@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.slow import slow_but
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.manifest import FileRecord, Manifest, TensorRecord, emit_manifest
@@ -133,11 +132,14 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(WRITTEN, WRITTEN[-1:]))
-def test_a_field_of_any_other_type_or_value_is_read_or_refused_by_its_name(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [(WRITTEN[-1], 7), *(pytest.param(case, 1, marks=pytest.mark.slow) for case in WRITTEN)],
+)
+def test_a_field_of_any_other_type_or_value_is_read_or_refused_by_its_name(case: str, step: int) -> None:
     found = written(case)
     kinds = set()
-    for at in places(found):
+    for at in list(places(found))[::step]:
         for put in ((), *((value,) for value in VALUES)):
             try:
                 parse(spoiled(found, at, *put))

@@ -61,6 +61,7 @@ def test_colour_on_a_terminal_unless_it_is_not_wanted(tmp_path: Path) -> None:
     assert "\x1b" not in ckptx("inspect", gone).stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_reader_that_has_gone_is_no_error(tmp_path: Path, options: list[str]) -> None:
     write_hf(tmp_path / "hf", llama(layers=400))

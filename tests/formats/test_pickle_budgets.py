@@ -98,6 +98,7 @@ def seconds(cases: list[bytes]) -> list[float]:
     return [float(line) for line in done.stdout.split()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_dear_to_look_at_is_not_looked_at(place: str) -> None:
     found = seconds([b"\x80\x04" + PLACES[place](value) + b"." for value in DEAR.values()])

@@ -101,6 +101,7 @@ def as_shapes_of_a_manifest(numbers: list[tuple[int, ...]]) -> Callable[[], obje
     return lambda: parse_manifest(data, "x")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", [as_offsets, as_sizes, as_spans, as_shapes_of_a_manifest])
 @pytest.mark.parametrize("numbers", [twins, solved, described])
 def test_numbers_that_share_a_hash_cost_what_others_do(

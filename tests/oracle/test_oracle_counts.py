@@ -46,6 +46,7 @@ def parameters(written: Written) -> int:
     return sum(prod(tensor.shape) for name, tensor in tensors.items() if name not in twice)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_add_up_for_every_class(written: Written, tmp_path: Path, form: str) -> None:
     options = FORMS[form]

@@ -166,6 +166,7 @@ def fp32(request: pytest.FixtureRequest, tmp_path: Path) -> Recipe:
     return recipe
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_cast_is_what_transformers_loads_in_that_dtype(fp32: Recipe, dtype: str, tmp_path: Path) -> None:
     """`from_pretrained(dtype=...)` of the original says which tensors stay float32."""
@@ -190,6 +191,7 @@ def test_cast_is_what_transformers_loads_in_that_dtype(fp32: Recipe, dtype: str,
     assert_same_outputs(outputs(load(tmp_path / "out", wanted), fp32.inputs()), outputs(stock, fp32.inputs()))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_verify_casts_the_reference_when_asked(fp32: Recipe, dtype: str, tmp_path: Path) -> None:
     ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "cast", dtype=dtype)

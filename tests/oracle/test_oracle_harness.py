@@ -36,6 +36,7 @@ def test_every_tensor_of_a_model_is_random(recipe: str) -> None:
             assert tensor.float().std() > 0, name
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "recipe", slow_but(RECIPES, ("llama-tied", "gpt2", "mixtral", "t5", "gemma3-vlm", "mamba", "whisper"))
 )

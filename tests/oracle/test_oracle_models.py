@@ -59,6 +59,7 @@ class Converted(NamedTuple):
 NAMES = slow_but((*RECIPES, *WIDE), RECIPES)
 
 
+@pytest.mark.sampled(6)
 @pytest.fixture(scope="module", params=NAMES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Converted]:
     recipe = EVERY[request.param]
@@ -123,6 +124,7 @@ def test_logits_without_manifest_are_the_same_bit_for_bit(model: Converted) -> N
     assert_same_outputs(outputs(load(model.from_bare), model.recipe.inputs()), model.logits)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("other", ["dcp", "back", "bare", "from_bare"])
 def test_verify_and_diff_call_every_form_equal(model: Converted, other: str) -> None:
     path = getattr(model, other)

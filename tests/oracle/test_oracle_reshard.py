@@ -87,6 +87,7 @@ def misplaced(model: Model, held: dict[str, list[Held]], mesh: Mesh) -> list[str
     ]
 
 
+@pytest.mark.sampled(6)
 @on_meshes
 def test_a_cut_dcp(model: Model, tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     report = ckptx.reshard(model.hf, tmp_path / "cut", to="dcp", tp=tp, pp=pp, dp_shard=dp)
@@ -111,6 +112,7 @@ def test_a_cut_dcp(model: Model, tmp_path: Path, tp: int, pp: int, dp: int) -> N
     assert {file for row in rows for file in row["files"]} == files == {each.file for b in held.values() for each in b}
 
 
+@pytest.mark.sampled(6)
 @on_meshes
 def test_cut_safetensors(model: Model, tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     ckptx.reshard(model.hf, tmp_path / "cut", to="safetensors", tp=tp, pp=pp, dp_shard=dp)

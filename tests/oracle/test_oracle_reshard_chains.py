@@ -62,6 +62,7 @@ def steps_of(hf: Path, root: Path, kinds: tuple[str, ...]) -> list[Path]:
     return made[1:]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kinds", slow_but(["dcp", "both", "safetensors", "other"], ["dcp", "both"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chain_ends_where_it_began(hf_of: Callable[[str], Path], tmp_path: Path, name: str, kinds: str) -> None:

@@ -51,6 +51,7 @@ def file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 2), (4, 1), (1, 4)])
 def test_a_rank_opens_its_own_file_and_the_first_of_its_stage(
     pool: GlooPool, llama: Path, tmp_path: Path, tp: int, pp: int
@@ -68,6 +69,7 @@ def test_a_rank_opens_its_own_file_and_the_first_of_its_stage(
         assert set(opened) == {".metadata", file_of(rank)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (4, 1)])
 def test_a_rank_of_fsdp_inside_tp_opens_its_own_file(
     pool: GlooPool, llama: Path, tmp_path: Path, dp: int, tp: int
@@ -137,6 +139,7 @@ def rows_of(local: Elements, dp: int, index: int) -> Indices:
     return np.sort(pieces[index].numpy().ravel()) if index < len(pieces) else np.zeros(0, int)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])

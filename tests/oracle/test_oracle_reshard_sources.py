@@ -73,6 +73,7 @@ def state_of_training(model: Any, layout: str) -> dict[str, Any]:
     return {"model": weights, "optim": states}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", slow_but(STATES, ["model-optim"]))
 @pytest.mark.parametrize(
     "name",

@@ -215,6 +215,7 @@ def assert_same_nested(a: Any, b: Any) -> None:
         assert a == b
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", slow_but(["two-directories", "accelerate"], ["two-directories"]))
 def test_model_and_optimizer_side_by_side_stay_so(pool: GlooPool, hf: Path, tmp_path: Path, layout: str) -> None:
     saved = train(pool, hf, tmp_path, layout)

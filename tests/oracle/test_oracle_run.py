@@ -136,6 +136,7 @@ def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wra
     assert text.splitlines()[-2] == "equal: bytes, forward, gradients"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RUN)
 def test_a_model_computes_the_same_on_a_mesh(
     pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path, name: str
@@ -190,6 +191,7 @@ def test_a_cut_checkpoint_is_run_as_it_is(
     assert_equal(document, text, ParallelDims(tp=2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["full", "submodule", "selective"])
 def test_recomputing_changes_nothing(pool: GlooPool, hf_of: Callable[[str], Path], mode: str) -> None:
     hf = hf_of("llama-untied")

@@ -74,6 +74,7 @@ def assert_holds(catalog: Catalog, expected: dict[str, torch.Tensor]) -> None:
 # What torch and transformers save
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "world_size"),
     [("rows", 2), ("rows", 4), ("columns", 4), ("replicated", 2), ("hybrid", 4), ("grid", 4)],
@@ -97,6 +98,7 @@ def test_without_a_rank_what_torch_saved_is_refused_where_stock_torch_loads_it(p
         open_sharded(tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["tp", "fsdp"])
 def test_what_transformers_saves_distributed_is_opened(pool: GlooPool, hf: Path, tmp_path: Path, how: str) -> None:
     pool.run(cut_ranks.save_pretrained, 2, hf, tmp_path / "saved", how)
@@ -196,6 +198,7 @@ def load_whole(root: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch
     return state
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["dcp", "sharded"])
 @pytest.mark.parametrize(("pp", "tp"), [(2, 2), (1, 4), (4, 1)])
 def test_stock_torch_loads_a_cut_model_on_this_mesh_and_on_others(
@@ -243,6 +246,7 @@ def test_stock_loaders_read_cut_safetensors_whole(hf: Path, tmp_path: Path) -> N
     assert_same_outputs(outputs(load(root), tokens()), outputs(load(hf), tokens()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["tp", "pp"])
 def test_transformers_loads_cut_safetensors_on_two_ranks(pool: GlooPool, hf: Path, tmp_path: Path, how: str) -> None:
     root = write_cut("sharded", tmp_path / "cut", hf)

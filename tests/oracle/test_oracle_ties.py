@@ -126,6 +126,7 @@ def test_declared_pair_is_stored_once_in_dcp_under_both_names(family: Family, di
     assert raw(loaded[family.target]) == raw(loaded[family.source]) == raw(expected)
 
 
+@pytest.mark.sampled(5)
 @FAMILIES
 @DECLARED
 def test_declared_pair_of_a_stock_dcp_is_stored_under_the_source_name(
@@ -337,6 +338,7 @@ def test_tied_copy_writes_every_name_its_own_bytes(family: Family, disk: str, tm
     assert_same_outputs(logits(tmp_path / "out", family), tied_logits(family, tmp_path))
 
 
+@pytest.mark.sampled(4)
 @FAMILIES
 @DECLARED
 def test_tied_drop_leaves_targets_out(family: Family, disk: str, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def assert_trained(hf: Path, out: Path, expected: dict[str, torch.Tensor]) -> No
     assert_same_outputs(outputs(load(out), tokens()), outputs(reference, tokens()))
 
 
+@pytest.mark.sampled(1)
 @MESHES
 def test_sharded_training_checkpoint_becomes_the_gathered_model(
     pool: GlooPool, hf: Path, tmp_path: Path, dp: int, tp: int
@@ -67,6 +68,7 @@ def test_sharded_training_checkpoint_becomes_the_gathered_model(
     assert_trained(hf, tmp_path / "out", read_file(tmp_path / "expected.safetensors"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("how", "world_size"), [("replicated", 4), ("columns", 2), ("columns", 4)])
 @pytest.mark.parametrize("recipe", ["llama-untied", "mixtral"])
 def test_other_ways_to_shard_become_the_gathered_model(
@@ -95,6 +97,7 @@ def test_every_layout_on_every_mesh(
     assert_trained(hf, tmp_path / "out", read_file(tmp_path / "expected.safetensors"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "prefix", "roots"),
     [
@@ -205,6 +208,7 @@ def _data_parallel(model: Any) -> dict[str, torch.Tensor]:
     return dict(torch.nn.DataParallel(model).state_dict())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("wrap", "counts"),
     [
@@ -245,6 +249,7 @@ def test_no_wrapper_is_removed_where_two_names_would_become_one(hf: Path, tmp_pa
 # The other way: stock torch loads what ckptx wrote
 
 
+@pytest.mark.sampled(1)
 @MESHES
 def test_stock_torch_loads_into_a_sharded_model(pool: GlooPool, hf: Path, tmp_path: Path, dp: int, tp: int) -> None:
     ckptx.convert("hf2dcp", hf, tmp_path / "dcp")
@@ -252,6 +257,7 @@ def test_stock_torch_loads_into_a_sharded_model(pool: GlooPool, hf: Path, tmp_pa
         assert wrong == []
 
 
+@pytest.mark.sampled(2)
 @MESHES
 def test_stock_torch_finds_the_head_of_a_tied_model(
     pool: GlooPool, tied_hf: Path, tmp_path: Path, dp: int, tp: int

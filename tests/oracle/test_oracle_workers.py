@@ -19,6 +19,7 @@ def convert(direction: str, src: Path, dst: Path, **options: Any) -> dict[str, b
     return file_bytes(dst)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["llama-tied", "gemma3-vlm", "t5-v1.1"])
 @pytest.mark.parametrize("files", [None, 3])
 def test_workers_do_not_change_the_output(recipe: str, files: int | None, tmp_path: Path) -> None:
@@ -36,6 +37,7 @@ def test_workers_do_not_change_the_output(recipe: str, files: int | None, tmp_pa
         assert one == four
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_workers_that_share_one_large_tensor_do_not_change_the_output(dtype: str, tmp_path: Path) -> None:
     """Larger than a block of the digest, and of a length that no block divides."""

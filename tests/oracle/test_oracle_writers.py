@@ -63,6 +63,7 @@ def save(state: dict[str, Any], path: Path, **options: Any) -> Path:
 # Names of the model, not of its files
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", slow_but((*RECIPES, *WIDE), FAST))
 def test_state_dict_of_the_model_becomes_a_checkpoint_that_loads(recipe: str, tmp_path: Path) -> None:
     """`model.state_dict()` has the names of modules, which differ from those on disk for one class in six, holds every
@@ -78,6 +79,7 @@ def test_state_dict_of_the_model_becomes_a_checkpoint_that_loads(recipe: str, tm
         assert_same_outputs(outputs(load(tmp_path / f"out{i}"), EVERY[recipe].inputs()), expected)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", slow_but((*RECIPES, *WIDE), FAST))
 def test_names_of_modules_are_known(recipe: str, tmp_path: Path) -> None:
     write(EVERY[recipe], tmp_path / "hf")

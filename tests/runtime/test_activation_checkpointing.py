@@ -42,6 +42,7 @@ DIFFERENT = [
 FEW = [LLAMA, "t5", "gemma3-vlm", SHARED]  # a list, two of them, nested ones, a fallback
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("microbatches", slow_but([1, 3], [3]))
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_losses_and_gradients_are_equal_to_the_bit(name: str, microbatches: int) -> None:
@@ -291,6 +292,7 @@ def test_layers_that_say_themselves_whom_they_share_with_are_believed(modes: lis
     assert not shares_kv(model)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", WRAPPING)
 @pytest.mark.parametrize(("name", "layers"), [(SHARED, 4), ("gemma3n", 6)])
 def test_shared_keys_and_values_keep_their_attention_and_their_cache(name: str, layers: int, mode: str) -> None:

@@ -22,7 +22,7 @@ from ckptx.verification.execution import run
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 
 # What the installed transformers has of them.
-HERE = [name for name, listener in LISTENERS.items() if hasattr(transformers, listener.classes[1])]
+HERE = [name for name, listener in LISTENERS.items() if listener.classes[1] in dir(transformers)]
 WITH_IMAGES = ("gemma4", "gemma4_unified", "muse_spark", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 # Windows as long as those of real checkpoints: what is put into a row is counted from them.
 LONG: dict[str, dict[str, Any]] = {

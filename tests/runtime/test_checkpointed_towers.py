@@ -67,6 +67,7 @@ def trained(model_type: str, mode: str) -> Trained:
     return Trained(model, count, ([loss.item()], gradients), held)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model_type", slow_but((*TINY, *LISTENING), FEW))
 def test_layers_of_every_tower_are_checkpointed_to_the_same_bits(model_type: str) -> None:
     wanted = trained(model_type, "none")

@@ -55,6 +55,7 @@ def loaded(path: Path) -> tuple[Any, LoadLedger]:
         return model, load_from(model, source)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", slow_but(EVERY, FAST))
 def test_models_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
     write(EVERY[recipe], tmp_path / "hf")
@@ -300,6 +301,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: written_as(kind, hf) for kind in ("hf", "whole-dcp", "cut-safetensors")}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["hf", "whole-dcp", "cut-safetensors"])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_a_rank_gets_its_shards(pool: GlooPool, sources: dict[str, Path], kind: str, layout: str) -> None:
@@ -309,6 +311,7 @@ def test_a_rank_gets_its_shards(pool: GlooPool, sources: dict[str, Path], kind: 
             assert read == share
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["rows", "columns", "packed"])
 def test_a_rank_gets_its_shards_of_fsdp_inside_tp(pool: GlooPool, sources: dict[str, Path], layout: str) -> None:
     total = sum(2 * tensor.numel() for tensor in read_hf(sources["hf"]).values())

@@ -69,6 +69,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -86,6 +87,7 @@ def test_parameters_and_moments_are_whole(
     assert [each.name for each in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "by"), [("gpt2", "stock"), ("multi-query", "stock"), ("multi-query", "save")])
 def test_placements_alone_would_put_fused_groups_out_of_order(
     pool: GlooPool, checkpoints: Any, tmp_path: Path, name: str, by: str
@@ -130,6 +132,7 @@ def test_the_same_mesh_goes_on_as_if_it_had_not_stopped(pool: GlooPool, run: Any
     assert steps[0] != steps[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["ckptx", "torch"])
 def test_another_mesh_takes_over(pool: GlooPool, run: Any, tmp_path: Path, by: str) -> None:
     path = run[1]

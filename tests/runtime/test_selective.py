@@ -65,6 +65,7 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [LLAMA, "mixtral"])
 def test_less_is_kept_the_more_is_checkpointed(name: str) -> None:
     kept = {mode: kept_bytes(name, mode) for mode in MODES}

@@ -44,6 +44,7 @@ NO_SEQUENCE = {"Qwen3VLForConditionalGeneration"}
 sequence_parallel = partial(worker.outcome, sequence_parallel=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", slow_but((*LISTED, *OTHERS), FAST))
 def test_logits_loss_and_gradients_are_those_of_the_uncut_model(pool: GlooPool, name: str) -> None:
     for found in pool.run(sequence_parallel, 2, name):
@@ -68,6 +69,7 @@ def test_every_class_that_may_is_tested() -> None:
     assert forward_rows().keys() - on_sequence == NO_SEQUENCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("gemma2", "full"), ("qwen3-moe", "selective"), ("gemma4-moe", "submodule"), ("gemma4-ple", "full")],
@@ -326,6 +328,7 @@ def live_bytes(rank: int, world_size: int, sequence_parallel: bool, checkpointin
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_layers_hold_less(pool: GlooPool, checkpointing: str) -> None:
     whole, sliced = (pool.run(live_bytes, 2, is_cut, checkpointing)[0] for is_cut in (False, True))

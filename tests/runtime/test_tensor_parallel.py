@@ -33,6 +33,7 @@ SHARDED_LOGITS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", slow_but(EVERY, FAST))
 def test_logits_loss_and_gradients_are_those_of_the_uncut_model(pool: GlooPool, name: str) -> None:
     for found in pool.run(worker.outcome, 2, name):
@@ -137,6 +138,7 @@ def test_a_forgotten_sum_of_gradients_is_seen(pool: GlooPool, name: str, defect:
 _EMBED, _VECTORS = {"embed": "embedding_rowwise"}, {"vectors": "embedding_colwise"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
     "plan",
@@ -175,6 +177,7 @@ def test_parts_of_unequal_width_are_put_together(pool: GlooPool) -> None:
 # The contract with reshard
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", slow_but(EVERY, FAST))
 def test_a_rank_holds_what_reshard_gives_it(pool: GlooPool, name: str) -> None:
     with torch.device("meta"):
@@ -211,6 +214,7 @@ def test_torch_puts_shards_together_where_it_can_say_how_they_are_cut(pool: Gloo
     assert pool.run(worker.full_tensors, 2, name) == [[], []]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "olmo2"])
 def test_fsdp_goes_around_it(pool: GlooPool, name: str) -> None:
     for logits, gradients in pool.run(worker.with_fsdp, 4, name):

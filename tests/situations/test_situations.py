@@ -29,6 +29,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(each, id=f"{each.area}: {each.name}", marks=marks)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("situation", cases())
 def test_it_ends_as_it_must(situation: Situation, tmp_path: Path, runner: Runner) -> None:
     outcome = play(situation, tmp_path, runner)

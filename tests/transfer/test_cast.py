@@ -96,6 +96,7 @@ def interesting(name: str) -> list[int]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", NAMES)
 @pytest.mark.parametrize("source", NAMES)
 def test_all_pairs_round_to_nearest_even(source: str, target: str) -> None:

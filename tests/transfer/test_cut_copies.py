@@ -151,6 +151,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("framed", [True, False])
