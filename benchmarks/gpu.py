@@ -42,7 +42,7 @@ from ckptx.report.report import Log
 from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.distributed import device_of
 from ckptx.runtime.layers import layer_groups
-from ckptx.runtime.tensor_parallel.cut import apply
+from ckptx.runtime.tensor_parallel.apply import apply
 from ckptx.runtime.tensor_parallel.plans import find_plan
 from ckptx.verification.forward import RunOptions, verify_run
 

@@ -36,7 +36,7 @@ from transformers.utils import logging
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.load import load
-from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout, apply
+from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout, apply
 from ckptx.runtime.tensor_parallel.plans import find_plan
 
 _opened: list[Path] = []

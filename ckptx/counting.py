@@ -15,7 +15,7 @@ from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.reader import open_payloads
 from ckptx.storage.files import FilePool
-from ckptx.transfer.sinks import DigestSink
+from ckptx.transfer.digest_sink import DigestSink
 from ckptx.transfer.stream import TensorReader
 from ckptx.view import ModelView
 
@@ -95,7 +95,7 @@ def _tied_names(view: ModelView) -> dict[str, str]:
     if view.architecture is None or view.config is None:
         return {}
     declared = (pair for pair in view.architecture.ties if pair.flag.effective(view.config))
-    return _leaders(names for pair in declared for names in pair.spellings)
+    return _leaders(names for pair in declared for names in pair.namings)
 
 
 def _leaders(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:

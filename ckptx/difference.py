@@ -16,7 +16,7 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.documents import DiffReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
-from ckptx.view import ModelView, dialect_rules, rules_of, view_model
+from ckptx.view import ModelView, rules_of, trainer_rules, view_model
 
 
 def diff(
@@ -110,7 +110,11 @@ def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
     try:
         tensors = []
         for view in (a, b):
-            published = dialect_rules(view.dialect).to_model(view.tensors).tensors if view.dialect else view.tensors
+            published = (
+                trainer_rules(view.trainer_naming).to_model(view.tensors).tensors
+                if view.trainer_naming
+                else view.tensors
+            )
             tensors.append(rules.to_model(published).tensors)
     except (InputError, UnsupportedError):
         return a, b  # one of them is not whole, or in a form of its own: its own names say best what differs
@@ -157,7 +161,7 @@ class TiedNames:
     """Which names are one tensor: by the config, or by pointing at the same bytes in a DCP.
 
     Attributes:
-        groups: Name -> all names tied to it, directly or not, in every spelling.
+        groups: Name -> all names tied to it, directly or not, in every naming.
         sources: Target -> the names its own pairs tie it to.
     """
 
@@ -177,7 +181,7 @@ class TiedNames:
             if view.architecture is not None and view.config is not None:
                 for pair in view.architecture.ties:
                     if pair.flag.effective(view.config):
-                        for target, source in pair.spellings:
+                        for target, source in pair.namings:
                             ties._join(target, source)
                             ties.sources.setdefault(target, set()).add(source)
         return ties

@@ -13,7 +13,7 @@ from itertools import chain, islice, product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptx.architecture.overrides import SUFFIX_ORIGIN
+from ckptx.architecture.overrides import SUFFIX_TABLE
 from ckptx.architecture.shape_rules import Expected, Sizes, paths_of
 from ckptx.architecture.shapes import expected_of, says_layers
 from ckptx.architecture.spec import Architecture
@@ -21,13 +21,13 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
 from ckptx.errors import CkptxError, InputError
+from ckptx.mapping.destinations import Destination, named
 from ckptx.mapping.name_index import fill, indices_of
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, convert
-from ckptx.mapping.places import Place, named
 from ckptx.mapping.rules import NameRules
 from ckptx.untrusted.limits import INDEX
-from ckptx.view import ModelView, dialect_rules, rules_of
+from ckptx.view import ModelView, rules_of, trainer_rules
 
 _BYTE = BY_NAME["U8"]
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)$")
@@ -102,7 +102,7 @@ def fit_of(view: ModelView) -> Fit:
         InputError: A number in the config is none.
     """
     architecture, config = view.published, view.config
-    if architecture is None or config is None or architecture.origin == SUFFIX_ORIGIN:
+    if architecture is None or config is None or architecture.known_from == SUFFIX_TABLE:
         return Fit("nothing")
     expected = expected_of(architecture, config)
     rules = rules_of(view)
@@ -110,8 +110,8 @@ def fit_of(view: ModelView) -> Fit:
         return _layers_alone(view, architecture, config)
     tensors = view.tensors
     try:
-        if view.dialect:
-            tensors = dialect_rules(view.dialect).to_model(tensors).tensors
+        if view.trainer_naming:
+            tensors = trainer_rules(view.trainer_naming).to_model(tensors).tensors
         survey = _Survey(architecture, config, rules, expected)
         return survey.of({_LEGACY.sub(_modern, name): entry for name, entry in tensors.items()})
     except InputError as error:
@@ -164,7 +164,7 @@ def _lost_rows(view: ModelView, architecture: Architecture, config: Mapping[str,
     words = min((size for size in sizes if isinstance(size, int)), default=0)
     misfits = []
     for pair in architecture.ties:
-        for name in sorted({name for spelling in pair.spellings for name in spelling}) if pair.is_primary else ():
+        for name in sorted({name for naming in pair.namings for name in naming}) if pair.is_primary else ():
             entry = view.tensors.get(name)
             if entry is not None and len(entry.shape) == 2 and entry.shape[0] < words:
                 misfits.append(Misfit(name, str(list(entry.shape)), f"{words} rows, one for each word of vocab_size"))
@@ -247,7 +247,7 @@ class _Survey:
 
     # -- what is there
 
-    def _look_at(self, name: str, place: Place | str | None, entry: TensorEntry) -> Misfit | None:
+    def _look_at(self, name: str, place: Destination | str | None, entry: TensorEntry) -> Misfit | None:
         if place is None:
             return None
         if isinstance(place, str):
@@ -291,7 +291,7 @@ class _Survey:
             return None
         return Misfit(name, f"shape {list(entry.shape)}", f"{_said(verdict)} by config.json")
 
-    def _shapes_on_disk(self, conversion: Conversion, place: Place) -> tuple[Sizes, ...] | None:
+    def _shapes_on_disk(self, conversion: Conversion, place: Destination) -> tuple[Sizes, ...] | None:
         """The shapes that a part of the model's tensors may have."""
         columns = self._parts(conversion, place.fixed)
         if columns is None:
@@ -341,7 +341,7 @@ class _Survey:
 
     def _missing(self, is_base: bool, empty: Mapping[str, _Empty]) -> Iterator[Misfit]:
         """Tensors that must be there, of layers of which something is."""
-        tied = {name for pair in self.architecture.ties for spelling in pair.spellings for name in spelling}
+        tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
         prefix = f"{self.architecture.base_prefix}."
         for pattern in sorted(self.expected.required):
             if is_base and not pattern.startswith(prefix):
@@ -407,7 +407,7 @@ class _Survey:
                 for position in sorted(each for each in positions[at] if each >= count):
                     yield Misfit(named(source, fixed, position), "one more", needed)
 
-    def _behind_the_last(self, places: Mapping[str, Place | str | None]) -> dict[str, tuple[str, int]]:
+    def _behind_the_last(self, places: Mapping[str, Destination | str | None]) -> dict[str, tuple[str, int]]:
         """Tensors of layers behind the last one that the config says: name -> list of layers, and the index in it."""
         found: dict[str, tuple[str, int]] = {}
         for name, place in places.items():
@@ -419,22 +419,22 @@ class _Survey:
         return found
 
     def _not_predicting(
-        self, behind: Mapping[str, tuple[str, int]], places: Mapping[str, Place | str | None]
+        self, behind: Mapping[str, tuple[str, int]], places: Mapping[str, Destination | str | None]
     ) -> Iterator[Misfit]:
         """Layers behind the last one, unless they predict further tokens; one misfit each."""
         further = self.config.get("num_nextn_predict_layers")
         further = further if isinstance(further, int) else 0
-        predictors = {layer for name, layer in behind.items() if places[name] is None or _PREDICTS.search(name)}
+        mtp_layers = {layer for name, layer in behind.items() if places[name] is None or _PREDICTS.search(name)}
         first: dict[tuple[str, int], str] = {}
         for name, layer in behind.items():
             first.setdefault(layer, name)
         for (path, index), name in first.items():
             count = self.expected.counts[path]
-            if (path, index) not in predictors and index >= count + further:
+            if (path, index) not in mtp_layers and index >= count + further:
                 yield Misfit(name, f"layer {index}", f"{count} of {path} by config.json")
 
 
-def _alike(conversion: Conversion, place: Place) -> tuple[object, ...]:
+def _alike(conversion: Conversion, place: Destination) -> tuple[object, ...]:
     """What tells apart runs of one conversion whose shapes may differ: numbers that stand in its patterns' places."""
     return tuple(pattern_of(named(target, place.fixed, 0)) for target in conversion.targets)
 

@@ -31,7 +31,7 @@ _OF_RANK = re.compile(r"(?:.*/)?(?:__(\d{1,9})_\d+\.distcp|shard-(\d{5,9})-model
 _LAYER = re.compile(r"(.+?)\.([0-9]{1,9})\.")
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """A rectangle of a tensor, the holder that has it, and whether another one counts for these elements."""
 
     holder: int
@@ -39,11 +39,11 @@ class Piece(NamedTuple):
     replica: bool
 
 
-class Cut(NamedTuple):
+class Sharding(NamedTuple):
     """How a tensor of `shape` lies on its holders, which count from the first of them: stages are cut alike."""
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Shard, ...]
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Layout:
 
     holders: list[Holder]
     dims: ParallelDims | None
-    cuts: list[Cut]
+    cuts: list[Sharding]
     groups: list[Group]
     outside: dict[int | None, list[str]]
 
@@ -187,7 +187,7 @@ def spans_text(found: Sequence[tuple[str, int, int]]) -> str:
     return "; ".join(parts) or "-"
 
 
-def distinct(cut: Cut) -> list[tuple[Region, list[int]]]:
+def distinct(cut: Sharding) -> list[tuple[Region, list[int]]]:
     """Rectangles of a cut and who holds each, the one that counts first; empty ones are left out."""
     held: dict[tuple[int, Region], list[int]] = {}
     for piece in sorted(cut.pieces, key=lambda piece: piece.replica):
@@ -279,7 +279,7 @@ def _holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Holder],
     return holders, {file: index_of[rank] for file, rank in ranks.items() if rank is not None}
 
 
-def _add(holders: list[Holder], cut: Cut, first: int, dtype: DType, total: _Sum) -> None:
+def _add(holders: list[Holder], cut: Sharding, first: int, dtype: DType, total: _Sum) -> None:
     for index, pieces in groupby(sorted(cut.pieces, key=lambda piece: piece.holder), key=lambda piece: piece.holder):
         holder = holders[first + index]
         holder.tensors += total.tensors
@@ -310,10 +310,10 @@ class _Cuts:
     """
 
     def __init__(self, holder_of: Mapping[str, int]) -> None:
-        self.found: list[Cut] = []
+        self.found: list[Sharding] = []
         self.files: set[str] = set()
         self._holder_of = holder_of
-        self._numbers: dict[Cut, int] = {}
+        self._numbers: dict[Sharding, int] = {}
         self._known: dict[object, tuple[int, int]] = {}
 
     def place(self, entry: TensorEntry) -> tuple[int, int]:
@@ -332,23 +332,23 @@ class _Cuts:
     def _number(self, entry: TensorEntry) -> tuple[int, int]:
         pieces = list(self._pieces(entry))
         first = min((piece.holder for piece in pieces), default=0)
-        cut = Cut(entry.shape, tuple(sorted(piece._replace(holder=piece.holder - first) for piece in pieces)))
+        cut = Sharding(entry.shape, tuple(sorted(piece._replace(holder=piece.holder - first) for piece in pieces)))
         number = self._numbers.setdefault(cut, len(self.found))
         if number == len(self.found):
             self.found.append(cut)
         return number, first
 
-    def _pieces(self, entry: TensorEntry) -> Iterator[Piece]:
+    def _pieces(self, entry: TensorEntry) -> Iterator[Shard]:
         chunks, holder_of = entry.chunks, self._holder_of
         if isinstance(chunks, CutChunks):
             self.files.update(chunks.files)
             for block, file in zip(chunks.blocks, chunks.files, strict=True):
-                yield Piece(holder_of[file], block.region, block.replica)
+                yield Shard(holder_of[file], block.region, block.replica)
             return
         for replica, found in ((False, chunks), (True, entry.replicas)):
             for chunk in found:
                 self.files.add(chunk.file)
-                yield Piece(holder_of[chunk.file], chunk.region, replica)
+                yield Shard(holder_of[chunk.file], chunk.region, replica)
 
 
 def _infer_stages(holders: list[Holder]) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptx.architecture.dialects.spoken import dialect_of, in_dialect
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
 from ckptx.architecture.installed import note_on
 from ckptx.architecture.shapes import shapes_of
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
+from ckptx.architecture.trainer_naming.detect import in_trainer_naming, trainer_naming_of
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.manifest import FileRecord, Manifest
@@ -24,13 +24,13 @@ from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import refuse_adapters
 from ckptx.formats.sharded.reader import replica_pairs
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.mapping.companions import parent_of, with_scales_of_blocks
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
+from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.files import FilePool, read_small
 from ckptx.transfer.digest import digest_bytes
-from ckptx.transfer.sinks import digest_of
+from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.stream import TensorReader
 from ckptx.untrusted.limits import METADATA_BYTES
 
@@ -48,8 +48,8 @@ class ModelView:
         prefix: What was stripped from names.
         wrappers: How often each wrapper was removed from names.
         architecture: Under the names of the checkpoint. None when there is no config, or its class is unknown.
-        published: The same under published names; another one only for a checkpoint in a dialect.
-        dialect: From the names of the checkpoint to published ones, when they differ.
+        published: The same under published names; another one only for a checkpoint in a trainer_naming.
+        trainer_naming: From the names of the checkpoint to published ones, when they differ.
         unknown: Model tensors the architecture does not have; they pass through.
         notes: What the user should know: of the reader of the checkpoint, and of how the model was found.
     """
@@ -63,7 +63,7 @@ class ModelView:
     wrappers: dict[str, int] = field(default_factory=dict)
     architecture: Architecture | None = None
     published: Architecture | None = None
-    dialect: tuple[Conversion, ...] = ()
+    trainer_naming: tuple[Conversion, ...] = ()
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -102,10 +102,10 @@ def view_model(
             config, config_dir=directory_of_config(catalog), trust_remote_code=trust_remote_code
         )
     published = architecture
-    dialect: tuple[Conversion, ...] = ()
+    trainer_naming: tuple[Conversion, ...] = ()
     if architecture is not None and config is not None:
-        dialect = dialect_of(architecture, config, catalog.tensors)
-        architecture = in_dialect(architecture, dialect) if dialect else architecture
+        trainer_naming = trainer_naming_of(architecture, config, catalog.tensors)
+        architecture = in_trainer_naming(architecture, trainer_naming) if trainer_naming else architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
     unwrapped, roles = _names_of_model(catalog, patterns, prefix, notes)
     on_disk = {short: name for name, short in unwrapped.names.items()}
@@ -132,7 +132,7 @@ def view_model(
         unwrapped.counts,
         architecture,
         published,
-        dialect,
+        trainer_naming,
         tuple(name for name in tensors if name in unknown) if unknown else (),
         tuple(notes),
     )
@@ -201,8 +201,8 @@ def rules_of(view: ModelView) -> NameRules | None:
     )
 
 
-def dialect_rules(conversions: tuple[Conversion, ...]) -> NameRules:
-    """The rules between a dialect and published names."""
+def trainer_rules(conversions: tuple[Conversion, ...]) -> NameRules:
+    """The rules between a trainer_naming and published names."""
     patterns = {name for conversion in conversions for name in conversion.targets}
     return NameRules(conversions, "", patterns - {name for each in conversions for name in each.sources})
 

@@ -43,7 +43,7 @@ def row_of(class_name: str) -> Row:
     known, cls = table.lookup(class_name), meta_model.known_class(class_name)
     if known is None or cls is None:
         return class_name, "", None, 0.0
-    tied = {pattern_of(name) for pair in known.ties for spelling in pair.spellings for name in spelling}
+    tied = {pattern_of(name) for pair in known.ties for naming in pair.namings for name in naming}
     rules = None
     for seed in starts(known.model_type):
         try:

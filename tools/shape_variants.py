@@ -489,7 +489,7 @@ class _Solver:
     # -- keys
 
     def _resolution(self, used: Sequence[str]) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
-        """What absent keys stand for: an expression over others, or a number; and their other spellings."""
+        """What absent keys stand for: an expression over others, or a number; and their other namings."""
         config = self.lab.build_config(copy.deepcopy(self.start))
         resolved: dict[str, str] = {}
         defaults: dict[str, int] = {}

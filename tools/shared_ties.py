@@ -23,7 +23,7 @@ _LISTS = ("wwwww", ".w.w", "..ww.w..w.w.w", "w....", "...w.ww.")  # w: one that 
 
 def is_numbered(pair: TiePair) -> bool:
     """Whether a tie is one of a layer, by its number."""
-    return any(part.isdigit() for name in pair.spellings[0] for part in name.split("."))
+    return any(part.isdigit() for name in pair.namings[0] for part in name.split("."))
 
 
 def measured(cls: Any, build: ConfigBuilder, known: Architecture) -> tuple[SharedLayers, Values] | None:
@@ -85,7 +85,7 @@ class _Lab:
         switches = sorted({key for key in rule.names.values() if key})
         for text, period, on in product(_LISTS, (1, 2, 3) if rule.period else (1,), (False, True)):
             values = self.listed(text, **dict.fromkeys(switches, on), **({rule.period: period} if rule.period else {}))
-            pairs, told = self.pairs(values), dict(pair.spellings[0] for pair in rule.ties(values))
+            pairs, told = self.pairs(values), dict(pair.namings[0] for pair in rule.ties(values))
             # a class may refuse a list in which nobody shares
             if not rule.covers(values) or (pairs != told and (pairs is not None or told)):
                 return False
@@ -120,9 +120,9 @@ class _Lab:
 
 
 def _split(pair: TiePair) -> tuple[str, ...] | None:
-    """What stands in front of the first number in every spelling; None unless both names agree but for that number."""
+    """What stands in front of the first number in every naming; None unless both names agree but for that number."""
     paths = []
-    for names in pair.spellings:
+    for names in pair.namings:
         both = [name.split(".") for name in names]
         at = [next((at for at, part in enumerate(parts) if part.isdigit()), None) for parts in both]
         if at[0] is None or at[0] != at[1] or _without(both[0], at[0]) != _without(both[1], at[0]):
@@ -138,7 +138,7 @@ def _without(parts: list[str], at: int) -> list[str]:
 def _lists(config: Values, pairs: Iterable[TiePair], paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Keys of the config that list a kind for every layer, with the kind of the layers that are tied."""
     lead = f"{paths[0]}."
-    tied = {int(name.removeprefix(lead).split(".")[0]) for pair in pairs for name in pair.spellings[0]}
+    tied = {int(name.removeprefix(lead).split(".")[0]) for pair in pairs for name in pair.namings[0]}
     for key, value in sorted(config.items()):
         if isinstance(value, list) and len(value) == config.get(_COUNT) and len({*map(str, value)}) > 1:
             found = {value[at] for at in tied}

@@ -192,7 +192,7 @@ class TorchtitanRow(NamedTuple):
 
     Attributes:
         class_name: The class.
-        form: The names of `ckptx.architecture.dialects.torchtitan` that it has there.
+        form: The names of `ckptx.architecture.trainer_naming.torchtitan` that it has there.
         reason: In what it differs from the others.
     """
 
@@ -224,7 +224,7 @@ def of_class(rows: tuple[_ClassRow, ...], class_name: str) -> tuple[_ClassRow, .
     return tuple(row for row in rows if row.class_name == class_name)
 
 
-def spelled_out(patterns: str) -> list[str]:
+def expanded(patterns: str) -> list[str]:
     """Every pattern of a text with braces.
 
     Example:
@@ -234,4 +234,4 @@ def spelled_out(patterns: str) -> list[str]:
     if not brace:
         return [patterns]
     choices, _, back = rest.partition("}")
-    return [front + choice + ending for choice in choices.split(",") for ending in spelled_out(back)]
+    return [front + choice + ending for choice in choices.split(",") for ending in expanded(back)]

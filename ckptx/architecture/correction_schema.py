@@ -19,7 +19,7 @@ from ckptx.architecture.correction_rows import (
     Sequence,
     TorchtitanRow,
     TowerRow,
-    spelled_out,
+    expanded,
 )
 from ckptx.architecture.expressions import Scope, attempt
 from ckptx.layout.styles import STYLES
@@ -185,12 +185,12 @@ def _pair(value: Any) -> tuple[str, str]:
 
 def _patterns(value: Any) -> tuple[str, ...]:
     """FQNs, of which several may stand in one text by alternatives in braces."""
-    return tuple(each for text in _many(_text)(value) for each in spelled_out(text))
+    return tuple(each for text in _many(_text)(value) for each in expanded(text))
 
 
 def _by_pattern(read: Read) -> Read:
     """Values by FQN, likewise."""
-    return lambda value: {name: read(each) for text, each in _object(value).items() for name in spelled_out(text)}
+    return lambda value: {name: read(each) for text, each in _object(value).items() for name in expanded(text)}
 
 
 def _sequence(value: Any) -> Sequence:

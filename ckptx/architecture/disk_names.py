@@ -1,4 +1,4 @@
-"""Finds, for each tied pair, the spelling that a checkpoint uses, also for names it does not hold."""
+"""Finds, for each tied pair, the naming that a checkpoint uses, also for names it does not hold."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class NamesOnDisk:
     def is_without_base_prefix(self, pair: TiePair, source: str) -> bool:
         """Whether ``source`` is spelled as in a checkpoint of the base model alone."""
         prefix = self._architecture.base_prefix
-        return bool(prefix) and any(source_name == f"{prefix}.{source}" for _, source_name in pair.spellings)
+        return bool(prefix) and any(source_name == f"{prefix}.{source}" for _, source_name in pair.namings)
 
     def prefixes_of(self, name: str) -> list[str]:
         """What stands in front of ``name`` in the names that end with it."""
@@ -64,24 +64,24 @@ class NamesOnDisk:
         return [each.removesuffix(name) for each in self._names if each.endswith(ending)]
 
 
-def spell_pairs(ties: Sequence[TiePair], names: NamesOnDisk) -> list[tuple[str, str]]:
+def name_pairs(ties: Sequence[TiePair], names: NamesOnDisk) -> list[tuple[str, str]]:
     """``(target, source)`` of each pair as the checkpoint spells it; pairs of one source agree on it."""
-    sources = {pair.spellings[0][1]: _source_spelling(pair.spellings[0][1], ties, names) for pair in ties}
-    return [_spelled(pair, sources[pair.spellings[0][1]], names) for pair in ties]
+    sources = {pair.namings[0][1]: _source_naming(pair.namings[0][1], ties, names) for pair in ties}
+    return [_spelled(pair, sources[pair.namings[0][1]], names) for pair in ties]
 
 
-def _source_spelling(model_name: str, ties: Sequence[TiePair], names: NamesOnDisk) -> str:
-    candidates: dict[str, int] = {}  # spelling -> names on disk that speak for it, in order of first mention
+def _source_naming(model_name: str, ties: Sequence[TiePair], names: NamesOnDisk) -> str:
+    candidates: dict[str, int] = {}  # naming -> names on disk that speak for it, in order of first mention
     for pair in ties:
-        if pair.spellings[0][1] == model_name:
-            for target, source in pair.spellings:
+        if pair.namings[0][1] == model_name:
+            for target, source in pair.namings:
                 candidates[source] = candidates.get(source, 0) + (target in names)
     return min(candidates, key=lambda source: (-candidates[source] - (source in names), names.foreignness(source)))
 
 
 def _spelled(pair: TiePair, source: str, names: NamesOnDisk) -> tuple[str, str]:
-    targets = [target for target, paired in pair.spellings if paired == source]
-    targets = targets or [target for target, _ in pair.spellings]
+    targets = [target for target, paired in pair.namings if paired == source]
+    targets = targets or [target for target, _ in pair.namings]
     target = min(targets, key=lambda name: (name not in names, names.foreignness(name)))
     if target in names or source in names or not pair.is_primary:
         return target, source
@@ -90,9 +90,9 @@ def _spelled(pair: TiePair, source: str, names: NamesOnDisk) -> tuple[str, str]:
 
 def _behind_a_prefix(pair: TiePair, names: NamesOnDisk) -> tuple[str, str] | None:
     """The pair in a dialect that nobody wrote down: one unknown prefix in front of known names."""
-    votes: dict[tuple[int, str], int] = {}  # (spelling, prefix) -> names on disk that fit
-    for at, spelling in enumerate(pair.spellings):
-        for name in spelling:
+    votes: dict[tuple[int, str], int] = {}  # (naming, prefix) -> names on disk that fit
+    for at, naming in enumerate(pair.namings):
+        for name in naming:
             for prefix in names.prefixes_of(name):
                 votes[at, prefix] = votes.get((at, prefix), 0) + 1
     if not votes:
@@ -102,5 +102,5 @@ def _behind_a_prefix(pair: TiePair, names: NamesOnDisk) -> tuple[str, str] | Non
     prefixes = [prefix for (at, prefix), count in votes.items() if count == most and at == first]
     if len(prefixes) > 1:
         return None  # two candidates, and nothing to choose by
-    target, source = pair.spellings[first]
+    target, source = pair.namings[first]
     return prefixes[0] + target, prefixes[0] + source

@@ -29,7 +29,7 @@ class Scope(NamedTuple):
     Attributes:
         config: The contents of `config.json`.
         defaults: Per dotted key, what the config class takes where the key is absent.
-        aliases: Per dotted key, another spelling of its last part that the config class accepts.
+        aliases: Per dotted key, another naming of its last part that the config class accepts.
         root: Keys to follow in `config` before anything else: a text model over the config of its composite.
     """
 

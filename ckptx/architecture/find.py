@@ -28,7 +28,7 @@ def find_architecture(
         trust_remote_code: Whether Python files in ``config_dir`` may be executed.
 
     Returns:
-        None when the config names no class. ``origin`` says where the answer comes from; ``suffix table``
+        None when the config names no class. ``known_from`` says where the answer comes from; ``suffix table``
         means that the class is unknown and only the most common tied names are considered.
 
     Raises:

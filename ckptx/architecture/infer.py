@@ -114,9 +114,9 @@ def _missing_head(known: Architecture, config: Mapping[str, Any], owned: set[str
         name.partition(".")[0]
         for pair in known.ties
         if pair.flag.effective(config)
-        for spelling in pair.spellings
-        if any(pattern_of(each) in owned for each in spelling)
-        for name in spelling
+        for naming in pair.namings
+        if any(pattern_of(each) in owned for each in naming)
+        for name in naming
     }
     return modules - tied - _first_parts(owned)
 

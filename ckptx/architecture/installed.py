@@ -58,6 +58,6 @@ def version_note(class_name: str) -> str | None:
 
 def note_on(architecture: Architecture | None) -> str | None:
     """The note for a class that the generated files answer for."""
-    if architecture is None or architecture.origin != "table":
+    if architecture is None or architecture.known_from != "table":
         return None
     return version_note(architecture.class_name)

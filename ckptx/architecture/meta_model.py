@@ -25,11 +25,11 @@ from transformers import PreTrainedModel, initialization
 from ckptx.architecture.configs import FLAG, remote_reference, structural, without_flag
 from ckptx.architecture.declared import existing, flatten, mapping_of_list
 from ckptx.architecture.flags import UnmeasurableFlagError, config_tree, flag_places, measure_flag, path_of
-from ckptx.architecture.meta_model_names import changes, dialects, loader, name_patterns, names_on_disk
+from ckptx.architecture.meta_model_names import changes, loader, name_patterns, names_on_disk, namings
 from ckptx.architecture.meta_model_structure import structure_of
+from ckptx.architecture.namings import aligned_namings
 from ckptx.architecture.patterns import patterns_of, regex_for_patterns
 from ckptx.architecture.spec import NEVER, Architecture, TieFlag, TiePair
-from ckptx.architecture.spellings import aligned_spellings
 from ckptx.architecture.structure import Structure
 from ckptx.errors import UnsupportedError, missing_package
 
@@ -110,7 +110,7 @@ def derive(
     cls: type[PreTrainedModel],
     build_config: ConfigBuilder,
     base: Mapping[str, Any],
-    origin: str = "meta model",
+    known_from: str = "meta model",
 ) -> Architecture:
     """The architecture of one class under one config (as a dict; empty for the class's defaults)."""
     config = build_config(copy.deepcopy(dict(base)))
@@ -128,7 +128,7 @@ def derive(
         keep_in_fp32_strict=tuple(sorted(model._keep_in_fp32_modules_strict or ())),
         ties_flag_editable=_is_editable(model, ties, build_config, base),
         has_output_embeddings=_output_embeddings(model) is not None,
-        origin=origin,
+        known_from=known_from,
         transformers_version=VERSION,
         ignored=tuple(sorted(_ignored(model))),
         structure=structure_of(model, changes(model, disk)),
@@ -200,7 +200,7 @@ def _ties(
     pairs = flatten(declared)
     owners = _owners(model, names)
     prefix = str(model.base_model_prefix)
-    spell = functools.partial(aligned_spellings, dialects=dialects(model), load=loader(model), prefix=prefix)
+    spell = functools.partial(aligned_namings, namings=namings(model), load=loader(model), prefix=prefix)
     flags: dict[tuple[str, ...], TieFlag] = {}
     plain = build_config(copy.deepcopy(dict(base)))  # the model's own config has its flags forced
     ends = {_weight_name(model, _output_embeddings(model)), _weight_name(model, _input_embeddings(model))}

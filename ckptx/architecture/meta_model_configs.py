@@ -26,7 +26,7 @@ def config_around(model: PreTrainedModel, path: str) -> Any:
 
 
 def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[dict[str, int | None], dict[str, str]]:
-    """What the config classes take for absent keys, and the other spelling of keys."""
+    """What the config classes take for absent keys, and the other naming of keys."""
     defaults: dict[str, int | None] = {}
     aliases: dict[str, str] = {}
     resolved: dict[str, int | None] = {}

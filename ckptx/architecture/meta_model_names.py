@@ -21,8 +21,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from ckptx.architecture.namings import Rename, subsets
 from ckptx.architecture.patterns import patterns_of
-from ckptx.architecture.spellings import Rename, subsets
 from ckptx.architecture.structure import Change, below
 from ckptx.mapping.names import pattern_of
 
@@ -37,14 +37,14 @@ class Loaded(NamedTuple):
     source: str = ""
 
 
-def dialects(model: PreTrainedModel) -> list[Rename]:
+def namings(model: PreTrainedModel) -> list[Rename]:
     """Functions from a model name to a disk name, the one that ``save_pretrained`` writes first."""
 
-    def in_dialect(optional: tuple[Any, ...], name: str) -> str:
+    def in_trainer_naming(optional: tuple[Any, ...], name: str) -> str:
         written = _reverted(model, {name: torch.empty(0, device="meta")}, optional)
         return next(iter(written)) if len(written) == 1 else name
 
-    return [functools.partial(in_dialect, chosen) for chosen in _optional_renamings(model)] + [str]
+    return [functools.partial(in_trainer_naming, chosen) for chosen in _optional_renamings(model)] + [str]
 
 
 def loader(model: PreTrainedModel) -> Rename:
@@ -183,7 +183,7 @@ def _reverted(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) ->
     model._weight_conversions = kept
     try:
         reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
-    except Exception:  # an op that cannot run on a lone or empty tensor has no such spelling
+    except Exception:  # an op that cannot run on a lone or empty tensor has no such naming
         return tensors
     finally:
         model._weight_conversions = previous

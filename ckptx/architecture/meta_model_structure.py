@@ -18,7 +18,7 @@ from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import Scope, attempt, keys_of
 from ckptx.architecture.flags import config_tree, path_of
 from ckptx.architecture.meta_model_configs import class_default, class_defaults, config_around, read
-from ckptx.architecture.structure import Change, Heads, LayerStack, Structure, below, is_live, under
+from ckptx.architecture.structure import Change, Heads, StackRule, Structure, below, is_live, under
 from ckptx.mapping.names import pattern_of
 
 # Children of the module that holds the layers, and of those around it, that run after the last layer.
@@ -97,7 +97,7 @@ def structure_of(model: PreTrainedModel, changes: tuple[frozenset[Change], froze
 # ----------------------------------------------------------------------------------------- layers
 
 
-def _stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[LayerStack, ...]:
+def _stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[StackRule, ...]:
     if corrections_of(str(model.config.model_type)).no_stacks or not _reads_text(model):
         return ()
     encoder, decoder = _call(model, "get_encoder"), _call(model, "get_decoder")
@@ -181,7 +181,7 @@ def _count(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) ->
     return under(" ?? ".join([*lists, keys[0], *fallbacks]), place)
 
 
-def _stack(model: PreTrainedModel, path: str, count: str, other: str, role: str) -> LayerStack:
+def _stack(model: PreTrainedModel, path: str, count: str, other: str, role: str) -> StackRule:
     """The stack at `path`; modules shared with the `other` stack belong to neither, except heads."""
     parts = path.split(".")
     head = _path_of(model, _call(model, "get_output_embeddings")) or ""
@@ -202,7 +202,7 @@ def _stack(model: PreTrainedModel, path: str, count: str, other: str, role: str)
                 after.append(child)
             elif role == "decoder" and other and not is_shared:
                 before.append(child)
-    return LayerStack(path, count, tuple(before), tuple(after))
+    return StackRule(path, count, tuple(before), tuple(after))
 
 
 def _children(model: PreTrainedModel, path: str) -> list[str]:

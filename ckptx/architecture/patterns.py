@@ -26,7 +26,7 @@ def patterns_of(names: Iterable[str]) -> frozenset[str]:
 # A whole layer by its number, behind the last one that the model builds: it predicts further tokens.
 _LAYER = re.compile(r"(?P<layers>.*layers\\?\.)[0-9]+(\\?\.)?(\.\*)?\$?")
 # What such a layer has besides the names of every layer.
-_PREDICTOR = r"(embed_tokens|eh_proj|enorm|hnorm|shared_head)\."
+_MTP_MODULE = r"(embed_tokens|eh_proj|enorm|hnorm|shared_head)\."
 
 
 def regex_for_patterns(regex: str) -> str:
@@ -38,7 +38,7 @@ def regex_for_patterns(regex: str) -> str:
     """
     layer = _LAYER.fullmatch(regex)
     if layer:
-        return layer["layers"] + r"\*\." + _PREDICTOR
+        return layer["layers"] + r"\*\." + _MTP_MODULE
     return re.sub(r"(?<=\.)([0-9]+|\\d\+|\[0-9\]\+)(?=\\?\.|$)", r"\\*", regex)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptx.architecture.correction_rows import PlanRow, spelled_out
+from ckptx.architecture.correction_rows import PlanRow, expanded
 from ckptx.architecture.corrections import absent_rows, plan_rows
 from ckptx.architecture.expressions import Scope, attempt, evaluate
-from ckptx.architecture.structure import Change, Heads, LayerStack, Structure, is_live, op_parts, under
+from ckptx.architecture.structure import Change, Heads, StackRule, Structure, is_live, op_parts, under
 from ckptx.errors import InputError
 from ckptx.layout.stages import Stack
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
@@ -64,7 +64,7 @@ def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, .
     return tuple(Stack(stack.path, _layers(stack, scope), stack.before, stack.after) for stack in structure.stacks)
 
 
-def _layers(stack: LayerStack, scope: Scope) -> int:
+def _layers(stack: StackRule, scope: Scope) -> int:
     count = evaluate(stack.length, scope)
     if not 0 <= count <= LAYERS:
         raise InputError(
@@ -74,9 +74,9 @@ def _layers(stack: LayerStack, scope: Scope) -> int:
 
 
 def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
-    """What loading does to every spelling, the one that `save_pretrained` writes first.
+    """What loading does to every naming, the one that `save_pretrained` writes first.
 
-    A name of the model that is written as it is, and has another spelling that loads, is there with itself.
+    A name of the model that is written as it is, and has another naming that loads, is there with itself.
     """
     scope = _scope(structure, config)
     written = {target for change in structure.changes for target in change.targets}
@@ -97,7 +97,7 @@ def lacks(structure: Structure, model_type: str, name: str, config: Mapping[str,
         lead = stack.path + "."
         for row in rows if name.startswith(lead) else ():
             index = name.removeprefix(lead).split(".")[0]
-            modules = spelled_out(row.patterns.replace("@layers", stack.path))
+            modules = expanded(row.patterns.replace("@layers", stack.path))
             if index.isdecimal() and any(is_live(module, (pattern,)) for module in modules):
                 return int(index) >= evaluate(under(row.first, structure.text), _scope(structure, config))
     return False
@@ -130,7 +130,7 @@ def _placed(row: PlanRow, structure: Structure) -> Iterator[str]:
     for stack in structure.stacks:
         around = stack.path.rpartition(".")[0]
         text = row.patterns.replace("@layers", stack.path)
-        yield from spelled_out(text.replace("@around.", f"{around}." if around else ""))
+        yield from expanded(text.replace("@around.", f"{around}." if around else ""))
 
 
 def _numbers(heads: Heads, scope: Scope) -> tuple[tuple[int, int], ...]:

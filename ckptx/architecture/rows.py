@@ -116,7 +116,7 @@ def decode_row(
         keep_in_fp32_strict=tuple(values.get("fp32_strict", ())),
         ties_flag_editable=values["editable"],
         has_output_embeddings=values["output"],
-        origin="table",
+        known_from="table",
         transformers_version=transformers_version,
         ignored=tuple(values.get("ignored", ())),
         structure=structure_from(values.get("built", {})),
@@ -161,10 +161,10 @@ def _encoded(row: Row, bodies: dict[str, str], structures: dict[str, str]) -> di
 
 def _encoded_tie(pair: TiePair) -> dict[str, Any]:
     flag = {"keys": [".".join(path) for path in pair.flag.paths], "truth": pair.flag.truth}
-    return {"names": pair.spellings, **flag, **({} if pair.is_primary else {"secondary": True})}
+    return {"names": pair.namings, **flag, **({} if pair.is_primary else {"secondary": True})}
 
 
 def _decoded_tie(values: Mapping[str, Any]) -> TiePair:
     flag = TieFlag(tuple(tuple(key.split(".")) for key in values["keys"]), values["truth"])
-    spellings = tuple((target, source) for target, source in values["names"])
-    return TiePair(spellings, flag, not values.get("secondary", False))
+    namings = tuple((target, source) for target, source in values["names"])
+    return TiePair(namings, flag, not values.get("secondary", False))

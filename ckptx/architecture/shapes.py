@@ -26,7 +26,7 @@ def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> Expect
     Raises:
         InputError: A number in the config is none.
     """
-    if architecture.origin != "table":
+    if architecture.known_from != "table":
         return None
     rules = shape_rules(architecture.class_name)
     return rules.under(config, architecture.structure.root) if rules is not None else None

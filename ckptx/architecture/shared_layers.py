@@ -19,7 +19,7 @@ class SharedLayers:
     """How the layers of one kind take turns with the modules that they share.
 
     Attributes:
-        paths: Of the list of layers, in model names first, then as other spellings that load have it.
+        paths: Of the list of layers, in model names first, then as other namings that load have it.
         kinds: The config key that lists the kind of every layer.
         kind: Of the layers that share.
         count: The config key that lists how many layers there are.
@@ -64,8 +64,8 @@ class SharedLayers:
         for place, layer in list(enumerate(layers))[period:]:
             owner = layers[place % period]
             for name in self._names_at(config, range(place % period, len(layers), period)):
-                spellings = tuple((f"{path}.{layer}.{name}", f"{path}.{owner}.{name}") for path in self.paths)
-                found.append(TiePair(spellings, self.flag, is_primary=False))
+                namings = tuple((f"{path}.{layer}.{name}", f"{path}.{owner}.{name}") for path in self.paths)
+                found.append(TiePair(namings, self.flag, is_primary=False))
         return tuple(found)
 
     def _period(self, config: Mapping[str, Any]) -> Any:

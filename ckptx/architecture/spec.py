@@ -76,7 +76,7 @@ class TiePair:
     """Two names of one tensor: ``target`` is an alias of ``source`` when ``flag`` says so.
 
     Attributes:
-        spellings: ``(target, source)`` per naming dialect. The first holds the names of the model's own
+        namings: ``(target, source)`` per naming dialect. The first holds the names of the model's own
             parameters; the others are what loads into them from disk (hub originals, ``save_pretrained``
             output, with and without the base model's prefix).
         flag: When the pair is declared.
@@ -84,7 +84,7 @@ class TiePair:
             shared layers) may be missing together: a head that was never saved.
     """
 
-    spellings: tuple[tuple[str, str], ...]
+    namings: tuple[tuple[str, str], ...]
     flag: TieFlag
     is_primary: bool = True
 
@@ -107,7 +107,7 @@ class Architecture:
         ties_flag_editable: False where writing ``tie_word_embeddings: false`` would change what forward
             computes (T5 scales its decoder output by it), or where the config class ignores it.
         has_output_embeddings: Whether the class maps hidden states back to the vocabulary.
-        origin: ``table``, ``meta model`` or ``suffix table``.
+        known_from: ``table``, ``meta model`` or ``suffix table``.
         transformers_version: Of the library that was asked.
         ignored: Regular expressions, searched in a name whose indices are replaced by ``*``: names that published
             checkpoints hold and the class does not want (old buffers, heads for speculative decoding).
@@ -123,7 +123,7 @@ class Architecture:
     keep_in_fp32_strict: tuple[str, ...]
     ties_flag_editable: bool
     has_output_embeddings: bool
-    origin: str
+    known_from: str
     transformers_version: str
     ignored: tuple[str, ...] = ()
     structure: Structure = field(default_factory=Structure)
@@ -174,8 +174,8 @@ class Architecture:
     def conversions(self, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
         """What loading does to names on disk that are no names of the model, and to tensors that it puts together.
 
-        Every spelling that loads is in it, the one that `save_pretrained` writes first; a name that is written as the
-        model has it, and that has another spelling, is there with itself. Names without the base model's prefix are not
+        Every naming that loads is in it, the one that `save_pretrained` writes first; a name that is written as the
+        model has it, and that has another naming, is there with itself. Names without the base model's prefix are not
         there: see `base_prefix`.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckptx.architecture.expressions import MADE
 
 
-class LayerStack(NamedTuple):
+class StackRule(NamedTuple):
     """One list of layers; see `ckptx.layout.stages.Stack`.
 
     Attributes:
@@ -63,9 +63,9 @@ class Structure:
         transposed: Modules whose weight is stored [in, out].
         changes: Between what `save_pretrained` writes and the model: every pair of names that differ, and every tensor
             that is put together otherwise on disk.
-        variants: The same for the other spellings that load, where they differ from `changes`.
+        variants: The same for the other namings that load, where they differ from `changes`.
         defaults: What the config classes take for the keys of expressions that `config.json` leaves out.
-        aliases: Another spelling of a key that the config class accepts; the last part of the dotted key only.
+        aliases: Another naming of a key that the config class accepts; the last part of the dotted key only.
         root: Keys to follow in `config.json` before any other, see `Scope`.
     """
 
@@ -74,7 +74,7 @@ class Structure:
     head: str = ""
     embedding: str = ""
     plan: Mapping[str, str] = field(default_factory=dict)
-    stacks: tuple[LayerStack, ...] = ()
+    stacks: tuple[StackRule, ...] = ()
     heads: Mapping[str, Heads] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
     changes: frozenset[Change] = frozenset()
@@ -113,7 +113,7 @@ class Structure:
         return found
 
 
-def _joined_stacks(ours: tuple[LayerStack, ...], theirs: tuple[LayerStack, ...]) -> tuple[LayerStack, ...]:
+def _joined_stacks(ours: tuple[StackRule, ...], theirs: tuple[StackRule, ...]) -> tuple[StackRule, ...]:
     """Our stacks, with what stands before and after theirs of the same path."""
     if not ours:
         return theirs

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptx.architecture.patterns import pack, unpack
-from ckptx.architecture.structure import Change, Heads, LayerStack, Structure
+from ckptx.architecture.structure import Change, Heads, StackRule, Structure
 
 Values = dict[str, Any]
 
@@ -80,12 +80,12 @@ def decode_structure(values: Mapping[str, Any], shared: Mapping[str, Any], lead:
     )
 
 
-def _shared_stack(stack: LayerStack, lead: str) -> LayerStack:
+def _shared_stack(stack: StackRule, lead: str) -> StackRule:
     before, after = (tuple(each for each in ends if each.startswith(lead)) for ends in (stack.before, stack.after))
-    return LayerStack(stack.path, stack.length, before, after)
+    return StackRule(stack.path, stack.length, before, after)
 
 
-def _own_ends(stack: LayerStack, lead: str) -> tuple[list[str], list[str]]:
+def _own_ends(stack: StackRule, lead: str) -> tuple[list[str], list[str]]:
     before, after = ([each for each in ends if not each.startswith(lead)] for ends in (stack.before, stack.after))
     return before, after
 
@@ -121,14 +121,14 @@ def _written(known: Structure, lead: str) -> Values:
     return {key: value for key, value in values.items() if value}
 
 
-def _stack_values(stack: LayerStack, lead: str) -> list[Any]:
+def _stack_values(stack: StackRule, lead: str) -> list[Any]:
     ends = ([each.removeprefix(lead) for each in names] for names in (stack.before, stack.after))
     return [stack.path.removeprefix(lead), stack.length, *ends]
 
 
 def _read(values: Mapping[str, Any], lead: str) -> Structure:
     stacks = tuple(
-        LayerStack(lead + path, length, tuple(lead + each for each in before), tuple(lead + each for each in after))
+        StackRule(lead + path, length, tuple(lead + each for each in before), tuple(lead + each for each in after))
         for path, length, before, after in values.get("stacks", ())
     )
     return Structure(

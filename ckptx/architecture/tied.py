@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptx.architecture.disk_names import NamesOnDisk, spell_pairs
-from ckptx.architecture.overrides import SUFFIX_ORIGIN
+from ckptx.architecture.disk_names import NamesOnDisk, name_pairs
+from ckptx.architecture.overrides import SUFFIX_TABLE
 from ckptx.architecture.spec import Architecture, TiePair
 from ckptx.errors import InputError
 
@@ -46,8 +46,8 @@ class TieDecision:
     """What happens to one candidate pair.
 
     Attributes:
-        target: The alias, in the spelling of the checkpoint.
-        source: The name that a HF checkpoint stores, in the spelling of the checkpoint.
+        target: The alias, in the naming of the checkpoint.
+        source: The name that a HF checkpoint stores, in the naming of the checkpoint.
         case: The row of the tie table.
         action: ``alias``: one tensor, found on disk under ``stored``. ``keep-both``: two tensors.
             ``none``: there is nothing to tie.
@@ -103,11 +103,11 @@ def resolve_ties(
         InputError: There is such a name, and no ``accepted``.
     """
     names = NamesOnDisk(architecture, on_disk)
-    spelled = spell_pairs(architecture.ties, names)
+    spelled = name_pairs(architecture.ties, names)
     anchors = _anchors(architecture.ties, spelled, config, on_disk, tie_missing)
     judge = _Judge(architecture, config, on_disk, names, equal, tie_missing)
     decisions = [
-        judge.decide(pair, target, source, anchors.get(pair.spellings[0][1]))
+        judge.decide(pair, target, source, anchors.get(pair.namings[0][1]))
         for pair, (target, source) in zip(architecture.ties, spelled, strict=True)
     ]
     if judge.problems and accepted is None:
@@ -169,10 +169,10 @@ def _anchors(
     anchors: dict[str, str] = {}
     for pair, (_, source) in zip(ties, spelled, strict=True):
         if source in on_disk:
-            anchors[pair.spellings[0][1]] = source
+            anchors[pair.namings[0][1]] = source
     for pair, (target, _) in zip(ties, spelled, strict=True):
         if target in on_disk and (tie_missing or pair.flag.effective(config)):
-            anchors.setdefault(pair.spellings[0][1], target)
+            anchors.setdefault(pair.namings[0][1], target)
     return anchors
 
 
@@ -257,4 +257,4 @@ class _Judge:
         return decided("missing", "none", f"{target} and {source} absent")
 
     def _can_judge(self) -> bool:
-        return self.architecture.origin != SUFFIX_ORIGIN and self.names.match >= _BELONGS
+        return self.architecture.known_from != SUFFIX_TABLE and self.names.match >= _BELONGS

@@ -51,12 +51,12 @@ class Block(NamedTuple):
     """A rectangle of a tensor and the rank that holds it.
 
     Attributes:
-        slot: The rank within its pipeline stage: dp_index * tp + tp_index.
+        rank_in_stage: The rank within its pipeline stage: dp_index * tp + tp_index.
         region: Which elements.
         replica: True when another block holds the same elements and counts for coverage.
     """
 
-    slot: int
+    rank_in_stage: int
     region: Region
     replica: bool = False
 

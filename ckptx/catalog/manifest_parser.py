@@ -125,12 +125,12 @@ class _Reader:
         self._inside = [set() for _ in cuts]
         tensors = self._rows(found, "tensors", lambda row: self._tensor(row, cuts, len(files)))
         self._check_ties(tensors)
-        origin = found.get("origin", 0)  # None says that there is none, a manifest without the key is no manifest
+        original = found.get("origin", 0)  # None says that there is none, a manifest without the key is no manifest
         return Manifest(
             where,
             str(format),
             self._layout(found.get("layout"), "layout"),
-            None if origin is None else self._original(origin, "origin"),
+            None if original is None else self._original(original, "origin"),
             cuts,
             files,
             sidecars,
@@ -232,20 +232,20 @@ class _Reader:
             self._refuse(at, span, "[path, first, stop]")
         return self._text(span[0], at), self._count(span[1], at), self._count(span[2], at)
 
-    def _original(self, origin: Any, at: str) -> OriginalFiles:
-        origin = self._object(origin, at)
-        if origin.get("format") != ORIGINAL_FORMAT:
-            self._refuse(f"{at}.format", origin.get("format"), ORIGINAL_FORMAT)
+    def _original(self, original: Any, at: str) -> OriginalFiles:
+        original = self._object(original, at)
+        if original.get("format") != ORIGINAL_FORMAT:
+            self._refuse(f"{at}.format", original.get("format"), ORIGINAL_FORMAT)
         files = tuple(
             self._original_file(file, f"{at}.files[{number}]")
-            for number, file in enumerate(self._list(origin.get("files"), f"{at}.files"))
+            for number, file in enumerate(self._list(original.get("files"), f"{at}.files"))
         )
-        index = origin.get("index", 0)
+        index = original.get("index", 0)
         index = None if index is None else self._original_index(index, f"{at}.index")
         fault = weights_fault([file.name for file in files], None if index is None else index.name)
         if fault is not None:
             raise _Fault(f"{at}.files", None, "the names of an HF checkpoint", said=fault)
-        tensors = self._object(origin.get("tensors"), f"{at}.tensors")
+        tensors = self._object(original.get("tensors"), f"{at}.tensors")
         for name, file in tensors.items():
             self._text(name, f"{at}.tensors")
             self._index(file, len(files), _at(f"{at}.tensors", name))

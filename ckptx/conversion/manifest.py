@@ -8,7 +8,7 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import CutChunks, TensorEntry
 from ckptx.catalog.manifest import RANK_ORDER, SCHEMA, OriginalFiles
-from ckptx.cutting import ShardedModel
+from ckptx.sharding import ShardedModel
 from ckptx.version import __version__
 
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ckptx.architecture.dialects import torchtitan
+from ckptx.architecture.trainer_naming import torchtitan
 from ckptx.conversion.target import Target
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rules import NameRules, Renamed
-from ckptx.view import ModelView, dialect_rules, rules_of
+from ckptx.view import ModelView, rules_of, trainer_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def rename(
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
         InputError: Tensors that belong together are not all there.
     """
-    published, spoken = rules_of(view), dialect_rules(view.dialect) if view.dialect else None
+    published, spoken = rules_of(view), trainer_rules(view.trainer_naming) if view.trainer_naming else None
     wanted = asked or by_default
     if wanted is None or (wanted == "torchtitan" and spoken is not None):
         return Named(target, Naming(spoken or published))
@@ -83,7 +83,7 @@ def rename(
         if asked is None:
             return Named(target, Naming(None))
         raise UnsupportedError(f"--names {wanted}: the names of this class are unknown; leave them as they are")
-    entries = {name: target.source.tensors[target.origin[name]] for name in target.tensors}
+    entries = {name: target.source.tensors[target.source_names[name]] for name in target.tensors}
     entries |= {name: entries[stored] for name, stored in target.aliases.items()}
     renamed = Renamed.not_yet(entries)
     if spoken is not None:
@@ -109,7 +109,7 @@ def rename(
 
 def _torchtitan(view: ModelView) -> NameRules:
     assert view.published is not None and view.config is not None
-    return dialect_rules(torchtitan.conversions(view.published.class_name, view.config))
+    return trainer_rules(torchtitan.conversions(view.published.class_name, view.config))
 
 
 def _put_together(target: Target, renamed: Renamed) -> Target:
@@ -126,7 +126,7 @@ def _put_together(target: Target, renamed: Renamed) -> Target:
         target,
         source=replace(target.source, tensors={**others, **renamed.tensors}),
         tensors=tensors,
-        origin={name: name for name in tensors},
+        source_names={name: name for name in tensors},
         read={
             name: tuple(disk for old in renamed.sources[name] for disk in target.read.get(old, ())) for name in tensors
         },

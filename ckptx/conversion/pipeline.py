@@ -97,7 +97,7 @@ def convert_opened(
     plan = plan_copy(
         target.source,
         allocation.catalog,
-        {**target.origin, **state.origin, **state.object_origin},
+        {**target.source_names, **state.source_names, **state.object_source_names},
         frame_of=allocation.frame_of,
         prologues=allocation.prologues,
         groups=allocation.groups,

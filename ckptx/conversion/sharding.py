@@ -8,11 +8,11 @@ from typing import Any
 
 from ckptx.conversion.naming import Naming
 from ckptx.conversion.target import Target
-from ckptx.cutting import Cutter, ShardedModel, plan_of, read_plan
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
 from ckptx.options import ConvertOptions
+from ckptx.sharding import ShardedModel, Sharder, plan_of, read_plan
 from ckptx.view import ModelView
 from ckptx.wording import counted, first_of
 
@@ -54,20 +54,20 @@ def shard(
         UsageError: Layers cannot be split as asked, or the user's plan matches no tensor.
         UnsupportedError: Stages are asked for and no layers are known.
     """
-    cutter = _cutter_for(view, list(target.tensors), naming, options, every_rank_alone)
+    sharder = _cutter_for(view, list(target.tensors), naming, options, every_rank_alone)
     apart = [
         name
         for name, stored in target.aliases.items()
-        if every_rank_alone or cutter.stage_of(name) != cutter.stage_of(stored)
+        if every_rank_alone or sharder.stage_of(name) != sharder.stage_of(stored)
     ]
     target = target.with_copies(apart)
-    model = cutter.place(target.tensors, _unknown_names(view, target, naming))
+    model = sharder.place(target.tensors, _unknown_names(view, target, naming))
     return Sharded(target, model, tuple(_notes_on(model)))
 
 
 def _cutter_for(
     view: ModelView, names: list[str], naming: Naming, options: ConvertOptions, every_rank_alone: bool
-) -> Cutter:
+) -> Sharder:
     architecture = view.architecture
     dims = ParallelDims(options.tp, options.pp, options.dp_shard)
     user = read_plan(options.tp_plan) if options.tp_plan else None
@@ -84,7 +84,7 @@ def _cutter_for(
                 f'--tp-plan: "{idle[0]}" matches no tensor{others}; '
                 "patterns are names of the model's parameters or modules, with * for an index"
             )
-    return Cutter(plan, dims, stages, naming.rules, every_rank_alone)
+    return Sharder(plan, dims, stages, naming.rules, every_rank_alone)
 
 
 def _unknown_names(view: ModelView, target: Target, naming: Naming) -> list[str]:

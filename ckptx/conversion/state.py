@@ -38,7 +38,7 @@ class Owners:
     """Finds the parameter inside the name of a state.
 
     Attributes:
-        names: Every spelling of a parameter's name -> the view's name of it.
+        names: Every naming of a parameter's name -> the view's name of it.
     """
 
     names: Mapping[str, str]
@@ -46,7 +46,7 @@ class Owners:
 
     @classmethod
     def of(cls, on_disk: Mapping[str, str], prefix: str = "") -> Owners:
-        """Of parameters by the view's name -> name on disk; the longest spelling is found first.
+        """Of parameters by the view's name -> name on disk; the longest naming is found first.
 
         Args:
             on_disk: The names.

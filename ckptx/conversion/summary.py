@@ -70,7 +70,7 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
         parameters=found.ties.parameters,
         architecture=None
         if architecture is None
-        else {"class": architecture.class_name, "known_from": architecture.origin},
+        else {"class": architecture.class_name, "known_from": architecture.known_from},
         ledger=found.ledger.to_dict(),
         fit=None if found.held.fit is None else found.held.fit.to_dict(),
         prefix=view.prefix or None,

@@ -19,7 +19,7 @@ class Target:
     Attributes:
         source: The checkpoint they are read from, with an entry for each tensor that is put together.
         tensors: By name; shapes and dtypes are those of the target, chunks are not set yet.
-        origin: Name in the target -> name of the entry in `source` that it is read from.
+        source_names: Name in the target -> name of the entry in `source` that it is read from.
         read: Name in the target -> names on disk of the tensors it is made of.
         aliases: Names that share the bytes of a name in `tensors`; only a DCP can have some.
         copies: Names in `tensors` that hold the bytes of another one, because no file can share them.
@@ -28,7 +28,7 @@ class Target:
 
     source: Catalog
     tensors: Mapping[str, TensorEntry]
-    origin: Mapping[str, str]
+    source_names: Mapping[str, str]
     read: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Target:
         return replace(
             self,
             tensors={names(name): entry._replace(name=names(name)) for name, entry in self.tensors.items()},
-            origin={names(name): origin for name, origin in self.origin.items()},
+            source_names={names(name): stored for name, stored in self.source_names.items()},
             read={names(name): on_disk for name, on_disk in self.read.items()},
             aliases={names(name): names(stored) for name, stored in self.aliases.items()},
             copies={names(name): names(stored) for name, stored in self.copies.items()},
@@ -68,7 +68,7 @@ class Target:
         return replace(
             self,
             tensors={**self.tensors, **{n: self.tensors[stored]._replace(name=n) for n, stored in copied.items()}},
-            origin={**self.origin, **{name: self.origin[stored] for name, stored in copied.items()}},
+            source_names={**self.source_names, **{name: self.source_names[stored] for name, stored in copied.items()}},
             read={**self.read, **{name: self.read[stored] for name, stored in copied.items()}},
             aliases={name: stored for name, stored in self.aliases.items() if name not in copied},
             copies={**self.copies, **copied},
@@ -80,7 +80,7 @@ class Target:
         return replace(
             self,
             tensors={name: self.tensors[name] for name in names},
-            origin={name: self.origin[name] for name in names},
+            source_names={name: self.source_names[name] for name in names},
             read={name: self.read[name] for name in names},
         )
 
@@ -105,15 +105,15 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
                 "use --tied auto, which keeps both"
             )
     whole = Target.of(view.catalog, view.tensors)
-    tensors, origin, read = dict(whole.tensors), dict(whole.origin), dict(whole.read)
+    tensors, source_names, read = dict(whole.tensors), dict(whole.source_names), dict(whole.read)
     aliases: dict[str, str] = {}
 
     def store_as(name: str, stored: str) -> None:
         tensors[name] = tensors[stored]._replace(name=name)
-        origin[name], read[name] = origin[stored], read[stored]
+        source_names[name], read[name] = source_names[stored], read[stored]
 
     def leave_out(name: str) -> None:
-        for each in (tensors, origin, read):
+        for each in (tensors, source_names, read):
             each.pop(name, None)
 
     shared = [(each, each.stored) for each in decisions if each.action == "alias" and each.stored is not None]
@@ -137,4 +137,4 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
             leave_out(name)
     pairs = {name for decision, _ in shared for name in (decision.target, decision.source)}
     on_disk = frozenset(view.tensors[name].name for name in pairs if name in view.tensors)
-    return Target(view.catalog, tensors, origin, read, aliases, {}, on_disk)
+    return Target(view.catalog, tensors, source_names, read, aliases, {}, on_disk)

@@ -13,10 +13,10 @@ from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.conversion.sharding import Sharded
 from ckptx.conversion.state import Owners, State, refuse_indices
-from ckptx.cutting import ShardedModel
 from ckptx.errors import UnsupportedError
+from ckptx.sharding import ShardedModel
 from ckptx.storage.files import FilePool
-from ckptx.transfer.sinks import digest_of
+from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.stream import TensorReader
 from ckptx.view import ModelView
 from ckptx.wording import counted
@@ -29,13 +29,13 @@ class TrainingState:
     """Tensors and objects to carry, by their names in the output.
 
     Attributes:
-        tensors: As in `Target`, and so are `origin`, `read`, `aliases` and `copies`.
-        origin: Name -> name on disk.
+        tensors: As in `Target`, and so are `source_names`, `read`, `aliases` and `copies`.
+        source_names: Name -> name on disk.
         read: Name -> names on disk of what it is made of.
         aliases: Names that share the bytes of another state.
         copies: Names that hold the bytes of another state once more.
         objects: Pickled objects.
-        object_origin: Name of an object -> its name in the source.
+        object_source_names: Name of an object -> its name in the source.
         places: Stage and blocks of each tensor, when there is a mesh.
         shared: Names on disk of state that another name stands for.
         dropped: Rows for the ledger: state of a tied name that differs from its twin's.
@@ -45,12 +45,12 @@ class TrainingState:
     """
 
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
-    origin: Mapping[str, str] = field(default_factory=dict)
+    source_names: Mapping[str, str] = field(default_factory=dict)
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     objects: Mapping[str, BytesEntry] = field(default_factory=dict)
-    object_origin: Mapping[str, str] = field(default_factory=dict)
+    object_source_names: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, Place] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     dropped: tuple[dict[str, str], ...] = ()
@@ -91,11 +91,11 @@ class _Carrier:
         self.optimizer = frozenset(view.optimizer)
         self.reader = TensorReader(files)
         self.tensors: dict[str, TensorEntry] = {}
-        self.origin: dict[str, str] = {}
+        self.source_names: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
         self.copies: dict[str, str] = {}
         self.objects: dict[str, BytesEntry] = {}
-        self.object_origin: dict[str, str] = {}
+        self.object_source_names: dict[str, str] = {}
         self.places: dict[str, Place] = {}
         self.shared: set[str] = set()
         self.dropped: list[dict[str, str]] = []
@@ -129,12 +129,12 @@ class _Carrier:
             )
         return TrainingState(
             self.tensors,
-            self.origin,
-            {name: (on_disk,) for name, on_disk in self.origin.items()},
+            self.source_names,
+            {name: (on_disk,) for name, on_disk in self.source_names.items()},
             self.aliases,
             self.copies,
             self.objects,
-            self.object_origin,
+            self.object_source_names,
             self.places,
             frozenset(self.shared),
             tuple(self.dropped),
@@ -236,10 +236,10 @@ class _Carrier:
         """Carries one tensor or object under a name."""
         if on_disk in self.source.objects:
             self.objects[name] = self.source.objects[on_disk]._replace(name=name)
-            self.object_origin[name] = on_disk
+            self.object_source_names[name] = on_disk
             return
         entry = self.source.tensors[on_disk]
-        self.tensors[name], self.origin[name] = entry._replace(name=name), on_disk
+        self.tensors[name], self.source_names[name] = entry._replace(name=name), on_disk
         if self.mesh is not None:
             self.places[name] = self._place(entry, parameter, self.mesh)
 

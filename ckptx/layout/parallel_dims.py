@@ -55,10 +55,10 @@ class ParallelDims:
         pp, dp = divmod(rest, self.dp_shard)
         return pp, dp, tp
 
-    def slot(self, dp: int, tp: int) -> int:
+    def rank_in_stage(self, dp: int, tp: int) -> int:
         """The rank within its pipeline stage."""
         return dp * self.tp + tp
 
     def ranks_of_stage(self, pp: int) -> range:
-        """The ranks of a stage, by slot."""
+        """The ranks of a stage, by rank_in_stage."""
         return range(pp * self.per_stage, (pp + 1) * self.per_stage)

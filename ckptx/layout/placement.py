@@ -27,7 +27,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 
 Span = tuple[int, int]  # where it begins, how long it is
 
-_UNKNOWN = "unknown companion, replicated"
+_UNKNOWN = "quantization scale of unknown form, replicated"
 
 
 class Placement(NamedTuple):
@@ -100,9 +100,9 @@ def cut(
         pack: Elements that share a byte along the last dim and stay together; 2 for F4.
 
     Returns:
-        Blocks by slot, then group. Those that are no replicas tile the tensor. A block without elements is left out,
-        but a tensor without elements is one block of slot 0. FSDP never cuts a 0-d tensor: the first of its ranks
-        holds it.
+        Blocks by `rank_in_stage`, then group. Those that are no replicas tile the tensor. A block without elements is
+        left out, but a tensor without elements is one block of rank 0. FSDP never cuts a 0-d tensor: the first of its
+        ranks holds it.
 
     Raises:
         Defect: The placement is not one of this shape.
@@ -114,7 +114,7 @@ def cut(
     stacked = is_cut and placement is not None and placement.dim == 0  # the rows of the groups lie one after another
     unit = pack if len(shape) == 1 else 1
     return tuple(
-        Block(dims.slot(dp, tp), region, replica=not is_cut and tp > 0)
+        Block(dims.rank_in_stage(dp, tp), region, replica=not is_cut and tp > 0)
         for dp in range(dims.dp_shard)
         for tp in range(dims.tp if is_cut or replicate else 1)
         for region in _rows_of(held[tp], stacked, dp, dims.dp_shard, unit)
@@ -130,15 +130,15 @@ def is_aligned(shape: Shape, placement: Placement | None, tp: int) -> bool:
     )
 
 
-def companion(
+def scale_placement(
     weight_shape: Shape, weight_placement: Placement | None, shape: Shape, tp: int
 ) -> tuple[Placement | None, str]:
-    """How TP cuts a companion, given how it cuts the weight.
+    """How TP cuts a scale, given how it cuts the weight.
 
     Args:
         weight_shape: Of the whole weight.
         weight_placement: How the weight is cut, None when it is not.
-        shape: Of the whole companion.
+        shape: Of the whole scale.
         tp: Number of TP ranks.
 
     Returns:
@@ -213,7 +213,7 @@ def _narrow(region: Region, dim: int, span: Span) -> Region:
 
 
 def _block(n: int, size: int) -> int | None:
-    """Elements of the weight for each of the companion's, along one dim; None when no number explains the sizes.
+    """Elements of the weight for each of the scale's, along one dim; None when no number explains the sizes.
 
     `size` is ceil(n / block) for several blocks. At most one of them is a power of two, and that is the block in every
     published format; failing that the blocks must divide the dim.

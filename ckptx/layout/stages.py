@@ -124,7 +124,7 @@ class StageMap:
     def stage_of(self, name: str) -> int:
         """The stage that holds a tensor, by the longest path that is known.
 
-        A layer is where the split puts it, a layer behind the last of its stack (a predictor of further tokens) where
+        A layer is where the split puts it, a layer behind the last of its stack (an MTP layer) where
         that last one is, and what runs before or after a stack at that end of it. The rest, embeddings and towers, is
         on stage 0.
         """

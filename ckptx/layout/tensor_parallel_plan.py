@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.layout.placement import Placement, companion, is_aligned
+from ckptx.layout.placement import Placement, is_aligned, scale_placement
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.untrusted.limits import INDEX
 
@@ -29,8 +29,8 @@ class Rule:
 
     Attributes:
         style: One of `STYLES`.
-        origin: Who says so: "user plan", "override", "model plan".
-        reason: Why, where it is not plain from the origin.
+        decided_by: Who says so: "user plan", "override", "model plan".
+        reason: Why, where it is not plain from the decided_by.
         groups: Widths of what is fused along the cut dim; empty when nothing is.
         heads: Candidates (count, size): the cut dim holds `count` heads of `size` elements. The first whose product is
             the dim counts; when none is, cuts are not checked against heads.
@@ -38,7 +38,7 @@ class Rule:
     """
 
     style: str
-    origin: str
+    decided_by: str
     reason: str = ""
     groups: tuple[int, ...] = ()
     heads: tuple[tuple[int, int], ...] = ()
@@ -68,7 +68,7 @@ class TensorParallelPlan:
         for pattern, rule in self.rules.items():
             if rule.style not in STYLES:
                 raise UnsupportedError(
-                    f'{rule.origin}: "{pattern}" has the style "{rule.style}", known are {_known_styles()}; '
+                    f'{rule.decided_by}: "{pattern}" has the style "{rule.style}", known are {_known_styles()}; '
                     "name one of these for it in a plan of your own"
                 )
             by_stars.setdefault(_starred(pattern), []).append(pattern)
@@ -153,13 +153,13 @@ class Decision:
 
     Attributes:
         placement: None when it is replicated.
-        origin: `Rule.origin`, or "default" when no rule speaks of it.
+        decided_by: `Rule.decided_by`, or "default" when no rule matches.
         reason: A few words for the report.
         aligned: False when the cut falls inside a head.
     """
 
     placement: Placement | None
-    origin: str
+    decided_by: str
     reason: str
     aligned: bool
 
@@ -178,29 +178,29 @@ def decide(
         name: In the names of the model.
         shape: Of the whole tensor.
         tp: Number of TP ranks.
-        weight: Shape and placement of the weight of the same module, for a tensor that may be its companion.
+        weight: Shape and placement of the weight of the same module, for a tensor that may be its scale.
     """
     found = plan.rule_for(name)
     leaf = name.rpartition(".")[2]
-    origin = found[1].origin if found else "default"
+    decided_by = found[1].decided_by if found else "default"
     is_named = found is not None and found[0].count(".") == name.count(".")
     is_companion = not is_named and leaf not in ("weight", "bias")
     if is_companion and weight is not None:
-        placement, reason = (None, "tp is 1") if tp == 1 else companion(*weight, shape, tp)
-        return Decision(placement, origin, reason, is_aligned(shape, placement, tp))
+        placement, reason = (None, "tp is 1") if tp == 1 else scale_placement(*weight, shape, tp)
+        return Decision(placement, decided_by, reason, is_aligned(shape, placement, tp))
     if found is None:
-        return Decision(None, origin, "no rule; replicated", True)
+        return Decision(None, decided_by, "no rule; replicated", True)
     rule = found[1]
     kind = STYLES[rule.style]
     if tp == 1:
-        return Decision(None, origin, "tp is 1", True)
+        return Decision(None, decided_by, "tp is 1", True)
     if kind is Kind.EXPERT:
-        return Decision(None, origin, "expert parallel is not a TP cut", True)
+        return Decision(None, decided_by, "expert parallel is not a TP cut", True)
     if is_companion and kind.cuts:
-        return Decision(None, origin, "companion without a weight, replicated", True)
+        return Decision(None, decided_by, "quantization scale without a weight, replicated", True)
     dim = _cut_dim(kind, leaf, len(shape), rule.transposed)
     if dim is None:
-        return Decision(None, origin, _because(f"{rule.style} keeps it whole", rule), True)
+        return Decision(None, decided_by, _because(f"{rule.style} keeps it whole", rule), True)
     return _cut_along(dim, kind, rule, shape, tp)
 
 
@@ -208,20 +208,20 @@ def _cut_along(dim: int, kind: Kind, rule: Rule, shape: Shape, tp: int) -> Decis
     """The decision once the dim is known: what is fused along it, and where its heads are."""
     n = shape[dim]
     if n < 2:
-        return Decision(None, rule.origin, f"dim {dim} has size {n}, replicated", True)
+        return Decision(None, rule.decided_by, f"dim {dim} has size {n}, replicated", True)
     groups: tuple[int, ...] = (n,)
     if rule.groups:
         groups = rule.groups
         if sum(groups) != n:
             reason = f"dim {dim} has size {n}, its groups {'+'.join(map(str, groups))} do not add up; replicated"
-            return Decision(None, rule.origin, reason, True)
+            return Decision(None, rule.decided_by, reason, True)
     elif kind in (Kind.PACKED_COLWISE, Kind.PACKED_ROWWISE):
         groups = (n - n // 2, n // 2)
     align = next((size for count, size in rule.heads if count * size == n), 1)
     placement = Placement(dim, groups, align)
     fused = f" in groups {'+'.join(map(str, groups))}" if len(groups) > 1 else ""
     reason = _because(f"{rule.style} cuts dim {dim}{fused}", rule)
-    return Decision(placement, rule.origin, reason, is_aligned(shape, placement, tp))
+    return Decision(placement, rule.decided_by, reason, is_aligned(shape, placement, tp))
 
 
 def _cut_dim(kind: Kind, leaf: str, ndim: int, transposed: bool) -> int | None:

@@ -1,4 +1,4 @@
-"""What becomes of tensors between two spellings of a checkpoint, as data, and how it is done to their entries.
+"""What becomes of tensors between two namings of a checkpoint, as data, and how it is done to their entries.
 
 experts.0.gate [I, H] --+                         target[0, 0:I, :]   chunk of experts.0.gate
 experts.0.up   [I, H] --+- merge(0), concat(1) -> target[0, I:2I, :]  chunk of experts.0.up
@@ -67,13 +67,13 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Tensors of one spelling that become tensors of another.
+    """Tensors of one naming that become tensors of another.
 
     Patterns are whole names, with `*` for an index between dots; they may hold an index as well. Where one side is a
     module list, its patterns have one `*` more than the other side, the last one.
 
     Attributes:
-        sources: Patterns of the first spelling, in the order of the first op.
+        sources: Patterns of the first naming, in the order of the first op.
         targets: Patterns of the second.
         ops: What to do, in this order; nothing for a renaming.
     """

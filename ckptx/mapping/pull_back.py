@@ -4,8 +4,8 @@ The conversion itself says where: it is run once on tensors without bytes, and t
 rectangle of the model's tensor is which of the disk's.
 
     model [E, 2I, H], rows of gate and of up cut in two        disk, any expert
-    slot 0: [0:E, 0:I/2, :] and [0:E, I:3I/2, :]        ->     gate: [0:I/2, :]    up: [0:I/2, :]
-    slot 1: [0:E, I/2:I, :] and [0:E, 3I/2:2I, :]       ->     gate: [I/2:I, :]    up: [I/2:I, :]
+    rank_in_stage 0: [0:E, 0:I/2, :] and [0:E, I:3I/2, :]        ->     gate: [0:I/2, :]    up: [0:I/2, :]
+    rank_in_stage 1: [0:E, I/2:I, :] and [0:E, 3I/2:2I, :]       ->     gate: [I/2:I, :]    up: [I/2:I, :]
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
+from ckptx.mapping.destinations import Destination, named
 from ckptx.mapping.ops import Conversion, convert
-from ckptx.mapping.places import Place, named
 from ckptx.mapping.rules import NameRules, check_complete, gather
 
-Cut = Callable[[str, Shape], tuple[Block, ...]]
+BlocksOf = Callable[[str, Shape], tuple[Block, ...]]
 
 _BYTE = BY_NAME["U8"]
 
@@ -52,7 +52,7 @@ class _Trace(NamedTuple):
 class PullBack:
     """Pulls back one cut for the tensors of one checkpoint; tensors that are alike share the answer."""
 
-    def __init__(self, rules: NameRules, shapes: Mapping[str, Shape], cut: Cut) -> None:
+    def __init__(self, rules: NameRules, shapes: Mapping[str, Shape], cut: BlocksOf) -> None:
         """Look the names up.
 
         Args:
@@ -70,7 +70,7 @@ class PullBack:
         self._answers: dict[tuple[object, ...], tuple[Block, ...] | None] = {}
 
     def blocks(self, disk_name: str) -> tuple[Block, ...] | None:
-        """The blocks of a disk tensor: the ranks that hold its elements in the model, by slot.
+        """The blocks of a disk tensor: the ranks that hold its elements in the model, by rank_in_stage.
 
         Returns:
             Blocks that tile the tensor, replicas aside. None when no model tensor is made of it, when its elements do
@@ -105,12 +105,12 @@ class PullBack:
             blocks = self._cuts[model_name] = self._interned.setdefault(blocks, blocks)
         return blocks
 
-    def _trace(self, place: Place) -> _Trace | None:
+    def _trace(self, place: Destination) -> _Trace | None:
         if place.run not in self._trace_of:
             self._trace_of[place.run] = self._traced(place, self._runs[place.run])
         return self._trace_of[place.run]
 
-    def _traced(self, place: Place, members: list[dict[int, str]]) -> _Trace | None:
+    def _traced(self, place: Destination, members: list[dict[int, str]]) -> _Trace | None:
         """The trace of a run, shared with those of the same shapes: other layers."""
         conversion = self._rules.conversions[place.conversion]
         check_complete(conversion, place.fixed, members)
@@ -154,13 +154,13 @@ def _pulled(shape: Shape, parts: Iterable[_Part], cuts: list[tuple[Block, ...]])
     allowed: dict[tuple[int, bool], int] = {}
     for target in {part.target for part in parts}:
         for block in cuts[target]:
-            holder = block.slot, block.replica
+            holder = block.rank_in_stage, block.replica
             allowed[holder] = allowed.get(holder, 0) + 1
     for target, chunk in parts:
         for block in cuts[target]:
             share = chunk.region.intersect(block.region)
             if share is not None:
-                held.setdefault((block.slot, block.replica), []).extend(_rectangles(shape, chunk, share))
+                held.setdefault((block.rank_in_stage, block.replica), []).extend(_rectangles(shape, chunk, share))
     blocks = []
     for holder in sorted(held, key=lambda each: (each[0], each[1])):
         regions = _joined(held[holder])

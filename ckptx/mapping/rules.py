@@ -1,6 +1,6 @@
 """Names of one checkpoint in those of another: which tensor goes into which, and the entries it gives.
 
-A checkpoint may come in several spellings that all load: as published, as saved today, in the model's own names, with
+A checkpoint may come in several namings that all load: as published, as saved today, in the model's own names, with
 or without the name of the base model in front. So names are never read off a table of one of them: each is looked up,
 and those of the model stay as they are.
 """
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.mapping.companions import SCALE_OF_BLOCKS, bases_of_scales
+from ckptx.mapping.destinations import Destination, Run, Settled, named, renamed_at, with_scales
 from ckptx.mapping.name_index import NameIndex, indices_of
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Columns, Conversion, convert
-from ckptx.mapping.places import Place, Run, Settled, named, renamed_at, with_companions
+from ckptx.mapping.quantization_scales import SCALE_OF_BLOCKS, bases_of_scales
 from ckptx.wording import counted
 
 ShapeOf = Callable[[str], "Shape | None"]
@@ -62,7 +62,7 @@ class _Alike(NamedTuple):
 
     Attributes:
         conversion: Index of the conversion, None when there is none.
-        column: As in `Place`.
+        column: As in `Destination`.
         in_list: True when the last index is a position in a module list.
         plain: What to put in front of the name, and how much of it to leave out, to make it one of the model's own;
             None when it is none.
@@ -75,7 +75,7 @@ class _Alike(NamedTuple):
 
 
 class NameRules:
-    """The rules between the spellings of a checkpoint ("disk") and one set of names ("model").
+    """The rules between the namings of a checkpoint ("disk") and one set of names ("model").
 
     Attributes:
         conversions: Disk to model. Where several give a model name, the first is what is written.
@@ -114,7 +114,7 @@ class NameRules:
         self._is_extra, self._asks_extra = is_extra or (lambda name: False), is_extra is not None
         self._sources = NameIndex(() if _is_identity(each) else each.sources for each in self.conversions)
         self._targets = NameIndex(each.targets for each in self.conversions)
-        self._looked_up: dict[str, tuple[Place | None, str | None]] = {}
+        self._looked_up: dict[str, tuple[Destination | None, str | None]] = {}
         self._model_names: dict[str, str | None] = {}
         self._known_patterns: dict[str, bool] = {}
         self._alike: dict[str, _Alike | None] = {}
@@ -129,14 +129,14 @@ class NameRules:
             self._model_names[disk_name] = plain if place is None else self._run_name(place)
         return self._model_names[disk_name]
 
-    def _run_name(self, place: Place) -> str:
+    def _run_name(self, place: Destination) -> str:
         """The first model tensor of a run, which thousands of experts may share."""
         name = self._run_names.get(place.run)
         if name is None:
             name = self._run_names[place.run] = next(self._target_names(place))
         return name
 
-    def places(self, names: Iterable[str]) -> dict[str, Place | str | None]:
+    def places(self, names: Iterable[str]) -> dict[str, Destination | str | None]:
         """For each disk name its place in a conversion, its model name when it only changes that, or None.
 
         A name may be one of the model and of the disk: norm0 -> norm1 -> norm2. It is the model's when what it would
@@ -145,8 +145,8 @@ class NameRules:
         return self._places(names).places
 
     def _places(self, names: Iterable[str]) -> Settled:
-        found: dict[str, Place | str | None] = {}
-        doubtful: dict[str, tuple[Place, str]] = {}
+        found: dict[str, Destination | str | None] = {}
+        doubtful: dict[str, tuple[Destination, str]] = {}
         for name in names:
             place, plain = self._look_up(name)
             found[name] = place or plain
@@ -163,21 +163,21 @@ class NameRules:
                         taken.add(plain)
                         del doubtful[name]
                         settled = False
-        return with_companions(
+        return with_scales(
             found,
             self.conversions,
             lambda weight: found.get(weight) or next((it for it in self._look_up(weight) if it is not None), None),
             lambda place: renamed_at(self.conversions, place),
         )
 
-    def _look_up(self, name: str) -> tuple[Place | None, str | None]:
+    def _look_up(self, name: str) -> tuple[Destination | None, str | None]:
         """How a disk name is converted, and what it is called as one of the model's own; None for what it is not."""
         known = self._looked_up.get(name)
         if known is None:
             known = self._looked_up[name] = self._found(name)
         return known
 
-    def _found(self, name: str) -> tuple[Place | None, str | None]:
+    def _found(self, name: str) -> tuple[Destination | None, str | None]:
         pattern = pattern_of(name)
         if pattern not in self._alike:
             found = self._found_for(name)
@@ -191,16 +191,16 @@ class NameRules:
             return None, plain
         indices = indices_of(name)
         if alike.in_list:
-            return Place(alike.conversion, indices[:-1], alike.column, indices[-1]), plain
-        return Place(alike.conversion, indices, alike.column), plain
+            return Destination(alike.conversion, indices[:-1], alike.column, indices[-1]), plain
+        return Destination(alike.conversion, indices, alike.column), plain
 
     def _counts(self, name: str) -> bool:
         """True when it may depend on the numbers in a name what is found for it."""
-        if self._asks_extra or any(self._sources.counts(spelling) for spelling in self._spellings(name)):
+        if self._asks_extra or any(self._sources.counts(naming) for naming in self._spellings(name)):
             return True
         return bool(indices_of(self._prefix))
 
-    def _generalised(self, name: str, place: Place | None, plain: str | None) -> _Alike:
+    def _generalised(self, name: str, place: Destination | None, plain: str | None) -> _Alike:
         change = None
         if plain is not None:
             change = (self._prefix, 0) if len(plain) > len(name) else ("", len(name) - len(plain))
@@ -208,14 +208,14 @@ class NameRules:
             return _Alike(None, 0, False, change)
         return _Alike(place.conversion, place.column, len(place.fixed) < len(indices_of(name)), change)
 
-    def _found_for(self, name: str) -> tuple[Place | None, str | None]:
+    def _found_for(self, name: str) -> tuple[Destination | None, str | None]:
         place = plain = None
-        for spelling in self._spellings(name):
-            for fit in self._sources.find(spelling):
+        for naming in self._spellings(name):
+            for fit in self._sources.find(naming):
                 place = self._place(fit.group, fit.column, fit.indices, self.conversions[fit.group].targets[0])
                 break
-            if self._is_known(spelling):
-                plain = spelling
+            if self._is_known(naming):
+                plain = naming
             if place or plain:
                 break
         if place is not None and self._is_extra(next(self._target_names(place))):
@@ -243,13 +243,13 @@ class NameRules:
         return known
 
     @staticmethod
-    def _place(conversion: int, column: int, indices: tuple[int, ...], other_side: str) -> Place:
+    def _place(conversion: int, column: int, indices: tuple[int, ...], other_side: str) -> Destination:
         """The last index is a position in a module list when the other side has fewer."""
         if len(indices) > other_side.count("*"):
-            return Place(conversion, indices[:-1], column, indices[-1])
-        return Place(conversion, indices, column)
+            return Destination(conversion, indices[:-1], column, indices[-1])
+        return Destination(conversion, indices, column)
 
-    def _target_names(self, place: Place) -> Iterator[str]:
+    def _target_names(self, place: Destination) -> Iterator[str]:
         """The model tensors of a run; of a module list the first."""
         return (named(target, place.fixed, 0) for target in self.conversions[place.conversion].targets)
 
@@ -287,16 +287,16 @@ class NameRules:
             InputError: As `to_model`.
             UnsupportedError: As `to_model`.
         """
-        names: dict[Place, str] = {}
+        names: dict[Destination, str] = {}
         plain: dict[str, str] = {}
         for name, place in self.places(wanted or ()).items():
-            if isinstance(place, Place):
+            if isinstance(place, Destination):
                 names[place] = name
             elif place is not None:
                 plain[place] = name
         runs = {place.run for place in names}
         found = {name: plain.get(name) or self._place_back(name, runs) for name in tensors}
-        settled = with_companions(
+        settled = with_scales(
             found,
             self._back,
             lambda weight: found.get(weight) or plain.get(weight) or self._place_back(weight, runs),
@@ -307,7 +307,7 @@ class NameRules:
 
     def _without_staying(
         self, settled: Settled, conversions: Sequence[Conversion]
-    ) -> tuple[dict[str, Place | str | None], tuple[str, ...]]:
+    ) -> tuple[dict[str, Destination | str | None], tuple[str, ...]]:
         """The places once quantized weights that cannot be converted stay as they are, and which do.
 
         Raises:
@@ -319,7 +319,7 @@ class NameRules:
         staying = settled.staying | scales
         places, kept = dict(settled.places), []
         for name, place in settled.places.items():
-            if isinstance(place, Place) and place.run in staying:
+            if isinstance(place, Destination) and place.run in staying:
                 if name in {named(target, place.fixed, place.at) for target in conversions[place.conversion].targets}:
                     raise UnsupportedError(
                         f'tensor "{name}": quantized, and the other names call for another order of its elements; keep '
@@ -329,9 +329,9 @@ class NameRules:
                 kept.append(name)
         return places, tuple(kept)
 
-    def _place_back(self, name: str, runs: Collection[Run]) -> Place | str | None:
+    def _place_back(self, name: str, runs: Collection[Run]) -> Destination | str | None:
         """Where a model tensor goes on its way to disk; one of `runs` if it can."""
-        fallback: Place | str | None = name if self._is_known(name) else None
+        fallback: Destination | str | None = name if self._is_known(name) else None
         first = True
         for fit in self._targets.find(name):
             place = self._place(fit.group, fit.column, fit.indices, self.conversions[fit.group].sources[0])
@@ -351,18 +351,18 @@ class _Rewrite:
         tensors: Mapping[str, TensorEntry],
         conversions: Sequence[Conversion],
         shape_of: ShapeOf,
-        names: Mapping[Place, str] | None = None,
+        names: Mapping[Destination, str] | None = None,
     ) -> None:
         self._tensors, self._conversions, self._shape_of = tensors, conversions, shape_of
         self._names = names or {}
         self._result = Renamed({}, {}, [], [])
 
-    def run(self, places: Mapping[str, Place | str | None], kept: tuple[str, ...] = ()) -> Renamed:
+    def run(self, places: Mapping[str, Destination | str | None], kept: tuple[str, ...] = ()) -> Renamed:
         """The tensors at their places; those without one pass through, `kept` are there already."""
         runs = gather(places, self._conversions)
         done = set()
         for name, place in places.items():
-            if not isinstance(place, Place):
+            if not isinstance(place, Destination):
                 if place is None:
                     self._result.unknown.append(name)
                 self._add(place or name, self._tensors[name], (name,))
@@ -376,7 +376,7 @@ class _Rewrite:
             )
         return self._result._replace(kept=kept)
 
-    def _convert(self, place: Place, members: list[dict[int, str]]) -> None:
+    def _convert(self, place: Destination, members: list[dict[int, str]]) -> None:
         conversion = self._conversions[place.conversion]
         check_complete(conversion, place.fixed, members)
         columns: Columns = [[self._tensors[column[at]] for at in sorted(column)] for column in members]
@@ -386,7 +386,7 @@ class _Rewrite:
         results = convert(conversion, columns, shapes)
         for number, (target, shape, column) in enumerate(zip(conversion.targets, shapes, results, strict=True)):
             for at, entry in enumerate(column):
-                made = Place(place.conversion, place.fixed, number, at)
+                made = Destination(place.conversion, place.fixed, number, at)
                 name = self._names.get(made) or named(target, place.fixed, at)
                 if shape is not None and conversion.ops and entry.shape != shape:
                     raise InputError(
@@ -399,14 +399,14 @@ class _Rewrite:
         if name in self._result.tensors:
             other = self._result.sources[name][0]
             raise InputError(
-                f'tensors "{other}" and "{sources[0]}": both are "{name}" in the other spelling; remove one of them'
+                f'tensors "{other}" and "{sources[0]}": both are "{name}" in the other naming; remove one of them'
             )
         self._result.tensors[name] = entry if entry.name == name else entry._replace(name=name)
         self._result.sources[name] = sources
 
 
 def gather(
-    places: Mapping[str, Place | str | None], conversions: Sequence[Conversion]
+    places: Mapping[str, Destination | str | None], conversions: Sequence[Conversion]
 ) -> dict[tuple[int, tuple[int, ...]], list[dict[int, str]]]:
     """The names of each run of a conversion, by column and position.
 
@@ -415,14 +415,14 @@ def gather(
     """
     runs: dict[tuple[int, tuple[int, ...]], list[dict[int, str]]] = {}
     for name, place in places.items():
-        if not isinstance(place, Place):
+        if not isinstance(place, Destination):
             continue
         columns = runs.get(place.run)
         if columns is None:
             columns = runs[place.run] = [{} for _ in conversions[place.conversion].sources]
         other = columns[place.column].setdefault(place.at, name)
         if other != name:
-            raise InputError(f'tensors "{other}" and "{name}": two spellings of one tensor; remove one of them')
+            raise InputError(f'tensors "{other}" and "{name}": two namings of one tensor; remove one of them')
     return runs
 
 

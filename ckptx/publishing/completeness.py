@@ -13,8 +13,8 @@ from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.reader import open_payloads
 from ckptx.storage.files import FilePool
+from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.plan import CopyPlan, Step
-from ckptx.transfer.sinks import digest_of
 from ckptx.transfer.stream import TensorReader
 
 

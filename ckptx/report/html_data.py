@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region
-from ckptx.ranks import Cut, Group, Layout, distinct, spans_text
+from ckptx.ranks import Group, Layout, Sharding, distinct, spans_text
 
 _WIDTH, _HEIGHT = 48, 32  # of a small picture
 _MOST_THUMBNAIL = 64  # rectangles in it
@@ -23,7 +23,7 @@ class Axes(NamedTuple):
     others: tuple[int, ...]
 
 
-def axes_of(cut: Cut) -> Axes:
+def axes_of(cut: Sharding) -> Axes:
     """The two dims to draw: those that are cut first, then the longest; the first of them goes down."""
     dims = range(len(cut.shape))
     if len(dims) < 2:
@@ -33,7 +33,7 @@ def axes_of(cut: Cut) -> Axes:
     return Axes(chosen[0], chosen[1], tuple(dim for dim in dims if dim not in chosen))
 
 
-def cut_text(cut: Cut) -> str:
+def cut_text(cut: Sharding) -> str:
     """A cut in words: `dim 0 in 4, dim 1 in 2`; `whole on 4`."""
     parts = [(dim, _cuts_along(cut, dim)) for dim in range(len(cut.shape))]
     said = ", ".join(f"dim {dim} in {count}" for dim, count in parts if count > 1) or "whole"
@@ -41,14 +41,14 @@ def cut_text(cut: Cut) -> str:
     return said if copies == 1 else f"{said}, {copies} copies"
 
 
-def _cuts_along(cut: Cut, dim: int) -> int:
+def _cuts_along(cut: Sharding, dim: int) -> int:
     """Spans along a dim that differ. Sorted: hashes of numbers can be made to collide."""
     spans = sorted((p.region.offsets[dim], p.region.sizes[dim]) for p in cut.pieces if p.region.numel)
     return sum(1 for _ in groupby(spans))
 
 
 def colors_of(layout: Layout) -> list[tuple[int, float]]:
-    """Hue and lightness (OKLCH) of each slot of a stage, or of each holder where there is no mesh.
+    """Hue and lightness (OKLCH) of each rank_in_stage of a stage, or of each holder where there is no mesh.
 
     Hues part TP ranks as far as they go; FSDP ranks of one TP rank lie between it and the next. All are light enough
     for dark text.
@@ -59,10 +59,10 @@ def colors_of(layout: Layout) -> list[tuple[int, float]]:
     tp, dp = (dims.tp, dims.dp_shard) if dims.tp > 1 else (dims.dp_shard, 1)
     return [
         (
-            round(255 + 360 * (slot % tp + 0.45 * (slot // tp) / dp) / tp) % 360,
-            round(0.72 + 0.16 * (slot // tp) / max(1, dp - 1), 3),
+            round(255 + 360 * (rank_in_stage % tp + 0.45 * (rank_in_stage // tp) / dp) / tp) % 360,
+            round(0.72 + 0.16 * (rank_in_stage // tp) / max(1, dp - 1), 3),
         )
-        for slot in range(tp * dp)
+        for rank_in_stage in range(tp * dp)
     ]
 
 
@@ -98,7 +98,7 @@ def page_data(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _cut_row(cut: Cut) -> dict[str, Any]:
+def _cut_row(cut: Sharding) -> dict[str, Any]:
     axes = axes_of(cut)
     return {
         "shape": cut.shape,
@@ -117,7 +117,7 @@ def embedded(data: dict[str, Any]) -> str:
 
 
 def symbol_id(layout: Layout, cut: int, first: int) -> str:
-    """The small picture of a cut whose first holder is `first`: stages share pictures, slots do not."""
+    """The small picture of a cut whose first holder is `first`: stages share pictures, ranks within one do not."""
     return f"c{cut}-{first % len(colors_of(layout)) if layout.dims is not None else first}"
 
 
@@ -139,7 +139,7 @@ def thumbnails(layout: Layout, groups: Iterable[Group]) -> str:
     return f'<svg class=defs aria-hidden="true"><defs>{hatch}</defs>{symbols}</svg>'
 
 
-def _thumbnail(layout: Layout, cut: Cut, first: int) -> Iterator[str]:
+def _thumbnail(layout: Layout, cut: Sharding, first: int) -> Iterator[str]:
     colors, axes = colors_of(layout), axes_of(cut)
     held = distinct(cut)
     if held:
@@ -164,7 +164,7 @@ def _others(region: Region, axes: Axes) -> tuple[tuple[int, int], ...]:
     return tuple((region.offsets[dim], region.sizes[dim]) for dim in axes.others)
 
 
-def _span(cut: Cut, region: Region, dim: int | None, room: int) -> tuple[float, float]:
+def _span(cut: Sharding, region: Region, dim: int | None, room: int) -> tuple[float, float]:
     """Where a rectangle begins and how long it is, in a picture `room` wide; a hair is left between two."""
     if dim is None:
         return (0, room)

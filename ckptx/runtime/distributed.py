@@ -23,7 +23,7 @@ MESH_DIMS = ("pp", "dp_shard", "tp")  # row-major, so that rank = (pp * dp_shard
 _TIMEOUT = timedelta(minutes=10)
 
 
-class Place(NamedTuple):
+class Process(NamedTuple):
     """Where this process is.
 
     Attributes:
@@ -53,7 +53,7 @@ def device_of(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Place]:
+def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Process]:
     """This process in its group, which ends with the block unless it was there before.
 
     A process that nobody launched is a group of its own.
@@ -66,22 +66,22 @@ def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Place
         EnvironmentProblem: There is no such device or backend.
     """
     if dist.is_initialized():
-        yield Place(dist.get_rank(), dist.get_world_size(), device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
+        yield Process(dist.get_rank(), dist.get_world_size(), device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
         return
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    place = Place(rank, world_size, device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    process = Process(rank, world_size, device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
     if backend == "auto":
-        backend = "nccl" if place.device.type == "cuda" else "gloo"
-    if backend == "nccl" and place.device.type != "cuda":
+        backend = "nccl" if process.device.type == "cuda" else "gloo"
+    if backend == "nccl" and process.device.type != "cuda":
         raise EnvironmentProblem("--backend nccl: needs CUDA devices, found none; use gloo")
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
+    if process.device.type == "cuda":
+        torch.cuda.set_device(process.device)
     if is_launched():
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
     try:
-        yield place
+        yield process
     finally:
         dist.destroy_process_group()
 
@@ -133,11 +133,13 @@ def told(value: Any) -> Any:
     return values[0]
 
 
-def broadcast(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> torch.Tensor:
+def broadcast(
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, process: Process
+) -> torch.Tensor:
     """A tensor of rank 0."""
     if tensor is None:
-        tensor = torch.empty(shape, dtype=dtype, device=place.device)
+        tensor = torch.empty(shape, dtype=dtype, device=process.device)
     tensor = tensor.contiguous()
-    if place.world_size > 1:
+    if process.world_size > 1:
         dist.broadcast(tensor, src=0)
     return tensor

@@ -1,6 +1,6 @@
 """Fills the parameters of a model from a checkpoint: of each, what this rank holds, and nothing is left by chance.
 
-model names --- Source (any format, any spelling) ---> entries: which bytes of which files
+model names --- Source (any format, any naming) ---> entries: which bytes of which files
 parameters  --- shards.pieces_of ---> rectangles this rank holds, and where in its memory
 both        --- Reading.fill, in threads, in the order of the files ---> loaded
 """
@@ -28,7 +28,7 @@ from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.ledger import Loaded, LoadLedger
 from ckptx.runtime.reading import Reading, Source, castable, open_source
-from ckptx.runtime.shards import Piece, pieces_of
+from ckptx.runtime.shards import LocalShard, pieces_of
 
 RegionsOf = Callable[[str], "Sequence[Region] | None"]
 
@@ -132,7 +132,7 @@ class _Read:
     other: str
     entry: TensorEntry
     local: Tensor
-    pieces: list[Piece]
+    pieces: list[LocalShard]
 
     def jobs(self) -> Iterator[Job]:
         for piece in self.pieces:
@@ -243,8 +243,8 @@ def _names_by_tensor(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
 def _families(model: nn.Module) -> dict[str, list[str]]:
     """The names that the model ties to each other, by each of them; also names that only other stages have."""
     families: dict[str, list[str]] = {}
-    for target, origin in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        joined = list(dict.fromkeys([*families.get(origin, [origin]), *families.get(target, [target])]))
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        joined = list(dict.fromkeys([*families.get(source, [source]), *families.get(target, [target])]))
         families.update(dict.fromkeys(joined, joined))
     return families
 
@@ -333,8 +333,8 @@ def retie(model: nn.Module) -> list[str]:
         return []
     places = {canonical_name(path): module for path, module in model.named_modules()}
     tied = []
-    for target, origin in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        (target_path, _, target_leaf), (path, _, leaf) = target.rpartition("."), origin.rpartition(".")
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        (target_path, _, target_leaf), (path, _, leaf) = target.rpartition("."), source.rpartition(".")
         if target_path not in places or path not in places:
             continue
         into, source = places[target_path]._parameters, places[path]._parameters

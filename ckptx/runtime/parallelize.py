@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.layers import layer_groups, unwrapped
-from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout, apply
+from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout, apply
 from ckptx.runtime.tensor_parallel.plans import Plan
 
 _logger = logging.getLogger(__name__)

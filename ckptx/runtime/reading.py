@@ -23,9 +23,9 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.rules import Renamed
 from ckptx.storage.files import FilePool
-from ckptx.transfer.sinks import stream_as
+from ckptx.transfer.digest_sink import stream_as
 from ckptx.transfer.stream import TensorReader
-from ckptx.view import ModelView, decide_ties, dialect_rules, locate_payloads, rules_of, view_model
+from ckptx.view import ModelView, decide_ties, locate_payloads, rules_of, trainer_rules, view_model
 
 _BAND = 4 << 20  # bytes that are staged at a time where a tensor cannot be filled in place
 _MAX_STRIDED = 32 << 20  # bytes a reader may hold for a tensor that is not stored row-major
@@ -94,7 +94,7 @@ class Source:
         """
         pairs = self.architecture.ties if self.architecture is not None else ()
         return tuple(
-            pair.spellings[0][0]
+            pair.namings[0][0]
             for pair, decision in zip(pairs, decide_ties(self.view, self.files), strict=True)
             if decision.declared and decision.action == "keep-both"
         )
@@ -121,8 +121,8 @@ def open_source(
     with FilePool(view.catalog.root) as files:
         view = locate_payloads(view, files, later=True)
         renamed = Renamed.not_yet(view.tensors)
-        if view.dialect:
-            renamed = renamed.then(dialect_rules(view.dialect).to_model(renamed.tensors))
+        if view.trainer_naming:
+            renamed = renamed.then(trainer_rules(view.trainer_naming).to_model(renamed.tensors))
         rules = rules_of(view)
         if rules is not None:
             renamed = renamed.then(rules.to_model(renamed.tensors))

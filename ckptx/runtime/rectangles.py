@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region, whole
-from ckptx.runtime.shards import Piece, pieces_of
+from ckptx.runtime.shards import LocalShard, pieces_of
 
 Held = Mapping[str, Sequence[Region]]  # what TP left of a tensor on this rank, by its name in the checkpoint
 
@@ -43,7 +43,7 @@ class Shards:
         if not tensor.numel():  # no rectangle has an element, but the tensor must be stored all the same
             everything = whole(tuple(tensor.shape))
             self._local = self._local.new_empty(tensor.shape)
-            self._pieces = {everything.offsets: Piece(everything, everything)}
+            self._pieces = {everything.offsets: LocalShard(everything, everything)}
 
     def size(self) -> torch.Size:
         """Of the whole tensor."""

@@ -32,7 +32,7 @@ from ckptx.runtime.activation_checkpointing.wrap import configs_as_given
 from ckptx.runtime.distributed import everywhere, together
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.rectangles import AliasWriter, LoadPlanner, SavePlanner
-from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout
+from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
 from ckptx.storage.files import read_small, unwritable
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.staged import staged

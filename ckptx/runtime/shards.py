@@ -25,14 +25,14 @@ Spans = list[tuple[int, int]]  # along one dim: where each begins in the whole t
 _TP = "tp"  # the mesh dim that rectangles of the TP layer speak of
 
 
-class Piece(NamedTuple):
+class LocalShard(NamedTuple):
     """A rectangle of a whole tensor, and where it lies in the local one."""
 
     region: Region
     local: Region
 
 
-class Cut(NamedTuple):
+class MeshCut(NamedTuple):
     """How one mesh dim cuts a tensor.
 
     Attributes:
@@ -48,7 +48,7 @@ class Cut(NamedTuple):
     groups: int = 1
 
 
-def pieces(shape: Shape, cuts: Sequence[Cut], held: Sequence[Region] = ()) -> tuple[list[Piece], Shape]:
+def pieces(shape: Shape, cuts: Sequence[MeshCut], held: Sequence[Region] = ()) -> tuple[list[LocalShard], Shape]:
     """What a rank holds, and the shape of its local tensor.
 
     Args:
@@ -63,7 +63,7 @@ def pieces(shape: Shape, cuts: Sequence[Cut], held: Sequence[Region] = ()) -> tu
     local_shape = tuple(sum(size for _, size in each) for each in spans)
     placed = [_with_local_offsets(each) for each in spans]
     found = [
-        Piece(
+        LocalShard(
             Region(tuple(begin for begin, _, _ in each), tuple(size for _, size, _ in each)),
             Region(tuple(at for _, _, at in each), tuple(size for _, size, _ in each)),
         )
@@ -103,7 +103,7 @@ def _with_local_offsets(spans: Spans) -> list[tuple[int, int, int]]:
     return found
 
 
-def pieces_of(name: str, tensor: Tensor, held: Sequence[Region] | None = None) -> list[Piece]:
+def pieces_of(name: str, tensor: Tensor, held: Sequence[Region] | None = None) -> list[LocalShard]:
     """What this rank holds of a parameter or buffer.
 
     Args:
@@ -116,7 +116,7 @@ def pieces_of(name: str, tensor: Tensor, held: Sequence[Region] | None = None) -
         Defect: The local tensor does not have the shape that its placements say.
     """
     shape = tuple(tensor.shape)
-    cuts: list[Cut] = []
+    cuts: list[MeshCut] = []
     local = shape
     if isinstance(tensor, DTensor):
         cuts = _cuts_of(name, tensor, skips_tp=held is not None)
@@ -129,21 +129,21 @@ def pieces_of(name: str, tensor: Tensor, held: Sequence[Region] | None = None) -
     return found
 
 
-def _cuts_of(name: str, tensor: Any, *, skips_tp: bool) -> list[Cut]:
+def _cuts_of(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshCut]:
     """The cuts of a DTensor in the order in which they were made."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedError(f"{name}: this rank is not in the mesh of the parameter; load on the ranks of the mesh")
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    first: list[Cut] = []
-    later: list[Cut] = []
+    first: list[MeshCut] = []
+    later: list[MeshCut] = []
     for index, placement in enumerate(tensor.placements):
         if placement.is_replicate() or (skips_tp and names[index] == _TP):
             continue
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
             raise UnsupportedError(f"{name}: placement {placement} is neither Shard nor Replicate; cannot be loaded")
-        cut = Cut(dim % tensor.ndim, mesh.size(index), coordinate[index])
+        cut = MeshCut(dim % tensor.ndim, mesh.size(index), coordinate[index])
         groups = getattr(placement, "split_factor", 1)
         if groups > 1 and (skips_tp or groups == _shards_behind(tensor, index)):
             later.insert(0, cut)  # FSDP inside TP

@@ -19,10 +19,10 @@ from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
+from ckptx.transfer.copy_run import BLOCK, Buffers, Cancelled, CopyContext, CopyRun
 from ckptx.transfer.digest import TreeDigest, tree_digest
-from ckptx.transfer.passes import BLOCK, Buffers, Cancelled, CopyContext, Pass
 from ckptx.transfer.plan import CopyPlan, Run
-from ckptx.transfer.shared import SharedStep
+from ckptx.transfer.split_tensor import SplitTensor
 from ckptx.transfer.stream import TensorReader
 
 # Workers wait for the interpreter after each system call, at most so long; the default is as long as ten of them take.
@@ -173,7 +173,7 @@ class Copy:
                 except IndexError:
                     break
                 _logger.debug("worker %d: %s", worker, run)
-                Pass(self._context, run, reader, buffers, worker).run()
+                CopyRun(self._context, run, reader, buffers, worker).run()
         except Cancelled:
             pass
         except BaseException as error:  # handed to the calling thread, which raises it
@@ -237,10 +237,10 @@ class Copy:
             self.errors.append(error)
 
 
-def _split_steps(runs: list[Run]) -> dict[tuple[int, int], SharedStep]:
+def _split_steps(runs: list[Run]) -> dict[tuple[int, int], SplitTensor]:
     """A meeting place for the workers that copy parts of one large tensor, by group and step."""
     counts: dict[tuple[int, int], int] = {}
     for run in runs:
         if run.rows is not None:
             counts[run.group, run.first] = counts.get((run.group, run.first), 0) + 1
-    return {key: SharedStep(count) for key, count in counts.items()}
+    return {key: SplitTensor(count) for key, count in counts.items()}

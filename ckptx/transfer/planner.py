@@ -17,7 +17,7 @@ _REPORT = "this is a defect of ckptx, please report it"
 def plan_copy(
     source: Catalog,
     target: Catalog,
-    origin: Mapping[str, str],
+    source_names: Mapping[str, str],
     *,
     frame_of: FrameOf | None = None,
     prologues: Mapping[str, bytes] | None = None,
@@ -28,7 +28,7 @@ def plan_copy(
     Args:
         source: Opened, payloads located.
         target: Allocated: every chunk has its file and offset. Tensors of one group are in the order of their blocks.
-        origin: Name in `target` -> name in `source`, of tensors and of objects.
+        source_names: Name in `target` -> name in `source`, of tensors and of objects.
         frame_of: Frame around a block, for formats that have one; chunks of `target` then span the frame too.
         prologues: First bytes of a target file, by file name.
         groups: Names of files that are written together; None writes each alone.
@@ -37,9 +37,9 @@ def plan_copy(
         Defect: The target is not exactly covered by its chunks, or a file is not exactly covered by blocks.
     """
     prologues = prologues or {}
-    steps = [Step(entry, source.tensors[origin[entry.name]], True) for entry in target.tensors.values()]
+    steps = [Step(entry, source.tensors[source_names[entry.name]], True) for entry in target.tensors.values()]
     steps += [
-        Step(_as_tensor(place), _as_tensor(source.objects[origin[place.name]]), False)
+        Step(_as_tensor(place), _as_tensor(source.objects[source_names[place.name]]), False)
         for place in target.objects.values()
     ]
     proof = _Proof()

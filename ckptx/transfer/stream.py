@@ -16,11 +16,11 @@ from ckptx.catalog.entry import ArchivedChunks, Chunk, Frame, Record, TensorEntr
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage.files import FilePool
+from ckptx.transfer.columns import weave_rows
 from ckptx.transfer.digest import crc32
 from ckptx.transfer.grid import Grid, grid_of, is_grid
 from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments
-from ckptx.transfer.shared import Part, RecordPart
-from ckptx.transfer.strips import weave_rows
+from ckptx.transfer.split_tensor import RecordShare, Share
 from ckptx.untrusted.numbers import packed
 
 
@@ -77,7 +77,7 @@ class TensorReader:
         self._grids: dict[tuple[DType, bytes], Grid | None] = {}
         self._frames: dict[tuple[DType, Shape], _FrameBuffers] = {}
 
-    def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordPart] | None = None) -> None:
+    def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordShare] | None = None) -> None:
         """Sends `region` of `entry` to `sink`.
 
         Args:
@@ -105,7 +105,7 @@ class TensorReader:
             part = _part(entry, chunk, region, crc)
             if part.nbytes < chunk.record.nbytes:
                 assert parts is not None
-                parts.append(RecordPart(chunk.file, chunk.record, part))
+                parts.append(RecordShare(chunk.file, chunk.record, part))
             elif crc != chunk.record.crc:
                 raise self.crc_error(entry.name, chunk.file, chunk.record, crc)
 
@@ -366,10 +366,10 @@ class TensorReader:
         return self._strip
 
 
-def _part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> Part:
+def _part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> Share:
     """The part of a row-major chunk inside `region`, which is some indices of dim 0 or holds all of the chunk."""
     common = chunk.region if chunk.region == region else chunk.region.intersect(region)
     if common is None or common == chunk.region:
-        return Part(0, chunk.nbytes, crc)
+        return Share(0, chunk.nbytes, crc)
     row = chunk.nbytes // chunk.region.sizes[0]
-    return Part((common.offsets[0] - chunk.region.offsets[0]) * row, common.sizes[0] * row, crc)
+    return Share((common.offsets[0] - chunk.region.offsets[0]) * row, common.sizes[0] * row, crc)

@@ -22,7 +22,7 @@ from ckptx.report.documents import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import LEAF
-from ckptx.transfer.sinks import digest_of, stream_as
+from ckptx.transfer.digest_sink import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
 from ckptx.view import ModelView, compare_replicas, locate_payloads
 

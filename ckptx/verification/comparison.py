@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cosine_similarity, log_softmax
 
 from ckptx.catalog.region import Region
-from ckptx.runtime.distributed import Place, broadcast, everywhere, told
+from ckptx.runtime.distributed import Process, broadcast, everywhere, told
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.load import RegionsOf
-from ckptx.runtime.shards import Piece, pieces_of
+from ckptx.runtime.shards import LocalShard, pieces_of
 from ckptx.verification import noise
 from ckptx.verification.execution import Outcome
 
@@ -51,7 +51,7 @@ class Comparison:
         gradients: How far each gradient is away and may be, by name in the model.
     """
 
-    place: Place
+    process: Process
     stored: dict[str, tuple[str, ...]]
     is_exact: bool
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -66,11 +66,11 @@ class Comparison:
             known = expected.outcome.loss, expected.logits, expected.loss, shapes
         loss, noise_of_logits, noise_of_loss, shapes = told(known)
         whole = [
-            broadcast(None if expected is None else expected.outcome.logits[i], shape, dtype, self.place)
+            broadcast(None if expected is None else expected.outcome.logits[i], shape, dtype, self.process)
             for i, (shape, dtype) in enumerate(shapes)
         ]
         ours, theirs = found.logits[0], whole[index]
-        ours_loss = sum(everywhere(found.loss)) / self.place.world_size
+        ours_loss = sum(everywhere(found.loss)) / self.process.world_size
         limit = 0.0 if self.is_exact else noise.ALLOWED * noise_of_logits
         # A mean can come out the same three times by chance; it is no more exact than its last place for that.
         last_place = torch.finfo(torch.float32).eps * abs(loss)
@@ -106,7 +106,9 @@ class Comparison:
         ours = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         largest, worst = 0.0, ("", 0.0)
         for name, (shape, dtype, moved) in rows.items():
-            theirs = broadcast(None if expected is None else expected.outcome.gradients[name], shape, dtype, self.place)
+            theirs = broadcast(
+                None if expected is None else expected.outcome.gradients[name], shape, dtype, self.process
+            )
             limit = 0.0 if self.is_exact else noise.ALLOWED * moved
             parameter = ours.pop(name, None)
             if parameter is None or parameter.grad is None:
@@ -127,7 +129,7 @@ class Comparison:
         self.numbers |= {"gradients": len(rows), "grad_max_abs": largest, "grad_of_limit": list(worst)}
 
     def _add(self, level: str, name: str, **values: Any) -> None:
-        self.rows.append({**difference(level, self.place.rank, name, self.stored), **values})
+        self.rows.append({**difference(level, self.process.rank, name, self.stored), **values})
 
 
 def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def furthest(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(distance.masked_fill(same, 0.0).max())
 
 
-def _distance(theirs: torch.Tensor, parameter: nn.Parameter, pieces: Sequence[Piece]) -> float:
+def _distance(theirs: torch.Tensor, parameter: nn.Parameter, pieces: Sequence[LocalShard]) -> float:
     """Of the local gradient from the slices of a whole one."""
     assert parameter.grad is not None
     local = _local(parameter.grad)

@@ -32,7 +32,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.distributed import Place, everywhere, mesh_of, process_group, together
+from ckptx.runtime.distributed import Process, everywhere, mesh_of, process_group, together
 from ckptx.runtime.load import RegionsOf, differing, load_from
 from ckptx.runtime.parallelize import Parallelized, parallelize
 from ckptx.runtime.reading import Source, open_source
@@ -95,27 +95,27 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     stopwatch = Stopwatch()
     if options.dims.pp > 1:
         raise UnsupportedError("--pp with --run: pipeline stages are not run yet; leave out --pp")
-    with process_group(options.device, options.backend) as place:
-        mesh = mesh_of(options.dims, place.device.type)
+    with process_group(options.device, options.backend) as process:
+        mesh = mesh_of(options.dims, process.device.type)
         first, second = _Side(reference, reference, options), _Side(checkpoint, reference, options)
         with together():
             batches = second.batches()
         with together():
-            expected = _run_reference(first, batches, place, options) if place.rank == 0 else None
+            expected = _run_reference(first, batches, process, options) if process.rank == 0 else None
         with together():
             model, done, source_of = second.build(mesh)
-            materialize(model, place.device)
+            materialize(model, process.device)
             regions = _regions_of(done)
             with second.opened() as source:
                 ledger = load_from(model, source, regions=regions)
         with together(), first.opened() as source:
             wrong = differing(model, source, regions=regions)
-        rows = [difference("bytes", place.rank, name, source_of) for name in wrong]
+        rows = [difference("bytes", process.rank, name, source_of) for name in wrong]
         index = mesh["dp_shard"].get_local_rank()
         with together():
             found = run(model, [batches[index]], backward=options.backward)
-        is_exact = expected is not None and expected.is_repeatable and place.world_size == 1 and not options.compile
-        comparison = Comparison(place, source_of, is_exact)
+        is_exact = expected is not None and expected.is_repeatable and process.world_size == 1 and not options.compile
+        comparison = Comparison(process, source_of, is_exact)
         comparison.forward(expected, found, index)
         if options.backward:
             comparison.backward(expected, model, regions)
@@ -123,7 +123,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         numbers = comparison.numbers
         if any(everywhere(any(row["level"] == "forward" for row in rows))):
             with together():
-                numbers["first_divergence"] = _first_divergence(first, model, batches[0], place, is_exact=is_exact)
+                numbers["first_divergence"] = _first_divergence(first, model, batches[0], process, is_exact=is_exact)
         share = {"rows": rows, "read": ledger.bytes_read, "nbytes": ledger.nbytes, **numbers}
         share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
@@ -193,11 +193,11 @@ class _Side:
             config = self.model(source).config.to_dict()  # with the defaults of the class
         return [inputs_for(config, rows=_ROWS, seed=index) for index in range(options.dims.dp_shard)]
 
-    def whole(self, place: Place) -> nn.Module:
+    def whole(self, process: Process) -> nn.Module:
         """Loaded, in one piece."""
         with self.opened() as source:
             model = self.model(source)
-            materialize(model, place.device)
+            materialize(model, process.device)
             load_from(model, source)
         return model
 
@@ -231,11 +231,11 @@ def _regions_of(done: Parallelized) -> RegionsOf | None:
     return regions
 
 
-def _run_reference(side: _Side, batches: Sequence[Inputs], place: Place, options: RunOptions) -> Reference:
+def _run_reference(side: _Side, batches: Sequence[Inputs], process: Process, options: RunOptions) -> Reference:
     """The reference on one device, and with its embeddings moved by one unit in the last place."""
-    model = side.whole(place)
+    model = side.whole(process)
     outcome = run(model, batches, backward=options.backward)
-    is_repeatable = place.device.type == "cpu" or outcome.is_equal(run(model, batches, backward=options.backward))
+    is_repeatable = process.device.type == "cpu" or outcome.is_equal(run(model, batches, backward=options.backward))
     moved = Reference(outcome, 0.0, 0.0, dict.fromkeys(outcome.gradients, 0.0), is_repeatable)
     for draw in range(noise.DRAWS):
         with noise.moved_embeddings(model, draw):
@@ -252,7 +252,7 @@ def _run_reference(side: _Side, batches: Sequence[Inputs], place: Place, options
 
 
 def _first_divergence(
-    side: _Side, model: nn.Module, inputs: Inputs, place: Place, *, is_exact: bool
+    side: _Side, model: nn.Module, inputs: Inputs, process: Process, *, is_exact: bool
 ) -> dict[str, Any] | None:
     """The first module, in the order of the reference, whose output is further away than its noise allows.
 
@@ -260,9 +260,9 @@ def _first_divergence(
     where experts get other tokens. Every rank runs the same batch as the reference.
     """
     ours = _observed(model, inputs)
-    if place.rank:
+    if process.rank:
         return None
-    reference = side.whole(place)
+    reference = side.whole(process)
     seen = _observed(reference, inputs)
     with noise.moved_embeddings(reference, 0):
         other = _observed(reference, inputs)

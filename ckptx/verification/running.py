@@ -10,12 +10,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.cutting import read_plan
 from ckptx.errors import PeerFailure, UsageError, missing_package
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.launch import is_launched, launch
+from ckptx.sharding import read_plan
 
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),

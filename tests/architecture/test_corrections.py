@@ -21,12 +21,12 @@ from ckptx.architecture.correction_rows import (
     PlanRow,
     Sequence,
     TorchtitanRow,
+    expanded,
     of_class,
-    spelled_out,
 )
 from ckptx.architecture.correction_schema import FaultyCorrectionError, decode
 from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_keys, plan_rows
-from ckptx.architecture.dialects import torchtitan
+from ckptx.architecture.trainer_naming import torchtitan
 
 ROW = {"modules": "@layers.*.mlp.fc", "style": "colwise", "reason": "for a test"}
 INPUT = {"kind": "images", "form": "tiles", "reason": "for a test"}
@@ -106,7 +106,7 @@ def test_rows_are_what_the_file_says() -> None:
 
 
 def test_alternatives_are_spelled_out() -> None:
-    assert spelled_out("a.{b,c}.{d,e}") == ["a.b.d", "a.b.e", "a.c.d", "a.c.e"]
+    assert expanded("a.{b,c}.{d,e}") == ["a.b.d", "a.b.e", "a.c.d", "a.c.e"]
 
 
 @pytest.mark.parametrize("said", ["../models/llama", "llama/../llama", "/etc/passwd", "", "llama\0", "LLAMA", "*"])

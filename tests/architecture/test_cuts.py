@@ -24,12 +24,12 @@ from tests.architecture.small_models import SMALL, small_model
 
 
 def owners(shape: Shape, blocks: tuple[Block, ...]) -> torch.Tensor:
-    """Per element of a tensor the slot that holds it; -1 where none does."""
+    """Per element of a tensor the rank_in_stage that holds it; -1 where none does."""
     held = torch.full(shape, -1, dtype=torch.int64)
     for block in blocks:
         place = tuple(slice(o, o + s) for o, s in zip(block.region.offsets, block.region.sizes, strict=True))
         assert (held[place] == -1).all()
-        held[place] = block.slot
+        held[place] = block.rank_in_stage
     return held
 
 

@@ -45,7 +45,7 @@ class Tiny(PreTrainedModel):  # type: ignore[misc]
 
 def ties(declared: Any) -> dict[str, str]:
     cls = type("TinyForms", (Tiny,), {"_tied_weights_keys": declared})
-    return dict(pair.spellings[0] for pair in derive(cls).ties)
+    return dict(pair.namings[0] for pair in derive(cls).ties)
 
 
 def derive(cls: type[PreTrainedModel], **config: Any) -> Architecture:
@@ -89,7 +89,7 @@ def test_every_form_of_tied_weights_keys(declared: Any, expected: dict[str, str]
 
 def test_heads_that_the_class_never_ties_are_candidates_with_a_constant_flag() -> None:
     (pair,) = derive(Tiny).ties
-    assert pair.spellings[0] == ("lm_head.weight", "model.embed_tokens.weight")
+    assert pair.namings[0] == ("lm_head.weight", "model.embed_tokens.weight")
     assert not pair.flag.effective({"tie_word_embeddings": True})
 
 
@@ -117,9 +117,9 @@ def test_layer_ties_come_from_the_real_config() -> None:
     }
     found = find_architecture(config)
     built = meta_model.introspect(config)
-    assert found is not None and found.origin == "table"
+    assert found is not None and found.known_from == "table"
     assert built is not None and set(built.ties) == set(found.ties)
-    pairs = dict(pair.spellings[0] for pair in found.ties)
+    pairs = dict(pair.namings[0] for pair in found.ties)
     layer_pairs = {t: s for t, s in pairs.items() if t.startswith("model.layers.")}
     assert layer_pairs and all(t.startswith("model.layers.3.") for t in layer_pairs)
     assert all(s.startswith("model.layers.0.") for s in layer_pairs.values())
@@ -193,7 +193,7 @@ def test_saved_files_are_recognised_and_their_ties_resolved(class_name: str, tie
     stored = {n: Stored(tuple(e["shape"]), e["dtype"]) for n, e in entries.items() if n != "__metadata__"}
 
     architecture = find_architecture(config)
-    assert architecture is not None and architecture.origin == "table"
+    assert architecture is not None and architecture.known_from == "table"
     assert architecture.match(stored) == 1.0
     decisions = resolve_ties(architecture, config, stored, lambda *_: False)
     always = class_name == "T5ForConditionalGeneration"
@@ -256,15 +256,15 @@ def test_remote_code_is_not_run_unless_trusted(far: tuple[dict[str, Any], Path])
     config, folder = far
     (folder / "modeling_far.py").write_text("raise SystemExit('executed')")
     found = find_architecture(config, config_dir=folder)
-    assert found is not None and found.origin == "suffix table"
+    assert found is not None and found.known_from == "suffix table"
 
 
 def test_trusted_remote_code_with_a_list_of_ties_is_built(far: tuple[dict[str, Any], Path]) -> None:
     config, folder = far
     found = find_architecture(config, config_dir=folder, trust_remote_code=True)
-    assert found is not None and found.origin == "meta model"
+    assert found is not None and found.known_from == "meta model"
     (pair,) = found.ties
-    assert pair.spellings[0] == ("unembed.weight", "embed.weight")
+    assert pair.namings[0] == ("unembed.weight", "embed.weight")
     assert pair.flag.effective(config) and not pair.flag.effective({})
 
 
@@ -285,7 +285,7 @@ def test_no_architectures_means_no_architecture() -> None:
 
 def test_an_unknown_class_falls_to_the_suffix_table() -> None:
     found = find_architecture({"architectures": ["FutureForCausalLM"], "model_type": "future"})
-    assert found is not None and found.origin == "suffix table"
+    assert found is not None and found.known_from == "suffix table"
 
 
 def test_a_class_name_with_other_code_is_another_class() -> None:

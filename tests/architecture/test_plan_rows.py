@@ -10,7 +10,7 @@ import pytest
 from support.corrections import changed, every
 
 from ckptx.architecture import model_files, table
-from ckptx.architecture.correction_rows import PlanRow, spelled_out
+from ckptx.architecture.correction_rows import PlanRow, expanded
 from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import keys_of
 from ckptx.architecture.spec import Architecture
@@ -73,7 +73,7 @@ def changes(row: PlanRow, architecture: Architecture) -> bool:
 def placed(row: PlanRow, architecture: Architecture) -> list[str]:
     return [
         path for stack in architecture.structure.stacks
-        for path in spelled_out(row.patterns.replace("@layers", stack.path))
+        for path in expanded(row.patterns.replace("@layers", stack.path))
     ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_patterns_are_relative_to_the_layers() -> None:
     rows = [(kind, row) for kind, each in every().items() for row in (*each.plan, *each.absent)]
     assert len({kind for kind, _ in rows}) > 30
     for kind, row in rows:
-        assert all(each.startswith(("@layers.*.", "@around.")) for each in spelled_out(row.patterns)), (kind, row)
+        assert all(each.startswith(("@layers.*.", "@around.")) for each in expanded(row.patterns)), (kind, row)
 
 
 def test_every_plan_row_changes_how_a_class_is_cut() -> None:
@@ -120,7 +120,7 @@ def test_every_absent_row_names_tensors_of_its_model_type() -> None:
                 )
                 for architecture in classes[kind]
                 for stack in architecture.structure.stacks
-                for module in spelled_out(row.patterns.replace("@layers", stack.path))
+                for module in expanded(row.patterns.replace("@layers", stack.path))
             ), (kind, row)
 
 
@@ -283,7 +283,7 @@ def test_rows(
 
 def test_a_row_says_so_and_why() -> None:
     found = decision("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", (12, 36), GPT2)
-    assert found.origin == "override" and "a Conv1D of [q|k|v]" in found.reason
+    assert found.known_from == "override" and "a Conv1D of [q|k|v]" in found.reason
 
 
 def test_heads_that_do_not_divide_are_told() -> None:
@@ -295,7 +295,7 @@ def test_heads_that_do_not_divide_are_told() -> None:
 
 def test_the_ends_of_a_class_without_a_plan_are_cut_by_vocabulary() -> None:
     found = decision("OPTForCausalLM", "model.decoder.embed_tokens.weight", (101, 8), {})
-    assert found.placement == Placement(0, (101,)) and found.origin == "override"
+    assert found.placement == Placement(0, (101,)) and found.known_from == "override"
     assert decision("OPTForCausalLM", "model.decoder.embed_positions.weight", (101, 8), {}).placement is None
     llama = known("LlamaForCausalLM").tensor_parallel_plan({})
     assert llama.fallback is None, "its own plan names both"

@@ -14,7 +14,7 @@ import pytest
 from ckptx.architecture import model_files, table
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.structure import Change, LayerStack, Structure
+from ckptx.architecture.structure import Change, StackRule, Structure
 from ckptx.architecture.structure_rows import decode_structure, encode_structure
 from ckptx.errors import InputError
 from ckptx.layout.placement import Placement
@@ -125,7 +125,7 @@ def test_a_composite_has_the_plan_of_the_text_model_in_its_config() -> None:
             "text_config": {"model_type": model_type, "num_hidden_layers": 5},
         }
         found = find_architecture(config)
-        assert found is not None and found.origin == "table"
+        assert found is not None and found.known_from == "table"
         plan = found.tensor_parallel_plan(config)
         assert plan.rule_for(f"{lead}{pattern}.weight") is not None, model_type
         assert found.stacks(config)[0].count == 5
@@ -218,7 +218,7 @@ def test_layers_may_be_counted_by_the_list_of_their_kinds() -> None:
 
 
 def test_a_number_of_layers_that_nothing_says_is_refused() -> None:
-    bare = dataclasses.replace(known("LlamaForCausalLM"), structure=Structure(stacks=(LayerStack("layers", "depth"),)))
+    bare = dataclasses.replace(known("LlamaForCausalLM"), structure=Structure(stacks=(StackRule("layers", "depth"),)))
     with pytest.raises(InputError, match=r"config\.json: depth"):
         bare.stacks({})
 
@@ -314,8 +314,8 @@ STRUCTURE = Structure(
     embedding="model.embed",
     plan={"model.layers.*.q": "colwise", "lm_head": "rowwise", "model.a": "colwise"},
     stacks=(
-        LayerStack("model.enc", "n", (), ("model.norm",)),
-        LayerStack("dec.layers", "m - 1", ("dec.e",), ("lm_head",)),
+        StackRule("model.enc", "n", (), ("model.norm",)),
+        StackRule("dec.layers", "m - 1", ("dec.e",), ("lm_head",)),
     ),
     heads={"model.layers.*.q": (("h", "d ?? s // h"), ("k", "d")), "model.a": (("h", "d"),)},
     transposed=frozenset({"model.layers.*.q", "other"}),

@@ -45,7 +45,7 @@ def test_the_table_and_the_built_class_agree(
     ours, built = find_architecture(config), meta_model.introspect(config)
     assert ours is not None and built is not None and ours.origin == "table"
     assert set(ours.ties) == set(built.ties) and len(ours.ties) == len(built.ties)
-    assert all(ours.owns(name) for pair in ours.ties for spelled in pair.spellings for name in spelled)
+    assert all(ours.owns(name) for pair in ours.ties for spelled in pair.namings for name in spelled)
     assert built.name_patterns <= ours.name_patterns
     assert ours.stacks(config) == built.stacks(config)
     assert ours.tensor_parallel_plan(config) == built.tensor_parallel_plan(config)

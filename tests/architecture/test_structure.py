@@ -225,7 +225,7 @@ def test_a_class_that_the_table_cannot_answer_is_asked_itself() -> None:
         "vision_config": {"model_type": "clip_vision_model", **VISION},
     }
     found = find_architecture(config)
-    assert found is not None and found.origin == "meta model"
+    assert found is not None and found.known_from == "meta model"
     assert found.stacks(config) == (
         Stack("model.language_model.layers", 2, (), ("model.language_model.norm", "lm_head")),
     )
@@ -320,7 +320,7 @@ def test_what_transformers_saves_becomes_the_model_by_the_conversions_alone(clas
     model, tensors, config = saved(class_name, tmp_path)
     loaded = converted(tensors, known(class_name).conversions(config))
     wanted = model.state_dict()
-    aliases = {pair.spellings[0][0] for pair in known(class_name).ties}
+    aliases = {pair.namings[0][0] for pair in known(class_name).ties}
     assert loaded.keys() <= wanted.keys() and wanted.keys() - loaded.keys() <= aliases
     for name, value in loaded.items():
         assert torch.equal(value, wanted[name]), name

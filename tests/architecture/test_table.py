@@ -114,7 +114,7 @@ def test_the_table_holds_the_classes_that_matter() -> None:
 
 def test_disk_names_that_differ_from_model_names() -> None:
     def spelled(class_name: str) -> tuple[tuple[str, str], ...]:
-        return known(class_name).ties[0].spellings
+        return known(class_name).ties[0].namings
 
     gemma = ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight")
     assert gemma in spelled("Gemma3ForConditionalGeneration")
@@ -125,7 +125,7 @@ def test_disk_names_that_differ_from_model_names() -> None:
 
 
 def test_every_tied_name_is_there_not_only_the_head() -> None:
-    t5 = {pair.spellings[0] for pair in known("T5ForConditionalGeneration").ties}
+    t5 = {pair.namings[0] for pair in known("T5ForConditionalGeneration").ties}
     assert t5 == {
         ("encoder.embed_tokens.weight", "shared.weight"),
         ("decoder.embed_tokens.weight", "shared.weight"),
@@ -133,12 +133,12 @@ def test_every_tied_name_is_there_not_only_the_head() -> None:
     }
     bert = known("BertForMaskedLM").ties
     assert [pair.is_primary for pair in bert] == [True, False]
-    assert bert[1].spellings[0] == ("cls.predictions.decoder.bias", "cls.predictions.bias")
+    assert bert[1].namings[0] == ("cls.predictions.decoder.bias", "cls.predictions.bias")
 
 
 def test_nested_children_bring_their_ties_and_their_flag() -> None:
     (pair,) = known("Blip2ForConditionalGeneration").ties
-    assert pair.spellings[0][0] == "language_model.lm_head.weight"
+    assert pair.namings[0][0] == "language_model.lm_head.weight"
     assert pair.flag.paths == (("text_config", "tie_word_embeddings"),)
 
 
@@ -151,9 +151,9 @@ def test_no_source_is_a_target() -> None:
     for class_name in model_files.class_names():
         found = lookup(class_name)
         if found is not None:
-            targets = {pair.spellings[0][0] for pair in found.ties}
-            assert not targets & {pair.spellings[0][1] for pair in found.ties}, class_name
-            assert all(found.knows(name) for pair in found.ties for each in pair.spellings for name in each)
+            targets = {pair.namings[0][0] for pair in found.ties}
+            assert not targets & {pair.namings[0][1] for pair in found.ties}, class_name
+            assert all(found.knows(name) for pair in found.ties for each in pair.namings for name in each)
 
 
 FLAGS: list[tuple[str, bool | None, bool | None, bool]] = [

@@ -167,7 +167,7 @@ def test_an_unknown_class_is_never_refused() -> None:
     assert (tied.action, tied.target) == ("alias", HEAD)
 
 
-# -------------------------------------------------------------------------------------- spellings
+# -------------------------------------------------------------------------------------- namings
 
 
 def test_names_are_spelled_in_the_dialect_of_the_disk() -> None:

@@ -1,4 +1,4 @@
-"""The command line in-process: documents, quiet, options in any place and spelling, exit codes."""
+"""The command line in-process: documents, quiet, options in any place and naming, exit codes."""
 
 from __future__ import annotations
 
@@ -182,9 +182,9 @@ def test_notes_go_to_stderr(hf: Path, dst: Path) -> None:
     assert "note" not in result.stdout
 
 
-@pytest.mark.parametrize("spelling", ["--max-memory", "--max_memory"])
-def test_underscores_are_dashes(hf: Path, dst: Path, spelling: str) -> None:
-    assert run("convert", "hf2dcp", hf, dst, spelling, "64MiB", "--dry_run", "--workers=2").return_value == 0
+@pytest.mark.parametrize("naming", ["--max-memory", "--max_memory"])
+def test_underscores_are_dashes(hf: Path, dst: Path, naming: str) -> None:
+    assert run("convert", "hf2dcp", hf, dst, naming, "64MiB", "--dry_run", "--workers=2").return_value == 0
 
 
 def test_options_may_stand_before_the_paths(hf: Path, dst: Path) -> None:

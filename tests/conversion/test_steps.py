@@ -162,7 +162,7 @@ def test_ties_are_carried_out(
     target = share(view, ties.decisions, tied=tied, can_alias=can_alias)
     assert target.tensors.keys() & {EMBED, HEAD} == stored
     assert target.aliases == aliases and target.shared == {EMBED, HEAD}
-    assert target.tensors.keys() == target.origin.keys() == target.read.keys()
+    assert target.tensors.keys() == target.source_names.keys() == target.read.keys()
     assert view.tensors == before
 
 
@@ -182,7 +182,7 @@ def test_targets_are_not_changed_but_made_anew(tmp_path: Path) -> None:
     before = [frozen(getattr(target, each.name)) for each in fields(target)]
     copied = target.with_copies([HEAD])
     assert copied.aliases == {} and copied.copies == {HEAD: EMBED}
-    assert copied.origin[HEAD] == EMBED and copied.tensors[HEAD].name == HEAD
+    assert copied.source_names[HEAD] == EMBED and copied.tensors[HEAD].name == HEAD
     renamed = copied.renamed(lambda name: f"x.{name}")
     assert renamed.copies == {f"x.{HEAD}": f"x.{EMBED}"} and renamed.tensors["x." + NORM].name == "x." + NORM
     assert renamed.written() == target.written() == set(view.tensors) - {HEAD}

@@ -28,11 +28,11 @@ def spans(size: int, count: int) -> list[tuple[int, int]]:
 def along(shape: Shape, dim: int, count: int) -> Blocks:
     """One dim over `count` slots; slots that get nothing have no block."""
     blocks = []
-    for slot, (begin, size) in enumerate(spans(shape[dim], count)):
+    for rank_in_stage, (begin, size) in enumerate(spans(shape[dim], count)):
         offsets = tuple(begin if i == dim else 0 for i in range(len(shape)))
         sizes = tuple(size if i == dim else n for i, n in enumerate(shape))
         if size:
-            blocks.append(Block(slot, Region(offsets, sizes)))
+            blocks.append(Block(rank_in_stage, Region(offsets, sizes)))
     return tuple(blocks)
 
 
@@ -47,28 +47,28 @@ def grid(shape: Shape, rows: int, columns: int) -> Blocks:
 
 
 def halves(shape: Shape, count: int) -> Blocks:
-    """A fused tensor: each half of dim 0 over `count` slots, so two rectangles on a slot."""
+    """A fused tensor: each half of dim 0 over `count` slots, so two rectangles on a rank_in_stage."""
     half = shape[0] // 2
     both = [
         [(begin, n) for begin, n in spans(half, count)],
         [(half + begin, n) for begin, n in spans(shape[0] - half, count)],
     ]
     return tuple(
-        Block(slot, Region((begin, *[0] * (len(shape) - 1)), (n, *shape[1:])))
-        for slot in range(count)
-        for begin, n in (both[0][slot], both[1][slot])
+        Block(rank_in_stage, Region((begin, *[0] * (len(shape) - 1)), (n, *shape[1:])))
+        for rank_in_stage in range(count)
+        for begin, n in (both[0][rank_in_stage], both[1][rank_in_stage])
         if n
     )
 
 
-def once(shape: Shape, slot: int = 0) -> Blocks:
-    """The whole tensor on one slot."""
-    return (Block(slot, whole(shape)),)
+def once(shape: Shape, rank_in_stage: int = 0) -> Blocks:
+    """The whole tensor on one rank_in_stage."""
+    return (Block(rank_in_stage, whole(shape)),)
 
 
 def everywhere(shape: Shape, count: int) -> Blocks:
-    """The whole tensor on every slot."""
-    return tuple(Block(slot, whole(shape), slot > 0) for slot in range(count))
+    """The whole tensor on every rank_in_stage."""
+    return tuple(Block(rank_in_stage, whole(shape), rank_in_stage > 0) for rank_in_stage in range(count))
 
 
 def entry(name: str, tensor: Value) -> TensorEntry:

@@ -149,7 +149,7 @@ def test_every_rank_has_its_file() -> None:
     assert list(layout.catalog.files) == [f"__{rank}_0.distcp" for rank in (0, 1, 2, 4, 5, 6, 7)]
     for name, (stage, blocks) in PLAN.items():
         files = [chunk.file for chunk in layout.catalog.tensors[name].chunks]
-        assert files == [f"__{stage * 4 + block.slot}_0.distcp" for block in blocks]
+        assert files == [f"__{stage * 4 + block.rank_in_stage}_0.distcp" for block in blocks]
 
 
 def test_parts_are_dealt_out_alike_for_all_ranks_of_a_stage() -> None:

@@ -150,7 +150,7 @@ def test_any_cut_is_one_block_after_the_other(shapes: list[tuple[int, int, str]]
     at = {name: len(prologue) for name, prologue in layout.prologues.items()}
     for entry in layout.catalog.tensors.values():
         for block, chunk in zip(plan[entry.name][1], entry.chunks, strict=True):
-            assert int(chunk.file[6:11]) - 1 == plan[entry.name][0] * ranks + block.slot
+            assert int(chunk.file[6:11]) - 1 == plan[entry.name][0] * ranks + block.rank_in_stage
             assert (chunk.region, chunk.offset) == (block.region, at[chunk.file])
             at[chunk.file] += chunk.nbytes
     assert at == layout.catalog.files

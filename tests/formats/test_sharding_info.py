@@ -70,7 +70,7 @@ def on_ranks(rows: int, columns: int) -> list[Placed]:
     ranks: list[Placed] = [{} for _ in range(rows * columns)]
     for name in ("w", "v"):
         for block in grid(TENSORS[name][1], rows, columns):
-            ranks[block.slot][name] = part(TENSORS[name], block.region), block.region.offsets
+            ranks[block.rank_in_stage][name] = part(TENSORS[name], block.region), block.region.offsets
     for rank in ranks:
         rank["norm"] = TENSORS["norm"], (0,)
     ranks[-1]["step"] = TENSORS["step"], ()

@@ -63,7 +63,7 @@ def assert_holds_alike(cases: list[tuple[Shape, int | None, int, int]], held: li
         placement = None if dim is None else Placement(dim, (shape[dim],))
         blocks = cut(shape, placement, ParallelDims(tp=tp, dp_shard=dp), True)
         for rank, theirs in enumerate(ranks):
-            mine = [block.region for block in blocks if block.slot == rank]
+            mine = [block.region for block in blocks if block.rank_in_stage == rank]
             assert is_same(shape, mine, 0, theirs), (shape, dim, tp, dp, rank)
 
 

@@ -21,7 +21,7 @@ def test_a_slot_is_the_rank_within_its_stage() -> None:
     assert list(dims.ranks_of_stage(1)) == list(range(8, 16))
     for rank in range(dims.world_size):
         pp, dp, tp = dims.coordinates(rank)
-        assert dims.ranks_of_stage(pp)[dims.slot(dp, tp)] == rank
+        assert dims.ranks_of_stage(pp)[dims.rank_in_stage(dp, tp)] == rank
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp_shard"])

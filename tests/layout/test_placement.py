@@ -13,7 +13,7 @@ from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, coverage_fault, whole
 from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, ceil_chunks, companion, cut, is_aligned, tp_rectangles
+from ckptx.layout.placement import Placement, ceil_chunks, cut, is_aligned, scale_placement, tp_rectangles
 
 Shape = tuple[int, ...]
 
@@ -23,9 +23,11 @@ def rows(begin: int, size: int, width: int = 4) -> Region:
 
 
 def held(blocks: tuple[Block, ...], replica: bool = False) -> list[tuple[int, int, int]]:
-    """(slot, first row, rows) of each block."""
+    """(rank_in_stage, first row, rows) of each block."""
     return [
-        (block.slot, block.region.offsets[0], block.region.sizes[0]) for block in blocks if block.replica is replica
+        (block.rank_in_stage, block.region.offsets[0], block.region.sizes[0])
+        for block in blocks
+        if block.replica is replica
     ]
 
 
@@ -116,7 +118,10 @@ def test_a_chunk_of_local_rows_may_end_one_group_and_begin_the_next() -> None:
 
 def test_groups_along_columns_are_each_cut_by_rows() -> None:
     blocks = cut((4, 8), Placement(1, (4, 4)), ParallelDims(tp=2, dp_shard=2), False)
-    assert [block.region for block in blocks if block.slot == 3] == [Region((2, 2), (2, 2)), Region((2, 6), (2, 2))]
+    assert [block.region for block in blocks if block.rank_in_stage == 3] == [
+        Region((2, 2), (2, 2)),
+        Region((2, 6), (2, 2)),
+    ]
 
 
 def test_what_tp_does_not_cut_is_stored_once() -> None:
@@ -217,14 +222,14 @@ def test_every_element_is_held_once_and_by_whom_it_should(
     dims = ParallelDims(tp=tp, dp_shard=dp)
     blocks = cut(shape, placement, dims, replicate)
     assert coverage_fault(shape, [block.region for block in blocks if not block.replica]) is None
-    assert [block.slot for block in blocks] == sorted(block.slot for block in blocks)
+    assert [block.rank_in_stage for block in blocks] == sorted(block.rank_in_stage for block in blocks)
     if not prod(shape):
         assert blocks == (Block(0, whole(shape)),)
         return
     numbered = np.arange(prod(shape)).reshape(shape)
     for dp_index in range(dp):
         for tp_index in range(tp):
-            mine = [block for block in blocks if block.slot == dims.slot(dp_index, tp_index)]
+            mine = [block for block in blocks if block.rank_in_stage == dims.rank_in_stage(dp_index, tp_index)]
             assert all(block.region.numel for block in mine)
             assert all(block.replica is (placement is None and tp_index > 0) for block in mine)
             local = local_tensor(shape, placement, tp, tp_index)
@@ -322,7 +327,7 @@ SCALES = {
 def test_a_scale_goes_with_its_weight_or_nowhere(
     weight: Shape, placement: Placement | None, scale: Shape, tp: int, expected: Placement | None, reason: str
 ) -> None:
-    found, said = companion(weight, placement, scale, tp)
+    found, said = scale_placement(weight, placement, scale, tp)
     assert found == expected
     assert reason in said
 
@@ -331,7 +336,7 @@ def test_a_scale_goes_with_its_weight_or_nowhere(
 def test_a_cut_scale_has_the_blocks_of_the_rows_of_its_rank(blocks: int, block: int, off: int, tp: int) -> None:
     n = max(blocks * block + off, 2)
     size = -(-n // block)
-    found, _ = companion((n, 8), Placement(0, (n,)), (size, 1), tp)
+    found, _ = scale_placement((n, 8), Placement(0, (n,)), (size, 1), tp)
     if found is None or size == n:
         return
     for (weight_begin, weight_rows), (begin, count) in zip(ceil_chunks(n, tp), ceil_chunks(size, tp), strict=True):

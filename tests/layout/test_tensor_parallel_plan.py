@@ -165,7 +165,7 @@ def test_a_rule_of_a_style_that_nobody_knows_is_refused() -> None:
 def test_a_style_cuts(style: str, name: str, shape: Shape, placement: Placement | None) -> None:
     found = decided(style, name, shape)
     assert found.placement == placement
-    assert found.origin == "model plan"
+    assert found.known_from == "model plan"
     assert found.aligned
     assert found.reason
 
@@ -273,4 +273,4 @@ def test_a_parameter_with_a_rule_of_its_own_is_no_companion() -> None:
 @pytest.mark.parametrize("name", ["qweight", "weight_scale", "g_idx"])
 def test_what_a_style_was_not_made_for_is_replicated(name: str) -> None:
     found = decided("colwise", name, (8, 6))
-    assert found == Decision(None, "model plan", "companion without a weight, replicated", True)
+    assert found == Decision(None, "model plan", "quantization scale without a weight, replicated", True)

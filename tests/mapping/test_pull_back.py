@@ -62,7 +62,7 @@ def holdings(
     held: dict[tuple[int, bool], set[int]] = {}
     for name, tensor in tensors.items():
         for block in blocks[name]:
-            mine = held.setdefault((block.slot, block.replica), set())
+            mine = held.setdefault((block.rank_in_stage, block.replica), set())
             new = inside(tensor, block.region)
             assert not mine & new, "an element is listed twice"
             mine |= new
@@ -112,8 +112,8 @@ def blocks_of(conversion: Conversion, shapes: dict[str, Shape], place: Place, me
     return {name: pull.blocks(name) for name in shapes}
 
 
-def rows(slot: int, begin: int, size: int, width: int = 5) -> Block:
-    return Block(slot, Region((begin, 0), (size, width)))
+def rows(rank_in_stage: int, begin: int, size: int, width: int = 5) -> Block:
+    return Block(rank_in_stage, Region((begin, 0), (size, width)))
 
 
 def test_halves_of_fused_experts_are_rows_of_each_expert() -> None:
@@ -134,7 +134,7 @@ def test_experts_cut_by_number_belong_to_their_rank() -> None:
     conversion = CASES["experts of one projection"][0]
     shapes = {fill("e.*.gate", (e,)): (4, 6) for e in range(3)}
     found = blocks_of(conversion, shapes, lambda shape: Placement(0, (3,)), ParallelDims(tp=2))
-    assert [found[name][0].slot for name in shapes] == [0, 0, 1]  # type: ignore[index]
+    assert [found[name][0].rank_in_stage for name in shapes] == [0, 0, 1]  # type: ignore[index]
 
 
 def test_a_fused_qkv_is_cut_in_each_of_its_parts() -> None:

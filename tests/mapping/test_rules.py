@@ -1,4 +1,4 @@
-"""Names and entries between spellings, on real models of transformers and on names alone."""
+"""Names and entries between namings, on real models of transformers and on names alone."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_two_spellings_of_one_tensor_are_refused() -> None:
     with pytest.raises(InputError, match=r'"norm.weight" and "model.norm.weight".*remove one'):
         moe().to_model(entries("norm.weight", "model.norm.weight"))
     twice = {**experts(), **entries("layers.0.mlp.experts.1.gate_proj.weight")}
-    with pytest.raises(InputError, match="two spellings of one tensor"):
+    with pytest.raises(InputError, match="two namings of one tensor"):
         moe().to_model(twice)
     both = {**experts(), **entries("model.layers.0.mlp.experts.gate_up_proj", shape=(3, 8, 6))}
     with pytest.raises(InputError, match=r'both are "model.layers.0.mlp.experts.gate_up_proj"'):

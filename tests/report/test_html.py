@@ -19,7 +19,7 @@ from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
-from ckptx.ranks import Cut, Layout, Piece, mesh_of, survey
+from ckptx.ranks import Layout, Shard, Sharding, mesh_of, survey
 from ckptx.report.html import layout_page
 from ckptx.report.html_data import axes_of, colors_of, cut_text, name_of
 from ckptx.report.report import count_dtypes
@@ -58,7 +58,7 @@ def catalog_of(rows: Iterable[tuple[str, Shape, int]], dims: ParallelDims) -> Ca
         blocks = _columns(shape, dims) if len(shape) == 2 else (Block(0, whole(shape)),)
         key = (id(blocks), stage)
         if key not in names:
-            names[key] = tuple(f"__{dims.ranks_of_stage(stage)[block.slot]}_0.distcp" for block in blocks)
+            names[key] = tuple(f"__{dims.ranks_of_stage(stage)[block.rank_in_stage]}_0.distcp" for block in blocks)
         lengths = tuple(BF16.nbytes(block.region.numel) for block in blocks)
         places = array("q", [at * 1000] * len(blocks))
         catalog.tensors[name] = TensorEntry(name, BF16, shape, CutChunks(blocks, names[key], lengths, places))
@@ -215,9 +215,9 @@ def test_a_cut_in_words_and_which_dims_are_drawn(
     held: dict[Region, int] = {}
     pieces = []
     for holder, each in enumerate(regions):
-        pieces.append(Piece(holder, each, each in held))
+        pieces.append(Shard(holder, each, each in held))
         held[each] = holder
-    made = Cut(shape, tuple(pieces))
+    made = Sharding(shape, tuple(pieces))
     assert tuple(axes_of(made)) == axes
     assert cut_text(made) == said
 

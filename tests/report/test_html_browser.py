@@ -88,8 +88,8 @@ def test_without_an_address_a_cut_tensor_is_shown(browser: list[str], tmp_path: 
 
 def test_a_tensor_cut_along_three_dims_is_drawn_in_slices(browser: list[str], tmp_path: Path) -> None:
     corners = list(itertools.product((0, 2), repeat=3))
-    blocks = tuple(Block(slot, Region(corner, (2, 2, 2))) for slot, corner in enumerate(corners))
-    names = tuple(f"__{slot}_0.distcp" for slot in range(8))
+    blocks = tuple(Block(rank_in_stage, Region(corner, (2, 2, 2))) for rank_in_stage, corner in enumerate(corners))
+    names = tuple(f"__{rank_in_stage}_0.distcp" for rank_in_stage in range(8))
     chunks = CutChunks(blocks, names, (16,) * 8, array("q", [0] * 8))
     catalog = Catalog(Path("made"), "dcp", {"w": TensorEntry("w", BY_NAME["BF16"], (4, 4, 4), chunks)})
     catalog.files = dict.fromkeys(names, 16)

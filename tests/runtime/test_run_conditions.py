@@ -16,7 +16,7 @@ from support.vision_models import tiny
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
-from ckptx.runtime.distributed import Place
+from ckptx.runtime.distributed import Process
 from ckptx.runtime.parallelize import _of_other_dtype
 from ckptx.verification import forward
 from ckptx.verification.execution import Outcome
@@ -45,7 +45,7 @@ def test_a_device_other_than_the_cpu_is_asked_twice(
     asked = Wandering(by)
     monkeypatch.setattr(forward, "run", asked)
     side: Any = SimpleNamespace(whole=lambda place: torch.nn.Linear(1, 1))
-    found = forward._run_reference(side, [], Place(0, 1, torch.device(device)), forward.RunOptions())
+    found = forward._run_reference(side, [], Process(0, 1, torch.device(device)), forward.RunOptions())
     assert found.is_repeatable is expected
     assert asked.runs == runs
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ckptx.runtime.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.tensor_parallel import sequence
+from ckptx.runtime.tensor_parallel.apply import apply
 from ckptx.runtime.tensor_parallel.collectives import Ranks, gather
-from ckptx.runtime.tensor_parallel.cut import apply
 from ckptx.runtime.tensor_parallel.optimized import optimized_for
 from ckptx.runtime.tensor_parallel.plans import find_plan
 from ckptx.runtime.tensor_parallel.sequence import SequenceCut, cut_sequence

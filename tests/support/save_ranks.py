@@ -34,7 +34,7 @@ from ckptx.runtime.load import load
 from ckptx.runtime.parallelize import parallelize
 from ckptx.runtime.reading import open_source
 from ckptx.runtime.save import load_optimizer, save
-from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout
+from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.tensor_parallel.plans import find_plan
 
 MARKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ckptx.runtime.distributed import Place
+from ckptx.runtime.distributed import Process
 from ckptx.verification.inputs.batch import Inputs
 
-PLACE = Place(0, 1, torch.device("cpu"))
+PLACE = Process(0, 1, torch.device("cpu"))
 
 ULP = 2.0**-22  # what 3.0 is moved by in float32, up or down
 
@@ -77,7 +77,7 @@ class Chosen(nn.Module):
 
 
 class InPlace(nn.Module):
-    """What `first` gives is scaled in place, behind it, by a number of its own."""
+    """What `first` gives is scaled in process, behind it, by a number of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,15 +24,15 @@ from torch.distributed.tensor import DTensor
 from ckptx.architecture.find import find_architecture
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
-from ckptx.cutting import Cutter, plan_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.tensor_parallel import sequence, styles
+from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout, apply
 from ckptx.runtime.tensor_parallel.collectives import Ranks, gather_parts, own_part
-from ckptx.runtime.tensor_parallel.cut import TensorParallelLayout, apply
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.sharding import Sharder, plan_of
 
 Placed = dict[str, tuple[int, tuple[int, ...]] | None]
 
@@ -244,12 +244,15 @@ def on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, li
 
 def reshard_regions(model: nn.Module, config: dict[str, Any], tp: int) -> dict[str, list[list[Any]]]:
     """By parameter and TP rank the rectangles that `ckptx reshard` gives it."""
-    cutter = Cutter(plan_of(find_architecture(config), config, None), ParallelDims(tp), StageMap([], 1), None, True)
+    sharder = Sharder(plan_of(find_architecture(config), config, None), ParallelDims(tp), StageMap([], 1), None, True)
     shapes = {key: tuple(value.shape) for key, value in model.named_parameters()}
     entries = {key: TensorEntry(key, BY_NAME["F32"], shape, ()) for key, shape in shapes.items()}
-    placed = cutter.place(entries, ()).placed
+    placed = sharder.place(entries, ()).placed
     return {
-        key: [[tuple(block.region) for block in placed[key].blocks if block.slot == slot] for slot in range(tp)]
+        key: [
+            [tuple(block.region) for block in placed[key].blocks if block.rank_in_stage == rank_in_stage]
+            for rank_in_stage in range(tp)
+        ]
         for key in shapes
     }
 

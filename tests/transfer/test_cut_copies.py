@@ -22,8 +22,8 @@ from ckptx.layout.placement import Placement, cut
 from ckptx.storage import open_file
 from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
+from ckptx.transfer import copy_run as passes_module
 from ckptx.transfer import digest as digest_module
-from ckptx.transfer import passes as passes_module
 from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
@@ -89,7 +89,7 @@ def write_source(root: Path, parts: int = 1, recorded: bool = True) -> Catalog:
 
 def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue: bytes = b"") -> Catalog:
     """One file a rank of one stage, blocks in the order of `CUTS`."""
-    names = [f"rank{slot}" for slot in range(dims.per_stage)]
+    names = [f"rank{rank_in_stage}" for rank_in_stage in range(dims.per_stage)]
     ends = dict.fromkeys(names, len(prologue))
     catalog = Catalog(Path(), "dcp", {})
     for name, (dtype_name, shape, placement) in CUTS.items():
@@ -99,11 +99,11 @@ def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue
         for block in blocks:
             frame = torch_zip.archive_frame(dtype, block.region.sizes) if framed else None
             nbytes = dtype.nbytes(block.region.numel) + (len(frame.head) + frame.tail_nbytes if frame else 0)
-            file = names[block.slot]
+            file = names[block.rank_in_stage]
             offsets.append(ends[file])
             lengths.append(nbytes)
             ends[file] += nbytes
-        files = tuple(names[block.slot] for block in blocks)
+        files = tuple(names[block.rank_in_stage] for block in blocks)
         catalog.tensors[name] = TensorEntry(name, dtype, shape, CutChunks(blocks, files, tuple(lengths), offsets))
     catalog.files = ends
     return catalog
@@ -279,7 +279,7 @@ def test_a_wrong_cut_is_caught_before_a_byte_moves(tmp_path: Path, how: str, sai
     entry = target.tensors["rows"]
     assert isinstance(entry.chunks, CutChunks)
     blocks = spoiled(entry.chunks.blocks, how)
-    names = tuple(f"rank{block.slot}" for block in blocks)
+    names = tuple(f"rank{block.rank_in_stage}" for block in blocks)
     chunks = CutChunks(blocks, names, (1,) * len(blocks), array("q", range(len(blocks))))
     target.tensors["rows"] = entry._replace(chunks=chunks)
     with pytest.raises(Defect, match=said):
@@ -320,7 +320,7 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(tmp_p
 
 def test_narrow_and_wide_rows_are_cut_alike() -> None:
     from ckptx.transfer import reorder
-    from ckptx.transfer.strips import cut_rows, weave_rows
+    from ckptx.transfer.columns import cut_rows, weave_rows
 
     rows = np.arange(40 * 3000, dtype=np.uint32).view(np.uint8)[: 40 * 3000]
     for column, width in ((0, 1024), (500, 2000), (2999, 1), (0, 3000), (17, 1023)):

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 from torch import nn
 
 from ckptx.catalog.region import Region
-from ckptx.runtime.distributed import Place, process_group
+from ckptx.runtime.distributed import Process, process_group
 from ckptx.verification import comparison
 from ckptx.verification.comparison import Comparison, Reference, difference, furthest
 from ckptx.verification.execution import Outcome
@@ -28,7 +28,7 @@ vectors = arrays.arrays(np.float32, st.integers(0, 6), elements=st.floats(width=
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Place]:
+def place() -> Iterator[Process]:
     """One process, a group of its own."""
     with process_group("cpu", "gloo") as found:
         yield found
@@ -113,10 +113,10 @@ LOGITS = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
 
 
 def forward(
-    place: Place, found: torch.Tensor, *, loss: float = 2.0, exact: bool = False, noise: float = 0.25,
+    process: Process, found: torch.Tensor, *, loss: float = 2.0, exact: bool = False, noise: float = 0.25,
     noise_of_loss: float = 0.125, expected: torch.Tensor = LOGITS, expected_loss: float = 2.0,
 ) -> Comparison:  # fmt: skip
-    made = Comparison(place, {"logits": ("logits",)}, exact)
+    made = Comparison(process, {"logits": ("logits",)}, exact)
     made.forward(Reference(Outcome([expected], expected_loss), noise, noise_of_loss, {}), Outcome([found], loss), 0)
     return made
 
@@ -125,8 +125,8 @@ def names_of(made: Comparison) -> list[tuple[str, str]]:
     return [(row["level"], row["name"]) for row in made.rows]
 
 
-def test_what_is_the_same_differs_nowhere(place: Place) -> None:
-    made = forward(place, LOGITS.clone(), exact=True)
+def test_what_is_the_same_differs_nowhere(process: Process) -> None:
+    made = forward(process, LOGITS.clone(), exact=True)
     assert made.rows == []
     numbers = made.numbers
     assert (numbers["max_abs"], numbers["max_abs_limit"], numbers["loss_limit"]) == (0, 0, 0)
@@ -136,11 +136,11 @@ def test_what_is_the_same_differs_nowhere(place: Place) -> None:
 
 @pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_logits_may_be_as_far_away_as_the_limit(place: Place, exact: bool, limit: float, sign: int) -> None:
+def test_logits_may_be_as_far_away_as_the_limit(process: Process, exact: bool, limit: float, sign: int) -> None:
     for further, names in ((0.0, []), (2.0**-10, [("forward", "logits")])):
         found = LOGITS.clone()
         found[0, 1, 0] += sign * (limit + further)
-        made = forward(place, found, exact=exact)
+        made = forward(process, found, exact=exact)
         assert names_of(made) == names
         assert (made.numbers["max_abs"], made.numbers["max_abs_limit"]) == (limit + further, limit)
         assert [(row["max_abs"], row["limit"]) for row in made.rows] == [(limit + further, limit)] * len(names)
@@ -152,23 +152,23 @@ def test_logits_may_be_as_far_away_as_the_limit(place: Place, exact: bool, limit
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_loss_may_too_and_by_its_last_place(
-    place: Place, exact: bool, noise_of_loss: float, limit: float, sign: int
+    process: Process, exact: bool, noise_of_loss: float, limit: float, sign: int
 ) -> None:
     for further, names in ((0.0, []), (2.0**-30, [("forward", "loss")])):
         for scale in (1, -1):  # a loss may be negative
             given = {"exact": exact, "noise_of_loss": noise_of_loss, "expected_loss": 2.0 * scale}
-            made = forward(place, LOGITS.clone(), loss=2.0 * scale + sign * (limit + further), **given)  # type: ignore[arg-type]  # of several types
+            made = forward(process, LOGITS.clone(), loss=2.0 * scale + sign * (limit + further), **given)  # type: ignore[arg-type]  # of several types
             assert names_of(made) == names
             assert made.numbers["loss_limit"] == limit
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("side", ["reference", "checkpoint", "both"])
-def test_what_is_not_finite_differs_even_from_itself(place: Place, value: float, side: str) -> None:
+def test_what_is_not_finite_differs_even_from_itself(process: Process, value: float, side: str) -> None:
     bad = LOGITS.clone()
     bad[0, 0, 0] = bad[0, 1, 1] = value
     made = forward(
-        place, LOGITS.clone() if side == "reference" else bad, loss=NAN,
+        process, LOGITS.clone() if side == "reference" else bad, loss=NAN,
         expected=LOGITS.clone() if side == "checkpoint" else bad, noise=INF,
     )  # fmt: skip
     sides = ["reference", "checkpoint"] if side == "both" else [side]
@@ -177,9 +177,9 @@ def test_what_is_not_finite_differs_even_from_itself(place: Place, value: float,
     assert all(math.isnan(row["max_abs"]) for row in made.rows)
 
 
-def test_a_loss_that_is_no_number_differs(place: Place) -> None:
-    assert names_of(forward(place, LOGITS.clone(), loss=NAN)) == [("forward", "loss")]
-    assert names_of(forward(place, LOGITS.clone(), loss=INF)) == [("forward", "loss")]
+def test_a_loss_that_is_no_number_differs(process: Process) -> None:
+    assert names_of(forward(process, LOGITS.clone(), loss=NAN)) == [("forward", "loss")]
+    assert names_of(forward(process, LOGITS.clone(), loss=INF)) == [("forward", "loss")]
 
 
 def test_each_rank_has_its_batch_and_the_loss_is_the_mean_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_each_rank_has_its_batch_and_the_loss_is_the_mean_of_all(monkeypatch: py
     monkeypatch.setattr(comparison, "told", lambda value: said)
     monkeypatch.setattr(comparison, "everywhere", lambda value: [3.0, value])
     monkeypatch.setattr(comparison, "broadcast", lambda tensor, shape, dtype, place: next(sent))
-    made = Comparison(Place(1, 2, torch.device("cpu")), {}, False)
+    made = Comparison(Process(1, 2, torch.device("cpu")), {}, False)
     made.forward(None, Outcome([LOGITS + 8], 1.0), 1)
     assert (made.rows, made.numbers["max_abs"], made.numbers["loss"]) == ([], 0, 2)
     sent = iter(whole)
@@ -216,21 +216,21 @@ class Two(nn.Module):
 
 
 def backward(
-    place: Place, model: nn.Module, *, exact: bool = False, moved: float = 0.25, regions: Any = None,
+    process: Process, model: nn.Module, *, exact: bool = False, moved: float = 0.25, regions: Any = None,
     **gradients: torch.Tensor,
 ) -> Comparison:  # fmt: skip
-    made = Comparison(place, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
+    made = Comparison(process, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
     expected = Reference(Outcome(gradients=gradients), 0.0, 0.0, dict.fromkeys(gradients, moved))
     made.backward(expected, model, regions)
     return made
 
 
 @pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])
-def test_a_gradient_may_be_as_far_away_as_its_limit(place: Place, exact: bool, limit: float) -> None:
+def test_a_gradient_may_be_as_far_away_as_its_limit(process: Process, exact: bool, limit: float) -> None:
     for further in (0.0, 2.0**-10):
         found = GRADIENT.clone()
         found[2, 1] -= limit + further
-        made = backward(place, Two(found, GRADIENT.clone()), exact=exact, a=GRADIENT, b=GRADIENT)
+        made = backward(process, Two(found, GRADIENT.clone()), exact=exact, a=GRADIENT, b=GRADIENT)
         assert names_of(made) == ([("gradients", "disk.a")] if further else [])
         assert all((row["max_abs"], row["limit"]) == (limit + further, limit) for row in made.rows)
         assert made.gradients == {"a": (limit + further, limit), "b": (0.0, limit)}
@@ -239,55 +239,57 @@ def test_a_gradient_may_be_as_far_away_as_its_limit(place: Place, exact: bool, l
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_gradient_that_is_no_number_differs(place: Place, value: float) -> None:
+def test_a_gradient_that_is_no_number_differs(process: Process, value: float) -> None:
     found = GRADIENT.clone()
     found[0, 0] = value
-    made = backward(place, Two(found), a=GRADIENT)
+    made = backward(process, Two(found), a=GRADIENT)
     assert names_of(made) == [("gradients", "disk.a")]
     assert made.rows[0]["max_abs"] == INF
     assert made.numbers["grad_of_limit"] == ["a", INF]
 
 
 @pytest.mark.parametrize(("reference", "largest"), [(GRADIENT - 9, 8.0), (torch.empty(0, 2), 0.0)])
-def test_a_gradient_that_is_lost_is_named_with_its_size(place: Place, reference: torch.Tensor, largest: float) -> None:
+def test_a_gradient_that_is_lost_is_named_with_its_size(
+    process: Process, reference: torch.Tensor, largest: float
+) -> None:
     for names in ({"a": reference}, {"c": reference}):  # without a gradient; not in the model at all
-        made = backward(place, Two(None), **names)
+        made = backward(process, Two(None), **names)
         (row,) = made.rows
         assert (row["level"], row["max_abs"], row["limit"]) == ("gradients", largest, ALLOWED * 0.25)
         assert (row["name"], row.get("model_name", "c")) == (("disk.a", "a") if "a" in names else ("c", "c"))
         assert made.gradients == {}
 
 
-def test_a_gradient_too_many_is_named_unless_it_is_zero(place: Place) -> None:
-    made = backward(place, Two(GRADIENT.clone(), -GRADIENT), a=GRADIENT)
+def test_a_gradient_too_many_is_named_unless_it_is_zero(process: Process) -> None:
+    made = backward(process, Two(GRADIENT.clone(), -GRADIENT), a=GRADIENT)
     (row,) = made.rows
     assert (row["name"], row["names"], row["model_name"], row["max_abs"], row["limit"]) == ("b.0", 2, "b", 6, 0)
-    assert backward(place, Two(GRADIENT.clone(), torch.zeros(2)), a=GRADIENT).rows == []
+    assert backward(process, Two(GRADIENT.clone(), torch.zeros(2)), a=GRADIENT).rows == []
 
 
-def test_a_rank_is_held_against_the_rows_that_it_has(place: Place) -> None:
+def test_a_rank_is_held_against_the_rows_that_it_has(process: Process) -> None:
     """Rows 0 and 2 of three; what the reference has in row 1 is another rank's."""
     held = [Region((0, 0), (1, 2)), Region((2, 0), (1, 2))]
     model = Two(None)
     local = GRADIENT[[0, 2]].clone()
     model.a = nn.Parameter(torch.zeros(2, 2))
     model.a.grad = local
-    assert backward(place, model, regions=lambda name: held, a=GRADIENT).rows == []
+    assert backward(process, model, regions=lambda name: held, a=GRADIENT).rows == []
     other = GRADIENT.clone()
     other[1] = 1e6
-    assert backward(place, model, regions=lambda name: held, a=other).rows == []
+    assert backward(process, model, regions=lambda name: held, a=other).rows == []
     local[1, 0] += 3
-    made = backward(place, model, regions=lambda name: held, a=other)
+    made = backward(process, model, regions=lambda name: held, a=other)
     assert [(row["name"], row["max_abs"]) for row in made.rows] == [("disk.a", 3)]
 
 
 @settings(max_examples=50, deadline=None)
 @given(order=st.permutations(["x", "y", "z"]), far=st.sets(st.sampled_from("xyz")))
-def test_the_order_of_names_is_no_difference(place: Place, order: list[str], far: set[str]) -> None:
+def test_the_order_of_names_is_no_difference(process: Process, order: list[str], far: set[str]) -> None:
     model = nn.Module()
     for name in order:
         made = nn.Parameter(torch.zeros(2))
         made.grad = torch.full((2,), 9.0 if name in far else 1.0)
         setattr(model, name, made)
     expected = {name: torch.ones(2) for name in "xyz"}
-    assert [row["name"] for row in backward(place, model, **expected).rows] == sorted(far)
+    assert [row["name"] for row in backward(process, model, **expected).rows] == sorted(far)

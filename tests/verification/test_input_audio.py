@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.inputs import form_of, maker, model_types
 
-from ckptx.verification.inputs.insert import LENGTH, Insert
+from ckptx.verification.inputs.multimodal import LENGTH, MultimodalInput
 
 ROWS = 3
 TOKEN = 90
@@ -101,7 +101,7 @@ SOUND: dict[str, Sound] = {
 }  # fmt: skip
 
 
-def made(sound: Sound, seed: int = 0) -> Insert:
+def made(sound: Sound, seed: int = 0) -> MultimodalInput:
     config = {"audio_token_id": TOKEN, "audio_config": sound.audio, **sound.config}
     found = maker("audio", sound.kind)(config, ROWS, torch.Generator().manual_seed(seed))
     assert found is not None

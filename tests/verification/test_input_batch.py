@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptx.errors import UnsupportedError
 from ckptx.verification.inputs import batch
 from ckptx.verification.inputs.batch import Inputs, inputs_for, text_config
-from ckptx.verification.inputs.insert import LENGTH, Insert, random_of
+from ckptx.verification.inputs.multimodal import LENGTH, MultimodalInput, random_of
 
 TEXT: dict[str, Any] = {"model_type": "unheard-of", "vocab_size": 50}
 LLAVA: dict[str, Any] = {
@@ -137,9 +137,9 @@ def row_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_two_inserts_lie_one_behind_the_other() -> None:
     """Begin and end of an insert have labels, what the model replaces has none; types are of both."""
     ids = torch.arange(10, 22).reshape(2, 6)
-    image = Insert([97, 99, 99, 98], 99, {"pixels": torch.ones(2)}, ("types", 1), row_of)
-    sound = Insert([95], 95, {"sound": torch.zeros(2)}, ("types", 3))
-    added = Insert([], -1, {"other": torch.zeros(2)})
+    image = MultimodalInput([97, 99, 99, 98], 99, {"pixels": torch.ones(2)}, ("types", 1), row_of)
+    sound = MultimodalInput([95], 95, {"sound": torch.zeros(2)}, ("types", 3))
+    added = MultimodalInput([], -1, {"other": torch.zeros(2)})
     found, labels = batch._with([image, sound, added], ids)
     assert found["input_ids"][1].tolist() == [16, 17, 97, 99, 99, 98, 95, 18, 19, 20, 21]
     assert labels[1].tolist() == [16, 17, 97, -100, -100, 98, -100, 18, 19, 20, 21]

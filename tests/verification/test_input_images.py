@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.inputs import maker
 
-from ckptx.verification.inputs.insert import Insert
+from ckptx.verification.inputs.multimodal import MultimodalInput
 
 ROWS = 3
 TOKEN = 90
@@ -19,14 +19,14 @@ EYES: dict[str, Any] = {"image_size": 24, "patch_size": 4}  # 6 patches along a 
 FULL = {"vision_feature_select_strategy": "full"}
 
 
-def image_of(kind: str, vision: dict[str, Any] | None = None, seed: int = 0, **config: Any) -> Insert:
+def image_of(kind: str, vision: dict[str, Any] | None = None, seed: int = 0, **config: Any) -> MultimodalInput:
     given = {"image_token_id": TOKEN, "vision_config": EYES | (vision or {}), **config}
     made = maker("images", kind)(given, ROWS, torch.Generator().manual_seed(seed))
     assert made is not None
     return made
 
 
-def shapes_of(insert: Insert) -> dict[str, tuple[int, ...]]:
+def shapes_of(insert: MultimodalInput) -> dict[str, tuple[int, ...]]:
     return {name: tuple(each.shape) for name, each in insert.tensors.items()}
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from ckptx.verification.inputs import patches
-from ckptx.verification.inputs.insert import Insert
+from ckptx.verification.inputs.multimodal import MultimodalInput
 
 ROWS = 3
 TOKEN = 90
 FOUR = [TOKEN] * 4  # two tokens high and wide
 
 
-def seen(form: Any, vision: dict[str, Any], seed: int = 0, **config: Any) -> Insert:
+def seen(form: Any, vision: dict[str, Any], seed: int = 0, **config: Any) -> MultimodalInput:
     given = {"image_token_id": TOKEN, "vision_config": vision, **config}
-    made: Insert = form(given, ROWS, torch.Generator().manual_seed(seed))
+    made: MultimodalInput = form(given, ROWS, torch.Generator().manual_seed(seed))
     assert made.placeholder == TOKEN
     assert torch.equal(
         made.tensors["pixel_values"], form(given, ROWS, torch.Generator().manual_seed(seed))[2]["pixel_values"]
@@ -27,7 +27,7 @@ def seen(form: Any, vision: dict[str, Any], seed: int = 0, **config: Any) -> Ins
     return made
 
 
-def shape_of(insert: Insert) -> tuple[int, ...]:
+def shape_of(insert: MultimodalInput) -> tuple[int, ...]:
     return tuple(insert.tensors["pixel_values"].shape)
 
 

@@ -100,10 +100,10 @@ def _lay_out(opened: Opened, contents: Contents) -> DcpOutput:
         fqns = {**{name: name for name in catalog.tensors}, **target.aliases}
         return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {}, {METADATA: fqns})
     order = {name: at for at, name in enumerate(target.source.tensors)}
-    origin = {**target.origin, **state.origin}
+    source_names = {**target.source_names, **state.source_names}
     blocks = [(entry, model.placed[name].stage, model.placed[name].blocks) for name, entry in target.tensors.items()]
     blocks += [(entry, *state.places[name]) for name, entry in state.tensors.items()]
-    blocks.sort(key=lambda each: order[origin[each[0].name]])  # as the source holds them: one sequential pass
+    blocks.sort(key=lambda each: order[source_names[each[0].name]])  # as the source holds them: one sequential pass
     inside = DcpContents(
         blocks,
         state.objects,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog, Part
 from ckptx.catalog.entry import BytesEntry, CutChunks
-from ckptx.formats.cut import Cut
+from ckptx.formats.by_stage import ShardedTensor
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.layout.parallel_dims import ParallelDims
@@ -26,7 +26,7 @@ class DcpContents:
         copies: Names in `cuts` that hold the bytes of another.
     """
 
-    cuts: list[Cut]
+    cuts: list[ShardedTensor]
     objects: Mapping[str, BytesEntry] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class HuggingFaceFormat(OutputFormat):
         return leave_state_behind(view, view.catalog.objects, "is not converted to HF")
 
     def default_naming(self, view: ModelView) -> str | None:
-        return "disk" if view.catalog.form.has_model_names or view.dialect else None
+        return "disk" if view.catalog.form.has_model_names or view.trainer_naming else None
 
     def restored(self, opened: Opened, base: Base, view: ModelView, ties: Ties) -> Restoring:
         """What the manifest of this very checkpoint remembers, unless the options ask for something else.

@@ -15,7 +15,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
-from ckptx.formats.cut import Cut, by_stage
+from ckptx.formats.by_stage import ShardedTensor, by_stage
 from ckptx.formats.dcp.metadata import StorageInfo, TensorMetadata
 from ckptx.formats.dcp.metadata_writer import Stored, StoredCut, emit
 from ckptx.formats.torch_archive.archive import archive_length
@@ -112,7 +112,7 @@ def parts_per_rank(stages: Sequence[int], ranks: int) -> int:
 
 def allocate_cut(
     root: Path,
-    tensors: Iterable[Cut],
+    tensors: Iterable[ShardedTensor],
     dims: ParallelDims,
     objects: Iterable[BytesEntry] = (),
     files_per_rank: int | None = None,
@@ -140,7 +140,7 @@ def allocate_cut(
         ranks = dims.ranks_of_stage(stage)
         for part, inside in _parts_of(members, min(parts, len(members))):
             filled = _append(catalog, inside, [f"__{rank}_{part}.distcp" for rank in ranks])
-            sizes.update(((ranks[slot], part), nbytes) for slot, nbytes in filled.items())
+            sizes.update(((ranks[rank_in_stage], part), nbytes) for rank_in_stage, nbytes in filled.items())
     last = max((part for rank, part in sizes if rank == 0), default=0)
     for pickled in objects:
         at = sizes.get((0, last), 0)
@@ -164,7 +164,7 @@ def _parts_of(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
 
 
 def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
-    """Appends tensors to one file per slot; gives the bytes of each file that got some."""
+    """Appends tensors to one file per rank_in_stage; gives the bytes of each file that got some."""
     lengths_of: dict[tuple[int, DType], tuple[int, ...]] = {}
     files_of: dict[int, tuple[str, ...]] = {}
     filled: dict[int, int] = {}
@@ -173,12 +173,12 @@ def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, 
         lengths = lengths_of.get(key)
         if lengths is None:
             lengths = lengths_of[key] = _archive_lengths(entry, blocks)
-            files_of[id(blocks)] = tuple(names[block.slot] for block in blocks)
+            files_of[id(blocks)] = tuple(names[block.rank_in_stage] for block in blocks)
         offsets = array("q")
         for block, length in zip(blocks, lengths, strict=True):
-            at = filled.get(block.slot, 0)
+            at = filled.get(block.rank_in_stage, 0)
             offsets.append(at)
-            filled[block.slot] = at + length
+            filled[block.rank_in_stage] = at + length
         chunks = CutChunks(blocks, files_of[id(blocks)], lengths, offsets, archive=True)
         catalog.tensors[entry.name] = entry._replace(chunks=chunks, replicas=())
     return filled

@@ -19,7 +19,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, CutChunks, TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError
-from ckptx.formats.cut import Cut, by_stage
+from ckptx.formats.by_stage import ShardedTensor, by_stage
 from ckptx.formats.hf.safetensors import frame_header, header_text, padded
 from ckptx.formats.sharded.reader import shard_name
 from ckptx.formats.sharding_info import OFFSETS, SHARDING_INFO, VERSION, VERSION_KEY
@@ -34,7 +34,7 @@ class ShardedLayout(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
 
 
-def allocate(root: Path, tensors: Iterable[Cut], dims: ParallelDims) -> ShardedLayout:
+def allocate(root: Path, tensors: Iterable[ShardedTensor], dims: ParallelDims) -> ShardedLayout:
     """Lays cut tensors out: wide dtypes first, so that each block is aligned, otherwise in the order given.
 
     Args:
@@ -65,12 +65,12 @@ def allocate(root: Path, tensors: Iterable[Cut], dims: ParallelDims) -> ShardedL
 
 
 def _places(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
-    """Slot and number of the file of each block: the i-th block on a slot goes to file i."""
+    """Rank in its stage and number of the file of each block: the i-th block on a rank goes to file i."""
     seen: dict[int, int] = {}
     places = []
     for block in blocks:
-        seen[block.slot] = seen.get(block.slot, -1) + 1
-        places.append((block.slot, seen[block.slot]))
+        seen[block.rank_in_stage] = seen.get(block.rank_in_stage, -1) + 1
+        places.append((block.rank_in_stage, seen[block.rank_in_stage]))
     return places
 
 
@@ -98,12 +98,12 @@ class _Stage:
         }
         counts: dict[int, int] = {}
         for places in self._places.values():
-            for slot, number in places:
-                counts[slot] = max(counts.get(slot, 0), number + 1)
+            for rank_in_stage, number in places:
+                counts[rank_in_stage] = max(counts.get(rank_in_stage, 0), number + 1)
         self._names = {
-            (slot, number): shard_name(ranks[slot] + 1, number + 1, counts[slot])
-            for slot in sorted(counts)
-            for number in range(counts[slot])
+            (rank_in_stage, number): shard_name(ranks[rank_in_stage] + 1, number + 1, counts[rank_in_stage])
+            for rank_in_stage in sorted(counts)
+            for number in range(counts[rank_in_stage])
         }
         self._files = {name: _File() for name in self._names.values()}
         self._cuts: dict[tuple[int, DType], tuple[tuple[str, ...], tuple[int, ...], list[dict[str, Shape]]]] = {}

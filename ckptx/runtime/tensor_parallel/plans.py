@@ -91,7 +91,7 @@ def find_plan(
     known = list(names) if names is not None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
     row = optimized_for(model)
     base = _base_plan(model, config, known)
-    running = _running(base, row) if is_stock(model) or base.origin == "class" else frozenset[str]()
+    running = _running(base, row) if is_stock(model) or base.decided_by == "class" else frozenset[str]()
     cuts = base.plan
     if row.styles:
         rules = {pattern: Rule(style, "optimized plan", row.reason) for pattern, style in row.styles.items()}
@@ -146,10 +146,10 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
 
 
 class _Base(NamedTuple):
-    """The plan below the user's; `origin` is "table" or "class"."""
+    """The plan below the user's; `decided_by` is "table" or "class"."""
 
     plan: TensorParallelPlan
-    origin: str
+    decided_by: str
 
 
 def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) -> _Base:
@@ -164,8 +164,8 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
         if plan.patterns() and len(_unmatched(plan, names)) < len(plan.patterns()):
             return _Base(plan, "table")
     stated = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    origin = f"plan of {type(model).__name__}"
-    plan = TensorParallelPlan({pattern: Rule(style, origin) for pattern, style in stated.items()})
+    decided_by = f"plan of {type(model).__name__}"
+    plan = TensorParallelPlan({pattern: Rule(style, decided_by) for pattern, style in stated.items()})
     if stated and len(plan.unmatched(names)) == len(stated):
         raise UnsupportedError(
             f"{qualified_name(type(model))}: none of the {len(stated)} patterns of its tensor parallel plan matches a "
@@ -188,7 +188,7 @@ def _running(base: _Base, row: Optimized) -> frozenset[str]:
 
 def _is_made_for_running(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
     """True for the model's own plan, for an override that repeats it, and for embeddings and output heads."""
-    if rule.origin != "override":
+    if rule.decided_by != "override":
         return True
     own = plan.fallback.rules.get(pattern) if plan.fallback is not None else None
     is_vocabulary = rule.style in ("embedding_rowwise", *GATHERING)  # either of them gives its module's whole output
@@ -240,7 +240,7 @@ def _origins(plan: TensorParallelPlan, names: list[str], row: Optimized) -> dict
     for name in names:
         hit = plan.rule_for(name)
         if hit is not None:
-            found[hit[0]] = "optimized plan" if hit[0] in (row.head, *row.runs) else hit[1].origin
+            found[hit[0]] = "optimized plan" if hit[0] in (row.head, *row.runs) else hit[1].decided_by
     return found
 
 

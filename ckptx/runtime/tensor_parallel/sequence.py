@@ -254,7 +254,7 @@ def _passages(
     is_sharded: Collection[str],
     gathered: Collection[str],
 ) -> Iterable[Passage]:
-    """In one layer."""
+    """Where the sequence is gathered and split inside of one layer."""
     assert plan.sequence is not None
     forward = type(modules[layer]).forward
     missing = [name for name in plan.sequence.whole if f"{layer}.{name}" not in modules]

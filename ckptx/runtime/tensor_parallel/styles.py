@@ -34,7 +34,7 @@ _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, I] and of [B, S, I]
 EXPERTS = ("moe_tp_experts", "all_reduce", "local")  # styles of a module that holds fused experts
 
 
-class Cut(NamedTuple):
+class Sharding(NamedTuple):
     """How one parameter is cut: which rectangles each rank holds, one after the other along `dim`."""
 
     shape: tuple[int, ...]
@@ -42,12 +42,12 @@ class Cut(NamedTuple):
     regions: tuple[tuple[Region, ...], ...]
 
 
-class Held(NamedTuple):
+class LocalParameter(NamedTuple):
     """A parameter that is cut, by its place in the model."""
 
     module: nn.Module
     name: str
-    cut: Cut
+    cut: Sharding
 
 
 def colwise(module: nn.Module, ranks: Ranks, *, output: str = "sharded", on_sequence: bool = False) -> None:
@@ -227,7 +227,7 @@ def identity_expert(module: nn.Module, ranks: Ranks) -> None:
     module.forward = forward
 
 
-def gathered(scope: nn.Module, held: Sequence[Held], ranks: Ranks) -> None:
+def gathered(scope: nn.Module, held: Sequence[LocalParameter], ranks: Ranks) -> None:
     """Gathers parameters around the forward pass of a module that holds them, or reads them: always right.
 
     All ranks then compute the same, and a rank's gradient is its part of a gradient that is whole everywhere.
@@ -255,7 +255,7 @@ def swapped(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[
             module._parameters[name] = parameter
 
 
-def _gathered_now(held: Sequence[Held], ranks: Ranks) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def _gathered_now(held: Sequence[LocalParameter], ranks: Ranks) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Whole tensors for what is a shard at this moment; a parameter that two modules share is gathered once."""
     whole: dict[int, torch.Tensor] = {}
     for module, name, cut in held:

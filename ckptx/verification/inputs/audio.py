@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from ckptx.verification.inputs.insert import LENGTH, Batch, Insert, random_of
+from ckptx.verification.inputs.multimodal import LENGTH, Batch, MultimodalInput, random_of
 
 Config = Mapping[str, Any]
-Sound = Callable[..., Insert | None]  # of a config, rows and a generator, with the settings of its row
+Sound = Callable[..., MultimodalInput | None]  # of a config, rows and a generator, with the settings of its row
 Heard = Callable[..., Batch]
 
 _TOKENS = 4  # for a sound, where its length is free
 
 
-def _insert(config: Config, count: int, tensors: Batch, begin: str = "", end: str = "") -> Insert:
+def _insert(config: Config, count: int, tensors: Batch, begin: str = "", end: str = "") -> MultimodalInput:
     """`count` placeholders, between the tokens that these keys of the config name."""
     token = int(config["audio_token_id"] if "audio_token_id" in config else config["audio_token_index"])
     first, last = ([int(config[key])] if config.get(key) is not None else [] for key in (begin, end))
-    return Insert([*first, *[token] * count, *last], token, tensors)
+    return MultimodalInput([*first, *[token] * count, *last], token, tensors)
 
 
 def _mask(rows: int, total: int, valid: int) -> torch.Tensor:
@@ -42,7 +42,9 @@ def _halved(length: int, times: int) -> int:
     return length
 
 
-def _window(config: Config, rows: int, generator: torch.Generator, mask: str, begin: str = "", end: str = "") -> Insert:
+def _window(
+    config: Config, rows: int, generator: torch.Generator, mask: str, begin: str = "", end: str = ""
+) -> MultimodalInput:
     """Whisper's encoder with a pooling behind it: a full window of mels, and a mask for what is in it."""
     audio = config["audio_config"]
     total = 2 * int(audio["max_source_positions"])
@@ -54,7 +56,7 @@ def _window(config: Config, rows: int, generator: torch.Generator, mask: str, be
     return _insert(config, valid // 4, tensors, begin, end)
 
 
-def _whole_window(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _whole_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """A full window of mels without a mask; `intermediate_size` numbers of the encoder make a token."""
     audio = config["audio_config"]
     positions = int(audio["max_source_positions"])
@@ -63,15 +65,15 @@ def _whole_window(config: Config, rows: int, generator: torch.Generator) -> Inse
     return _insert(config, count, {"input_features": features})
 
 
-def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Sound is added to every token of the text, so that it has no token of its own."""
     audio = config["audio_config"]
     frames = 2 * int(config["downsample_factor"]) * LENGTH
     features = random_of(generator, rows, int(audio["num_mel_bins"]), frames)
-    return Insert([], -1, {"input_features": features})
+    return MultimodalInput([], -1, {"input_features": features})
 
 
-def _four_frames(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _four_frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Four frames behind the convolutions make a token: the class has this number in its code, not in its config."""
     audio = config["audio_config"]
     frames = 2 * 4 * _TOKENS
@@ -82,7 +84,7 @@ def _four_frames(config: Config, rows: int, generator: torch.Generator) -> Inser
     return _insert(config, _TOKENS, tensors)
 
 
-def _one_window(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _one_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """One window of the projector; the mask is about the tokens that it gives."""
     window, mels = int(config["window_size"]), int(config["encoder_config"]["input_dim"])
     count = window // int(config["downsample_rate"])
@@ -93,7 +95,7 @@ def _one_window(config: Config, rows: int, generator: torch.Generator) -> Insert
     return _insert(config, count, tensors)
 
 
-def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """One chunk of the encoder: three convolutions."""
     audio = config["audio_config"]
     total = 2 * int(audio["n_window"])
@@ -105,7 +107,7 @@ def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> Inse
     return _insert(config, _halved(valid, 3), tensors)
 
 
-def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: int) -> Insert:
+def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: int) -> MultimodalInput:
     """At most one chunk of the encoder. A pooling halves as a convolution does where it is about whole pairs."""
     audio = config["audio_config"]
     frames = min(2**convolutions * _TOKENS, 2 * int(audio["n_window"]))
@@ -116,7 +118,7 @@ def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: 
     return _insert(config, _halved(frames, convolutions), tensors, "audio_start_token_id", "audio_end_token_id")
 
 
-def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
+def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
     """Two convolutions. How many mels there are stands in the channels of the first: a projection is made for them."""
     audio = config["audio_config"]
     if audio is None:
@@ -129,7 +131,7 @@ def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> 
     return _insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
 
 
-def _frames(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
+def _frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
     """No tower: a frame of the waveform is a token."""
     if config["audio_config"] is None:
         return None
@@ -140,7 +142,7 @@ def _frames(config: Config, rows: int, generator: torch.Generator) -> Insert | N
     return _insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
 
 
-def _filled(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _filled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """However short a sound, the class fills it up to a fixed number of tokens."""
     audio, count = config["audio_config"], int(config["audio_soft_tokens_per_image"])
     per_token = prod(int(time) for time, _ in audio["sscp_conv_stride_size"]) * int(audio["conf_reduction_factor"])
@@ -152,7 +154,7 @@ def _filled(config: Config, rows: int, generator: torch.Generator) -> Insert:
     return _insert(config, count, tensors, "boa_token_id", "eoa_token_id")
 
 
-def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     audio = config["audio_config"]
     frames = int(audio["time_reduction"]) * _TOKENS
     count = ceil(_TOKENS / int(audio["downsample_rate"]))
@@ -164,7 +166,7 @@ def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> In
     return _insert(audio, count, tensors)
 
 
-def _folded_waveform(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _folded_waveform(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """A waveform; every layer of the tower folds some samples into one."""
     samples = prod(int(size) for size in config["audio_config"]["patch_sizes"]) * _TOKENS
     tensors = {

@@ -17,7 +17,7 @@ from ckptx.architecture.correction_schema import FaultyCorrectionError
 from ckptx.architecture.corrections import corrections_of
 from ckptx.errors import UnsupportedError
 from ckptx.verification.inputs import audio, images
-from ckptx.verification.inputs.insert import LENGTH, Batch, Insert
+from ckptx.verification.inputs.multimodal import LENGTH, Batch, MultimodalInput
 
 _FIRST = 3  # the ids before are those of padding, begin and end in most vocabularies
 # The functions that rows name, by the kind of the row.
@@ -67,7 +67,7 @@ def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0) -> In
     if config.get("is_encoder_decoder"):
         target = _tokens(config, rows, generator)
         return _named(config, {"input_ids": ids, "decoder_input_ids": target}, target.clone(), ["text"])
-    inserts: dict[str, Insert] = {}
+    inserts: dict[str, MultimodalInput] = {}
     for name in ("images", "audio"):
         insert = _made(forms[name], config, rows, generator) if name in forms else None
         if insert is not None:  # else a config without this tower
@@ -131,7 +131,7 @@ def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator) ->
     return allowed[torch.randint(0, len(allowed), (rows, LENGTH), generator=generator)]
 
 
-def _with(inserts: Iterable[Insert], ids: torch.Tensor) -> tuple[Batch, torch.Tensor]:
+def _with(inserts: Iterable[MultimodalInput], ids: torch.Tensor) -> tuple[Batch, torch.Tensor]:
     """The arguments of `forward` and the labels, with everything put in after the first two tokens."""
     inserts = list(inserts)
     tokens = [token for each in inserts for token in each.tokens]

@@ -15,8 +15,7 @@ import torch
 from ckptx.architecture.correction_rows import TowerRow
 from ckptx.architecture.corrections import corrections_of
 from ckptx.verification.inputs import patches
-from ckptx.verification.inputs.insert import Batch, Insert, random_of
-from ckptx.verification.inputs.spelled import (
+from ckptx.verification.inputs.config_keys import (
     SIDE,
     Config,
     Form,
@@ -27,6 +26,7 @@ from ckptx.verification.inputs.spelled import (
     square,
     token_of,
 )
+from ckptx.verification.inputs.multimodal import Batch, MultimodalInput, random_of
 
 # ---------------------------------------------------------------------------------- images of the one size of the tower
 
@@ -38,9 +38,9 @@ def _fixed(count: Callable[[Config, int], int]) -> Seen:
         count: The tokens of an image, from the config and the patches along one side.
     """
 
-    def image(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    def image(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
         token = token_of(config)
-        return Insert([token] * count(config, patches_along(config)), token, square(config, rows, generator))
+        return MultimodalInput([token] * count(config, patches_along(config)), token, square(config, rows, generator))
 
     return image
 
@@ -49,7 +49,7 @@ def _every_patch(config: Config, side: int) -> int:
     return side * side
 
 
-def _of_any_tower(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _of_any_tower(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Llava: the tower may be of any make, and rows about its model type say what it takes."""
     if any(row.any_size for row in _tower(config)):
         return _any_size(1, config, rows, generator)
@@ -75,35 +75,35 @@ def _halved_twice(config: Config, side: int) -> int:
     return (-(-side // 4)) ** 2
 
 
-def _pooled(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _pooled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     token = token_of(config)
     tokens = [int(config["boi_token_index"]), *[token] * int(config["mm_tokens_per_image"])]
     tokens.append(int(config["eoi_token_index"]))
-    return Insert(tokens, token, square(config, rows, generator), ("token_type_ids", 1))
+    return MultimodalInput(tokens, token, square(config, rows, generator), ("token_type_ids", 1))
 
 
-def _of_timm(config: Config, rows: int, generator: torch.Generator) -> Insert | None:
+def _of_timm(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
     """The tower is of timm and has no size in its config; its processor makes 768 pixels."""
     if config.get("vision_config") is None:
         return None
     token, count = token_of(config), int(config["vision_soft_tokens_per_image"])
     tokens = [int(config["boi_token_id"]), *[token] * count, int(config["eoi_token_id"])]
-    return Insert(tokens, token, {"pixel_values": random_of(generator, rows, 3, 768, 768)})
+    return MultimodalInput(tokens, token, {"pixel_values": random_of(generator, rows, 3, 768, 768)})
 
 
-def _prompt(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _prompt(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """A prompt without an answer: all of it, the image too, is of type 0 and sees all of itself."""
     return _fixed(_every_patch)(config, rows, generator)._replace(types=("token_type_ids", 0))
 
 
-def _shuffled(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _shuffled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     token, ratio = token_of(config), float(config["vision_config"]["pixel_shuffle_ratio"])
     count = round(patches_along(config) ** 2 * ratio**2)
     tokens = [int(config["boi_token_index"]), *[token] * count, int(config["eoi_token_index"])]
-    return Insert(tokens, token, square(config, rows, generator))
+    return MultimodalInput(tokens, token, square(config, rows, generator))
 
 
-def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """One image of as many tiles as there can be, so that none is of padding.
 
     It is not put in: text from its token on sees it by cross attention. `pixel_values` is (n, 1, tiles, channels, size,
@@ -122,13 +122,13 @@ def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> In
         after = (ids == token).long().cumsum(1)
         return {"cross_attention_mask": after[:, :, None, None].expand(-1, -1, 1, tiles).contiguous()}
 
-    return Insert([token], token, tensors, row=seen_by)
+    return MultimodalInput([token], token, tensors, row=seen_by)
 
 
 # --------------------------------------------------------------------- tiles of the size of the tower, and one overview
 
 
-def _tiles(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """An image of the smallest size that is offered: an overview, then its tiles, each row of patches with a newline.
 
     `pixel_values` is (n, 1 + tiles, channels, size, size).
@@ -141,44 +141,46 @@ def _tiles(config: Config, rows: int, generator: torch.Generator) -> Insert:
         "pixel_values": random_of(generator, rows, 1 + high * wide, channels(config), size, size),
         "image_sizes": torch.tensor([[height, width]] * rows),
     }
-    return Insert([token] * count, token, tensors)
+    return MultimodalInput([token] * count, token, tensors)
 
 
 # -------------------------------------------------------------------------------------------------- images of any size
 
 
-def _told(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _told(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """A tower as Pixtral's, which is told the size of each image; the config says how many patches make a token."""
     return _any_size(int(config["spatial_merge_size"]), config, rows, generator)
 
 
-def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """`merge` patches along a side make one token."""
     token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * merge * SIDE
     tensors = {
         "pixel_values": random_of(generator, rows, channels(config), size, size),
         "image_sizes": torch.tensor([[size, size]] * rows),
     }
-    return Insert([token] * SIDE**2, token, tensors)
+    return MultimodalInput([token] * SIDE**2, token, tensors)
 
 
-def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Positions are interpolated. One token is `1 / downsample_ratio` patches high and wide."""
     patch, token = config["vision_config"]["patch_size"], token_of(config)
     high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
     side = round(SIDE / float(config["downsample_ratio"]))
     pixels = random_of(generator, rows, channels(config), high * side, wide * side)
     is_whole = config.get("vision_feature_select_strategy", "default") != "default"
-    return Insert([token] * (SIDE**2 + is_whole), token, {"pixel_values": pixels})
+    return MultimodalInput([token] * (SIDE**2 + is_whole), token, {"pixel_values": pixels})
 
 
-def _folded(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _folded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Positions are interpolated; two convolutions of stride 2 make one token of four patches along a side."""
     token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * 4 * SIDE
-    return Insert([token] * SIDE**2, token, {"pixel_values": random_of(generator, rows, channels(config), size, size)})
+    return MultimodalInput(
+        [token] * SIDE**2, token, {"pixel_values": random_of(generator, rows, channels(config), size, size)}
+    )
 
 
-def _queries(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def _queries(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """A number of queries for each number of patches: the image with the fewest."""
     queries = {int(patches): int(count) for patches, count in config["projector_patch_to_query_dict"].items()}
     token, fewest = token_of(config), min(queries)
@@ -187,7 +189,7 @@ def _queries(config: Config, rows: int, generator: torch.Generator) -> Insert:
         "pixel_values": random_of(generator, rows, channels(config), size, size),
         "pixel_mask": torch.ones(rows, size, size, dtype=torch.bool),
     }
-    return Insert([token] * queries[fewest], token, tensors)
+    return MultimodalInput([token] * queries[fewest], token, tensors)
 
 
 def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> Seen:
@@ -198,13 +200,13 @@ def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> Se
         side: The patches along a side of the smallest image.
     """
 
-    def image(config: Config, rows: int, generator: torch.Generator) -> Insert:
+    def image(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
         token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * side(config)
         tensors = {
             "pixel_values": random_of(generator, rows, 1, channels(config), size, size),
             "pixel_attention_mask": torch.ones(rows, 1, size, size, dtype=torch.long),
         }
-        return Insert([token] * count(config), token, tensors)
+        return MultimodalInput([token] * count(config), token, tensors)
 
     return image
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from ckptx.verification.inputs.insert import Insert, random_of
-from ckptx.verification.inputs.spelled import SIDE, Config, between, channels, first_of, token_of
+from ckptx.verification.inputs.config_keys import SIDE, Config, between, channels, first_of, token_of
+from ckptx.verification.inputs.multimodal import MultimodalInput, random_of
 
 
-def flat(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Qwen2-VL and what came after: the patches of all images in one dim, and the grid of each image.
 
     `pixel_values` is (n * patches, channels * frames * patch * patch): an image is a film that stands still. The class
@@ -24,15 +24,15 @@ def flat(config: Config, rows: int, generator: torch.Generator) -> Insert:
         "pixel_values": random_of(generator, rows * side * side, width),
         "image_grid_thw": torch.tensor([[1, side, side]] * rows),
     }
-    return Insert(between(config, [token] * SIDE**2), token, tensors, ("mm_token_type_ids", 1))
+    return MultimodalInput(between(config, [token] * SIDE**2), token, tensors, ("mm_token_type_ids", 1))
 
 
-def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """The same for classes that see where images are without types of tokens."""
     return flat(config, rows, generator)._replace(types=None)
 
 
-def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Ernie 4.5 VL: patches have no frames, the projector puts an image beside itself.
 
     Its tokens, and those for begin and end, go to experts of their own.
@@ -43,22 +43,22 @@ def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> I
     return insert._replace(row=lambda ids: {"moe_mm_token_type_ids": torch.isin(ids, seen).long()})
 
 
-def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Muse Spark: the form of Qwen2-VL with other names for the sizes."""
     vision = config["vision_config"]
     spelled = {"spatial_merge_size": vision["merge_size"], "temporal_patch_size": vision["patch_temporal"]}
     return flat_untyped({**config, "vision_config": {**vision, **spelled}}, rows, generator)
 
 
-def large(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def large(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Large patches, each a token: (n * patches, frames, patch, patch, channels)."""
     vision, token = config["vision_config"], token_of(config)
     patch, frames = int(vision["patch_size"]), int(vision["temporal_patch_size"])
     pixels = random_of(generator, rows * SIDE, frames, patch, patch, channels(config))
-    return Insert([int(config["image_bos_token_id"]), *[token] * SIDE], token, {"pixel_values": pixels})
+    return MultimodalInput([int(config["image_bos_token_id"]), *[token] * SIDE], token, {"pixel_values": pixels})
 
 
-def square(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Patches are squares, (n * patches, channels, patch, patch)."""
     vision, token = config["vision_config"], token_of(config)
     patch = first_of(vision["patch_size"])
@@ -67,10 +67,10 @@ def square(config: Config, rows: int, generator: torch.Generator) -> Insert:
         "pixel_values": random_of(generator, rows * high * wide, channels(config), patch, patch),
         "image_grid_thw": torch.tensor([[1, high, wide]] * rows),
     }
-    return Insert([token] * SIDE**2, token, tensors)
+    return MultimodalInput([token] * SIDE**2, token, tensors)
 
 
-def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Patches of an image are not merged, those of a film are."""
     patch, token = int(config["vision_config"]["patch_size"]), token_of(config)
     tensors = {
@@ -78,10 +78,10 @@ def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> Inse
         "image_grid_thw": torch.tensor([[1, SIDE, SIDE]] * rows),
         "image_merge_sizes": torch.ones(rows, dtype=torch.long),
     }
-    return Insert([token] * SIDE**2, token, tensors)
+    return MultimodalInput([token] * SIDE**2, token, tensors)
 
 
-def padded(config: Config, rows: int, generator: torch.Generator) -> Insert:
+def padded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Patches of each image, (n, patches, channels * patch * patch), none of them padding."""
     patch, side = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"]) * SIDE
     token = token_of(config)
@@ -90,10 +90,10 @@ def padded(config: Config, rows: int, generator: torch.Generator) -> Insert:
         "spatial_shapes": torch.tensor([[side, side]] * rows),
         "pixel_attention_mask": torch.ones(rows, side * side, dtype=torch.long),
     }
-    return Insert([token] * SIDE**2, token, tensors)
+    return MultimodalInput([token] * SIDE**2, token, tensors)
 
 
-def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_model: bool) -> Insert | None:
+def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_model: bool) -> MultimodalInput | None:
     """Patches with the place of each, (n, patches, 3 * patch * patch), from 0 to 1.
 
     Args:
@@ -116,4 +116,4 @@ def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_m
     }
     tokens = [int(config["boi_token_id"]), *[token] * SIDE**2]
     tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))
-    return Insert(tokens, token, tensors, ("mm_token_type_ids", 1))
+    return MultimodalInput(tokens, token, tensors, ("mm_token_type_ids", 1))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptx.catalog.entry import Frame
+from ckptx.transfer.columns import cut_rows
 from ckptx.transfer.digest import TreeDigest, block_digest, crc32
 from ckptx.transfer.grid import Grid
 from ckptx.transfer.outfile import OutFile
-from ckptx.transfer.small import crc_note
-from ckptx.transfer.strips import cut_rows
+from ckptx.transfer.small_tensors import crc_note
 
 
-class Block:
+class BlockWriter:
     """A block while it is written, or the share of it that belongs to this run.
 
     Attributes:
@@ -52,19 +52,19 @@ class Block:
         self.out.advance(len(view))
 
 
-Close = Callable[[Block], None]  # called with each block when it is full
+Close = Callable[[BlockWriter], None]  # called with each block when it is full
 
 
 class Direct:
     """A sink whose memory is the buffer of the file that is written next."""
 
-    def __init__(self, close: Close, grid: Grid, blocks: dict[int, Block]) -> None:
+    def __init__(self, close: Close, grid: Grid, blocks: dict[int, BlockWriter]) -> None:
         self.digest = TreeDigest()
         self._close, self._blocks = close, blocks
         self._pieces = iter(grid.pieces())
         self._left = 0
         self._missing = grid.nbytes
-        self._block: Block
+        self._block: BlockWriter
 
     def space(self, nbytes: int) -> memoryview:
         if not self._left:
@@ -85,7 +85,7 @@ class Direct:
 class Tiles:
     """A sink that collects whole rows, or a part of one long row, and cuts the blocks out of them."""
 
-    def __init__(self, close: Close, grid: Grid, blocks: dict[int, Block], buffer: memoryview) -> None:
+    def __init__(self, close: Close, grid: Grid, blocks: dict[int, BlockWriter], buffer: memoryview) -> None:
         self.digest = TreeDigest()
         self._close, self._grid, self._blocks, self._buffer = close, grid, blocks, buffer
         self._missing = grid.nbytes

@@ -13,7 +13,7 @@ from support.models import EVERY, build, read_hf
 from support.stored import assert_reads, bits, read
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ckptx.architecture.dialects import torchtitan
+from ckptx.architecture.trainer_naming import torchtitan
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
@@ -163,7 +163,7 @@ def test_experts_cut_by_rows_are_cut_in_torchtitans_one_tensor(tmp_path: Path) -
     pull = PullBack(rules, titan, lambda name, shape: cut(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False))
     found = pull.blocks("layers.0.moe.routed_experts.inner_experts.w1_EFD")
     assert found is not None
-    assert [(block.slot, block.region.offsets, block.region.sizes) for block in found] == [
+    assert [(block.rank_in_stage, block.region.offsets, block.region.sizes) for block in found] == [
         (0, (0, 0, 0), (4, 12, 32)), (1, (0, 12, 0), (4, 12, 32)),
     ]  # fmt: skip
 

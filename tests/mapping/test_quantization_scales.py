@@ -15,7 +15,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
 from ckptx.errors import InputError
-from ckptx.mapping.companions import parent_of, with_scales_of_blocks
+from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
 from ckptx.mapping.rules import NameRules
 
 BLOCK = 4

@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ckptx.architecture.dialects import torchtitan
 from ckptx.architecture.spec import Architecture, TiePair
+from ckptx.architecture.trainer_naming import torchtitan
 from ckptx.mapping.ops import Conversion
 
 _TORCHTITAN_ONLY = frozenset({"tok_embeddings.weight"})
 
 
-def dialect_of(architecture: Architecture, config: Mapping[str, Any], names: Collection[str]) -> tuple[Conversion, ...]:
+def trainer_naming_of(
+    architecture: Architecture, config: Mapping[str, Any], names: Collection[str]
+) -> tuple[Conversion, ...]:
     """The conversions from the names of a checkpoint to published ones; none when they are that already.
 
     Raises:
@@ -25,16 +27,16 @@ def dialect_of(architecture: Architecture, config: Mapping[str, Any], names: Col
     return torchtitan.conversions(architecture.class_name, config)
 
 
-def in_dialect(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:
+def in_trainer_naming(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:
     """The architecture under the names that `conversions` start from: its tensors and its ties."""
-    spellings: dict[str, list[str]] = {}
+    namings: dict[str, list[str]] = {}
     for conversion in conversions:
         if not conversion.ops:
-            spellings.setdefault(conversion.targets[0], []).append(conversion.sources[0])
+            namings.setdefault(conversion.targets[0], []).append(conversion.sources[0])
     ties = []
     for pair in architecture.ties:
-        target, source = pair.spellings[0]
-        spelled = tuple((t, s) for s in spellings.get(source, ()) for t in spellings.get(target, ()))
+        target, source = pair.namings[0]
+        spelled = tuple((t, s) for s in namings.get(source, ()) for t in namings.get(target, ()))
         if spelled:
             ties.append(TiePair(spelled, pair.flag, pair.is_primary))
     return dataclasses.replace(

@@ -1,7 +1,7 @@
-"""The spellings of a model's names that load into it: hub originals, saved files, without a prefix.
+"""The namings of a model's names that load into it: hub originals, saved files, without a prefix.
 
 transformers keeps a list of renamings per model. A renaming that only drops a prefix cannot be undone with
-certainty, so each subset of those is one dialect, and a spelling counts only if the loader maps it back to
+certainty, so each subset of those is one dialect, and a naming counts only if the loader maps it back to
 the parameter it came from.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 Rename = Callable[[str], str]
 
 
-def aligned_spellings(
+def aligned_namings(
     target: str,
     source: str,
-    dialects: list[Rename],
+    namings: list[Rename],
     load: Rename,
     prefix: str,
 ) -> tuple[tuple[str, str], ...]:
@@ -26,12 +26,12 @@ def aligned_spellings(
     Args:
         target: Model name of the alias.
         source: Model name it is tied to.
-        dialects: Functions from a model name to a disk name.
+        namings: Functions from a model name to a disk name.
         load: The loader's function from a disk name to a model name.
         prefix: Name of the base model inside the class, empty for none.
     """
     found: dict[tuple[str, str], None] = {(target, source): None}
-    for dialect in dialects:
+    for dialect in namings:
         pair = dialect(target), dialect(source)
         for variant in (pair, _without(pair, prefix)):
             if load(variant[0]) == target and load(variant[1]) == source:

@@ -19,14 +19,14 @@ from ckptx.catalog.region import Region, Shape, whole
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
-from ckptx.transfer.blocks import Block, Direct, Tiles
+from ckptx.transfer.block_writers import BlockWriter, Direct, Tiles
 from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
+from ckptx.transfer.digest_sink import stream_as
 from ckptx.transfer.grid import Grid, grid_of
 from ckptx.transfer.outfile import OutFile
 from ckptx.transfer.plan import CopyPlan, Run, Step
-from ckptx.transfer.shared import Part, RecordPart, SharedStep, joined
-from ckptx.transfer.sinks import stream_as
-from ckptx.transfer.small import HASH_NBYTES, SmallCopies, SmallCut, crc_note, small_cut
+from ckptx.transfer.small_tensors import HASH_NBYTES, SmallCopies, SmallSharding, crc_note, small_sharding
+from ckptx.transfer.split_tensor import RecordShare, Share, SplitTensor, joined
 from ckptx.transfer.stream import TensorReader
 
 BLOCK = 1 << 20
@@ -64,7 +64,7 @@ class CopyContext:
     tree: HeldDirectory
     journal: HeldDirectory
     resumed: bool
-    split: dict[tuple[int, int], SharedStep]
+    split: dict[tuple[int, int], SplitTensor]
     files: dict[int, OpenFile]
     leaves: dict[int, dict[int, bytes]]
     digests: dict[str, str]
@@ -85,7 +85,7 @@ class Buffers:
         return self._made[index]
 
 
-class _Cut(NamedTuple):
+class _StepSharding(NamedTuple):
     """How a tensor is cut, the same for all that are cut alike.
 
     `is_whole` says that one block is all of it; `small` is there for what fits into a buffer.
@@ -96,7 +96,7 @@ class _Cut(NamedTuple):
     sizes: tuple[int, ...]
     has_replicas: bool
     is_whole: bool
-    small: SmallCut | None
+    small: SmallSharding | None
 
 
 def _is_buffered(ends: list[tuple[OutFile, int]]) -> bool:
@@ -107,7 +107,7 @@ def _is_buffered(ends: list[tuple[OutFile, int]]) -> bool:
     return False
 
 
-class Pass:
+class CopyRun:
     """One pass over a run."""
 
     def __init__(self, copy: CopyContext, run: Run, reader: TensorReader, buffers: Buffers, worker: int) -> None:
@@ -121,7 +121,7 @@ class Pass:
             self._size //= 2
         self._outs: dict[str, OutFile] = {}
         self._small = SmallCopies(reader, buffers.get(0), self._outs, self._out)
-        self._cuts: dict[tuple[int, DType, Shape, bool], _Cut] = {}
+        self._cuts: dict[tuple[int, DType, Shape, bool], _StepSharding] = {}
         self._shared = copy.split[run.group, run.first] if run.rows is not None else None
         self._finished: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
         share = "" if run.rows is None else f"-{run.rows[0]}"
@@ -183,7 +183,7 @@ class Pass:
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
-    def _cut_of(self, step: Step) -> _Cut:
+    def _cut_of(self, step: Step) -> _StepSharding:
         chunks = step.target.chunks
         blocks = chunks.blocks if type(chunks) is CutChunks else None
         if blocks is None and len(chunks) > 1:
@@ -197,15 +197,15 @@ class Pass:
             cut = self._cuts[key] = self._make_cut(step, regions, replicas)
         return cut
 
-    def _make_cut(self, step: Step, regions: list[Region], has_replicas: bool) -> _Cut:
+    def _make_cut(self, step: Step, regions: list[Region], has_replicas: bool) -> _StepSharding:
         dtype, shape = step.target.dtype, step.target.shape
         frame_of = self._plan.frame_of if step.framed else None
         frames = tuple([frame_of(dtype, region.sizes) if frame_of else None for region in regions])
         sizes = tuple([dtype.nbytes(region.numel) for region in regions])
         is_whole = len(regions) == 1 and regions[0].sizes == shape
         grid = grid_of(dtype, shape, regions)
-        small = small_cut(grid, frames) if 0 < grid.nbytes <= BLOCK // 2 else None
-        return _Cut(grid, frames, sizes, has_replicas, is_whole, small)
+        small = small_sharding(grid, frames) if 0 < grid.nbytes <= BLOCK // 2 else None
+        return _StepSharding(grid, frames, sizes, has_replicas, is_whole, small)
 
     def _places(self, step: Step) -> Iterator[tuple[str, int]]:
         """File and offset of each block, frame included."""
@@ -214,7 +214,7 @@ class Pass:
             return zip(chunks.files, chunks.offsets, strict=True)
         return ((chunk.file, chunk.offset) for chunk in chunks)
 
-    def _share(self, step: Step, cut: _Cut) -> Grid:
+    def _share(self, step: Step, cut: _StepSharding) -> Grid:
         """The part of the grid that belongs to this run."""
         rows = self._run.rows
         return cut.grid if rows is None else cut.grid.share(*rows, step.target.shape[0])
@@ -230,7 +230,7 @@ class Pass:
             sink = Direct(self.close, grid, blocks)
         else:
             sink = Tiles(self.close, grid, blocks, self._buffers.get(0)[: self._size])
-        records: list[RecordPart] | None = None if self._shared is None else []
+        records: list[RecordShare] | None = None if self._shared is None else []
         if grid.nbytes:
             stream_as(self._reader, step.source, self._region(step), step.target.dtype, sink, records)
         for block in blocks.values():
@@ -243,7 +243,7 @@ class Pass:
             return whole(shape)
         return Region((rows[0],) + (0,) * (len(shape) - 1), (rows[1] - rows[0], *shape[1:]))
 
-    def _open_blocks(self, step: Step, cut: _Cut, grid: Grid) -> dict[int, Block]:
+    def _open_blocks(self, step: Step, cut: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
         """The blocks that get something from this run; where one begins, its head is written."""
         places = list(self._places(step))
         blocks = {}
@@ -254,19 +254,19 @@ class Pass:
             out = self._out(name, at if cell.begin else offset)
             if frame is not None and not cell.begin:
                 out.write(frame.head)
-            block = blocks[cell.block] = Block(out, at, cell.begin, nbytes, frame, not cut.is_whole)
+            block = blocks[cell.block] = BlockWriter(out, at, cell.begin, nbytes, frame, not cut.is_whole)
             if not nbytes:
                 self.close(block)
         return blocks
 
-    def close(self, block: Block) -> None:
+    def close(self, block: BlockWriter) -> None:
         """Writes what comes after a block that is complete; of a shared one, the last worker does that."""
         if block.frame is not None and self._shared is None:
             tail = block.frame.tail(block.crc)
             block.out.write(tail)
             block.at += len(tail)
 
-    def _copy_small(self, step: Step, cut: _Cut) -> bool:
+    def _copy_small(self, step: Step, cut: _StepSharding) -> bool:
         """Copies a tensor that fits into the buffer; False when it does not, or is no simple one."""
         source, target, small = step.source, step.target, cut.small
         if small is None or small.largest > self._size or target.dtype is not source.dtype:
@@ -282,7 +282,12 @@ class Pass:
         return True
 
     def _finish(
-        self, step: Step, cut: _Cut, blocks: dict[int, Block], tree: TreeDigest, records: list[RecordPart] | None
+        self,
+        step: Step,
+        cut: _StepSharding,
+        blocks: dict[int, BlockWriter],
+        tree: TreeDigest,
+        records: list[RecordShare] | None,
     ) -> None:
         """All of the tensor, or of its share, is in buffers or written."""
         note = b"".join(tree.leaves) or leaf_digest(b"")
@@ -291,16 +296,16 @@ class Pass:
         if records is None:
             self._copy.digests[step.target.name] = tree.digest().hex()
         else:
-            parts = [(index, Part(block.begin, block.nbytes, block.crc)) for index, block in blocks.items()]
+            parts = [(index, Share(block.begin, block.nbytes, block.crc)) for index, block in blocks.items()]
             self._join(step, cut, tree.leaves, parts, records)
 
     def _join(
         self,
         step: Step,
-        cut: _Cut,
+        cut: _StepSharding,
         leaves: list[bytes],
-        parts: list[tuple[int, Part]],
-        records: list[RecordPart],
+        parts: list[tuple[int, Share]],
+        records: list[RecordShare],
     ) -> None:
         """Tells the other workers on this tensor what this share found; the last one completes the blocks."""
         shared, rows = self._shared, self._run.rows
@@ -349,7 +354,7 @@ class Pass:
             at += len(note)
         return len(steps), at
 
-    def _is_on_disk(self, step: Step, cut: _Cut, grid: Grid, note: bytes) -> bool:
+    def _is_on_disk(self, step: Step, cut: _StepSharding, grid: Grid, note: bytes) -> bool:
         """True when the blocks lie in the target as they were noted; what they are is then entered as if written."""
         count = max(1, -(-grid.nbytes // digest.LEAF)) * _LEAF_NBYTES
         leaves = [note[at : at + _LEAF_NBYTES] for at in range(0, count, _LEAF_NBYTES)]
@@ -374,7 +379,7 @@ class Pass:
                 tail = frame.tail(crc)
                 if file.read(len(tail), start + cell.nbytes) != tail:
                     return False
-            parts.append((cell.block, Part(cell.begin, cell.nbytes, crc)))
+            parts.append((cell.block, Share(cell.begin, cell.nbytes, crc)))
         if hashes != note[count:]:
             return False
         if self._shared is None:

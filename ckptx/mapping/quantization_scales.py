@@ -5,9 +5,9 @@
     q_proj.weight  q_proj.weight.absmax          bitsandbytes
     experts.gate_up_proj_blocks, ..._scales      mxfp4
 
-A companion goes where its weight goes. Where the weight only gets another name, so does its companion. Where weights
+A scale goes where its weight goes. Where the weight only gets another name, so does its scale. Where weights
 are put together or taken apart, the scales of fp8 in blocks go through the same steps, as transformers does it; every
-other kind stays as it is, weights and companions, under the names it has.
+other kind stays as it is, weights and quantization scales, under the names it has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALSO_FOR_SCALES = frozenset({"merge", "unmerge", "concat", "chunk", "same", "tr
 
 
 class Parent(NamedTuple):
-    """The weight that a companion belongs to.
+    """The weight that a scale belongs to.
 
     Attributes:
         weight: Its name; the tensor itself need not be there.
@@ -34,16 +34,16 @@ class Parent(NamedTuple):
     weight: str
     base: str
 
-    def beside(self, companion: str, weight: str) -> str | None:
-        """The name of `companion` once its weight is called `weight`; None when that has another form of name."""
-        tail = companion[len(self.base) :]
+    def beside(self, scale: str, weight: str) -> str | None:
+        """The name of `scale` once its weight is called `weight`; None when that has another form of name."""
+        tail = scale[len(self.base) :]
         if self.base == self.weight:
             return weight + tail
         return weight.removesuffix(_WEIGHT) + tail if weight.endswith(_WEIGHT) else None
 
 
 def parents(name: str) -> Iterator[Parent]:
-    """The weights that `name` may be a companion of, the likeliest first."""
+    """The weights that `name` may be a scale of, the likeliest first."""
     module, _, leaf = name.rpartition(".")
     words = leaf.split("_")
     for end in range(len(words) - 1, 0, -1):
@@ -58,7 +58,7 @@ def parents(name: str) -> Iterator[Parent]:
 
 
 def parent_of(name: str, is_known: Callable[[str], bool]) -> Parent | None:
-    """The weight that `name` is a companion of; None for a tensor of its own.
+    """The weight that `name` is a scale of; None for a tensor of its own.
 
     Args:
         name: Of a tensor that is not known itself.

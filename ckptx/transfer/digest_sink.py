@@ -6,7 +6,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.transfer.digest import TreeDigest
-from ckptx.transfer.shared import RecordPart
+from ckptx.transfer.split_tensor import RecordShare
 from ckptx.transfer.stream import Sink, TensorReader
 
 _BUFFER = 1 << 20
@@ -34,7 +34,7 @@ def stream_as(
     region: Region,
     dtype: DType,
     sink: Sink,
-    parts: list[RecordPart] | None = None,
+    parts: list[RecordShare] | None = None,
 ) -> None:
     """Sends `region` of `entry` to `sink`, cast to `dtype` where it has another; `parts` as in `stream`."""
     if entry.dtype is not dtype:

@@ -8,10 +8,10 @@ from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.layout.parallel_dims import ParallelDims
 
 # A tensor, its pipeline stage, and what each rank of the stage holds of it.
-Cut = tuple[TensorEntry, int, tuple[Block, ...]]
+ShardedTensor = tuple[TensorEntry, int, tuple[Block, ...]]
 
 
-def by_stage(tensors: Iterable[Cut], dims: ParallelDims) -> list[list[tuple[TensorEntry, tuple[Block, ...]]]]:
+def by_stage(tensors: Iterable[ShardedTensor], dims: ParallelDims) -> list[list[tuple[TensorEntry, tuple[Block, ...]]]]:
     """Tensors and their blocks by stage, in the order given.
 
     Equal blocks become one object, so that what follows from them is computed once for all tensors cut alike.

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ckptx.catalog.entry import CutChunks, Frame, TensorEntry
+from ckptx.transfer.columns import cut_rows
 from ckptx.transfer.digest import crc32, hash_of, leaf_digest
 from ckptx.transfer.grid import Grid
 from ckptx.transfer.outfile import OutFile
 from ckptx.transfer.stream import TensorReader
-from ckptx.transfer.strips import cut_rows
 
 HASH_NBYTES = 8  # of a block, in the journal
 
@@ -25,7 +25,7 @@ def crc_note(crc: int) -> bytes:
     return crc.to_bytes(HASH_NBYTES, "little")
 
 
-class _Strip(NamedTuple):
+class _Column(NamedTuple):
     """A block as the part of a tensor in memory: `width` bytes at `column` of each row of `pitch` bytes.
 
     `begin` and `end` are the rows it is in, as bytes; `total` counts its frame, too.
@@ -41,10 +41,10 @@ class _Strip(NamedTuple):
     total: int
 
 
-class SmallCut(NamedTuple):
+class SmallSharding(NamedTuple):
     """How a small tensor is cut; `largest` is the length of its longest block, frame included."""
 
-    strips: tuple[_Strip, ...]
+    strips: tuple[_Column, ...]
     nbytes: int
     largest: int
 
@@ -57,7 +57,7 @@ class Copied(NamedTuple):
     ends: list[tuple[OutFile, int]]
 
 
-def small_cut(grid: Grid, frames: Sequence[Frame | None]) -> SmallCut:
+def small_sharding(grid: Grid, frames: Sequence[Frame | None]) -> SmallSharding:
     """The blocks of a grid, in its order."""
     strips = []
     for cell, frame in zip(grid.cells, frames, strict=True):
@@ -68,8 +68,8 @@ def small_cut(grid: Grid, frames: Sequence[Frame | None]) -> SmallCut:
         else:
             begin, end, pitch, column = cell.top * row, cell.bottom * row, row, cell.left
         width = cell.right - cell.left
-        strips.append(_Strip(begin, end, pitch, column, width, frame, cell.nbytes, cell.nbytes + around))
-    return SmallCut(tuple(strips), grid.nbytes, max(strip.total for strip in strips))
+        strips.append(_Column(begin, end, pitch, column, width, frame, cell.nbytes, cell.nbytes + around))
+    return SmallSharding(tuple(strips), grid.nbytes, max(strip.total for strip in strips))
 
 
 class SmallCopies:
@@ -88,7 +88,7 @@ class SmallCopies:
         """
         self._reader, self._tile, self._outs, self._open_out = reader, tile, outs, open_out
 
-    def copy(self, target: TensorEntry, source: TensorEntry, cut: SmallCut, is_whole: bool) -> Copied | None:
+    def copy(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding, is_whole: bool) -> Copied | None:
         """Copies `source`, which is simple, into the blocks of `target`; None when it turns out not to be simple."""
         if is_whole:
             return self._copy_whole(target, source, cut)
@@ -124,7 +124,7 @@ class SmallCopies:
             ends.append((out, offset + total))
         return Copied(leaf_digest(tile), b"".join(hashes), ends)
 
-    def _copy_whole(self, target: TensorEntry, source: TensorEntry, cut: SmallCut) -> Copied | None:
+    def _copy_whole(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding) -> Copied | None:
         """Reads into the buffer that is written next."""
         (strip,), (chunk,) = cut.strips, target.chunks
         offset, frame = chunk.offset, strip.frame

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ckptx.mapping.companions import parent_of
 from ckptx.mapping.name_index import fill
 from ckptx.mapping.ops import Conversion
+from ckptx.mapping.quantization_scales import parent_of
 
 # Index of a conversion, and the indices that what goes into it together shares.
 Run = tuple[int, tuple[int, ...]]
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where a tensor goes: into one run of a conversion.
 
     Attributes:
@@ -42,15 +42,15 @@ def named(pattern: str, fixed: tuple[int, ...], at: int) -> str:
 class Settled(NamedTuple):
     """Places of names, and the runs that stay as they are for the sake of what lies beside their weights."""
 
-    places: dict[str, Place | str | None]
+    places: dict[str, Destination | str | None]
     staying: set[Run]
 
 
-def with_companions(
-    places: dict[str, Place | str | None],
+def with_scales(
+    places: dict[str, Destination | str | None],
     conversions: Sequence[Conversion],
-    place_of: Callable[[str], Place | str | None],
-    renamed: Callable[[Place], str],
+    place_of: Callable[[str], Destination | str | None],
+    renamed: Callable[[Destination], str],
 ) -> Settled:
     """Gives what no rule knows but lies beside a weight a place beside it again.
 
@@ -67,13 +67,13 @@ def with_companions(
         weight = None if parent is None else place_of(parent.weight)
         if parent is None or weight is None:
             continue
-        new = parent.beside(name, renamed(weight) if isinstance(weight, Place) else weight)
-        if isinstance(weight, Place) and (new is None or _is_rebuilt(conversions[weight.conversion])):
+        new = parent.beside(name, renamed(weight) if isinstance(weight, Destination) else weight)
+        if isinstance(weight, Destination) and (new is None or _is_rebuilt(conversions[weight.conversion])):
             settled.staying.add(weight.run)
         else:
             found.append((name, new, weight))
     for name, new, weight in found:
-        if new is not None and new != name and not (isinstance(weight, Place) and weight.run in settled.staying):
+        if new is not None and new != name and not (isinstance(weight, Destination) and weight.run in settled.staying):
             places[name] = new
     return settled
 
@@ -82,7 +82,7 @@ def _is_rebuilt(conversion: Conversion) -> bool:
     return any(op.kind != "same" for op in conversion.ops)
 
 
-def renamed_at(conversions: Sequence[Conversion], place: Place) -> str:
+def renamed_at(conversions: Sequence[Conversion], place: Destination) -> str:
     """The name at a place of a conversion that only renames, or the first that what is there goes into."""
     targets = conversions[place.conversion].targets
     return named(targets[place.column if place.column < len(targets) else 0], place.fixed, place.at)

@@ -10,7 +10,7 @@ from ckptx.catalog.entry import Record
 from ckptx.transfer.digest import join_crc32
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """The CRC-32 of `nbytes` bytes that begin at `begin` of something."""
 
     begin: int
@@ -18,29 +18,29 @@ class Part(NamedTuple):
     crc: int
 
 
-class RecordPart(NamedTuple):
+class RecordShare(NamedTuple):
     """A part of a checksummed record of the source."""
 
     file: str
     record: Record
-    part: Part
+    part: Share
 
 
-class SharedStep:
+class SplitTensor:
     """Collects, for one tensor: the digests of its blocks, and CRC-32s of parts of target blocks and source records."""
 
     def __init__(self, shares: int) -> None:
         self._left = shares
         self._lock = threading.Lock()
         self.leaves: dict[int, bytes] = {}
-        self.blocks: dict[int, list[Part]] = {}
-        self.records: dict[tuple[str, Record], list[Part]] = {}
+        self.blocks: dict[int, list[Share]] = {}
+        self.records: dict[tuple[str, Record], list[Share]] = {}
 
     def add(
         self,
         leaves: Iterable[tuple[int, bytes]],
-        blocks: Iterable[tuple[int, Part]],
-        records: Iterable[RecordPart],
+        blocks: Iterable[tuple[int, Share]],
+        records: Iterable[RecordShare],
     ) -> bool:
         """Adds what one share found out; True for the last one."""
         with self._lock:
@@ -53,7 +53,7 @@ class SharedStep:
             return not self._left
 
 
-def joined(parts: Iterable[Part]) -> Part:
+def joined(parts: Iterable[Share]) -> Share:
     """Parts that follow each other as one; a gap ends it, as a share that an earlier run wrote leaves one."""
     begin = end = crc = 0
     for part in sorted(parts):
@@ -61,4 +61,4 @@ def joined(parts: Iterable[Part]) -> Part:
             break
         crc = join_crc32(crc, part.crc, part.nbytes)
         end += part.nbytes
-    return Part(begin, end, crc)
+    return Share(begin, end, crc)

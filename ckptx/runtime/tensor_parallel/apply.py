@@ -28,7 +28,7 @@ from ckptx.runtime.tensor_parallel.collectives import Ranks, own_part
 from ckptx.runtime.tensor_parallel.loss import use_sharded_loss
 from ckptx.runtime.tensor_parallel.plans import GATHERING, SPLITTING, Plan
 from ckptx.runtime.tensor_parallel.sequence import SequenceCut
-from ckptx.runtime.tensor_parallel.styles import EXPERTS, Cut, Held
+from ckptx.runtime.tensor_parallel.styles import EXPERTS, LocalParameter, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def unit_of(name: str) -> str:
 
 
 def _decision(plan: Plan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: int) -> Decision:
-    """As `ckptx reshard` decides: a companion of a weight follows it."""
+    """As `ckptx reshard` decides: a scale of a weight follows it."""
     module, _, leaf = name.rpartition(".")
     beside = f"{module}.weight"
     if leaf in ("weight", "bias") or beside not in shapes:
@@ -123,22 +123,22 @@ def _decision(plan: Plan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: 
     return decide(plan.cuts, name, shapes[name], tp, weight)
 
 
-def _cut_of(shape: tuple[int, ...], decision: Decision, tp: int) -> Cut | None:
+def _cut_of(shape: tuple[int, ...], decision: Decision, tp: int) -> Sharding | None:
     if decision.placement is None:
         return None
-    return Cut(shape, decision.placement.dim, tp_rectangles(shape, decision.placement, tp))
+    return Sharding(shape, decision.placement.dim, tp_rectangles(shape, decision.placement, tp))
 
 
-def _held(model: nn.Module, cuts: Mapping[int, Cut | None]) -> Iterator[tuple[str, Held]]:
+def _held(model: nn.Module, cuts: Mapping[int, Sharding | None]) -> Iterator[tuple[str, LocalParameter]]:
     """Every place of a parameter that is cut, with its full name."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             cut = cuts.get(id(parameter)) if parameter is not None else None
             if cut is not None:
-                yield (f"{path}.{name}" if path else name), Held(module, name, cut)
+                yield (f"{path}.{name}" if path else name), LocalParameter(module, name, cut)
 
 
-def _replace(held: list[tuple[str, Held]], ranks: Ranks) -> None:
+def _replace(held: list[tuple[str, LocalParameter]], ranks: Ranks) -> None:
     """Puts DTensors in the place of parameters; what was shared stays shared."""
     made: dict[int, nn.Parameter] = {}
     for _, (module, name, cut) in held:
@@ -149,7 +149,7 @@ def _replace(held: list[tuple[str, Held]], ranks: Ranks) -> None:
         module._parameters[name] = made[id(parameter)]
 
 
-def _sharded(parameter: nn.Parameter, cut: Cut, ranks: Ranks) -> nn.Parameter:
+def _sharded(parameter: nn.Parameter, cut: Sharding, ranks: Ranks) -> nn.Parameter:
     local = own_part(parameter.detach(), cut.dim, cut.regions[ranks.rank]).contiguous()
     sharded = DTensor.from_local(
         local,
@@ -162,7 +162,7 @@ def _sharded(parameter: nn.Parameter, cut: Cut, ranks: Ranks) -> nn.Parameter:
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _torch_placement(cut: Cut) -> TorchPlacement:
+def _torch_placement(cut: Sharding) -> TorchPlacement:
     groups = len(cut.regions[0])  # the first rank has a part of each
     widths = {sum(held[i].sizes[cut.dim] for held in cut.regions if len(held) > i) for i in range(groups)}
     if groups > 1 and len(widths) == 1:
@@ -199,7 +199,7 @@ def _runs(
                 return False  # shared with what a rule speaks of, or it sees the features of one rank only (Apertus)
             continue
         kind = STYLES[found[1].style]
-        if not plan.runs_on_shards(name) and (kind.cuts or found[1].origin == "user plan"):
+        if not plan.runs_on_shards(name) and (kind.cuts or found[1].decided_by == "user plan"):
             return False
         if placement is None and kind.cuts and not name.endswith("bias"):
             return False  # too small to be cut, while what fits to it is
@@ -216,7 +216,7 @@ def _is_of_activation(modules: Mapping[str, nn.Module], name: str) -> bool:
 def _is_by_head(plan: Plan, modules: Mapping[str, nn.Module], name: str, widths: Collection[int]) -> bool:
     """Whether a whole parameter may be of heads, of which a rank sees its own only: its gradient would be a part.
 
-    That is a norm with a row for each head, a norm as wide as a head that no rule speaks of (GLM-4.5), and a parameter
+    That is a norm with a row for each head, a norm as wide as a head that no rule matches (GLM-4.5), and a parameter
     of the attention module itself without a rule (Doge).
     """
     path, _, leaf = name.rpartition(".")
@@ -298,7 +298,7 @@ def _install(
     model: nn.Module,
     plan: Plan,
     ranks: Ranks,
-    held: list[tuple[str, Held]],
+    held: list[tuple[str, LocalParameter]],
     gathered: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Puts the styles on the modules: those of shards first, then what gathers around them."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ckptx.verification.inputs.insert import Batch, Insert, random_of
+from ckptx.verification.inputs.multimodal import Batch, MultimodalInput, random_of
 
 Config = Mapping[str, Any]
-Seen = Callable[[Config, int, torch.Generator], Insert]
+Seen = Callable[[Config, int, torch.Generator], MultimodalInput]
 # With the settings of its row; None for a config without the tower.
-Form = Callable[..., Insert | None]
+Form = Callable[..., MultimodalInput | None]
 
 SIDE = 2  # tokens that an image is high and wide, where the class takes images of any size
 

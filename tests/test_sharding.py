@@ -11,7 +11,6 @@ import pytest
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region
-from ckptx.cutting import Cutter, ShardedModel, placement_of, plan_of, read_plan
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
@@ -19,6 +18,7 @@ from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.rules import NameRules
+from ckptx.sharding import ShardedModel, Sharder, placement_of, plan_of, read_plan
 
 Shape = tuple[int, ...]
 
@@ -44,13 +44,13 @@ def mesh_of(
     """The cut of tensors of these names and shapes."""
     dims = ParallelDims(tp, pp, dp)
     known = TensorParallelPlan({pattern: Rule(style, "model plan") for pattern, style in plan.items()})
-    cutter = Cutter(known, dims, StageMap([STACK], pp), rules, replicate)
+    sharder = Sharder(known, dims, StageMap([STACK], pp), rules, replicate)
     tensors = {name: TensorEntry(name, BY_NAME[dtype], shape, ()) for name, shape in shapes.items()}
-    return cutter.place(tensors, unknown)
+    return sharder.place(tensors, unknown)
 
 
 def held(mesh: ShardedModel, name: str) -> list[tuple[int, Shape, Shape]]:
-    return [(slot, *region) for slot, region, _ in mesh.placed[name].blocks]
+    return [(rank_in_stage, *region) for rank_in_stage, region, _ in mesh.placed[name].blocks]
 
 
 # Stages
@@ -114,7 +114,7 @@ def test_tp_then_fsdp_by_rank() -> None:
 
 def test_what_tp_does_not_cut_goes_to_every_rank_if_asked() -> None:
     mesh = mesh_of({"model.norm.weight": (5,)}, replicate=True, dp=2)
-    assert [(slot, replica) for slot, _, replica in mesh.placed["model.norm.weight"].blocks] == [
+    assert [(rank_in_stage, replica) for rank_in_stage, _, replica in mesh.placed["model.norm.weight"].blocks] == [
         (0, False), (1, True), (2, False), (3, True),
     ]  # fmt: skip
 
@@ -233,8 +233,8 @@ def test_cuts_inside_heads_are_listed() -> None:
     known = TensorParallelPlan({"model.layers.*.q": Rule("colwise", "model plan", heads=((2, 4),))})
     tensors = {"model.layers.0.q.weight": TensorEntry("", BY_NAME["F32"], (8, 4), ())}
     for tp, unaligned in ((2, []), (4, list(tensors))):
-        cutter = Cutter(known, ParallelDims(tp), StageMap([STACK], 1), None, False)
-        assert cutter.place(tensors, []).unaligned == unaligned
+        sharder = Sharder(known, ParallelDims(tp), StageMap([STACK], 1), None, False)
+        assert sharder.place(tensors, []).unaligned == unaligned
 
 
 # Placements told from blocks
@@ -267,7 +267,7 @@ def test_a_placement_is_told_from_its_blocks(shape: Shape, placement: Placement,
     ],
 )
 def test_blocks_that_no_placement_gives(regions: list[tuple[Shape, Shape]]) -> None:
-    blocks = [Block(slot, Region(*region)) for slot, region in enumerate(regions)]
+    blocks = [Block(rank_in_stage, Region(*region)) for rank_in_stage, region in enumerate(regions)]
     assert placement_of((4, 4), blocks, 2) is None
 
 

@@ -12,7 +12,7 @@ Batch = dict[str, torch.Tensor]
 LENGTH = 12  # tokens of text in a row
 
 
-class Insert(NamedTuple):
+class MultimodalInput(NamedTuple):
     """One image or one sound in every row.
 
     Attributes:

@@ -20,16 +20,16 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut, tp_rectangles
 from ckptx.layout.stages import StageMap
 from ckptx.layout.tensor_parallel_plan import Decision, TensorParallelPlan, decide
-from ckptx.mapping.companions import SCALE_OF_BLOCKS
+from ckptx.mapping.destinations import Destination
 from ckptx.mapping.names import pattern_of
-from ckptx.mapping.places import Place
 from ckptx.mapping.pull_back import PullBack
+from ckptx.mapping.quantization_scales import SCALE_OF_BLOCKS
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import PLAN_BYTES
 
-_PREDICTORS = ("mtp", "nextn", "eagle")  # heads for further tokens, which follow the last layer
+_MTP = ("mtp", "nextn", "eagle")  # MTP layers, which follow the last layer
 
 
 class Placed(NamedTuple):
@@ -74,7 +74,7 @@ class ShardedModel:
                     "tensors": 1,
                     "dim": None if placement is None else placement.dim,
                     "groups": None if placement is None or len(placement.groups) == 1 else list(placement.groups),
-                    "rule": decision.origin,
+                    "rule": decision.decided_by,
                     "reason": decision.reason,
                     "aligned": decision.aligned,
                 }
@@ -125,7 +125,7 @@ def plan_of(
 
 
 @dataclass(slots=True)
-class Cutter:
+class Sharder:
     """Decides, tensor by tensor.
 
     Attributes:
@@ -174,9 +174,9 @@ class Cutter:
         return self.stages.stage_of(model_name or name)
 
     def _stage_of_unknown(self, name: str) -> int:
-        """With the layer it belongs to; predictors of further tokens with the last."""
+        """With the layer it belongs to; MTP layers with the last."""
         first = name.removeprefix("model.").partition(".")[0]
-        return self.dims.pp - 1 if first.startswith(_PREDICTORS) else self.stages.stage_of(name)
+        return self.dims.pp - 1 if first.startswith(_MTP) else self.stages.stage_of(name)
 
 
 class _Decisions:
@@ -184,7 +184,7 @@ class _Decisions:
 
     def __init__(self, plan: TensorParallelPlan, tp: int, rules: NameRules | None, shapes: Mapping[str, Shape]) -> None:
         self._plan, self._tp, self._rules, self._shapes = plan, tp, rules, shapes
-        self._places: Mapping[str, Place | str | None] = {} if rules is None else rules.places(shapes)
+        self._places: Mapping[str, Destination | str | None] = {} if rules is None else rules.places(shapes)
         self._has_indices = any(part.isdecimal() for pattern in plan.patterns() for part in pattern.split("."))
         self._known: dict[tuple[object, ...], Decision] = {}
         self._of_targets: dict[str, Decision] = {}
@@ -221,7 +221,7 @@ class _Decisions:
             weight = self._shapes[beside], self.of(beside).placement
         model_name = self.model_name(name)
         place = self._places.get(name)
-        if weight is None and isinstance(place, Place) and self._is_rebuilt(place):
+        if weight is None and isinstance(place, Destination) and self._is_rebuilt(place):
             return self._seen_from_disk(name)
         key = (model_name if self._has_indices else pattern_of(model_name or name), shape, weight)
         decision = self._known.get(key)
@@ -229,7 +229,7 @@ class _Decisions:
             decision = self._known[key] = decide(self._plan, model_name or name, shape, self._tp, weight)
         return decision
 
-    def _is_rebuilt(self, place: Place) -> bool:
+    def _is_rebuilt(self, place: Destination) -> bool:
         """True when the model holds it in another form, not only under another name or its rows reordered."""
         ops = () if self._rules is None else self._rules.conversions[place.conversion].ops
         return any(op.kind != "permute_rope" for op in ops)
@@ -244,7 +244,7 @@ class _Decisions:
             return known
         decision = self._pulled_decision(name, shape)
         place = self._places[name]
-        if isinstance(place, Place) and self._rules is not None and not self._has_indices:
+        if isinstance(place, Destination) and self._rules is not None and not self._has_indices:
             target = self._of_targets.get(self.model_name(name) or "")
             dim = target.placement.dim if target is not None and target.placement is not None else None
             ops = self._rules.conversions[place.conversion].ops
@@ -264,7 +264,7 @@ class _Decisions:
         if placement is None:
             return _UNCUT
         reason = f"{decision.reason} of the model's tensor"
-        return Decision(placement, decision.origin, reason, decision.aligned)
+        return Decision(placement, decision.decided_by, reason, decision.aligned)
 
     def _blocks_of(self, target: str, shape: Shape) -> tuple[Block, ...]:
         """The cut of a tensor of the model."""
@@ -279,7 +279,7 @@ def placement_of(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement | 
     """The placement that gives each TP rank exactly its `blocks`; None when there is none."""
     held: list[list[Region]] = [[] for _ in range(tp)]
     for block in blocks:
-        held[block.slot].append(block.region)
+        held[block.rank_in_stage].append(block.region)
     cut_dims = [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in held[0])]
     if len(cut_dims) != 1:
         return None
