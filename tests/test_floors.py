@@ -24,7 +24,7 @@ FLOORS = (
     ("layout", "mapping"),
     ("formats", "architecture", "transfer", "ranks"),
     ("view", "publishing"),
-    ("runtime", "report", "cutting", "options", "counting", "fit"),
+    ("runtime", "report", "sharding", "options", "counting", "fit"),
     ("conversion", "inspection", "difference", "verification"),
     ("robustness",),
     ("cli", "__main__"),

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.mapping.test_companions import KINDS
 
 import ckptx
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
+from tests.mapping.test_quantization_scales import KINDS
 from tests.writers import SINGLE, Value, value, write_hf
 
 pytest.importorskip("transformers")  # the shapes of a class with experts may come from its model
