@@ -167,7 +167,7 @@ def test_an_expert_on_disk_is_cut_as_the_fused_tensor_is() -> None:
         for name in ("gate", "up"):  # half of the rows of each, as a rank has them of [gate|up]
             assert held(mesh, f"disk.0.experts.{expert}.{name}") == [(0, (0, 0), (2, 6)), (1, (2, 0), (2, 6))]
         assert held(mesh, f"disk.0.experts.{expert}.down") == [(0, (0, 0), (6, 2)), (1, (0, 2), (6, 2))]
-    assert {placed.decision.origin for placed in mesh.placed.values()} == {"model plan"}
+    assert {placed.decision.decided_by for placed in mesh.placed.values()} == {"model plan"}
 
 
 def test_experts_of_a_layer_lie_on_its_stage() -> None:
@@ -189,7 +189,7 @@ def test_a_fused_projection_that_the_model_splits_is_cut_in_its_parts() -> None:
 def test_a_fused_projection_of_parts_that_are_cut_differently_is_whole() -> None:
     mesh = mesh_of({"disk.3.qkv": (24, 5)}, rules=EXPERTS, plan={"model.layers.*.q": "colwise"})
     assert held(mesh, "disk.3.qkv") == [(0, (0, 0), (24, 5))]
-    assert mesh.placed["disk.3.qkv"].decision.origin == "default"
+    assert mesh.placed["disk.3.qkv"].decision.decided_by == "default"
 
 
 def test_another_name_alone_changes_nothing() -> None:

@@ -115,7 +115,7 @@ def measured_row(class_name: str) -> Row:
     known, seed = None, {}
     for seed in starts(model_type):
         try:
-            known = meta_model.derive(cls, builder, seed, origin="table")
+            known = meta_model.derive(cls, builder, seed, known_from="table")
             break
         except Exception:  # whatever the class raises: the next seed, or a row without names
             continue
@@ -151,7 +151,7 @@ def _exchangeable(
         types = [str(nested.model_type)]
         for model_type in TEXT_TYPES if known.ties and key == "text_config" else ():
             try:
-                other = meta_model.derive(cls, builder, {key: {"model_type": model_type}}, origin="table")
+                other = meta_model.derive(cls, builder, {key: {"model_type": model_type}}, known_from="table")
             except Exception:  # a text model that does not fit is not listed
                 continue
             if meta_model.Names.of(known).put_into(other) == known:

@@ -128,9 +128,9 @@ def test_layer_ties_come_from_the_real_config() -> None:
 def test_an_exchanged_text_model_is_built() -> None:
     llava = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
     measured = find_architecture({**llava, "text_config": {"model_type": "mistral"}})
-    assert measured is not None and measured.origin == "table"
+    assert measured is not None and measured.known_from == "table"
     gemma = find_architecture({**llava, "text_config": {"model_type": "gemma"}})
-    assert gemma is not None and gemma.origin == "meta model"
+    assert gemma is not None and gemma.known_from == "meta model"
     assert gemma.ties[0].flag.effective({}), "a Gemma text model ties by default, and Llava forwards it"
     assert not measured.ties[0].flag.effective({})
 
@@ -295,8 +295,8 @@ def test_a_class_name_with_other_code_is_another_class() -> None:
     }
     same = find_architecture({**own, "model_type": "deepseek_v3"})
     other = find_architecture({**own, "model_type": "kimi_k2"})
-    assert same is not None and same.origin == "table"
-    assert other is not None and other.origin == "suffix table"
+    assert same is not None and same.known_from == "table"
+    assert other is not None and other.known_from == "suffix table"
 
 
 def test_a_text_class_over_a_composite_config_reads_the_nested_flag() -> None:

@@ -45,7 +45,7 @@ def test_the_model_s_own_plan_names_its_version() -> None:
     plan = known("LlamaForCausalLM").tensor_parallel_plan({})
     pattern, rule = plan.rule_for("model.layers.3.self_attn.q_proj.weight") or ("", None)
     assert pattern == "model.layers.*.self_attn.q_proj"
-    assert rule is not None and rule.style == "colwise" and rule.origin == "model plan (transformers 5.23.0)"
+    assert rule is not None and rule.style == "colwise" and rule.decided_by == "model plan (transformers 5.23.0)"
     assert plan.rule_for("model.norm.weight") is None
     assert {rule.style for rule in plan.rules.values()} == {
         "colwise", "rowwise", "embedding_rowwise", "colwise_gather_output",

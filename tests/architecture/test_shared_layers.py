@@ -43,7 +43,7 @@ def test_the_table_and_the_built_class_agree(
     period = {} if blocks is None or class_name.startswith("ZambaFor") else {"num_mem_blocks": blocks}
     config = config_of(class_name, kinds, **flags, **period)
     ours, built = find_architecture(config), meta_model.introspect(config)
-    assert ours is not None and built is not None and ours.origin == "table"
+    assert ours is not None and built is not None and ours.known_from == "table"
     assert set(ours.ties) == set(built.ties) and len(ours.ties) == len(built.ties)
     assert all(ours.owns(name) for pair in ours.ties for spelled in pair.namings for name in spelled)
     assert built.name_patterns <= ours.name_patterns

@@ -73,7 +73,7 @@ def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: st
     assert found is not None
     cls = meta_model.known_class(class_name)
     assert cls is not None
-    default = meta_model.derive(cls, meta_model.default_builder(cls), {}, origin="table")
+    default = meta_model.derive(cls, meta_model.default_builder(cls), {}, known_from="table")
     assert default.name_patterns <= found.name_patterns and set(default.ignored) <= set(found.ignored)
     ours, theirs = found.structure, default.structure
     assert theirs.plan.items() <= ours.plan.items() and theirs.heads.items() <= ours.heads.items()

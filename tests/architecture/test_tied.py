@@ -161,7 +161,7 @@ def test_a_checkpoint_of_something_else_is_not_judged() -> None:
 
 def test_an_unknown_class_is_never_refused() -> None:
     unknown = find_architecture({"architectures": ["XForCausalLM"], "auto_map": {"AutoModel": "x.X"}})
-    assert unknown is not None and unknown.origin == "suffix table"
+    assert unknown is not None and unknown.known_from == "suffix table"
     assert only(decide(unknown, {}, disk(EMBED))).action == "none"
     tied = only(decide(unknown, {"text_config": TIED}, disk(EMBED)))
     assert (tied.action, tied.target) == ("alias", HEAD)

@@ -165,7 +165,7 @@ def test_a_rule_of_a_style_that_nobody_knows_is_refused() -> None:
 def test_a_style_cuts(style: str, name: str, shape: Shape, placement: Placement | None) -> None:
     found = decided(style, name, shape)
     assert found.placement == placement
-    assert found.known_from == "model plan"
+    assert found.decided_by == "model plan"
     assert found.aligned
     assert found.reason
 

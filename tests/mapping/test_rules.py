@@ -28,7 +28,7 @@ MORE = tuple(name for name in EVERY if name not in MODELS)
 def rules_of(model: Any, saved: Path, **settings: Any) -> NameRules:
     config, _ = type(model).config_class.get_config_dict(saved)  # reads infinities, which plain JSON lacks
     known = find_architecture(config)
-    assert known is not None and known.origin == "table"
+    assert known is not None and known.known_from == "table"
     return NameRules(known.conversions(config), known.base_prefix, known.model_names, **settings)
 
 
