@@ -23,7 +23,7 @@ from ckptx.transfer.block_writers import BlockWriter, Direct, Tiles
 from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
 from ckptx.transfer.digest_sink import stream_as
 from ckptx.transfer.grid import Grid, grid_of
-from ckptx.transfer.outfile import OutFile
+from ckptx.transfer.outfile import FileDigests, OutFile
 from ckptx.transfer.plan import CopyPlan, Run, Step
 from ckptx.transfer.small_tensors import HASH_NBYTES, SmallCopies, SmallSharding, crc_note, small_sharding
 from ckptx.transfer.split_tensor import RecordShare, Share, SplitTensor, joined
@@ -32,7 +32,7 @@ from ckptx.transfer.stream import TensorReader
 BLOCK = 1 << 20
 _LEAST_BLOCK = 64 << 10
 # Buffers of all files of a group together: what is cut apart should still be in the cache when it is written.
-_GROUP_BUFFERS = 1 << 20
+_GROUP_BUFFERS = 4 << 20
 _DIRECT = 64 << 10  # a row of a block this long is worth a system call
 
 _LEAF_NBYTES = 16  # of a digest in the journal
@@ -54,7 +54,7 @@ class CopyContext:
         resumed: Files and journal of an interrupted run may be there.
         split: By group and step of a large tensor: what the passes that copy parts of it tell each other.
         files: The target files, by index in the plan.
-        leaves: Digests of the blocks of each target file: index in the plan -> number of the block -> digest.
+        file_digests: What is known of the digest of each target file, by index in the plan.
         digests: Of each finished tensor, by target name.
         written: Bytes written, by worker.
         stop: Set when a pass failed or the run is interrupted.
@@ -66,7 +66,7 @@ class CopyContext:
     resumed: bool
     split: dict[tuple[int, int], SplitTensor]
     files: dict[int, OpenFile]
-    leaves: dict[int, dict[int, bytes]]
+    file_digests: dict[int, FileDigests]
     digests: dict[str, str]
     written: list[int]
     stop: Event
@@ -138,7 +138,7 @@ class CopyRun:
             for step in steps[done:]:
                 self._copy_step(step)
             for out in self._outs.values():
-                out.flush()
+                out.leave()
             self._note_finished()
         finally:
             self._journal.close()
@@ -160,7 +160,7 @@ class CopyRun:
             self._copy.files[file],
             self._plan.files[file].nbytes,
             self._buffers.get(number + 1)[: self._size],
-            self._copy.leaves[file],
+            self._copy.file_digests[file],
             self._on_write,
             position,
         )

@@ -21,6 +21,7 @@ from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
 from ckptx.transfer.copy_run import BLOCK, Buffers, Cancelled, CopyContext, CopyRun
 from ckptx.transfer.digest import TreeDigest, tree_digest
+from ckptx.transfer.outfile import FileDigests
 from ckptx.transfer.plan import CopyPlan, Run
 from ckptx.transfer.split_tensor import SplitTensor
 from ckptx.transfer.stream import TensorReader
@@ -114,7 +115,7 @@ class Copy:
         self.workers = max(1, min(workers, len(runs)))
         self.memory_each = max_memory // self.workers
         self.outcome = Outcome()
-        self.leaves: dict[int, dict[int, bytes]] = {index: {} for index in self.files}
+        self.file_digests = {index: FileDigests() for index in self.files}
         self.targets: dict[int, OpenFile] = {}
         self.errors: list[BaseException] = []
         self.stop = threading.Event()
@@ -127,7 +128,7 @@ class Copy:
             resumed,
             _split_steps(runs),
             self.targets,
-            self.leaves,
+            self.file_digests,
             self.outcome.digests,
             self.written,
             self.stop,
@@ -184,15 +185,14 @@ class Copy:
             self.outcome.unrecorded += reader.unrecorded
 
     def _digest_files(self) -> None:
-        """Joins the digests of file blocks; blocks that straddle two runs are read back, they are in the page cache."""
-        size = digest.LEAF
-        missing: deque[tuple[int, int]] = deque()
+        """Joins the digests of file blocks; what straddles two runs is read back, it is in the page cache."""
+        missing: deque[tuple[int, int, int]] = deque()
         for index in self.files:
-            nbytes, leaves = self.plan.files[index].nbytes, self.leaves[index]
+            nbytes = self.plan.files[index].nbytes
             found = self.targets[index].size
             if found != nbytes:
                 raise self._cut_short(index, found)
-            missing += [(index, leaf) for leaf in range(-(-nbytes // size)) if leaf not in leaves]
+            missing += [(index, *each) for each in self.file_digests[index].missing(nbytes)]
         readers = [
             threading.Thread(target=self._read_back, args=(missing,), daemon=True)
             for _ in range(min(self.workers, len(missing)))
@@ -204,7 +204,7 @@ class Copy:
         if self.errors:
             raise self.errors[0]
         for index in self.files:
-            file, leaves = self.plan.files[index], self.leaves[index]
+            file, leaves = self.plan.files[index], self.file_digests[index].leaves
             self.outcome.file_digests[file.name] = tree_digest(leaves[leaf] for leaf in sorted(leaves)).hex()
 
     def _cut_short(self, index: int, found: int) -> OutputError:
@@ -214,25 +214,25 @@ class Copy:
             "staging directory, nothing was published, run again"
         )
 
-    def _read_back(self, missing: deque[tuple[int, int]]) -> None:
-        """Digests blocks of files, until none is left."""
+    def _read_back(self, missing: deque[tuple[int, int, int]]) -> None:
+        """Digests the rest of blocks of files, until none is left: file, block, position to begin at."""
         buffer = memoryview(bytearray(BLOCK))
         try:
             while missing:
                 try:
-                    index, leaf = missing.popleft()
+                    index, leaf, begin = missing.popleft()
                 except IndexError:
                     return
-                begin = leaf * digest.LEAF
-                end = min(begin + digest.LEAF, self.plan.files[index].nbytes)
-                tree = TreeDigest()
+                digests = self.file_digests[index]
+                end = min((leaf + 1) * digest.LEAF, self.plan.files[index].nbytes)
+                tree = digests.begun.get(begin) or TreeDigest()
                 for at in range(begin, end, BLOCK):
                     view = buffer[: min(BLOCK, end - at)]
                     got = self.targets[index].read_into(view, at)
                     if got != len(view):
                         raise self._cut_short(index, at + got)
                     tree.update(view, last=at + len(view) == end)
-                (self.leaves[index][leaf],) = tree.leaves
+                (digests.leaves[leaf],) = tree.leaves
         except BaseException as error:  # handed to the calling thread
             self.errors.append(error)
 

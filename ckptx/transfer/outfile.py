@@ -9,6 +9,27 @@ from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest
 
 
+class FileDigests:
+    """What is known of the digest of a file that several passes write.
+
+    Attributes:
+        leaves: Digests of whole blocks, by number.
+        begun: Of blocks of which the bytes came by in order up to some position; by that position.
+    """
+
+    __slots__ = ("begun", "leaves")
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, bytes] = {}
+        self.begun: dict[int, TreeDigest] = {}
+
+    def missing(self, nbytes: int) -> list[tuple[int, int]]:
+        """Blocks of a file of `nbytes` that are not digested: number, and the position from which on it is."""
+        begun = {position // digest.LEAF: position for position in self.begun}
+        count = -(-nbytes // digest.LEAF)
+        return [(leaf, begun.get(leaf, leaf * digest.LEAF)) for leaf in range(count) if leaf not in self.leaves]
+
+
 class OutFile:
     """One pass over a stretch of a target file.
 
@@ -20,14 +41,14 @@ class OutFile:
         fill: Bytes in it.
     """
 
-    __slots__ = ("_buffer", "_digest", "_file", "_leaves", "_on_write", "fill", "nbytes", "position")
+    __slots__ = ("_buffer", "_digest", "_digests", "_file", "_on_write", "fill", "nbytes", "position")
 
     def __init__(
         self,
         file: OpenFile,
         nbytes: int,
         buffer: memoryview,
-        leaves: dict[int, bytes],
+        digests: FileDigests,
         on_write: Callable[[int], None],
         position: int,
     ) -> None:
@@ -37,13 +58,13 @@ class OutFile:
             file: Open for writing.
             nbytes: What the file will have in all.
             buffer: Its size divides the size of a digest block.
-            leaves: Gets the digest of each block of the file that lies wholly inside this pass, by index.
+            digests: Gets the digest of each block of the file that this pass completes.
             on_write: Called with the number of bytes before they are written.
             position: Where to begin.
         """
         self.nbytes, self.position, self.fill = nbytes, position, 0
-        self._file, self._buffer, self._leaves, self._on_write = file, buffer, leaves, on_write
-        self._digest: TreeDigest | None = None
+        self._file, self._buffer, self._digests, self._on_write = file, buffer, digests, on_write
+        self._digest = digests.begun.pop(position, None)
 
     @property
     def end(self) -> int:
@@ -53,9 +74,9 @@ class OutFile:
     def seek(self, position: int) -> None:
         """Goes on at `position`."""
         if position != self.position + self.fill:
-            self.flush()
+            self.leave()
             self.position = position
-            self._digest = None
+            self._digest = self._digests.begun.pop(position, None)
 
     def space(self, nbytes: int) -> memoryview:
         """Room for the next bytes, at least one and at most `nbytes`."""
@@ -103,8 +124,14 @@ class OutFile:
         self.position = position
         self.fill = 0
 
+    def leave(self) -> None:
+        """Writes what is in the buffer; whoever goes on where it ends goes on with the digest of that block, too."""
+        self.flush()
+        if self._digest is not None:
+            self._digests.begun[self.position], self._digest = self._digest, None
+
     def _digest_piece(self, piece: memoryview, position: int) -> None:
-        """Digests blocks of the file that this pass writes from begin to end; the others are read back at the end."""
+        """Digests blocks of the file whose bytes come by in order; of the others, the rest is read back at the end."""
         if position % digest.LEAF == 0:
             self._digest = TreeDigest()
         if self._digest is None:
@@ -113,5 +140,5 @@ class OutFile:
         is_last = end == self.nbytes
         self._digest.update(piece, last=is_last)
         if is_last or end % digest.LEAF == 0:
-            self._leaves[(end - 1) // digest.LEAF] = self._digest.leaves[-1]
+            self._digests.leaves[(end - 1) // digest.LEAF] = self._digest.leaves[-1]
             self._digest = None
