@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from support.runner import CliRunner
 
 from ckptx.cli.main import cli
 from ckptx.report.report import SCHEMA_VERSION

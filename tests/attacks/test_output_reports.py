@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from support.runner import CliRunner
 
 import ckptx
 from ckptx.cli.main import cli

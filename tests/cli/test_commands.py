@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support.runner import CliRunner
 
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli

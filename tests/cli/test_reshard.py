@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support.runner import CliRunner
 
 from ckptx.cli.main import cli
 from tests.writers import LLAMA, Value, llama, names_in, value, write_dcp, write_hf

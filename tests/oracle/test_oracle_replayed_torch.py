@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support import replay_ranks
 from support.pool import GlooPool
 from support.replay_ranks import square, uneven
 from support.replayed import converted, index_of, loaded, names_of_tests, nbytes, save_part
+from support.runner import CliRunner
 from support.stock import assert_same_tensors, file_bytes
 from support.stock import load as stock_load
 from torch import nn

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.models import EVERY, VOCAB, Recipe, write
 from support.pool import GlooPool
+from support.runner import CliRunner
 
 import ckptx
 from ckptx.cli.main import cli

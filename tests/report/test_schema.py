@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from jsonschema import Draft202012Validator
+from support.runner import CliRunner
 
 from ckptx.cli.main import cli, commands
 from ckptx.report.schema import COMMANDS, schema

@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from support.runner import CliRunner
 
 from ckptx.cli.main import cli
 
