@@ -55,4 +55,6 @@ STYLES: dict[str, Kind] = {
     "local": Kind.REPLICATE,
     "gather": Kind.REPLICATE,
     "ep_router": Kind.REPLICATE,
+    "megamoe_router": Kind.REPLICATE,
+    "megamoe_experts": Kind.REPLICATE,
 }

@@ -114,10 +114,9 @@ def _answer(asked: Asked) -> Answers:
 
 
 def _styles() -> list[str]:
-    import transformers.distributed.expert_parallel  # noqa: F401 - registers its styles, and imports those of TP
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from support.installed import parallel_styles
 
-    return sorted(ALL_PARALLEL_STYLES)
+    return parallel_styles()
 
 
 def _sharded(shape: Shape, dim: int, tp: int) -> list[tuple[Shape, Shape]]:
@@ -162,12 +161,10 @@ def _model_by_rank(name: str, sizes: tuple[int, ...]) -> Model:
 
 def _read(model: Any, mesh: DeviceMesh) -> dict[str, Elements]:
     """What this rank reads of each parameter, as `from_pretrained` reads it."""
-    from transformers.distributed import DistributedConfig
+    from support.installed import cut_for_tensor_parallelism
     from transformers.distributed.sharding_utils import DtensorShardOperation
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    resolved, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
-    apply_tensor_parallelism(model, mesh, resolved)
+    cut_for_tensor_parallelism(model, mesh)
     read = {}
     for name, parameter in model.named_parameters():
         source = numbered(tuple(parameter.shape))
