@@ -1,4 +1,4 @@
-"""Fixtures for every test: signals as they are by default, and one pool of gloo processes for the session."""
+"""Fixtures for every test: signals as by default, no note on the version, one pool of gloo processes a session."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+from support.installed import IS_ASKED
 from support.pool import GlooPool
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,6 +36,15 @@ def signals_as_in_a_terminal() -> None:
     """Children inherit what is ignored: SIGHUP under nohup, SIGINT in the background of a script."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_note_on_the_version() -> Iterator[None]:
+    """That another transformers is installed is not said here: `architecture/test_model_files.py` has tests of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not IS_ASKED:
+            patch.setattr("ckptx.architecture.installed.version_note", lambda class_name: None)
+        yield
 
 
 @pytest.fixture(scope="session")

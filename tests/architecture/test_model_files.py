@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.installed import IS_ASKED, compares_the_files
 from support.tables import ROOT, build_tables_tool, known
 
 from ckptx.architecture import installed, model_files, table
@@ -21,6 +22,11 @@ from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
 from ckptx.architecture.rows import Row, decode_row, encode_rows
 from ckptx.architecture.table import lookup
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_note_on_the_version() -> None:
+    """Here it is said."""
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +131,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.rglob("*.json")}
 
 
+@compares_the_files
 def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables: ModuleType) -> None:
     transformers = Path(str(importlib.util.find_spec("transformers").origin)).parent / "models"  # type: ignore[union-attr]
     before = contents(copied)
@@ -149,6 +156,12 @@ def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables
     assert json.loads(after["llama.json"])["shapes"] == json.loads(before["llama.json"])["shapes"]
 
 
+def test_the_installed_transformers_is_noticed_where_it_is_another() -> None:
+    installed.version_note.cache_clear()
+    assert (installed.note_on(known("LlamaForCausalLM")) is None) is IS_ASKED
+
+
+@compares_the_files
 def test_another_transformers_is_noticed_where_its_code_differs(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.installed import ASKED, INSTALLED, compares_the_files
 from support.slow import slow_but
-from support.tables import build_tables_tool, known
+from support.tables import ROOT, build_tables_tool, known
 
 from ckptx.architecture import model_files, table
 from ckptx.architecture.patterns import pack, regex_for_patterns, unpack
@@ -45,13 +46,18 @@ def build_tables() -> ModuleType:
 # -------------------------------------------------------------------- agreement with transformers
 
 
-def test_table_was_made_from_the_installed_transformers() -> None:
-    from importlib.metadata import version
-
-    assert model_files.index()["transformers"] == version("transformers"), "run `make tables`"
+def test_table_was_made_from_the_transformers_that_make_test_has() -> None:
+    pins = [
+        re.search(r"^transformers==(\S+)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+        for name in ("constraints.txt", "constraints-oldest.txt")
+    ]
+    newest, oldest = (found[1] for found in pins if found)
+    assert newest == ASKED, "run `make tables`"
+    assert INSTALLED in (newest, oldest), "neither `make test` nor `make test-oldest` made this environment"
 
 
 @pytest.mark.sampled(4)
+@compares_the_files
 @pytest.mark.parametrize("class_name", slow_but(SAMPLE, FAST))
 def test_a_row_equals_the_meta_model(class_name: str, build_tables: ModuleType) -> None:
     assert build_tables.measured_row(class_name) == table.find_row(class_name)
@@ -65,6 +71,7 @@ def test_a_wrong_row_differs_from_the_meta_model(build_tables: ModuleType) -> No
 
 
 @pytest.mark.sampled(3)
+@compares_the_files
 @pytest.mark.parametrize("class_name", [name for name in SAMPLE if lookup(name) is not None])
 def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: str) -> None:
     from ckptx.architecture import meta_model
@@ -84,6 +91,7 @@ def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: st
     assert meta_model.Names.of(default).put_into(found) == default
 
 
+@compares_the_files
 @pytest.mark.slow
 def test_every_class_equals_its_meta_model(build_tables: ModuleType) -> None:
     if importlib.util.find_spec("timm"):

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.distributed import DistributedConfig
-from transformers.distributed.checkpoint import _load_model_checkpoint_distributed
 
 Plan = Mapping[str, tuple[int, int | None]]
 
@@ -111,6 +110,8 @@ def distributed(hf: Path, how: str, world_size: int) -> Any:
 
 def load_pretrained(rank: int, world_size: int, checkpoint: Path, hf: Path, how: str) -> list[str]:
     """Loads sharded safetensors into a distributed model of other weights; names of parameters that are wrong after."""
+    from transformers.distributed.checkpoint import _load_model_checkpoint_distributed
+
     model = distributed(hf, how, world_size)
     with torch.no_grad():
         for parameter in model.parameters():

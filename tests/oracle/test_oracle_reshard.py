@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.installed import reads_sharded_files
 from support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
 from support.reshard import (
     Held,
@@ -130,6 +131,7 @@ def test_cut_safetensors(model: Model, tmp_path: Path, tp: int, pp: int, dp: int
         assert twice == [], name
 
 
+@reads_sharded_files
 def test_a_head_that_the_loader_ties_is_warned_of(tmp_path: Path) -> None:
     model = made("t5-v1.1", tmp_path / "hf")
     report = ckptx.reshard(model.hf, tmp_path / "cut", to="safetensors", tp=2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import reshard_ranks
+from support.installed import compares_the_files
 from support.models import EVERY, read_hf, write
 from support.pool import GlooPool
 from support.reshard import Held as Rectangle
@@ -140,6 +141,7 @@ def rows_of(local: Elements, dp: int, index: int) -> Indices:
 
 
 @pytest.mark.sampled(5)
+@compares_the_files
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import models
+from support.installed import READS_SHARDED_FILES, reads_sharded_files
 from support.models import Recipe, assert_same_outputs, load, outputs, read_hf, tokens, write
 from support.pool import GlooPool
 from support.stock import assert_same_tensors, raw
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank,
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers.distributed import consolidate_distributed_checkpoint
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH
@@ -99,12 +99,16 @@ def test_without_a_rank_what_torch_saved_is_refused_where_stock_torch_loads_it(p
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", ["tp", "fsdp"])
+@pytest.mark.parametrize("how", [pytest.param("tp", marks=reads_sharded_files), "fsdp"])
 def test_what_transformers_saves_distributed_is_opened(pool: GlooPool, hf: Path, tmp_path: Path, how: str) -> None:
     pool.run(cut_ranks.save_pretrained, 2, hf, tmp_path / "saved", how)
     catalog = open_checkpoint(tmp_path / "saved")
-    assert catalog.format == "sharded"
     assert catalog.config is not None
+    if not READS_SHARDED_FILES:  # it consolidates what it saved, and leaves the files of the ranks below
+        assert catalog.format == "huggingface"
+        assert_holds(catalog, read_hf(hf))
+        catalog = open_checkpoint(tmp_path / "saved" / "sharded")
+    assert catalog.format == "sharded"
     assert_holds(catalog, read_hf(hf))
     assert max(len(entry.chunks) for entry in catalog.tensors.values()) == 2
 
@@ -247,13 +251,16 @@ def test_stock_loaders_read_cut_safetensors_whole(hf: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.sampled(1)
+@reads_sharded_files
 @pytest.mark.parametrize("how", ["tp", "pp"])
 def test_transformers_loads_cut_safetensors_on_two_ranks(pool: GlooPool, hf: Path, tmp_path: Path, how: str) -> None:
     root = write_cut("sharded", tmp_path / "cut", hf)
     assert pool.run(cut_ranks.load_pretrained, 2, root, hf, how) == [[]] * 2
 
 
-@pytest.mark.parametrize("how", ["torch", "torch on every rank", "transformers"])
+@pytest.mark.parametrize(
+    "how", ["torch", "torch on every rank", pytest.param("transformers", marks=reads_sharded_files)]
+)
 def test_cut_safetensors_are_consolidated(hf: Path, tmp_path: Path, how: str) -> None:
     root, out = write_cut("sharded", tmp_path / "cut", hf), tmp_path / "out"
     out.mkdir()
@@ -261,6 +268,8 @@ def test_cut_safetensors_are_consolidated(hf: Path, tmp_path: Path, how: str) ->
     if how == "torch":
         consolidate_safetensors_files(str(root), str(out), files)
     elif how == "transformers":
+        from transformers.distributed import consolidate_distributed_checkpoint
+
         consolidate_distributed_checkpoint(root, out)
     else:
         consolidate_safetensors_files_on_every_rank(str(root), str(out), files)

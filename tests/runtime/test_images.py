@@ -11,11 +11,13 @@ import pytest
 import torch
 import transformers
 from support.corrections import layers_rows, with_inputs
+from support.installed import INSTALLED, IS_ASKED
 from support.models import EVERY, randomise
 from support.slow import slow_but
 from support.vision_models import TINY, tiny
 from torch import nn
 
+from ckptx.architecture.model_files import index
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 
@@ -135,6 +137,8 @@ def test_the_image_of_a_row_changes_its_logits_and_trains_tower_and_projector(mo
     model = looking(model_type)
     inputs = inputs_for(config_of(model))
     assert "images" in inputs.kinds and "images" not in inputs.missing
+    if model_type == "minimax_m3_vl" and not IS_ASKED:
+        pytest.skip(f"in transformers {INSTALLED} its tower looks from each image at those of other rows")
     assert rows_that_change(model, inputs) == [False, True]
     found = untrained(model, inputs)
     assert not {name for name in found if not re.match(UNTRAINED.get(model_type, "$never"), name)}
@@ -155,6 +159,9 @@ def test_sizes_of_released_models(model_type: str) -> None:
 def test_every_registered_class_with_a_tower_has_an_image() -> None:
     types = set()
     for name, paths in layers_rows().items():
+        if not hasattr(transformers, name):
+            types.add(str(index()["classes"][name]))
+            continue
         config_class = getattr(transformers, name).config_class
         if paths.vision or config_class.model_type == "gemma4_unified":
             types.add(config_class.model_type)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.corrections import changed
+from support.installed import INSTALLED, has_model
 from support.models import EVERY, write
 from support.pool import GlooPool
 from support.vision_models import tiny
@@ -113,6 +114,7 @@ def run_sharded(rank: int, world_size: int, path: str) -> dict[str, Any]:
     return forward.verify_run(Path(path), Path(path), options, Log()).to_dict()
 
 
+@pytest.mark.skipif(not has_model("muse_spark"), reason=f"transformers {INSTALLED} has no Muse Spark")
 def test_what_a_class_keeps_in_float32_is_sharded_by_itself(pool: GlooPool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = tiny("muse_spark").to(torch.bfloat16)  # gates of residuals and routers are loaded in float32

@@ -6,7 +6,9 @@ from fnmatch import fnmatch
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from support.installed import INSTALLED
 from transformers import core_model_loading as loader
 
 from ckptx.mapping.ops import Conversion, Op
@@ -106,5 +108,8 @@ def run_by_loader(
     held: dict[str, Any] = {pattern: list(column) for pattern, column in zip(conversion.sources, columns, strict=True)}
     sources, targets = list(conversion.sources), list(conversion.targets)
     for op in ops:
+        is_whole = isinstance(op, loader.PermuteForRope) and op.permute_layer_names is None
+        if is_whole and not hasattr(op, "get_target_pattern"):
+            pytest.skip(f"transformers {INSTALLED} permutes nothing but parts of a fused tensor")
         held = op.convert(held, source_patterns=sources, target_patterns=targets, config=CONFIG)
     return [[held[name] for name in held if fnmatch(name, target)] for target in targets]

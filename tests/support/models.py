@@ -7,6 +7,7 @@ changes the logits.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,9 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.installed import READS_SHARDED_FILES
 from support.vision_models import tiny
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 VOCAB = 101  # divides by nothing
 
@@ -118,8 +121,26 @@ def read_hf(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def consolidated(path: Path) -> Path:
+    """A directory beside one of sharded safetensors, with the file that torch makes of them."""
+    out = path.with_name(f"{path.name} consolidated")
+    out.mkdir()
+    shards = sorted(path.glob("shard-*.safetensors"))
+    names = sorted({name for file in shards for name in read_file(file)})
+    consolidate_safetensors_files(str(path), str(out), dict.fromkeys(names, 1))
+    (file,) = out.glob("*.safetensors")
+    file.rename(out / "model.safetensors")
+    shutil.copy(path / "config.json", out)
+    return out
+
+
 def load(path: Path, dtype: torch.dtype | str = "auto") -> Any:
-    """`from_pretrained` of a directory, which must hold exactly what the class wants."""
+    """`from_pretrained` of a directory, which must hold exactly what the class wants.
+
+    Sharded safetensors go through torch where the installed transformers does not read them.
+    """
+    if not READS_SHARDED_FILES and any(path.glob("shard-*.safetensors")):
+        path = consolidated(path)
     config = transformers.AutoConfig.from_pretrained(path)
     cls = getattr(transformers, config.architectures[0])
     model, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
@@ -363,7 +384,7 @@ def qwen2_audio() -> Any:
         "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
         "max_source_positions": 16,
     }  # fmt: skip
-    config = transformers.Qwen2AudioConfig(text_config=_TEXT, audio_config=ears, audio_token_index=99)
+    config = transformers.Qwen2AudioConfig(text_config={**_TEXT}, audio_config=ears, audio_token_index=99)
     return transformers.Qwen2AudioForConditionalGeneration(config)
 
 

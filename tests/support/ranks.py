@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from support.installed import without_version_note
+
 
 def free_port() -> int:
     """One that nobody listens on."""
@@ -49,5 +51,5 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     found = []
     for process in processes:
         _, said = process.communicate(timeout=60)
-        found.append((process.returncode, said))
+        found.append((process.returncode, without_version_note(said)))
     return found
