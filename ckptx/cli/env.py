@@ -14,8 +14,8 @@ from ckptx.report.documents import EnvironmentReport
 from ckptx.report.report import Log
 from ckptx.version import __version__
 
-# The versions the test suite runs with; others in the ranges of pyproject.toml are expected to work.
-_TESTED = {"torch": "2.13.0", "transformers": "5.23.0", "safetensors": "0.8.0"}
+# The versions the test suite runs with, the oldest and the newest; those between and beyond are expected to work.
+_TESTED = {"torch": "2.11.0 and 2.13.0", "transformers": "5.17.0 and 5.23.0", "safetensors": "0.8.0"}
 _ALSO = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm")
 
 
