@@ -33,7 +33,7 @@ def test_the_oldest_python_is_the_floor() -> None:
     digits = found[1].replace(".", "")
     assert f'target-version = "py{digits}"' in PROJECT and f'python_version = "{found[1]}"' in PROJECT
     assert f"python{found[1]}" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert f"Python >= {found[1]}" in README
+    assert f"Python {found[1]} or later" in README
 
 
 def test_the_readme_says_what_is_tested() -> None:
