@@ -283,7 +283,7 @@ def test_rows(
 
 def test_a_row_says_so_and_why() -> None:
     found = decision("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", (12, 36), GPT2)
-    assert found.known_from == "override" and "a Conv1D of [q|k|v]" in found.reason
+    assert found.decided_by == "override" and "a Conv1D of [q|k|v]" in found.reason
 
 
 def test_heads_that_do_not_divide_are_told() -> None:
@@ -295,7 +295,7 @@ def test_heads_that_do_not_divide_are_told() -> None:
 
 def test_the_ends_of_a_class_without_a_plan_are_cut_by_vocabulary() -> None:
     found = decision("OPTForCausalLM", "model.decoder.embed_tokens.weight", (101, 8), {})
-    assert found.placement == Placement(0, (101,)) and found.known_from == "override"
+    assert found.placement == Placement(0, (101,)) and found.decided_by == "override"
     assert decision("OPTForCausalLM", "model.decoder.embed_positions.weight", (101, 8), {}).placement is None
     llama = known("LlamaForCausalLM").tensor_parallel_plan({})
     assert llama.fallback is None, "its own plan names both"

@@ -33,7 +33,7 @@ def causal_lm(flag: TieFlag | None = None, **changes: Any) -> Architecture:
         "keep_in_fp32_strict": (),
         "ties_flag_editable": True,
         "has_output_embeddings": True,
-        "origin": "table",
+        "known_from": "table",
         "transformers_version": "0",
     }
     return Architecture(**values | changes)

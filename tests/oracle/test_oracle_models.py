@@ -59,7 +59,6 @@ class Converted(NamedTuple):
 NAMES = slow_but((*RECIPES, *WIDE), RECIPES)
 
 
-@pytest.mark.sampled(6)
 @pytest.fixture(scope="module", params=NAMES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Converted]:
     recipe = EVERY[request.param]
@@ -74,6 +73,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     shutil.rmtree(root)
 
 
+@pytest.mark.sampled(6)
 def test_stock_dcp_load_gives_the_bytes_of_every_name_on_disk(model: Converted) -> None:
     expected = read_hf(model.hf)
     assert_same_tensors(stock_load(model.dcp, expected), expected)

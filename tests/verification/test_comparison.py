@@ -28,7 +28,7 @@ vectors = arrays.arrays(np.float32, st.integers(0, 6), elements=st.floats(width=
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Process]:
+def process() -> Iterator[Process]:
     """One process, a group of its own."""
     with process_group("cpu", "gloo") as found:
         yield found
