@@ -27,7 +27,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 
 Span = tuple[int, int]  # where it begins, how long it is
 
-_UNKNOWN = "quantization scale of unknown form, replicated"
+_UNKNOWN = "no known scale of its weight, replicated"
 
 
 class Placement(NamedTuple):
