@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.corrections import changed, every
+from support.installed import compares_the_files
 from support.slow import slow_but
 from support.tables import ROOT
 
@@ -222,6 +223,7 @@ def test_every_form_of_torchtitan_is_of_a_class() -> None:
 FEW = ("dbrx", "rag")  # the others take a second or two each
 
 
+@compares_the_files  # how another version lays out a class is no judge of rows about this one
 @pytest.mark.parametrize(
     "model_type", slow_but([kind for kind, rows in every().items() if rows.no_stacks or rows.defaults], FEW)
 )
