@@ -248,7 +248,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, source)
 
 
-@situation("safetensors", "a header that names each tensor twice in two namings of one name", (0, 3))
+@situation("safetensors", "a header that names each tensor twice in two spellings of one name", (0, 3))
 def _(box: Box) -> Any:
     rows = header({"caf\u00e9": value("U8", 1), "cafe\u0301": value("U8", 1)})
     return alone(box, framed(rows, b"xy"))

@@ -116,7 +116,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, source)
 
 
-@situation(AREA, "the same file under two namings in the index", 3)
+@situation(AREA, "the same file under two spellings in the index", 3)
 def _(box: Box) -> Any:
     source = box.hf()
     tensors = llama()
