@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
+from support.tool import tool
 
 from ckptx.architecture import model_files
 from ckptx.architecture.correction_schema import decode
@@ -33,17 +32,7 @@ FOREIGN = {
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
-def load_checker() -> ModuleType:
-    """`tools/check_docs.py` as a module."""
-    spec = importlib.util.spec_from_file_location("check_docs", ROOT / "tools" / "check_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_docs"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-check_docs = load_checker()
+check_docs = tool("check_docs")
 PAGES = (*check_docs.PAGES, "CHANGELOG.md")
 
 

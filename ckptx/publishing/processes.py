@@ -152,7 +152,7 @@ class Processes:
             if not isinstance(told, PeerFailure):
                 self._tell_of(f"rank {self.rank}: {str(told) or type(told).__name__}", exit_code_of(told))
             elif told is not self._failure:
-                self._tell_of(str(told), told.exit_code, can_speak=told.is_said)
+                self._tell_of(str(told), told.exit_code, is_said=told.is_said)
             if self.rank == 0:
                 self._await_ends()
             if found is not None:
@@ -209,9 +209,9 @@ class Processes:
     def _expected(self) -> Iterator[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank and rank not in self._given_up)
 
-    def _tell_of(self, message: str, exit_code: int, can_speak: bool = True) -> None:
+    def _tell_of(self, message: str, exit_code: int, is_said: bool = True) -> None:
         """Tells the others of a failure, unless somebody told them of one before, and waits until it is told."""
-        self._post("failed", json.dumps([message, exit_code, can_speak]).encode())
+        self._post("failed", json.dumps([message, exit_code, is_said]).encode())
         until = time.monotonic() + _FAREWELL
         with self._changed:
             while self._outbox and not self._problem and time.monotonic() < until:

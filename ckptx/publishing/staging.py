@@ -84,6 +84,7 @@ class Staging:
             raise unwritable(self.root, error) from error
         try:
             self._acquire()
+            self._sign()
             self._repair_cut_swap()
             refuse_existing(self.target, overwrite or resume)
         except OSError as error:
@@ -151,12 +152,16 @@ class Staging:
             os.close(lock)
             return False
         self._root, self._lock, self.is_locked = self._keep(root), lock, is_free is True
-        if not self.is_locked:
-            self._signature = os.urandom(16).hex().encode()
-            file = OpenFile(lock, self.root / "lock")
-            file.cut_to(0)
-            file.write(self._signature, 0)
         return True
+
+    def _sign(self) -> None:
+        """Without locks, the last who signs has the place."""
+        if not self.is_locked:
+            signature = os.urandom(16).hex().encode()
+            file = OpenFile(self._lock, self.root / "lock")
+            file.cut_to(0)
+            file.write(signature, 0)
+            self._signature = signature
 
     def _is_ours(self) -> bool:
         """False when another run has taken the place over, as it may where there are no locks."""

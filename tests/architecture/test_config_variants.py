@@ -3,13 +3,11 @@
 No `from __future__ import annotations` here: the builder reads the annotations of config classes, as types.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import pytest
+from support.tool import tool
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -75,13 +73,7 @@ class Switches(PreTrainedModel):  # type: ignore[misc]
 
 @pytest.fixture(scope="module")
 def variants() -> ModuleType:
-    path = Path(__file__).parent.parent.parent / "tools" / "config_variants.py"
-    spec = importlib.util.spec_from_file_location("config_variants", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["config_variants"] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool("config_variants")
 
 
 @pytest.fixture(scope="module")

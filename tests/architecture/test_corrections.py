@@ -13,7 +13,7 @@ import pytest
 from support.corrections import changed, every
 from support.installed import compares_the_files
 from support.slow import slow_but
-from support.tables import ROOT
+from support.tool import ROOT
 
 from ckptx.architecture import corrections, model_files, table
 from ckptx.architecture.correction_rows import (

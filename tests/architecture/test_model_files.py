@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from support.installed import IS_ASKED, compares_the_files
-from support.tables import ROOT, build_tables_tool, known
+from support.tables import known
+from support.tool import ROOT, tool
 
 from ckptx.architecture import installed, model_files, table
 from ckptx.architecture.find import find_architecture
@@ -31,7 +32,7 @@ def no_note_on_the_version() -> None:
 
 @pytest.fixture(scope="module")
 def build_tables() -> ModuleType:
-    return build_tables_tool()
+    return tool("build_tables")
 
 
 # ------------------------------------------------------------------------------------- the reader

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.installed import ASKED, INSTALLED, compares_the_files
 from support.slow import slow_but
-from support.tables import ROOT, build_tables_tool, known
+from support.tables import known
+from support.tool import ROOT, tool
 
 from ckptx.architecture import model_files, table
 from ckptx.architecture.patterns import pack, regex_for_patterns, unpack
@@ -40,7 +41,7 @@ SAMPLE = (
 
 @pytest.fixture(scope="module")
 def build_tables() -> ModuleType:
-    return build_tables_tool()
+    return tool("build_tables")
 
 
 # -------------------------------------------------------------------- agreement with transformers

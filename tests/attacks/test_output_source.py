@@ -18,7 +18,7 @@ from support.ranks import finish, start
 
 import ckptx
 from ckptx.conversion import opening
-from ckptx.errors import CkptxError, InputError, OutputError
+from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
 from ckptx.formats.dcp import reader as dcp
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.registry import open_checkpoint
@@ -341,3 +341,19 @@ def test_without_locks_only_the_run_that_came_last_publishes(
         last.publish()
     assert names_in(tmp_path) == ["out"]
     assert (tmp_path / "out" / "a").read_bytes() == b"last"
+
+
+def test_a_place_without_locks_that_cannot_be_signed_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_flock(monkeypatch, "ENOSYS")
+
+    def full(file: object, data: bytes, offset: int) -> None:
+        raise SpaceError("lock: no space left")
+
+    monkeypatch.setattr("ckptx.publishing.staging.OpenFile.write", full)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(SpaceError):
+        Staging(tmp_path / "out")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert names_in(tmp_path) == []
