@@ -277,6 +277,26 @@ def test_after_sigterm_a_rank_that_never_came_is_named() -> None:
     assert str(found) == "rank 1: had not come when the run was stopped; look at its output"
 
 
+def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as nobody brings the store, there is nobody to tell and nobody to wait for."""
+    monkeypatch.setattr(processes, "_FAREWELL", 15.0)
+
+    def connect() -> Store:
+        time.sleep(20)
+        raise AssertionError
+
+    def ended() -> None:
+        with Processes(1, 2, connect, "nowhere").session():
+            raise Terminated
+
+    began = time.monotonic()
+    (found,) = together(ended)
+    assert isinstance(found, PeerFailure) and not found.is_said
+    words = "rank 1: had found no connection to nowhere when the run was stopped; look at the output of rank 0"
+    assert str(found) == words
+    assert time.monotonic() - began < 10
+
+
 def test_another_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_PATIENCE", 0.3)
     (found,) = together(Meeting(3).attend(0, lambda here: here.hear(1, "word")))

@@ -69,7 +69,7 @@ class Processes:
         self._given_up: set[int] = set()
         self._failure: PeerFailure | None = None
         self._problem = ""
-        self._is_connected = self._is_leaving = False
+        self._is_connected = self._is_leaving = self._is_stopped = False
         self._round_at = self._began = time.monotonic()
         self._thread = threading.Thread(target=self._talk, daemon=True, name="processes")
         self._thread.start()
@@ -139,7 +139,7 @@ class Processes:
             with self._changed:
                 self._is_leaving = True
                 self._changed.notify_all()
-            self._thread.join(0 if self._problem else _FAREWELL)
+            self._thread.join(_FAREWELL if self._is_worth_waiting() else 0)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -147,7 +147,8 @@ class Processes:
         try:
             yield
         except BaseException as error:  # whatever ends this rank ends the others
-            found = self._what_ended_us() if isinstance(error, Terminated) else None
+            self._is_stopped = isinstance(error, Terminated)
+            found = self._what_ended_us() if self._is_stopped else None
             told = found or error
             if not isinstance(told, PeerFailure):
                 self._tell_of(f"rank {self.rank}: {str(told) or type(told).__name__}", exit_code_of(told))
@@ -188,6 +189,12 @@ class Processes:
         """After SIGTERM, which torchrun sends to all when a rank fails: the rank that did, if there is one."""
         with self._changed:
             self._await_looks(1)  # what a rank said just before it died counts for nothing
+            if not (self._is_connected or self._problem):
+                message = (
+                    f"rank {self.rank}: had found no connection to {self._place} when the run was stopped; "
+                    "look at the output of rank 0"
+                )
+                return PeerFailure(message, EnvironmentProblem.exit_code, is_said=False)
             before = list(self._beats)
             self._await_looks(_LAST_LOOKS)
             if self._failure is not None or self._problem:
@@ -206,6 +213,10 @@ class Processes:
         while self._looks < last and not (self._failure or self._problem or time.monotonic() > until):
             self._changed.wait(_BEAT)
 
+    def _is_worth_waiting(self) -> bool:
+        """False where nothing can come any more: the connection was lost, or is not there and the run is to end."""
+        return not self._problem and (self._is_connected or not self._is_stopped)
+
     def _expected(self) -> Iterator[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank and rank not in self._given_up)
 
@@ -214,13 +225,13 @@ class Processes:
         self._post("failed", json.dumps([message, exit_code, is_said]).encode())
         until = time.monotonic() + _FAREWELL
         with self._changed:
-            while self._outbox and not self._problem and time.monotonic() < until:
+            while self._outbox and self._is_worth_waiting() and time.monotonic() < until:
                 self._changed.wait(_BEAT)
 
     def _await_ends(self) -> None:
         self._ends_by = self._ends_by or time.monotonic() + _FAREWELL
         with self._changed:
-            while not self._problem and time.monotonic() < self._ends_by:
+            while self._is_worth_waiting() and time.monotonic() < self._ends_by:
                 if all(self._beats[rank] < 0 or self._missed[rank] >= _SILENCE for rank in self._expected()):
                     return
                 self._changed.wait(_BEAT)
