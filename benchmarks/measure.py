@@ -1,8 +1,9 @@
 """Times commands as whole processes, in rounds, against `cp -r` of the same round, and writes the tables.
 
-Every round runs every command once, in turn, so a drift of the machine meets all of them; the first does not count.
-Before each run a file as large as its output is written and removed: on virtual machines freed memory goes back to the
-host, and whoever writes first pays for getting it again; so each command gets pages in the same state.
+Every round runs every command once, in turn, so a drift of the machine meets all of them; the first does not count. On
+virtual machines freed memory goes back to the host, and whoever writes first pays for getting it again, up to four
+times the seconds of a copy. So before each run on a RAM disk a file as large as its output is written and removed; and
+each command is compared with a `cp -r` right before it, when as much memory is taken as then.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Row:
-    """One command over all rounds: seconds, ratios to `cp -r` of the same round, and peak RSS in bytes."""
+    """One command over all rounds: seconds, ratios to the `cp -r` before it, and peak RSS in bytes."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -99,31 +100,35 @@ def race(steps: Sequence[Step], rounds: int, warm: Path | None = None, nbytes: i
     """Rounds of all steps in turn.
 
     Args:
-        steps: The first is what the others are compared with.
+        steps: The first is what the others are compared with; on a RAM disk it runs again before each of them.
         rounds: How many count.
         warm: Where ballast goes before each step, for a RAM disk.
         nbytes: Of ballast.
     """
-    rows = [Row(step.name) for step in steps]
+    rows = {step.name: Row(step.name) for step in steps}
+    copy = steps[0]
+    if warm is not None:
+        steps = [each for step in steps[1:] for each in (copy, step)]
     for turn in range(rounds + 1):
-        first = 0.0
-        for step, row in zip(steps, rows, strict=True):
+        copied = 0.0
+        for step in steps:
+            row = rows[step.name]
             seconds, peak = timed(step.command, warm, nbytes)
             for check in step.checks if not turn else ():
                 timed(check)
             if not step.keep:
                 shutil.rmtree(step.output)
-            first = first or seconds
+            copied = seconds if step is copy else copied
             if turn:  # the first round warms pages and caches
                 row.seconds.append(seconds)
-                row.ratios.append(seconds / first)
+                row.ratios.append(seconds / copied)
                 row.peak = max(row.peak, peak)
             print(f"  round {turn}: {step.name}: {seconds:.2f} s, {peak / 2**20:.0f} MiB", file=sys.stderr)
         for step in steps:
             if step.keep:
                 shutil.rmtree(step.output)
         os.sync()
-    return rows
+    return list(rows.values())
 
 
 def growing(work: Path, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[float, Path]]:

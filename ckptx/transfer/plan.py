@@ -22,7 +22,7 @@ from ckptx.catalog.region import Shape
 from ckptx.transfer import digest
 
 # One worker takes this much at a time: long enough for one sequential pass, short enough to share out.
-RUN = 512 << 20
+RUN = 128 << 20
 
 FrameOf = Callable[[DType, Shape], Frame]
 
