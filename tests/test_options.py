@@ -78,6 +78,11 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
         'ckptx.convert("hf2dcp", "a", "b", dtyp="bf16")',
         'ckptx.convert("hf2dcp", "a", "b", dtype="int4")',
         'ckptx.reshard("a", "b", tp="4")',
+        'ckptx.verify("a", Path("b"), dtype="bf16").parameters',
+        'ckptx.verify("a", "b", run=True, tp=2, compute_dtype="fp32", cache_dir="c").max_abs',
+        'ckptx.verify("a", "b", tp=2)',
+        'ckptx.verify("a", "b", run=True, compute_dtype="int8")',
+        'ckptx.verify("a", "b", run=True).parameters',
     ]
     (tmp_path / "use.py").write_text("\n".join(["from pathlib import Path", "import ckptx", *lines]) + "\n")
     done = subprocess.run(
@@ -95,4 +100,4 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
         text=True,
     )
     found = [line.split(":")[1] for line in done.stdout.splitlines() if "error" in line and "use.py" in line]
-    assert found == ["5", "6", "7"], done.stdout + done.stderr
+    assert found == ["5", "6", "7", "10", "11", "12"], done.stdout + done.stderr

@@ -16,14 +16,7 @@ from ckptx.report.documents import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.launch import is_launched, launch
 from ckptx.sharding import read_plan
-
-_CHOICES = {
-    "device": ("auto", "cpu", "cuda"),
-    "backend": ("auto", "gloo", "nccl"),
-    "compute_dtype": ("auto", "bf16", "fp16", "fp32"),
-    "activation_checkpointing": ("none", "full", "submodule", "selective"),
-    "ac_scope": ("all", "language", "vision", "audio"),
-}
+from ckptx.verification.arguments import CHOICES
 
 
 def verify_running(
@@ -32,7 +25,7 @@ def verify_running(
     *,
     tp: int = 1,
     dp_shard: int = 1,
-    tp_plan: str | None = None,
+    tp_plan: str | Path | None = None,
     device: str = "auto",
     backend: str = "auto",
     compute_dtype: str = "auto",
@@ -75,20 +68,20 @@ def verify_running(
         "ac_scope": ac_scope,
     }
     for name, value in given.items():
-        if value not in _CHOICES[name]:
-            raise UsageError(f'--{name.replace("_", "-")}: "{value}", needed one of {", ".join(_CHOICES[name])}')
+        if value not in CHOICES[name]:
+            raise UsageError(f'--{name.replace("_", "-")}: "{value}", needed one of {", ".join(CHOICES[name])}')
     if ac_scope != "all" and activation_checkpointing == "none":
         raise UsageError("--ac-scope: says which layers recompute, needed --activation-checkpointing with it")
     if tp_plan is not None and tp == 1:
         raise UsageError("--tp-plan: says how TP cuts tensors, needed --tp 2 or more with it")
     dims = ParallelDims(tp=tp, dp_shard=dp_shard)
-    user = dict(read_plan(tp_plan)) if tp_plan is not None else None
+    user = dict(read_plan(str(tp_plan))) if tp_plan is not None else None
     log = log or Log()
     if dims.world_size > 1 and not is_launched():
         arguments = ["verify", str(reference), str(checkpoint), "--run", "--tp", str(tp), "--dp-shard", str(dp_shard)]
         for name, value in given.items():
             arguments += [f"--{name.replace('_', '-')}", value]
-        arguments += [] if tp_plan is None else ["--tp-plan", tp_plan]
+        arguments += [] if tp_plan is None else ["--tp-plan", str(tp_plan)]
         arguments += ["--compile"] if compile else []
         arguments += [] if backward else ["--no-backward"]
         arguments += ["--trust-remote-code"] if trust_remote_code else []

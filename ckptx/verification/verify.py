@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptx.errors import UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.report.documents import RunReport, VerifyReport
+from ckptx.verification.arguments import BytesArguments, RunArguments
 
-_OF_BYTES = frozenset({"dtype", "workers", "max_memory", "on_progress", "log"})
-_OF_RUNNING = frozenset(
-    {
-        "tp", "dp_shard", "tp_plan", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope",
-        "compile", "backward", "trust_remote_code", "log",
-    }
-)  # fmt: skip
+if TYPE_CHECKING:  # Python 3.10 has it there alone
+    from typing_extensions import Unpack
 
 
 @overload
 def verify(
-    reference: str | Path, checkpoint: str | Path, *, run: Literal[False] = False, **options: Any
+    reference: str | Path,
+    checkpoint: str | Path,
+    *,
+    run: Literal[False] = False,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | None = None,
+    **options: Unpack[BytesArguments],
 ) -> VerifyReport: ...
 @overload
-def verify(reference: str | Path, checkpoint: str | Path, *, run: Literal[True], **options: Any) -> RunReport: ...
+def verify(
+    reference: str | Path,
+    checkpoint: str | Path,
+    *,
+    run: Literal[True],
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | None = None,
+    **options: Unpack[RunArguments],
+) -> RunReport: ...
 def verify(
     reference: str | Path,
     checkpoint: str | Path,
@@ -43,8 +55,7 @@ def verify(
         revision: Branch, tag or commit of what is a Hub id.
         token: Hub token.
         cache_dir: Hub cache.
-        **options: Those of `ckptx.verification.bits.verify`, or with `run` of
-            `ckptx.verification.running.verify_running`; None is not given.
+        **options: See `BytesArguments`, or with `run` `RunArguments`.
 
     Raises:
         UsageError: An option has no meaning here.
@@ -66,10 +77,14 @@ def verify(
 
 def _refuse_others(given: dict[str, Any], run: bool) -> None:
     """Raises for an option that would be ignored."""
-    for name in sorted(given.keys() - (_OF_RUNNING if run else _OF_BYTES)):
+    for name in sorted(given.keys() - (_of(RunArguments) if run else _of(BytesArguments))):
         said = f"--{name.replace('_', '-')}"
         if name == "dtype":
             raise UsageError(f"{said}: is about comparing bytes; with --run, --compute-dtype says what to compute in")
-        if name in _OF_RUNNING:
+        if name in _of(RunArguments):
             raise UsageError(f"{said}: is about running the models, needed --run with it")
         raise UsageError(f"{said}: has no meaning for verify{' --run' if run else ''}")
+
+
+def _of(arguments: type) -> set[str]:
+    return {*arguments.__annotations__}
