@@ -277,15 +277,15 @@ _UNCUT = Decision(None, "default", "stored in a form that cannot be cut as the m
 
 def placement_of(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement | None:
     """The placement that gives each TP rank exactly its `blocks`; None when there is none."""
-    held: list[list[Region]] = [[] for _ in range(tp)]
+    by_rank: list[list[Region]] = [[] for _ in range(tp)]
     for block in blocks:
-        held[block.rank_in_stage].append(block.region)
-    cut_dims = [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in held[0])]
+        by_rank[block.rank_in_stage].append(block.region)
+    cut_dims = [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in by_rank[0])]
     if len(cut_dims) != 1:
         return None
     (dim,) = cut_dims
-    starts = sorted(region.offsets[dim] for region in held[0])
+    starts = sorted(region.offsets[dim] for region in by_rank[0])
     groups = tuple(end - begin for begin, end in pairwise([*starts, shape[dim]]))
     placement = Placement(dim, groups)
     wanted = [sorted(regions) for regions in tp_rectangles(shape, placement, tp)] if starts[:1] == [0] else []
-    return placement if wanted == [sorted(regions) for regions in held] else None
+    return placement if wanted == [sorted(regions) for regions in by_rank] else None

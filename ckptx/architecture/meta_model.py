@@ -200,7 +200,7 @@ def _ties(
     pairs = flatten(declared)
     owners = _owners(model, names)
     prefix = str(model.base_model_prefix)
-    spell = functools.partial(aligned_namings, namings=namings(model), load=loader(model), prefix=prefix)
+    name_pair = functools.partial(aligned_namings, namings=namings(model), load=loader(model), prefix=prefix)
     flags: dict[tuple[str, ...], TieFlag] = {}
     plain = build_config(copy.deepcopy(dict(base)))  # the model's own config has its flags forced
     ends = {_weight_name(model, _output_embeddings(model)), _weight_name(model, _input_embeddings(model))}
@@ -211,13 +211,13 @@ def _ties(
             places = flag_places(plain, owner)
             flags[owner] = measure_flag(build_config, base, owner, places)
         primary = bool({target, source} & ends) or _is_embedding(model, source) or _is_embedding(model, target)
-        result.append(TiePair(spell(target, source), flags[owner], primary))
-    result += _undeclared(model, names, pairs, spell)
+        result.append(TiePair(name_pair(target, source), flags[owner], primary))
+    result += _undeclared(model, names, pairs, name_pair)
     return tuple(result)
 
 
 def _undeclared(
-    model: PreTrainedModel, names: Mapping[str, Any], pairs: Mapping[str, str], spell: Callable[..., Any]
+    model: PreTrainedModel, names: Mapping[str, Any], pairs: Mapping[str, str], name_pair: Callable[..., Any]
 ) -> list[TiePair]:
     """The output embedding against the input embedding, when the class itself never ties them."""
     target = _weight_name(model, _output_embeddings(model))
@@ -226,7 +226,7 @@ def _undeclared(
         return []
     if target in pairs or source in pairs:
         return []
-    return [TiePair(spell(target, source), NEVER, True)]
+    return [TiePair(name_pair(target, source), NEVER, True)]
 
 
 def _owners(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -36,10 +36,10 @@ def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[di
         config = root
         for part in path:
             config = getattr(config, part)
-        spelled = getattr(config, "attribute_map", {}).get(name, name)
-        if spelled != name:
-            aliases[key] = spelled
-        value = class_default(config, spelled)
+        attribute = getattr(config, "attribute_map", {}).get(name, name)
+        if attribute != name:
+            aliases[key] = attribute
+        value = class_default(config, attribute)
         if value is not None:
             defaults[key] = value
         resolved[key] = _whole(read(config, name))
@@ -77,12 +77,12 @@ def read(config: Any, name: str) -> Any:
     """The value of a key for the model as a whole, also where single layers have values of their own."""
     if config is None:
         return None
-    held = vars(config)
-    spelled = getattr(config, "attribute_map", {}).get(name, name)
-    if spelled in held:
-        return held[spelled]
+    values = vars(config)
+    attribute = getattr(config, "attribute_map", {}).get(name, name)
+    if attribute in values:
+        return values[attribute]
     try:
-        return getattr(config, spelled, None)
+        return getattr(config, attribute, None)
     except Exception:  # a property that refuses
         return None
 

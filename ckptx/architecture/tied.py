@@ -103,12 +103,12 @@ def resolve_ties(
         InputError: There is such a name, and no ``accepted``.
     """
     names = NamesOnDisk(architecture, on_disk)
-    spelled = name_pairs(architecture.ties, names)
-    anchors = _anchors(architecture.ties, spelled, config, on_disk, tie_missing)
+    named = name_pairs(architecture.ties, names)
+    anchors = _anchors(architecture.ties, named, config, on_disk, tie_missing)
     judge = _Judge(architecture, config, on_disk, names, equal, tie_missing)
     decisions = [
         judge.decide(pair, target, source, anchors.get(pair.namings[0][1]))
-        for pair, (target, source) in zip(architecture.ties, spelled, strict=True)
+        for pair, (target, source) in zip(architecture.ties, named, strict=True)
     ]
     if judge.problems and accepted is None:
         raise InputError("; ".join(judge.problems))
@@ -160,17 +160,17 @@ def _edited(config: Mapping[str, Any], paths: set[tuple[str, ...]]) -> dict[str,
 
 def _anchors(
     ties: Sequence[TiePair],
-    spelled: Sequence[tuple[str, str]],
+    named: Sequence[tuple[str, str]],
     config: Mapping[str, Any],
     on_disk: Mapping[str, Stored],
     tie_missing: bool,
 ) -> dict[str, str]:
     """Per source (model name), what stands for it on disk: itself, or the first target tied to it."""
     anchors: dict[str, str] = {}
-    for pair, (_, source) in zip(ties, spelled, strict=True):
+    for pair, (_, source) in zip(ties, named, strict=True):
         if source in on_disk:
             anchors[pair.namings[0][1]] = source
-    for pair, (target, _) in zip(ties, spelled, strict=True):
+    for pair, (target, _) in zip(ties, named, strict=True):
         if target in on_disk and (tie_missing or pair.flag.effective(config)):
             anchors.setdefault(pair.namings[0][1], target)
     return anchors

@@ -18,19 +18,19 @@ class State:
         name: On disk.
         parameter: The model's tensor it belongs to, as the view calls it.
         before: What stands before the name of the parameter.
-        spelled: The name of the parameter as it stands there.
+        name_in_state: The name of the parameter as it stands there.
         after: What stands behind it.
     """
 
     name: str
     parameter: str
     before: str
-    spelled: str
+    name_in_state: str
     after: str
 
-    def of(self, spelled: str) -> str:
+    def of(self, name_in_state: str) -> str:
         """The name of the same state of another parameter."""
-        return f"{self.before}{spelled}{self.after}"
+        return f"{self.before}{name_in_state}{self.after}"
 
 
 @dataclass(slots=True)
@@ -74,12 +74,12 @@ class Owners:
         return None
 
     def _at(self, name: str, parts: list[str], begin: int, end: int) -> State | None:
-        spelled = ".".join(parts[begin:end])
-        parameter = self.names.get(spelled)
+        name_in_state = ".".join(parts[begin:end])
+        parameter = self.names.get(name_in_state)
         if parameter is None:
             return None
         before = "".join(f"{part}." for part in parts[:begin])
-        return State(name, parameter, before, spelled, "".join(f".{part}" for part in parts[end:]))
+        return State(name, parameter, before, name_in_state, "".join(f".{part}" for part in parts[end:]))
 
 
 def refuse_indices(names: Iterable[str], where: str) -> None:

@@ -190,8 +190,12 @@ class _Carrier:
 
     def _twin_name(self, state: State, parameter: str, other: str) -> str:
         """The name of the same state of another parameter, as the trainer would spell it."""
-        if self._called(state) == state.name and state.spelled != parameter and parameter.endswith(state.spelled):
-            lead = parameter[: len(parameter) - len(state.spelled)]
+        if (
+            self._called(state) == state.name
+            and state.name_in_state != parameter
+            and parameter.endswith(state.name_in_state)
+        ):
+            lead = parameter[: len(parameter) - len(state.name_in_state)]
             return state.of(other.removeprefix(lead))
         return state.of(other)
 

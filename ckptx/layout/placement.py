@@ -109,7 +109,7 @@ def cut(
     """
     if not prod(shape):
         return (Block(0, whole(shape)),)
-    held = tp_rectangles(shape, placement, dims.tp, pack)
+    local_regions = tp_rectangles(shape, placement, dims.tp, pack)
     is_cut = placement is not None and _is_cut(shape, placement, pack)
     stacked = is_cut and placement is not None and placement.dim == 0  # the rows of the groups lie one after another
     unit = pack if len(shape) == 1 else 1
@@ -117,7 +117,7 @@ def cut(
         Block(dims.rank_in_stage(dp, tp), region, replica=not is_cut and tp > 0)
         for dp in range(dims.dp_shard)
         for tp in range(dims.tp if is_cut or replicate else 1)
-        for region in _rows_of(held[tp], stacked, dp, dims.dp_shard, unit)
+        for region in _rows_of(local_regions[tp], stacked, dp, dims.dp_shard, unit)
     )
 
 
@@ -185,15 +185,15 @@ def _rows_of(rectangles: tuple[Region, ...], stacked: bool, dp: int, dp_shard: i
     heights = [region.sizes[0] for region in rectangles]
     rows = sum(heights) if stacked else heights[0]
     begin, size = _chunks(rows, dp_shard, unit)[dp]
-    held = []
+    kept = []
     first = 0  # local row where the rectangle begins
     for region, height in zip(rectangles, heights, strict=True):
         low, high = max(begin, first), min(begin + size, first + height)
         if low < high:
-            held.append(_narrow(region, 0, (region.offsets[0] + low - first, high - low)))
+            kept.append(_narrow(region, 0, (region.offsets[0] + low - first, high - low)))
         if stacked:
             first += height
-    return held
+    return kept
 
 
 @lru_cache(maxsize=4096)

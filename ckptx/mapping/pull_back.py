@@ -150,7 +150,7 @@ def _traced(conversion: Conversion, columns: list[list[Shape]], wanted: Sequence
 
 def _pulled(shape: Shape, parts: Iterable[_Part], cuts: list[tuple[Block, ...]]) -> tuple[Block, ...] | None:
     """The blocks of one disk tensor; None when they are more than those of the model's tensors."""
-    held: dict[tuple[int, bool], list[Region]] = {}
+    by_holder: dict[tuple[int, bool], list[Region]] = {}
     allowed: dict[tuple[int, bool], int] = {}
     for target in {part.target for part in parts}:
         for block in cuts[target]:
@@ -160,10 +160,10 @@ def _pulled(shape: Shape, parts: Iterable[_Part], cuts: list[tuple[Block, ...]])
         for block in cuts[target]:
             share = chunk.region.intersect(block.region)
             if share is not None:
-                held.setdefault((block.rank_in_stage, block.replica), []).extend(_rectangles(shape, chunk, share))
+                by_holder.setdefault((block.rank_in_stage, block.replica), []).extend(_rectangles(shape, chunk, share))
     blocks = []
-    for holder in sorted(held, key=lambda each: (each[0], each[1])):
-        regions = _joined(held[holder])
+    for holder in sorted(by_holder, key=lambda each: (each[0], each[1])):
+        regions = _joined(by_holder[holder])
         if len(regions) > allowed[holder]:
             return None
         blocks += [Block(holder[0], region, holder[1]) for region in regions]

@@ -126,7 +126,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One parameter or buffer of this rank, read through an entry, or held against one."""
+    """One parameter or buffer of this rank, read through an entry, or compared with one."""
 
     name: str
     other: str
@@ -191,13 +191,17 @@ def _add(
 ) -> None:
     """Plans one tensor, which may have several names, and be stored under several."""
     name = own[0]
-    held = next((each for each in map(regions, own) if each is not None), None) if regions is not None else None
+    local_regions = (
+        next((each for each in map(regions, own) if each is not None), None) if regions is not None else None
+    )
     through = next((each for each in own if each in stored), stored[0])
     local = _local_of(tensor)
-    layout = pieces_of(name, tensor, held)
+    layout = pieces_of(name, tensor, local_regions)
     for each in stored:
         entry = source.tensors[each]
-        shape = tuple(tensor.shape) if held is None or isinstance(tensor, DTensor) else _hull(held, entry)
+        shape = (
+            tuple(tensor.shape) if local_regions is None or isinstance(tensor, DTensor) else _hull(local_regions, entry)
+        )
         if entry.shape != shape and each == through:
             raise UnsupportedError(
                 f'{source.root}: tensor "{each}" has shape {list(entry.shape)}, needed {list(shape)} for '
@@ -219,11 +223,11 @@ def _add(
         plan.tied[name] = through
 
 
-def _hull(held: Sequence[Region], entry: TensorEntry) -> tuple[int, ...]:
+def _hull(local_regions: Sequence[Region], entry: TensorEntry) -> tuple[int, ...]:
     """The shape of `entry` if the rectangles fit in it; else what they need at least."""
-    ends = [max(region.offsets[dim] + region.sizes[dim] for region in held) for dim in range(len(entry.shape))]
-    fits = bool(held) and all(end <= size for end, size in zip(ends, entry.shape, strict=True))
-    return entry.shape if fits or not held else tuple(ends)
+    ends = [max(region.offsets[dim] + region.sizes[dim] for region in local_regions) for dim in range(len(entry.shape))]
+    fits = bool(local_regions) and all(end <= size for end, size in zip(ends, entry.shape, strict=True))
+    return entry.shape if fits or not local_regions else tuple(ends)
 
 
 def _names_by_tensor(model: nn.Module) -> list[tuple[Tensor, list[str]]]:

@@ -211,8 +211,8 @@ class Reading:
         dtype = castable(entry, target.dtype)
         entry = self._without_partial_records(entry, region)
         for band in bands(region, max(1, _BAND // dtype.itemsize)):
-            held = _part_of(target, region, band).cpu().contiguous()
-            if _memory_of(held) != _memory_of(self._staged(entry, band, target.dtype, dtype)):
+            ours = _part_of(target, region, band).cpu().contiguous()
+            if _memory_of(ours) != _memory_of(self._staged(entry, band, target.dtype, dtype)):
                 return False
         return True
 

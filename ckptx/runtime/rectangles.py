@@ -31,15 +31,15 @@ from torch.distributed.tensor import DTensor
 from ckptx.catalog.region import Region, whole
 from ckptx.runtime.shards import LocalShard, pieces_of
 
-Held = Mapping[str, Sequence[Region]]  # what TP left of a tensor on this rank, by its name in the checkpoint
+LocalRegions = Mapping[str, Sequence[Region]]  # what TP left of a tensor on this rank, by its name in the checkpoint
 
 
 class Shards:
     """A DTensor as the rectangles that this rank has of it, in the terms of torch's planners."""
 
-    def __init__(self, name: str, tensor: DTensor, held: Sequence[Region] | None) -> None:
+    def __init__(self, name: str, tensor: DTensor, local_regions: Sequence[Region] | None) -> None:
         self._size, self._local = tensor.shape, tensor._local_tensor.detach()
-        self._pieces = {piece.region.offsets: piece for piece in pieces_of(name, tensor, held)}
+        self._pieces = {piece.region.offsets: piece for piece in pieces_of(name, tensor, local_regions)}
         if not tensor.numel():  # no rectangle has an element, but the tensor must be stored all the same
             everything = whole(tuple(tensor.shape))
             self._local = self._local.new_empty(tensor.shape)
@@ -73,9 +73,9 @@ class Shards:
         ]
 
 
-def _in_rectangles(state: Mapping[str, Any], held: Held) -> dict[str, Any]:
+def _in_rectangles(state: Mapping[str, Any], local_regions: LocalRegions) -> dict[str, Any]:
     return {
-        name: Shards(name, value, held.get(name)) if isinstance(value, DTensor) else value
+        name: Shards(name, value, local_regions.get(name)) if isinstance(value, DTensor) else value
         for name, value in state.items()
     }
 
@@ -85,16 +85,16 @@ class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
 
     state_dict: dict[str, Any]
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, local_regions: LocalRegions) -> None:
         super().__init__()
-        self._held = held
+        self._local_regions = local_regions
 
     # torch looks at the names of these parameters.
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = _in_rectangles(self.state_dict, self._held)
+        self.state_dict = _in_rectangles(self.state_dict, self._local_regions)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
@@ -106,14 +106,14 @@ class LoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch says Any
 
     state_dict: dict[str, Any]
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, local_regions: LocalRegions) -> None:
         super().__init__(flatten_state_dict=False)
-        self._held = held
+        self._local_regions = local_regions
         self.values: dict[str, Any] = {}
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         super().set_up_planner(*args, **kwargs)
-        self.state_dict = _in_rectangles(self.state_dict, self._held)
+        self.state_dict = _in_rectangles(self.state_dict, self._local_regions)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]

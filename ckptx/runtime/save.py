@@ -112,7 +112,7 @@ def load_optimizer(
         parent, _, key = full.rpartition(".")
         keys.setdefault(parent, []).append(key)
     wanted: dict[str, Any] = {}
-    held: dict[str, Sequence[Region]] = {}
+    local_regions: dict[str, Sequence[Region]] = {}
     for name, parameter, group in _parameters_of(optimizer, names):
         if f"{_GROUPS}.{name}" not in keys:
             raise InputError(
@@ -122,8 +122,8 @@ def load_optimizer(
         for key in keys.get(f"{_STATE}.{name}", ()):
             full = f"{_STATE}.{name}.{key}"
             wanted[full] = _empty(stored[full], key, parameter, group)
-            held |= _held(full, wanted[full], parameter, names, layout)
-    planner = LoadPlanner(held)
+            local_regions |= _local_regions(full, wanted[full], parameter, names, layout)
+    planner = LoadPlanner(local_regions)
     dcp.load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
     wanted |= planner.values
     for name, parameter, group in _parameters_of(optimizer, names):
@@ -184,12 +184,12 @@ class _State(NamedTuple):
     Attributes:
         tree: What `dcp.save` gets.
         aliases: Name in the checkpoint -> the name whose bytes it shares.
-        held: The rectangles that TP left of a tensor, by its name in the checkpoint.
+        local_regions: The rectangles that TP left of a tensor, by its name in the checkpoint.
     """
 
     tree: dict[str, Any]
     aliases: dict[str, str]
-    held: dict[str, Sequence[Region]]
+    local_regions: dict[str, Sequence[Region]]
 
 
 def _state_of(names: _Names, optimizer: Optimizer | None, layout: TensorParallelLayout | None) -> _State:
@@ -197,7 +197,7 @@ def _state_of(names: _Names, optimizer: Optimizer | None, layout: TensorParallel
     for name, value in names.values.items():
         others = names.by_id[id(value)][1:]
         state.aliases.update({f"{_MODEL}.{each}": f"{_MODEL}.{name}" for each in others})
-        state.held.update(_held(f"{_MODEL}.{name}", value, value, names, layout))
+        state.local_regions.update(_local_regions(f"{_MODEL}.{name}", value, value, names, layout))
     if optimizer is None:
         return state
     flat: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def _state_of(names: _Names, optimizer: Optimizer | None, layout: TensorParallel
         for key, value in optimizer.state.get(parameter, {}).items():
             full = f"{_STATE}.{name}.{key}"
             flat[full] = value
-            state.held.update(_held(full, value, parameter, names, layout))
+            state.local_regions.update(_local_regions(full, value, parameter, names, layout))
             state.aliases.update({f"{_STATE}.{each}.{key}": full for each in others})
         for key in group.keys() - {"params"}:
             flat[f"{_GROUPS}.{name}.{key}"] = group[key]
@@ -215,7 +215,7 @@ def _state_of(names: _Names, optimizer: Optimizer | None, layout: TensorParallel
     return state
 
 
-def _held(
+def _local_regions(
     full: str, value: Any, parameter: Tensor, names: _Names, layout: TensorParallelLayout | None
 ) -> dict[str, Sequence[Region]]:
     """The rectangles of a tensor by name in the checkpoint; empty for one that says itself what it holds.
@@ -267,7 +267,7 @@ def _write(state: _State, directory: Path, aliases: Mapping[str, str]) -> None:
         Defect: torch refuses what it was given.
     """
     try:
-        dcp.save(state.tree, storage_writer=AliasWriter(directory, aliases), planner=SavePlanner(state.held))
+        dcp.save(state.tree, storage_writer=AliasWriter(directory, aliases), planner=SavePlanner(state.local_regions))
     except CheckpointException as failed:  # no Exception: it would pass by everybody who cleans up
         errors = [error for error, _ in failed.failures.values()]
         error = next((each for each in errors if isinstance(each, (CkptxError, OSError))), errors[0])

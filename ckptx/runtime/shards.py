@@ -48,16 +48,18 @@ class MeshCut(NamedTuple):
     groups: int = 1
 
 
-def pieces(shape: Shape, cuts: Sequence[MeshCut], held: Sequence[Region] = ()) -> tuple[list[LocalShard], Shape]:
+def pieces(
+    shape: Shape, cuts: Sequence[MeshCut], local_regions: Sequence[Region] = ()
+) -> tuple[list[LocalShard], Shape]:
     """What a rank holds, and the shape of its local tensor.
 
     Args:
         shape: Of the whole tensor.
         cuts: Applied in this order, each in ceil-chunks as `torch.chunk` and DTensor do.
-        held: Rectangles to begin with instead of the whole tensor, laid one after another along the dim in which
-            they differ.
+        local_regions: Rectangles to begin with instead of the whole tensor, laid one after another along the dim
+            in which they differ.
     """
-    spans = _spans_of(list(held) or [whole(shape)], len(shape))
+    spans = _spans_of(list(local_regions) or [whole(shape)], len(shape))
     for dim, parts, rank, groups in cuts:
         spans[dim] = [span for group in range(groups) for span in _take(_take(spans[dim], groups, group), parts, rank)]
     local_shape = tuple(sum(size for _, size in each) for each in spans)
@@ -72,13 +74,13 @@ def pieces(shape: Shape, cuts: Sequence[MeshCut], held: Sequence[Region] = ()) -
     return [piece for piece in found if piece.region.numel], local_shape
 
 
-def _spans_of(held: list[Region], ndim: int) -> list[Spans]:
+def _spans_of(local_regions: list[Region], ndim: int) -> list[Spans]:
     spans: list[Spans] = []
     for dim in range(ndim):
-        along = [(region.offsets[dim], region.sizes[dim]) for region in held]
+        along = [(region.offsets[dim], region.sizes[dim]) for region in local_regions]
         spans.append(along if len(set(along)) > 1 else along[:1])
-    if prod(map(len, spans)) != len(held):
-        raise Defect(f"rectangles {[str(each) for each in held]} do not lie along one dim; please report this")
+    if prod(map(len, spans)) != len(local_regions):
+        raise Defect(f"rectangles {[str(each) for each in local_regions]} do not lie along one dim; please report this")
     return spans
 
 
@@ -103,13 +105,13 @@ def _with_local_offsets(spans: Spans) -> list[tuple[int, int, int]]:
     return found
 
 
-def pieces_of(name: str, tensor: Tensor, held: Sequence[Region] | None = None) -> list[LocalShard]:
+def pieces_of(name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> list[LocalShard]:
     """What this rank holds of a parameter or buffer.
 
     Args:
         name: For errors.
-        tensor: A DTensor, or a plain tensor that is whole, or what `held` says.
-        held: The rectangles of the whole tensor that TP left on this rank, before FSDP; None when nobody says.
+        tensor: A DTensor, or a plain tensor that is whole, or what `local_regions` says.
+        local_regions: The rectangles of the whole tensor that TP left on this rank, before FSDP; None when nobody says.
 
     Raises:
         UnsupportedError: A placement other than replicas and shards.
@@ -119,11 +121,11 @@ def pieces_of(name: str, tensor: Tensor, held: Sequence[Region] | None = None) -
     cuts: list[MeshCut] = []
     local = shape
     if isinstance(tensor, DTensor):
-        cuts = _cuts_of(name, tensor, skips_tp=held is not None)
+        cuts = _cuts_of(name, tensor, skips_tp=local_regions is not None)
         local = tuple(tensor._local_tensor.shape)
-    if held is not None and not held and not prod(local):
+    if local_regions is not None and not local_regions and not prod(local):
         return []
-    found, expected = pieces(shape, cuts, held or ())
+    found, expected = pieces(shape, cuts, local_regions or ())
     if expected != local:
         raise Defect(f"{name}: the local tensor is {list(local)}, its layout says {list(expected)}; please report this")
     return found

@@ -114,8 +114,8 @@ class Comparison:
             if parameter is None or parameter.grad is None:
                 self._add("gradients", name, max_abs=_largest(theirs), limit=limit, what="no gradient")
                 continue
-            held = None if regions is None else regions(name)
-            distance = _distance(theirs, parameter, pieces_of(name, parameter, held))
+            local_regions = None if regions is None else regions(name)
+            distance = _distance(theirs, parameter, pieces_of(name, parameter, local_regions))
             largest = max(largest, distance)
             self.gradients[name] = distance, limit
             if not distance <= limit:

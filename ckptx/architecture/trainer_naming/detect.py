@@ -36,9 +36,9 @@ def in_trainer_naming(architecture: Architecture, conversions: tuple[Conversion,
     ties = []
     for pair in architecture.ties:
         target, source = pair.namings[0]
-        spelled = tuple((t, s) for s in namings.get(source, ()) for t in namings.get(target, ()))
-        if spelled:
-            ties.append(TiePair(spelled, pair.flag, pair.is_primary))
+        named = tuple((t, s) for s in namings.get(source, ()) for t in namings.get(target, ()))
+        if named:
+            ties.append(TiePair(named, pair.flag, pair.is_primary))
     return dataclasses.replace(
         architecture,
         ties=tuple(ties),

@@ -66,8 +66,8 @@ class TensorParallelLayout:
         """
         if name not in self.decisions:
             return None
-        held = tp_rectangles(self.shapes[name], self.decisions[name].placement, self.tp)
-        return list(held[self.rank if rank is None else rank])
+        local_regions = tp_rectangles(self.shapes[name], self.decisions[name].placement, self.tp)
+        return list(local_regions[self.rank if rank is None else rank])
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayout:
@@ -89,12 +89,12 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayou
     by_id = {id(parameter): decisions[name] for name, parameter in parameters.items()}
     every = {name: by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     cuts = {id(parameters[name]): _cut_of(shapes[name], decisions[name], ranks.size) for name in parameters}
-    held = list(_held(model, cuts))
+    local_parameters = list(_local_parameters(model, cuts))
     gathered = _gathered_units(model, plan, every, ranks.size)
     _refuse_cut_heads(plan, decisions, gathered, ranks.size)
-    _replace(held, ranks)
+    _replace(local_parameters, ranks)
     if ranks.size > 1:
-        _install(model, plan, ranks, held, gathered)
+        _install(model, plan, ranks, local_parameters, gathered)
     scopes = tuple(scope for scopes in gathered.values() for scope in scopes)
     return TensorParallelLayout(ranks.size, ranks.rank, decisions, shapes, scopes)
 
@@ -129,7 +129,7 @@ def _cut_of(shape: tuple[int, ...], decision: Decision, tp: int) -> Sharding | N
     return Sharding(shape, decision.placement.dim, tp_rectangles(shape, decision.placement, tp))
 
 
-def _held(model: nn.Module, cuts: Mapping[int, Sharding | None]) -> Iterator[tuple[str, LocalParameter]]:
+def _local_parameters(model: nn.Module, cuts: Mapping[int, Sharding | None]) -> Iterator[tuple[str, LocalParameter]]:
     """Every place of a parameter that is cut, with its full name."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -138,10 +138,10 @@ def _held(model: nn.Module, cuts: Mapping[int, Sharding | None]) -> Iterator[tup
                 yield (f"{path}.{name}" if path else name), LocalParameter(module, name, cut)
 
 
-def _replace(held: list[tuple[str, LocalParameter]], ranks: Ranks) -> None:
+def _replace(parameters: list[tuple[str, LocalParameter]], ranks: Ranks) -> None:
     """Puts DTensors in the place of parameters; what was shared stays shared."""
     made: dict[int, nn.Parameter] = {}
-    for _, (module, name, cut) in held:
+    for _, (module, name, cut) in parameters:
         parameter = module._parameters[name]
         assert parameter is not None
         if id(parameter) not in made:
@@ -164,7 +164,7 @@ def _sharded(parameter: nn.Parameter, cut: Sharding, ranks: Ranks) -> nn.Paramet
 
 def _torch_placement(cut: Sharding) -> TorchPlacement:
     groups = len(cut.regions[0])  # the first rank has a part of each
-    widths = {sum(held[i].sizes[cut.dim] for held in cut.regions if len(held) > i) for i in range(groups)}
+    widths = {sum(local[i].sizes[cut.dim] for local in cut.regions if len(local) > i) for i in range(groups)}
     if groups > 1 and len(widths) == 1:
         return _StridedShard(cut.dim, split_factor=groups)
     return Shard(cut.dim)
@@ -298,12 +298,12 @@ def _install(
     model: nn.Module,
     plan: Plan,
     ranks: Ranks,
-    held: list[tuple[str, LocalParameter]],
+    parameters: list[tuple[str, LocalParameter]],
     gathered: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Puts the styles on the modules: those of shards first, then what gathers around them."""
     modules = dict(model.named_modules())
-    is_sharded = {name.rpartition(".")[0] for name, _ in held}
+    is_sharded = {name.rpartition(".")[0] for name, _ in parameters}
     scopes = [scope for scopes in gathered.values() for scope in scopes]
     cut = sequence.cut_sequence(modules, plan, is_sharded, scopes)
     sequence.sum_gradients(modules, cut, ranks)
@@ -311,14 +311,14 @@ def _install(
         if path and not _is_below(f"{path}.", gathered):
             _install_style(model, module, plan, path, path in is_sharded, cut, ranks)
     for scope in scopes:
-        inside = [each for name, each in held if name.startswith(f"{scope}.")]
+        inside = [each for name, each in parameters if name.startswith(f"{scope}.")]
         styles.gathered(modules[scope], inside, ranks)
     sequence.install(modules, cut, ranks)
     if plan.sharded_head in is_sharded:
         use_sharded_loss(model)
     for scope, source in plan.reads_weight.items():
         if scope in modules and source in modules:
-            read = [each for name, each in held if name.startswith(f"{source}.")]
+            read = [each for name, each in parameters if name.startswith(f"{source}.")]
             styles.gathered(modules[scope], read, ranks)
 
 

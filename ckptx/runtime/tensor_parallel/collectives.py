@@ -99,13 +99,13 @@ def gather_parts(
         regions: By rank, its rectangles in their order.
         ranks: Who they are.
     """
-    widths = [sum(region.sizes[dim] for region in held) for held in regions]
+    widths = [sum(region.sizes[dim] for region in local) for local in regions]
     padded = _padded(local.movedim(dim, 0), max(widths))
     gathered = functional.wait_tensor(_all_gather(padded, 0, ranks.group)).movedim(0, dim)
     full = local.new_empty(tuple(shape))
-    for rank, held in enumerate(regions):
+    for rank, local in enumerate(regions):
         begin = rank * max(widths)
-        for region in held:
+        for region in local:
             width = region.sizes[dim]
             full.narrow(dim, region.offsets[dim], width).copy_(gathered.narrow(dim, begin, width))
             begin += width
@@ -177,12 +177,12 @@ class _GatherParts(torch.autograd.Function):  # type: ignore[misc]  # torch says
         regions: Sequence[Sequence[Region]],
         ranks: Ranks,
     ) -> torch.Tensor:
-        ctx.dim, ctx.held = dim, regions[ranks.rank]
+        ctx.dim, ctx.local_regions = dim, regions[ranks.rank]
         return gather_parts(local, shape, dim, regions, ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return own_part(grads[0], ctx.dim, ctx.held), None, None, None, None
+        return own_part(grads[0], ctx.dim, ctx.local_regions), None, None, None, None
 
 
 def copy_in(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:

@@ -161,13 +161,13 @@ def experts(module: nn.Module, ranks: Ranks, *, on_sequence: bool = False) -> No
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        held = _sharded(module)
-        if not held:
+        sharded = _sharded(module)
+        if not sharded:
             return stock(*args, **kwargs)
         if not on_sequence:
             args = tuple(_entering(each, ranks) for each in args)
             kwargs = {key: _entering(each, ranks) for key, each in kwargs.items()}
-        with swapped((module, name, local_of(tensor)) for name, tensor in held):
+        with swapped((module, name, local_of(tensor)) for name, tensor in sharded):
             found = stock(*args, **kwargs)
         return scatter_sum(found, _TOKENS, ranks) if on_sequence else sum_out(found, ranks)
 
@@ -227,7 +227,7 @@ def identity_expert(module: nn.Module, ranks: Ranks) -> None:
     module.forward = forward
 
 
-def gathered(scope: nn.Module, held: Sequence[LocalParameter], ranks: Ranks) -> None:
+def gathered(scope: nn.Module, parameters: Sequence[LocalParameter], ranks: Ranks) -> None:
     """Gathers parameters around the forward pass of a module that holds them, or reads them: always right.
 
     All ranks then compute the same, and a rank's gradient is its part of a gradient that is whole everywhere.
@@ -235,7 +235,7 @@ def gathered(scope: nn.Module, held: Sequence[LocalParameter], ranks: Ranks) -> 
     stock = scope.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with swapped(_gathered_now(held, ranks)):
+        with swapped(_gathered_now(parameters, ranks)):
             return stock(*args, **kwargs)
 
     scope.forward = forward
@@ -255,10 +255,10 @@ def swapped(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[
             module._parameters[name] = parameter
 
 
-def _gathered_now(held: Sequence[LocalParameter], ranks: Ranks) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def _gathered_now(parameters: Sequence[LocalParameter], ranks: Ranks) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Whole tensors for what is a shard at this moment; a parameter that two modules share is gathered once."""
     whole: dict[int, torch.Tensor] = {}
-    for module, name, cut in held:
+    for module, name, cut in parameters:
         tensor = module._parameters.get(name)
         if not isinstance(tensor, DTensor):
             continue

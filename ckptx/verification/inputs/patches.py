@@ -46,8 +46,8 @@ def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> M
 def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Muse Spark: the form of Qwen2-VL with other names for the sizes."""
     vision = config["vision_config"]
-    spelled = {"spatial_merge_size": vision["merge_size"], "temporal_patch_size": vision["patch_temporal"]}
-    return flat_untyped({**config, "vision_config": {**vision, **spelled}}, rows, generator)
+    renamed = {"spatial_merge_size": vision["merge_size"], "temporal_patch_size": vision["patch_temporal"]}
+    return flat_untyped({**config, "vision_config": {**vision, **renamed}}, rows, generator)
 
 
 def large(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
