@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import click
@@ -21,7 +22,7 @@ from ckptx.cli.output import Output
 
 _RUN = [
     "run", "tp", "dp_shard", "tp_plan", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope",
-    "compile", "backward", "trust_remote_code",
+    "compile", "backward", "trust_remote_code", "strict",
 ]  # fmt: skip
 
 
@@ -67,8 +68,8 @@ _RUN = [
 @click.option(
     "--compute-dtype",
     metavar="auto|bf16|fp16|fp32",
-    show_default="auto",
-    help="Of the parameters; auto is that of the config.",
+    show_default="fp32",
+    help="Of the parameters, whatever is stored; auto is as stored.",
 )
 @click.option(
     "--activation-checkpointing",
@@ -84,6 +85,7 @@ _RUN = [
     "--backward/--no-backward", default=None, show_default="--backward", help="Compare gradients of one step, too."
 )
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run code from them for an unknown class.")
+@click.option("--strict", is_flag=True, default=None, help="Exit 1, too, where nothing could be decided.")
 @hub_options
 @output_options
 @with_global_options
@@ -93,6 +95,7 @@ def command(reference: str, checkpoint: str, run: bool, as_json: bool, report_fi
 
     output = Output(as_json=as_json, report_file=report_file)
     if run:
+        gc.enable()  # models, unlike catalogs, are full of cycles
         from ckptx.report.running import run_text, run_verdict
 
         return output.run(

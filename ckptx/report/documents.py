@@ -176,14 +176,18 @@ class RunReport(Report):
         run: True.
         compared: Tensors that each rank loads.
         differing: A row for each difference: `level` is bytes, forward or gradients.
+        undecided: A row for each result that is not away further than its limit, where that is more than `size`, the
+            deviation of the logits or the largest number of a gradient: nothing could have been found there.
         world_size: Number of ranks.
         layout: The mesh.
         stages: Pipeline stages.
         inputs: What the model was given: "text", "image", ...
+        compute_dtype: Of the parameters, on both sides.
         wrapped_layers: Layers that recompute their activations.
         bytes_read_per_rank: By rank.
         max_abs: Largest distance of logits; `max_abs_limit` is what noise allows.
         max_abs_limit: See `max_abs`.
+        logits_deviation: Standard deviation of the logits of the reference.
         kl: Largest KL divergence of logits.
         cosine: Smallest cosine of logits.
         loss: Of the checkpoint.
@@ -200,14 +204,17 @@ class RunReport(Report):
     run: bool = True
     compared: int
     differing: Sequence[dict[str, Any]]
+    undecided: Sequence[dict[str, Any]]
     world_size: int
     layout: dict[str, int]
     stages: int
     inputs: Sequence[str]
+    compute_dtype: str
     wrapped_layers: int
     bytes_read_per_rank: Sequence[int]
     max_abs: float | str
     max_abs_limit: float | str
+    logits_deviation: float | str
     kl: float | str
     cosine: float | str
     loss: float | str

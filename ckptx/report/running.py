@@ -22,7 +22,9 @@ def run_text(report: RunReport) -> str:
     layout = report.layout
     mesh = f"tp {layout['tp']} x dp_shard {layout['dp_shard']}, {counted(report.world_size, 'rank')}"
     kinds, tensors = " and ".join(report.inputs), counted(report.tensors, "tensor")
-    lines.append(f"ran {kinds} on {mesh}; {tensors} on each, {human_bytes(report.bytes_read)} read")
+    lines.append(
+        f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors} on each, {human_bytes(report.bytes_read)} read"
+    )
     if report.wrapped_layers:
         lines.append(f"activations of {counted(report.wrapped_layers, 'layer')} checkpointed")
     lines.append(
@@ -31,16 +33,12 @@ def run_text(report: RunReport) -> str:
     )
     loss, reference = float(report.loss), float(report.loss_reference)
     lines.append(f"loss       {loss:.7g}, {abs(loss - reference):.3g} away (allowed {_number(report.loss_limit)})")
-    with_gradients = report.grad_of_limit is not None
     if report.grad_of_limit is not None and report.grad_max_abs is not None:
         name, share = report.grad_of_limit
         nearest = f", {name} at {float(share):.0%} of what it may" if name and not report.exit else ""
         lines.append(f"gradients  {report.gradients} compared, max abs {_number(report.grad_max_abs)}{nearest}")
-    if report.exit:
-        found = {row["level"] for row in report.differing}
-        lines.append(f"DIFFERENT: {', '.join(level for level in _LEVELS if level in found)}")
-    else:
-        lines.append(f"equal: bytes, forward{', gradients' if with_gradients else ''}")
+    lines += _undecided(report)
+    lines.append(_verdict(report))
     lines.append(cost(report))
     return "\n".join(lines)
 
@@ -49,7 +47,41 @@ def run_verdict(report: RunReport) -> str:
     """What `verify --run -q` says: equal or not, with the first difference, in one line."""
     lines = run_text(report).splitlines()
     verdict, first = lines[-2], lines[0]
-    return f"{verdict}; {first}" if report.exit else verdict
+    return f"{verdict}; {first}" if report.differing else verdict
+
+
+def _verdict(report: RunReport) -> str:
+    """Which levels are equal; and where there is no telling."""
+    levels = _LEVELS if report.gradients is not None else _LEVELS[:-1]
+    different = {row["level"] for row in report.differing}
+    undecided = {row["level"] for row in report.undecided} - different
+    if different:
+        words = [f"DIFFERENT: {', '.join(level for level in levels if level in different)}"]
+    else:
+        words = [f"equal: {', '.join(level for level in levels if level not in undecided)}"]
+    if undecided:
+        words.append(f"NOT DECIDED: {', '.join(level for level in levels if level in undecided)}")
+    return "; ".join(words)
+
+
+def _undecided(report: RunReport) -> list[str]:
+    """One line for each level with results that no limit could have refused."""
+    lines = []
+    forward, gradients = ([row for row in report.undecided if row["level"] == level] for level in _LEVELS[1:])
+    if forward:
+        lines.append(
+            f"logits     not decided: rounding in {report.compute_dtype} allows {_number(report.max_abs_limit)}, "
+            f"and they deviate by {_number(report.logits_deviation)}"
+        )
+    if gradients:
+        first = gradients[0]
+        lines.append(
+            f"gradients  {len(gradients)} of {report.gradients} not decided, the first {first['name']}: rounding "
+            f"allows {_number(first['limit'])}, and it is no larger than {_number(first['size'])}"
+        )
+    if lines and report.compute_dtype != "float32":
+        lines.append("           --compute-dtype fp32 decides more")
+    return lines
 
 
 def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -22,6 +22,8 @@ from ckptx.runtime.launch import is_launched
 MESH_DIMS = ("pp", "dp_shard", "tp")  # row-major, so that rank = (pp * dp_shard + dp_index) * tp + tp_index
 _TIMEOUT = timedelta(minutes=10)
 
+_meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
+
 
 class Process(NamedTuple):
     """Where this process is.
@@ -83,11 +85,15 @@ def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Proce
     try:
         yield process
     finally:
+        _meshes.clear()
         dist.destroy_process_group()
 
 
 def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """The mesh of a layout, with dims `MESH_DIMS`.
+    """The mesh of a layout, with dims `MESH_DIMS`; in one world the same one each time.
+
+    Each of its groups has threads and connections of its own. They cannot end before the world does: DTensor remembers
+    the groups of a mesh for every mesh that is equal to it.
 
     Raises:
         UsageError: There are not as many processes as ranks.
@@ -97,7 +103,11 @@ def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
             f"tp {dims.tp} x pp {dims.pp} x dp_shard {dims.dp_shard}: found {dist.get_world_size()} processes, needed "
             f"{dims.world_size}; start one for each rank, or none and they are started for you"
         )
-    return init_device_mesh(device_type, (dims.pp, dims.dp_shard, dims.tp), mesh_dim_names=MESH_DIMS)
+    world, mesh = _meshes.get((dims, device_type), (None, None))
+    if mesh is None or world is not dist.group.WORLD:
+        mesh = init_device_mesh(device_type, (dims.pp, dims.dp_shard, dims.tp), mesh_dim_names=MESH_DIMS)
+        _meshes[dims, device_type] = dist.group.WORLD, mesh
+    return mesh
 
 
 @contextmanager

@@ -47,4 +47,5 @@ class RunArguments(TypedDict, total=False):
     compile: bool | None
     backward: bool | None
     trust_remote_code: bool | None
+    strict: bool | None
     log: Log | None

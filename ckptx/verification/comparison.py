@@ -1,23 +1,29 @@
-"""Holds what each rank computed against what the reference computed, and names what is further away than it may be."""
+"""Holds what each rank computed against what the reference computed, and names what is further away than it may be.
+
+How far something may be away is measured, see `ckptx.verification.noise`. Where that is more than the thing itself is
+large, nothing could have been found: then it is named as undecided, and never as equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cosine_similarity, log_softmax
+from torch.nn.functional import log_softmax
 
 from ckptx.catalog.region import Region
 from ckptx.runtime.distributed import Process, broadcast, everywhere, told
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.load import RegionsOf
-from ckptx.runtime.shards import LocalShard, pieces_of
+from ckptx.runtime.shards import pieces_of
 from ckptx.verification import noise
 from ckptx.verification.execution import Outcome
+
+_BAND = 1 << 22  # elements
 
 
 class Reference(NamedTuple):
@@ -47,6 +53,7 @@ class Comparison:
         stored: Names on disk by name in the model.
         is_exact: Whether the same operations ran in the same order on both sides.
         rows: Differences beyond the limit.
+        undecided: What is not further away than its limit, where the limit could not have refused anything.
         numbers: For the report.
         gradients: How far each gradient is away and may be, by name in the model.
     """
@@ -55,6 +62,7 @@ class Comparison:
     stored: dict[str, tuple[str, ...]]
     is_exact: bool
     rows: list[dict[str, Any]] = field(default_factory=list)
+    undecided: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -73,12 +81,13 @@ class Comparison:
         ours_loss = sum(everywhere(found.loss)) / self.process.world_size
         limit = 0.0 if self.is_exact else noise.ALLOWED * noise_of_logits
         # A mean can come out the same three times by chance; it is no more exact than its last place for that.
-        last_place = torch.finfo(torch.float32).eps * abs(loss)
-        limit_of_loss = 0.0 if self.is_exact else noise.ALLOWED * max(noise_of_loss, last_place)
-        distance = furthest(theirs, ours)
+        rounding = noise.rounding(torch.float32, abs(loss))
+        limit_of_loss = 0.0 if self.is_exact else max(noise.ALLOWED * noise_of_loss, rounding)
+        distance, deviation = furthest(theirs, ours), _deviation(theirs)
         self.numbers |= {
             "max_abs": distance,
             "max_abs_limit": limit,
+            "logits_deviation": deviation,
             "kl": _divergence(theirs, ours),
             "cosine": _cosine(theirs, ours),
             "loss": ours_loss,
@@ -91,6 +100,8 @@ class Comparison:
                 self._add("forward", "logits", max_abs=float("nan"), limit=limit, what=f"{bad} not finite, {side}")
         if not distance <= limit and not self.rows:
             self._add("forward", "logits", max_abs=distance, limit=limit)
+        elif not limit <= deviation and not self.rows:
+            self._doubt("forward", "logits", limit=limit, size=deviation)
         if not abs(ours_loss - loss) <= limit_of_loss and not self.rows:
             self._add("forward", "loss", max_abs=abs(ours_loss - loss), limit=limit_of_loss)
 
@@ -98,28 +109,37 @@ class Comparison:
         """The part of every gradient that this rank holds."""
         known = None
         if expected is not None:
+            sizes = {name: _largest(each) for name, each in expected.outcome.gradients.items()}
+            beside = _largest_beside(sizes)
             known = {
-                name: (tuple(each.shape), each.dtype, expected.gradients[name])
+                name: (tuple(each.shape), each.dtype, expected.gradients[name], sizes[name], beside[name])
                 for name, each in expected.outcome.gradients.items()
             }
-        rows: dict[str, tuple[tuple[int, ...], torch.dtype, float]] = told(known)
+        rows: dict[str, tuple[tuple[int, ...], torch.dtype, float, float, float]] = told(known)
         ours = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         largest, worst = 0.0, ("", 0.0)
-        for name, (shape, dtype, moved) in rows.items():
+        for name, (shape, dtype, moved, size, beside_it) in rows.items():
             theirs = broadcast(
                 None if expected is None else expected.outcome.gradients[name], shape, dtype, self.process
             )
-            limit = 0.0 if self.is_exact else noise.ALLOWED * moved
+            limit = 0.0 if self.is_exact else max(noise.ALLOWED * moved, noise.rounding(dtype, size))
             parameter = ours.pop(name, None)
             if parameter is None or parameter.grad is None:
-                self._add("gradients", name, max_abs=_largest(theirs), limit=limit, what="no gradient")
+                self._add("gradients", name, max_abs=size, limit=limit, what="no gradient")
                 continue
-            local_regions = None if regions is None else regions(name)
-            distance = _distance(theirs, parameter, pieces_of(name, parameter, local_regions))
+            local = _local(parameter.grad)
+            pieces = pieces_of(name, parameter, None if regions is None else regions(name))
+            distance = max((furthest(_at(theirs, each.region), _at(local, each.local)) for each in pieces), default=0.0)
             largest = max(largest, distance)
             self.gradients[name] = distance, limit
-            if not distance <= limit:
+            if bad := [side for side, each in (("reference", theirs), ("checkpoint", local)) if not _is_finite(each)]:
+                self._add("gradients", name, max_abs=float("inf"), limit=limit, what=f"not finite, {' and '.join(bad)}")
+            elif not self.is_exact and max(size, _largest(local)) <= noise.rounding(dtype, beside_it):
+                continue  # zero but for rounding, as those of key biases are, which softmax does not see
+            elif not distance <= limit:
                 self._add("gradients", name, max_abs=distance, limit=limit)
+            elif limit > size:
+                self._doubt("gradients", name, limit=limit, size=size)
             if limit and distance / limit > worst[1]:
                 worst = name, distance / limit
         for name, parameter in ours.items():
@@ -130,6 +150,9 @@ class Comparison:
 
     def _add(self, level: str, name: str, **values: Any) -> None:
         self.rows.append({**difference(level, self.process.rank, name, self.stored), **values})
+
+    def _doubt(self, level: str, name: str, **values: Any) -> None:
+        self.undecided.append({**difference(level, self.process.rank, name, self.stored), **values})
 
 
 def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -145,22 +168,35 @@ def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ..
 
 def furthest(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest absolute difference; infinite where one is not finite and the other differs."""
-    if not a.numel():
-        return 0.0
+    return max((_furthest(*pair) for pair in zip(_bands(a), _bands(b), strict=True)), default=0.0)
+
+
+def _furthest(a: torch.Tensor, b: torch.Tensor) -> float:
     same = (a == b) | (a.isnan() & b.isnan())
     distance = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
     return float(distance.masked_fill(same, 0.0).max())
 
 
-def _distance(theirs: torch.Tensor, parameter: nn.Parameter, pieces: Sequence[LocalShard]) -> float:
-    """Of the local gradient from the slices of a whole one."""
-    assert parameter.grad is not None
-    local = _local(parameter.grad)
-    return max((furthest(_at(theirs, piece.region), _at(local, piece.local)) for piece in pieces), default=0.0)
+def _bands(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Its elements, some at a time: what is done with them in float64 takes little memory then."""
+    yield from () if not tensor.numel() else tensor.reshape(-1).split(_BAND)
+
+
+def _largest_beside(sizes: dict[str, float]) -> dict[str, float]:
+    """The largest number among the gradients of a module and of those beside it, as of all that an attention has."""
+    scopes = {name: ".".join(name.split(".")[:-2]) for name in sizes}
+    found: dict[str, float] = {}
+    for name, scope in scopes.items():
+        found[scope] = max(sizes[name], found.get(scope, 0.0))
+    return {name: found[scope] for name, scope in scopes.items()}
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return all(bool(band.isfinite().all()) for band in _bands(tensor))
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return max((float(band.abs().max()) for band in _bands(tensor)), default=0.0)
 
 
 def _at(tensor: torch.Tensor, region: Region) -> torch.Tensor:
@@ -173,9 +209,27 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
     """Mean KL divergence of the distributions over the last dim, in nats."""
+    width = reference.shape[-1]
+    rows = max(1, _BAND // width)
+    bands = zip(reference.reshape(-1, width).split(rows), other.reshape(-1, width).split(rows), strict=True)
+    return float(sum(_total_divergence(*band) for band in bands) / (reference.numel() // width))
+
+
+def _total_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
     p, q = (log_softmax(each.double(), -1) for each in (reference, other))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return float((p.exp() * (p - q)).sum())
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
+    ab, aa, bb = (_product(*pair) for pair in ((a, b), (a, a), (b, b)))
+    return float(ab / (aa * bb) ** 0.5) if aa and bb else float(aa == bb)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> float:
+    return sum(float(x.double() @ y.double()) for x, y in zip(_bands(a), _bands(b), strict=True))
+
+
+def _deviation(tensor: torch.Tensor) -> float:
+    """Standard deviation of all elements."""
+    mean = sum(float(band.double().sum()) for band in _bands(tensor)) / tensor.numel()
+    return float((sum(float((band.double() - mean).square().sum()) for band in _bands(tensor)) / tensor.numel()) ** 0.5)

@@ -14,7 +14,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import isfinite, isnan
@@ -56,23 +56,26 @@ class RunOptions:
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
         dtype: Of the parameters on both sides: bf16, fp16 or fp32; auto takes that of each config, or what is stored.
+            The fewer bits, the less is found: eight times the rounding of bf16 can be more than a whole layer does.
         activation_checkpointing: none, full, submodule or selective.
         scope: all, language, vision or audio.
         compile: Compile each layer.
         backward: Compare gradients, too.
         trust_remote_code: Whether Python files of the checkpoints may be executed.
+        strict: Whether what could not be decided counts as a difference.
     """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
     tp_plan: dict[str, str] | None = None
     device: str = "auto"
     backend: str = "auto"
-    dtype: str = "auto"
+    dtype: str = "fp32"
     activation_checkpointing: str = "none"
     scope: str = "all"
     compile: bool = False
     backward: bool = True
     trust_remote_code: bool = False
+    strict: bool = False
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:
@@ -124,7 +127,14 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         if any(everywhere(any(row["level"] == "forward" for row in rows))):
             with together():
                 numbers["first_divergence"] = _first_divergence(first, model, batches[0], process, is_exact=is_exact)
-        share = {"rows": rows, "read": ledger.bytes_read, "nbytes": ledger.nbytes, **numbers}
+        share = {
+            "rows": rows,
+            "undecided": comparison.undecided,
+            "dtype": _dtype_of(model),
+            "read": ledger.bytes_read,
+            "nbytes": ledger.nbytes,
+            **numbers,
+        }
         share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
     inputs = batches[0]
@@ -295,6 +305,7 @@ def _report_of(
     """What all ranks found, in one report."""
     dims = options.dims
     rows = [row for share in everyone for row in share["rows"]]
+    undecided = _once(row for share in everyone for row in share["undecided"])
     first = everyone[0]
     ranks = [
         {
@@ -315,8 +326,10 @@ def _report_of(
         }
     found = {
         "differing": rows,
+        "undecided": undecided,
         "max_abs": max(share["max_abs"] for share in everyone),
         "max_abs_limit": first["max_abs_limit"],
+        "logits_deviation": first["logits_deviation"],
         "kl": max((share["kl"] for share in everyone), key=_badness),
         "cosine": max((share["cosine"] for share in everyone), key=lambda found: _badness(-found)),
         "loss": first["loss"],
@@ -328,7 +341,7 @@ def _report_of(
     }
     return RunReport(
         command="verify",
-        exit=1 if rows else 0,
+        exit=1 if rows or (undecided and options.strict) else 0,
         tensors=tensors,
         bytes_read=sum(share["read"] for share in everyone),
         ranks=ranks,
@@ -337,10 +350,19 @@ def _report_of(
         layout={"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard},
         stages=1,
         inputs=list(kinds),
+        compute_dtype=first["dtype"],
         wrapped_layers=wrapped_layers,
         bytes_read_per_rank=[share["read"] for share in everyone],
         **{name: _plain(value) for name, value in found.items()},
     )
+
+
+def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each name the first row: a limit is the same on every rank."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault((row["level"], row["name"]), row)
+    return list(found.values())
 
 
 def _badness(value: float) -> tuple[bool, float]:
@@ -359,6 +381,11 @@ def _worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str
         {**difference("gradients", rank, name, stored), "max_abs": _plain(distance), "limit": _plain(limit)}
         for name, (rank, distance, limit) in found.items()
     ]
+
+
+def _dtype_of(model: nn.Module) -> str:
+    """What the parameters are computed in: "float32", or more than one: "bfloat16 and float32"."""
+    return " and ".join(sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()}))
 
 
 def _plain(value: Any) -> Any:

@@ -35,6 +35,11 @@ def moved_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
                 weight.copy_(before)
 
 
+def rounding(dtype: torch.dtype, size: float) -> float:
+    """What the last place of numbers of `size` may come to: the least that anything summed from them may differ by."""
+    return float(ALLOWED * torch.finfo(dtype).eps * size)
+
+
 def moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """`tensor` with each finite element that is not zero replaced by the next one, away from zero or towards it."""
     bits = tensor.contiguous().view(_BITS[tensor.element_size()])

@@ -28,12 +28,13 @@ def verify_running(
     tp_plan: str | Path | None = None,
     device: str = "auto",
     backend: str = "auto",
-    compute_dtype: str = "auto",
+    compute_dtype: str = "fp32",
     activation_checkpointing: str = "none",
     ac_scope: str = "all",
     compile: bool = False,
     backward: bool = True,
     trust_remote_code: bool = False,
+    strict: bool = False,
     log: Log | None = None,
 ) -> RunReport:
     """Builds both models, loads the checkpoint under a mesh, and compares what they compute.
@@ -46,12 +47,13 @@ def verify_running(
         tp_plan: JSON file {"pattern": "style"}, on top of the plan of the model.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
-        compute_dtype: Of the parameters of both sides; auto takes that of each config.
+        compute_dtype: Of the parameters of both sides; auto takes that of each config, as they are stored.
         activation_checkpointing: none, full, submodule or selective.
         ac_scope: Which layers: all, language, vision or audio.
         compile: Compile each layer.
         backward: Compare the gradients of one step, too.
         trust_remote_code: Run code from the checkpoints for an unknown class.
+        strict: What could not be decided makes `exit` 1, too.
         log: Has what the user should know, when an error is raised, too.
 
     Raises:
@@ -85,6 +87,7 @@ def verify_running(
         arguments += ["--compile"] if compile else []
         arguments += [] if backward else ["--no-backward"]
         arguments += ["--trust-remote-code"] if trust_remote_code else []
+        arguments += ["--strict"] if strict else []
         return _adopted(launch(arguments, dims.world_size), log)
     try:
         from ckptx.verification.forward import RunOptions, verify_run
@@ -101,6 +104,7 @@ def verify_running(
         compile,
         backward,
         trust_remote_code,
+        strict,
     )
     return verify_run(reference, checkpoint, options, log)
 

@@ -43,7 +43,7 @@ MEANING = {
     | (MESH - {"pp", "pp_split"})
     | {
         "dtype", "run", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile",
-        "backward", "trust_remote_code", "as_json", "report_file",
+        "backward", "trust_remote_code", "strict", "as_json", "report_file",
     },
     "env": {"as_json"},
 }  # fmt: skip

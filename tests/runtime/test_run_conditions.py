@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,38 @@ from support.vision_models import tiny
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
-from ckptx.runtime.distributed import Process
+from ckptx.runtime.distributed import Process, mesh_of, process_group
 from ckptx.runtime.parallelize import _of_other_dtype
 from ckptx.verification import forward
 from ckptx.verification.execution import Outcome
 from ckptx.verification.inputs.batch import inputs_for
+
+
+def test_a_world_has_one_mesh_of_a_kind() -> None:
+    """Groups have threads that end with the world alone, so a second run makes none."""
+    made = []
+    for _ in range(2):
+        with process_group("cpu", "gloo"):
+            meshes = [mesh_of(dims, "cpu") for dims in (ParallelDims(), ParallelDims(), ParallelDims(tp=1))]
+            assert all(mesh is meshes[0] for mesh in meshes)
+            made.append(meshes[0])
+    assert made[0] is not made[1]
+
+
+def threads_of(rank: int, world_size: int, path: str, runs: int) -> list[int]:
+    """How many threads this process has after each run."""
+    counts = []
+    for _ in range(runs):
+        options = forward.RunOptions(ParallelDims(tp=world_size))
+        assert forward.verify_run(Path(path), Path(path), options, Log()).exit == 0
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_runs_in_one_process_leave_no_threads(pool: GlooPool, tmp_path: Path) -> None:
+    write(EVERY["llama-tied"], tmp_path / "hf")
+    for counts in pool.run(threads_of, 2, str(tmp_path / "hf"), 5):
+        assert len(set(counts)) == 1, counts
 
 
 class Wandering:

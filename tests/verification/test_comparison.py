@@ -283,6 +283,87 @@ def test_a_rank_is_held_against_the_rows_that_it_has(process: Process) -> None:
     assert [(row["name"], row["max_abs"]) for row in made.rows] == [("disk.a", 3)]
 
 
+# ------------------------------------------------------------------------------------------- what cannot be decided
+
+
+@pytest.mark.parametrize(("noise_is", "names"), [(0.125, []), (0.25, [("forward", "logits")])])
+def test_logits_that_may_be_further_away_than_they_deviate_are_undecided(
+    process: Process, noise_is: float, names: list[tuple[str, str]]
+) -> None:
+    """1, 2, 3, 4 deviate by the root of 1.25; eight times the noise is 1, or 2."""
+    made = forward(process, LOGITS.clone(), noise=noise_is)
+    assert made.numbers["logits_deviation"] == pytest.approx(1.25**0.5)
+    assert made.rows == []
+    assert [(row["level"], row["name"]) for row in made.undecided] == names
+    assert [(row["limit"], row["size"]) for row in made.undecided] == [(2.0, 1.25**0.5)] * len(names)
+    assert forward(process, LOGITS.clone(), noise=noise_is, exact=True).undecided == []
+    found = forward(process, LOGITS + 4, noise=noise_is)
+    assert (names_of(found), found.undecided) == ([("forward", "logits")], [])
+
+
+@pytest.mark.parametrize(("size", "is_decided"), [(2.5, True), (2.0, True), (1.5, False)])
+def test_a_gradient_that_may_be_further_away_than_it_is_large_is_undecided(
+    process: Process, size: float, is_decided: bool
+) -> None:
+    """The limit is 2, eight times the noise."""
+    reference = torch.tensor([[size, -1.0]])
+    made = backward(process, Two(reference + 0.25), a=reference)
+    assert made.rows == []
+    rows = [(row["level"], row["name"], row["model_name"], row["limit"], row["size"]) for row in made.undecided]
+    assert rows == ([] if is_decided else [("gradients", "disk.a", "a", 2.0, size)])
+    assert backward(process, Two(reference.clone()), exact=True, a=reference).undecided == []
+    made = backward(process, Two(reference + 2.25), a=reference)
+    assert (names_of(made), made.undecided) == ([("gradients", "disk.a")], [])
+
+
+@pytest.mark.parametrize("size", [0.5, 2.0])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_gradient_may_differ_in_its_last_places_though_no_draw_moved_it(
+    process: Process, size: float, sign: int
+) -> None:
+    reference = torch.full((2, 2), size)
+    for places, names in ((ALLOWED, []), (ALLOWED + 1, [("gradients", "disk.a")])):
+        found = reference.clone()
+        found[0, 0] += sign * places * EPS * size
+        made = backward(process, Two(found), moved=0.0, a=reference)
+        assert names_of(made) == names
+        assert made.gradients["a"][1] == ALLOWED * EPS * size
+    assert names_of(backward(process, Two(found), moved=0.0, exact=True, a=reference)) == [("gradients", "disk.a")]
+
+
+@pytest.mark.parametrize(("size", "is_zero"), [(ALLOWED * EPS, True), (2 * ALLOWED * EPS, False)])
+def test_a_gradient_that_is_zero_but_for_rounding_is_equal(process: Process, size: float, is_zero: bool) -> None:
+    """Beside one of 1: whatever the two make of a sum that is zero. One that has more is none of these."""
+    beside, small = torch.ones(2), torch.tensor([size, 0.0])
+    other = Two(beside.clone(), -small)
+    made = backward(process, other, moved=0.0, a=beside, b=small)
+    assert names_of(made) == ([] if is_zero else [("gradients", "b.0")])
+    made = backward(process, Two(beside.clone(), torch.ones(2)), moved=0.0, a=beside, b=small)
+    assert names_of(made) == [("gradients", "b.0")]
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_gradient_that_is_no_number_on_both_sides_differs(process: Process, value: float) -> None:
+    both = GRADIENT.clone()
+    both[1, 1] = value
+    (row,) = backward(process, Two(both.clone()), a=both).rows
+    assert (row["name"], row["what"]) == ("disk.a", "not finite, reference and checkpoint")
+
+
+def test_bands_change_no_number(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(3, 5, 7, generator=generator) for _ in range(2))
+
+    def numbers() -> list[float]:
+        return [furthest(a, b), comparison._divergence(a, b), comparison._cosine(a, b), comparison._deviation(a)]
+
+    whole = numbers()
+    assert whole[3] == pytest.approx(float(a.double().std(correction=0)))
+    for band in (1, 7, 16, 104, 105):
+        monkeypatch.setattr(comparison, "_BAND", band)
+        assert numbers() == pytest.approx(whole)
+
+
 @settings(max_examples=50, deadline=None)
 @given(order=st.permutations(["x", "y", "z"]), far=st.sets(st.sampled_from("xyz")))
 def test_the_order_of_names_is_no_difference(process: Process, order: list[str], far: set[str]) -> None:

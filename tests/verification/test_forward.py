@@ -129,15 +129,16 @@ def test_a_model_without_embeddings_has_no_noise() -> None:
 def share_of(**found: Any) -> dict[str, Any]:
     """What one rank tells the others."""
     plain: dict[str, Any] = {
-        "rows": [], "read": 10, "nbytes": 8, "max_abs": 0.0, "max_abs_limit": 1.0, "kl": 0.0, "cosine": 1.0,
+        "rows": [], "undecided": [], "dtype": "float32", "read": 10, "nbytes": 8, "max_abs": 0.0, "max_abs_limit": 1.0,
+        "logits_deviation": 3.0, "kl": 0.0, "cosine": 1.0,
         "loss": 2.0, "loss_reference": 2.0, "loss_limit": 0.5, "gradients": 3, "grad_max_abs": 0.0,
         "grad_of_limit": ["", 0.0], "by_tensor": {},
     }  # fmt: skip
     return plain | found
 
 
-def report_of(*shares: dict[str, Any], backward: bool = True) -> dict[str, Any]:
-    options = forward.RunOptions(ParallelDims(tp=2), backward=backward)
+def report_of(*shares: dict[str, Any], **settings: bool) -> dict[str, Any]:
+    options = forward.RunOptions(ParallelDims(tp=2), **settings)
     found: dict[str, Any] = forward._report_of(5, options, 0, list(shares), ["text"], []).to_dict()
     json.loads(json.dumps(found, allow_nan=False))
     return found
@@ -171,6 +172,15 @@ def test_a_row_of_any_rank_makes_the_exit_1() -> None:
     found = report_of(share_of(), share_of(rows=[row]))
     assert (found["exit"], found["differing"]) == (1, [row | {"max_abs": "nan"}])
     assert [each["differing"] for each in found["ranks"]] == [0, 1]
+
+
+@pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 1)])
+def test_what_is_undecided_is_listed_once_and_strict_makes_the_exit_1(strict: bool, code: int) -> None:
+    rows = [{"level": "gradients", "rank": rank, "name": "x", "limit": 2.0, "size": 1.0} for rank in (0, 1)]
+    other = {"level": "forward", "rank": 1, "name": "logits", "limit": 2.0, "size": 1.0}
+    found = report_of(share_of(undecided=rows[:1]), share_of(undecided=[*rows[1:], other]), strict=strict)
+    assert (found["exit"], found["differing"], found["undecided"]) == (code, [], [rows[0], other])
+    assert report_of(share_of(), share_of(), strict=strict)["exit"] == 0
 
 
 def test_without_a_backward_pass_the_report_has_no_gradients() -> None:

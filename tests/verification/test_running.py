@@ -22,7 +22,8 @@ def report(**changes: Any) -> RunReport:
     made: dict[str, Any] = {
         "command": "verify", "exit": 0, "tensors": 4, "bytes_read": 7, "compared": 4, "world_size": 2,
         "layout": {"tp": 2, "pp": 1, "dp_shard": 1}, "stages": 1, "inputs": ["text"], "wrapped_layers": 0,
-        "bytes_read_per_rank": [3, 4], "differing": [], "max_abs": 0.5, "max_abs_limit": 1.0, "kl": 0.0,
+        "bytes_read_per_rank": [3, 4], "differing": [], "undecided": [], "compute_dtype": "float32", "max_abs": 0.5,
+        "max_abs_limit": 1.0, "logits_deviation": 2.0, "kl": 0.0,
         "cosine": "nan", "loss": 1.0, "loss_reference": 1.0, "loss_limit": 0.0, "gradients": 4, "grad_max_abs": 0.0,
         "grad_of_limit": ["x", 0.5], "first_divergence": None, "gradient_differences": [], "warnings": ["said"],
         "peak_rss": 123456789, "seconds": 99.0,
@@ -78,7 +79,7 @@ def test_as_many_ranks_are_started_as_the_mesh_has(launched: Launched, tp: int, 
     assert launched.world_size == tp * dp_shard
     assert launched.arguments[:4] == ["verify", "a", "b", "--run"]
     assert (launched.given("--tp"), launched.given("--dp-shard")) == (str(tp), str(dp_shard))
-    assert not {"--compile", "--no-backward", "--trust-remote-code", "--tp-plan"} & {*launched.arguments}
+    assert not {"--compile", "--no-backward", "--trust-remote-code", "--tp-plan", "--strict"} & {*launched.arguments}
 
 
 def test_ranks_get_every_option(launched: Launched, tmp_path: Path) -> None:
@@ -86,14 +87,14 @@ def test_ranks_get_every_option(launched: Launched, tmp_path: Path) -> None:
     plan.write_text(json.dumps(PLAN))
     verify_running(
         A, B, tp=2, tp_plan=str(plan), device="cpu", backend="gloo", compute_dtype="fp32", compile=True,
-        activation_checkpointing="full", ac_scope="language", backward=False, trust_remote_code=True,
+        activation_checkpointing="full", ac_scope="language", backward=False, trust_remote_code=True, strict=True,
     )  # fmt: skip
     expected = {
         "--device": "cpu", "--backend": "gloo", "--compute-dtype": "fp32", "--activation-checkpointing": "full",
         "--ac-scope": "language", "--tp-plan": str(plan),
     }  # fmt: skip
     assert {option: launched.given(option) for option in expected} == expected
-    assert {"--compile", "--no-backward", "--trust-remote-code"} <= {*launched.arguments}
+    assert {"--compile", "--no-backward", "--trust-remote-code", "--strict"} <= {*launched.arguments}
 
 
 def test_the_command_understands_what_ranks_are_started_with(
@@ -109,7 +110,7 @@ def test_the_command_understands_what_ranks_are_started_with(
     given: dict[str, Any] = {
         "tp": 2, "dp_shard": 3, "tp_plan": str(plan), "device": "cpu", "backend": "gloo", "compute_dtype": "fp16",
         "activation_checkpointing": "selective", "ac_scope": "vision", "compile": True, "backward": False,
-        "trust_remote_code": True,
+        "trust_remote_code": True, "strict": True,
     }  # fmt: skip
     verify_running(A, B, **given)
     heard: list[dict[str, Any]] = []
