@@ -175,7 +175,7 @@ class RunReport(Report):
     Attributes:
         run: True.
         compared: Tensors that each rank loads.
-        differing: A row for each difference: `level` is bytes, forward or gradients.
+        differing: A row for each difference: `level` is config, bytes, forward or gradients.
         undecided: A row for each result that is not away further than its limit, where that is more than `size`, the
             deviation of the logits or the largest number of a gradient: nothing could have been found there.
         world_size: Number of ranks.

@@ -9,7 +9,7 @@ from ckptx.report.documents import RunReport
 from ckptx.report.report import counted, human_bytes
 from ckptx.report.text import cost
 
-_LEVELS = ("bytes", "forward", "gradients")  # what comes first causes what comes after
+_LEVELS = ("config", "bytes", "forward", "gradients")  # what comes first causes what comes after
 _MOST_OF_A_LEVEL = 8
 
 
@@ -67,7 +67,7 @@ def _verdict(report: RunReport) -> str:
 def _undecided(report: RunReport) -> list[str]:
     """One line for each level with results that no limit could have refused."""
     lines = []
-    forward, gradients = ([row for row in report.undecided if row["level"] == level] for level in _LEVELS[1:])
+    forward, gradients = ([row for row in report.undecided if row["level"] == level] for level in _LEVELS[2:])
     if forward:
         lines.append(
             f"logits     not decided: rounding in {report.compute_dtype} allows {_number(report.max_abs_limit)}, "
@@ -93,13 +93,17 @@ def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
                 by_name.setdefault(row["name"], []).append(row)
         for name, found in list(by_name.items())[:_MOST_OF_A_LEVEL]:
             called = f" ({found[0]['model_name']} in the model)" if "model_name" in found[0] else ""
-            lines.append(f"{level}: {name}{called}: {_what(level, found)} ({_ranks(found)})")
+            where = "" if level == "config" else f" ({_ranks(found)})"
+            lines.append(f"{level}: {name}{called}: {_what(level, found)}{where}")
         if len(by_name) > _MOST_OF_A_LEVEL:
-            lines.append(f"{level}: and {counted(len(by_name) - _MOST_OF_A_LEVEL, 'tensor')} more, --json lists all")
+            more = counted(len(by_name) - _MOST_OF_A_LEVEL, "key" if level == "config" else "tensor")
+            lines.append(f"{level}: and {more} more, --json lists all")
     return lines
 
 
 def _what(level: str, found: list[dict[str, Any]]) -> str:
+    if level == "config":
+        return f"{found[0]['reference']} in the reference, {found[0]['checkpoint']} in the checkpoint"
     if level == "bytes":
         return "is not what the reference has"
     worst = max(found, key=lambda row: float(row["max_abs"]))

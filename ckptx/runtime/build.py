@@ -66,7 +66,7 @@ def build_model(
     if values.get("quantization_config"):
         raise UnsupportedError(f"{path}: the checkpoint is quantized, needed plain weights; dequantize it first")
     try:
-        cls, config = _class_and_config(name, values, config_dir, trust_remote_code)
+        cls, config = class_and_config(name, values, config_dir, trust_remote_code)
         model = _on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
     except ImportError as error:
         raise missing_package(f"{name}: building it", error) from error
@@ -85,9 +85,20 @@ def build_model(
     return model
 
 
-def _class_and_config(
+def class_and_config(
     name: str, values: dict[str, Any], config_dir: Path, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], Any]:
+    """The class of this name, and what its config class makes of the `config.json` in a directory.
+
+    Args:
+        name: From `architectures`.
+        values: The file as it is.
+        config_dir: Where it is.
+        trust_remote_code: As in `build_model`.
+
+    Raises:
+        UnsupportedError: The class is unknown.
+    """
     reference = remote_reference(values, name)
     if reference is not None and trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module

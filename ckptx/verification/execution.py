@@ -77,6 +77,21 @@ def run(model: nn.Module, batches: Sequence[Inputs], *, backward: bool) -> Outco
     return outcome
 
 
+def tokens_used(model: nn.Module) -> frozenset[str]:
+    """Ids of tokens in the config that the class computes with.
+
+    RoBERTa counts positions from that of padding; a classifier takes the last token that is no padding, or the end.
+    Elsewhere they say which row of the embedding is not trained, and what generating begins and ends with.
+    """
+    if "ForSequenceClassification" in _class_of(model):
+        return frozenset({"pad_token_id", "eos_token_id"})
+    own = (
+        type(each).__name__.endswith("Embeddings") and isinstance(getattr(each, "padding_idx", None), int)
+        for each in model.modules()
+    )
+    return frozenset({"pad_token_id"} if any(own) else ())
+
+
 class Call(NamedTuple):
     """One call of a module in a forward pass: layers that share one module call it many times.
 

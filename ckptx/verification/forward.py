@@ -1,7 +1,8 @@
 """`verify --run`: what a checkpoint computes under TP x FSDP2, held against the reference model.
 
-Three levels, the cheap ones first:
+Four levels, the cheap ones first:
 
+    config      what the class makes of the config, key by key
     bytes       what each rank loaded, against the slices of the reference that belong there
     forward     logits and loss on the same inputs
     gradients   of one backward step, parameter by parameter
@@ -28,10 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
+from ckptx.formats.hf.reader import read_json
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents import RunReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.runtime.build import build_model, materialize
+from ckptx.runtime.build import build_model, class_and_config, materialize
 from ckptx.runtime.distributed import Process, everywhere, mesh_of, process_group, together
 from ckptx.runtime.load import RegionsOf, differing, load_from
 from ckptx.runtime.parallelize import Parallelized, parallelize
@@ -39,7 +41,8 @@ from ckptx.runtime.reading import Source, open_source
 from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
 from ckptx.verification import execution, noise
 from ckptx.verification.comparison import Comparison, Reference, difference, furthest
-from ckptx.verification.execution import Call, observed, run
+from ckptx.verification.configs import ConfigDifference, compare_configs
+from ckptx.verification.execution import Call, observed, run, tokens_used
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 
 _ROWS = 2  # of each batch
@@ -103,6 +106,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         first, second = _Side(reference, reference, options), _Side(checkpoint, reference, options)
         with together():
             batches = second.batches()
+            configs = compare_configs(first.config(), second.config(), used=second.tokens_used())
         with together():
             expected = _run_reference(first, batches, process, options) if process.rank == 0 else None
         with together():
@@ -113,7 +117,8 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
                 ledger = load_from(model, source, regions=regions)
         with together(), first.opened() as source:
             wrong = differing(model, source, regions=regions)
-        rows = [difference("bytes", process.rank, name, source_of) for name in wrong]
+        rows = _rows_of(configs) if process.rank == 0 else []
+        rows += [difference("bytes", process.rank, name, source_of) for name in wrong]
         index = mesh["dp_shard"].get_local_rank()
         with together():
             found = run(model, [batches[index]], backward=options.backward)
@@ -137,6 +142,12 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         }
         share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
+    noted = [each for each in configs if each.is_noted]
+    if noted:
+        said = [
+            f"{each.key} ({each.reference} in the reference, {each.checkpoint} in the checkpoint)" for each in noted
+        ]
+        log.note(f"configs differ in what changes nothing that is compared: {', '.join(said)}")
     inputs = batches[0]
     if inputs.missing:
         log.note(
@@ -181,6 +192,20 @@ class _Side:
                     f"{self.path}: found no config.json beside it or the reference, needed one to build it"
                 )
             return directory_of_config(other.view.catalog)
+
+    def config(self) -> dict[str, Any]:
+        """What the config class makes of the file."""
+        with self.opened() as source:
+            home = self._home(source)
+            values = read_json(home / "config.json")
+            name = values["architectures"][0]
+            _, config = class_and_config(name, values, home, self.options.trust_remote_code)
+        return {**config.to_dict(), "architectures": [name]}
+
+    def tokens_used(self) -> frozenset[str]:
+        """See `execution.tokens_used`."""
+        with self.opened() as source:
+            return tokens_used(self.model(source))
 
     def model(self, source: Source) -> nn.Module:
         """On the meta device."""
@@ -228,6 +253,14 @@ class _Side:
             compile=options.compile,
         )
         return model, done, stored
+
+
+def _rows_of(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
+    return [
+        {"level": "config", "rank": 0, "name": each.key, "reference": each.reference, "checkpoint": each.checkpoint}
+        for each in configs
+        if not each.is_noted
+    ]
 
 
 def _regions_of(done: Parallelized) -> RegionsOf | None:

@@ -133,7 +133,7 @@ def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wra
     assert document["wrapped_layers"] == wrapped
     assert len(document["bytes_read_per_rank"]) == dims.world_size
     assert document["gradients"] > 0
-    assert text.splitlines()[-2] == "equal: bytes, forward, gradients"
+    assert text.splitlines()[-2] == "equal: config, bytes, forward, gradients"
 
 
 @pytest.mark.sampled(1)
@@ -247,7 +247,7 @@ def test_a_flipped_bit_in_a_slice_is_named_with_its_rank(pool: GlooPool, hf_of: 
     assert "bytes: model.layers.1.mlp.up_proj.weight: is not what the reference has (rank 1)" in text
 
 
-def test_another_eps_in_the_config_shows_in_the_forward_pass_alone(
+def test_another_eps_in_the_config_is_named_and_shows_in_the_forward_pass(
     pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     other = changed(hf_of("llama-untied"), tmp_path / "eps", lambda tensors: None)
@@ -255,9 +255,21 @@ def test_another_eps_in_the_config_shows_in_the_forward_pass_alone(
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     document, text = verified(pool, hf_of("llama-untied"), other)
     assert document["exit"] == 1
-    assert "forward" in levels(document) and "bytes" not in levels(document)
+    assert {"config", "forward"} <= levels(document) and "bytes" not in levels(document)
+    assert "config: rms_norm_eps: 1e-06 in the reference, 0.001 in the checkpoint" in text
     assert document["first_divergence"]["module"] == "model.layers.0.input_layernorm"
     assert "first module that differs: model.layers.0.input_layernorm" in text
+
+
+def test_a_key_that_changes_nothing_is_a_note(pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path) -> None:
+    other = changed(hf_of("llama-untied"), tmp_path / "eos", lambda tensors: None)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "attention_dropout": 0.5}))
+    document, text = verified(pool, hf_of("llama-untied"), other)
+    assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
+    (note,) = (each for each in document["warnings"] if each.startswith("configs differ in what changes nothing"))
+    assert "eos_token_id (2 in the reference, 7 in the checkpoint)" in note
+    assert "attention_dropout (0.0 in the reference, 0.5 in the checkpoint)" in note
 
 
 def test_a_lost_gradient_is_named(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:

@@ -1,0 +1,108 @@
+"""Compares what two configs make of a model, key by key, before anything is run.
+
+Inputs of a run are short: a window of 4,096 that became 64 moves no logit of twelve tokens. So a key that differs is a
+difference by itself, unless it is known to change nothing that a forward or backward pass without dropout computes.
+What no list knows counts as computing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+# Where a model came from, how it was made, what generating or a loss with labels does with it. By the last part of a
+# key, in whichever part of the config it stands.
+_NOTED = frozenset(
+    {
+        # bookkeeping
+        "_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "auto_map", "tokenizer_class",
+        "processor_class", "task_specific_params", "finetuning_task", "id2label", "label2id", "problem_type",
+        "bad_words_ids", "_diffusers_version",
+        # how it is stored, and which kernels compute it
+        "dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
+        "_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal",
+        "experts_implementation", "chunk_size_feed_forward", "pretraining_tp", "use_flash_attention", "torchscript",
+        "use_mamba_kernels", "use_bfloat16", "pruned_heads",
+        # what is given back beside the logits
+        "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+        "use_return_dict", "return_dict_in_generate", "output_scores",
+        # first values and training
+        "initializer_range", "initializer_factor", "init_std", "initializer_cutoff_factor", "init_method",
+        "gradient_checkpointing", "router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef", "z_loss_coefficient",
+        "router_jitter_noise", "router_aux_loss_weight", "seq_aux", "label_smoothing", "use_gradient_checkpointing",
+        "mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob", "mask_feature_length",
+        "mask_feature_min_masks", "apply_spec_augment",
+        # generating
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
+        "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
+        "do_sample", "num_beams", "num_beam_groups", "diversity_penalty", "repetition_penalty", "length_penalty",
+        "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "early_stopping", "num_return_sequences",
+        "remove_invalid_values", "exponential_decay_length_penalty", "generation_config",
+    }
+)  # fmt: skip
+_DROPPED = re.compile(r"dropout|drop_path|droppath|layerdrop|stochastic_depth|_pdrop$|^pdrop$|drop_rate")
+_USED = frozenset({"token_dropout"})  # of ESM: it scales embeddings when nothing is dropped, too
+# What the tensors themselves answer.
+_BY_VALUES = frozenset({"tie_word_embeddings"})
+_ABSENT = "not there"
+
+
+class ConfigDifference(NamedTuple):
+    """A key with two values, as JSON; `is_noted` says that nothing which is compared depends on it."""
+
+    key: str
+    reference: str
+    checkpoint: str
+    is_noted: bool
+
+
+def compare_configs(
+    reference: Mapping[str, Any], checkpoint: Mapping[str, Any], *, used: Collection[str] = ()
+) -> list[ConfigDifference]:
+    """Keys that differ, sorted.
+
+    Args:
+        reference: What the config class makes of the file: `to_dict()`.
+        checkpoint: The same of the other.
+        used: Keys that this class computes with, though most others do not.
+    """
+    ours, theirs = dict(_leaves(reference)), dict(_leaves(checkpoint))
+    found = []
+    for key in sorted(ours.keys() | theirs.keys()):
+        a, b = ours.get(key), theirs.get(key)
+        name = key.rpartition(".")[2]
+        if _is_same(a, b) or name in _BY_VALUES:
+            continue
+        found.append(ConfigDifference(key, _said(key, ours), _said(key, theirs), _is_noted(key, used)))
+    return found
+
+
+def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; an object without any is as none at all."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """1 and 1.0 are one number, a list and a tuple one list; True is no number. What is not there is None."""
+    if isinstance(a, bool) != isinstance(b, bool):
+        return False
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+    return bool(a == b or (a != a and b != b))
+
+
+def _is_noted(key: str, used: Collection[str]) -> bool:
+    parts = [part for part in key.split(".") if part not in used and part not in _USED]
+    return any(part in _NOTED or _DROPPED.search(part) for part in parts)
+
+
+def _said(key: str, values: Mapping[str, Any]) -> str:
+    return json.dumps(values[key], default=str)[:120] if key in values else _ABSENT
