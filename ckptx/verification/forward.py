@@ -226,7 +226,8 @@ class _Side:
                 raise UnsupportedError(f"{self.path}: its class is unknown, needed one of transformers to run it")
             check_heads(source.config, options.dims.tp, source.architecture)
             config = self.model(source).config.to_dict()  # with the defaults of the class
-        return [inputs_for(config, rows=_ROWS, seed=index) for index in range(options.dims.dp_shard)]
+        dims = options.dims
+        return [inputs_for(config, rows=_ROWS, seed=index, shards=dims.tp) for index in range(dims.dp_shard)]
 
     def whole(self, process: Process) -> nn.Module:
         """Loaded, in one piece."""

@@ -51,6 +51,29 @@ def test_tokens_are_of_the_vocabulary_and_none_is_special(
     assert ids.data_ptr() != found.labels.data_ptr()
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    words=st.integers(8, 200_000), shards=st.integers(1, 40), rows=st.integers(1, 3), seed=st.integers(0, 9),
+    special=st.dictionaries(st.sampled_from(["eos_token_id", "video_token_index"]), st.integers(0, 199)),
+)  # fmt: skip
+def test_every_part_of_the_vocabulary_is_looked_up_at_both_ends(
+    words: int, shards: int, rows: int, seed: int, special: dict[str, int]
+) -> None:
+    found = inputs_for({**TEXT, "vocab_size": words, "t": special}, rows=rows, seed=seed, shards=shards)
+    ids = found.batch["input_ids"]
+    assert len(ids) == rows and ids.shape[1] >= LENGTH
+    allowed = [token for token in range(3, words) if token not in special.values()]
+    for part in torch.arange(words).chunk(shards):
+        here = [token for token in allowed if part[0] <= token <= part[-1]]
+        assert {*here[:1], *here[-1:]} <= {*ids.flatten().tolist()}
+
+
+def test_tokens_come_from_everywhere() -> None:
+    """Not from the first 65,536 alone."""
+    ids = inputs_for({**TEXT, "vocab_size": 150_016}, shards=2).batch["input_ids"].flatten()
+    assert [int(((ids >= begin) & (ids < begin + 37_504)).sum()) for begin in range(0, 150_016, 37_504)] >= [4] * 4
+
+
 def test_all_other_tokens_are_drawn() -> None:
     config = {
         **TEXT,

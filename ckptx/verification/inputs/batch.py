@@ -1,6 +1,7 @@
 """Inputs for a model from its config alone: the same on every machine, so that two models can be compared.
 
-Text is random tokens. Models that look at images or listen get one image and one sound per row, and the tokens that
+Text is random tokens, from everywhere in the vocabulary: an embedding that is cut over the vocabulary is looked up in
+every part, at both ends. Models that look at images or listen get one image and one sound per row, and the tokens that
 stand for them, in the smallest form their config allows. Of other multimodal models the text part is run.
 """
 
@@ -46,26 +47,27 @@ class Inputs(NamedTuple):
     missing: tuple[str, ...]
 
 
-def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0) -> Inputs:
+def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0, shards: int = 1) -> Inputs:
     """Inputs for a model with this `config.json`.
 
     Args:
         config: As a mapping, with the defaults of its class.
         rows: Rows of the batch.
         seed: Other seeds give other tokens, pixels and sounds.
+        shards: Parts that the vocabulary may be cut into; the first and the last token of each are in every batch.
 
     Raises:
         UnsupportedError: The model neither reads text nor writes it, or has special tokens alone.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = _tokens(config, rows, generator)
+    ids = _tokens(config, rows, generator, shards)
     forms = _rows_by_kind(config)
     heard = forms.get("heard")
     if heard is not None and config.get("is_encoder_decoder"):  # its decoder by itself only reads
         batch = _made(heard, config, rows, generator)
         return Inputs({**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), ())
     if config.get("is_encoder_decoder"):
-        target = _tokens(config, rows, generator)
+        target = _tokens(config, rows, generator, shards)
         return _named(config, {"input_ids": ids, "decoder_input_ids": target}, target.clone(), ["text"])
     inserts: dict[str, MultimodalInput] = {}
     for name in ("images", "audio"):
@@ -108,7 +110,7 @@ def _made(row: InputRow, config: Mapping[str, Any], rows: int, generator: torch.
     return make(config, rows, generator, **row.settings)
 
 
-def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> torch.Tensor:
+def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator, shards: int) -> torch.Tensor:
     """Random tokens that stand for nothing but themselves, (rows, length).
 
     Raises:
@@ -121,14 +123,28 @@ def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator) ->
             "bytes without --run"
         )
     special = {value for key, value in _numbers(config) if key.endswith(("_token_id", "_token_index"))}
-    vocabulary = [token for token in range(_FIRST, words) if token not in special]
-    if not vocabulary:
+    allowed = torch.tensor([token for token in range(_FIRST, words) if token not in special], dtype=torch.long)
+    if not len(allowed):
         raise UnsupportedError(
             f"{config.get('model_type')}: found a vocab_size of {words}, needed a token from {_FIRST} on that is not "
             "special; compare the bytes without --run"
         )
-    allowed = torch.tensor(vocabulary[: 1 << 16])
-    return allowed[torch.randint(0, len(allowed), (rows, LENGTH), generator=generator)]
+    ends = _ends(allowed, words, shards)
+    length = max(LENGTH, -(-len(ends) // rows))
+    parts = rows * length - len(ends)
+    drawn = ((torch.arange(parts) + torch.rand(parts, generator=generator)) * (len(allowed) / max(1, parts))).long()
+    tokens = torch.cat([ends, allowed[drawn.clamp(max=len(allowed) - 1)]])
+    return tokens[torch.randperm(len(tokens), generator=generator)].reshape(rows, length)
+
+
+def _ends(allowed: torch.Tensor, words: int, shards: int) -> torch.Tensor:
+    """The first and the last token of each part of the vocabulary, cut as DTensor cuts it: in parts of one size."""
+    size = -(-words // shards)
+    begins = torch.arange(0, words, size)
+    first = torch.searchsorted(allowed, begins)
+    last = torch.searchsorted(allowed, begins + size) - 1
+    is_filled = first <= last  # a part of special tokens alone has none
+    return allowed[torch.cat([first[is_filled], last[is_filled]])].unique()
 
 
 def _with(inserts: Iterable[MultimodalInput], ids: torch.Tensor) -> tuple[Batch, torch.Tensor]:
