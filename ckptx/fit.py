@@ -196,11 +196,22 @@ def _wholly_gone(lists: Mapping[str, _Empty]) -> Iterator[Misfit]:
 
 
 class _Run(NamedTuple):
-    """Tensors on disk that go together: per source pattern the positions that are there."""
+    """Tensors on disk that go together.
+
+    Attributes:
+        conversion: What they go into.
+        fixed: The indices that they share.
+        positions: Per source pattern the positions that are there.
+        alike: What tells apart runs of one conversion whose shapes may differ: numbers that stand in the places of
+            stars of its patterns.
+        behind: The list of layers and the index in it, where the model has no such layer.
+    """
 
     conversion: Conversion
     fixed: tuple[int, ...]
     positions: list[set[int]]
+    alike: tuple[str, ...]
+    behind: tuple[str, int] | None
 
 
 @dataclass(slots=True)
@@ -257,16 +268,22 @@ class _Survey:
         conversion = self.rules.conversions[place.conversion]
         run = self._runs.get(place.run)
         if run is None:
-            run = self._runs[place.run] = _Run(conversion, place.fixed, [set() for _ in conversion.sources])
-            for target in conversion.targets:
-                self._note_target(target, place.fixed)
+            run = self._runs[place.run] = self._run_at(conversion, place.fixed)
         run.positions[place.column].add(place.at)
         return self._misfit(
             name,
             entry,
-            (place.conversion, place.column, *_alike(conversion, place)),
+            (place.conversion, place.column, *run.alike),
             lambda: self._shapes_on_disk(conversion, place),
         )
+
+    def _run_at(self, conversion: Conversion, fixed: tuple[int, ...]) -> _Run:
+        """A run of which nothing was seen yet; what it goes into is there from now on."""
+        for target in conversion.targets:
+            self._note_target(target, fixed)
+        names = [named(target, fixed, 0) for target in conversion.targets]
+        positions: list[set[int]] = [set() for _ in conversion.sources]
+        return _Run(conversion, fixed, positions, tuple(map(pattern_of, names)), self._layer_behind(names[0]))
 
     def _note_target(self, target: str, fixed: tuple[int, ...]) -> None:
         if target.count("*") == len(fixed):
@@ -395,7 +412,7 @@ class _Survey:
 
     def _incomplete_runs(self) -> Iterator[Misfit]:
         """Experts, or parts of a fused tensor, that are not all there."""
-        for conversion, fixed, positions in self._runs.values():
+        for conversion, fixed, positions, _, _ in self._runs.values():
             parts = self._parts(conversion, fixed)
             for at, source in enumerate(conversion.sources):
                 count = 1 + max(map(max, filter(None, positions))) if parts is None else len(parts[at])
@@ -411,12 +428,18 @@ class _Survey:
         """Tensors of layers behind the last one that the config says: name -> list of layers, and the index in it."""
         found: dict[str, tuple[str, int]] = {}
         for name, place in places.items():
-            model_name = name if place is None else place if isinstance(place, str) else self.rules.model_name(name)
-            for path in paths_of(pattern_of(model_name))[:1] if model_name is not None else ():
-                index = indices_of(model_name or "")[0]
-                if index >= self.expected.counts.get(path, index + 1):
-                    found[name] = (path, index)
+            layer = self._runs[place.run].behind if isinstance(place, Destination) else self._layer_behind(place or name)
+            if layer is not None:
+                found[name] = layer
         return found
+
+    def _layer_behind(self, model_name: str) -> tuple[str, int] | None:
+        """The list of layers of a name and the index in it, where that is behind the last one."""
+        for path in paths_of(pattern_of(model_name))[:1]:
+            index = indices_of(model_name)[0]
+            if index >= self.expected.counts.get(path, index + 1):
+                return path, index
+        return None
 
     def _not_predicting(
         self, behind: Mapping[str, tuple[str, int]], places: Mapping[str, Destination | str | None]
@@ -432,11 +455,6 @@ class _Survey:
             count = self.expected.counts[path]
             if (path, index) not in mtp_layers and index >= count + further:
                 yield Misfit(name, f"layer {index}", f"{count} of {path} by config.json")
-
-
-def _alike(conversion: Conversion, place: Destination) -> tuple[object, ...]:
-    """What tells apart runs of one conversion whose shapes may differ: numbers that stand in its patterns' places."""
-    return tuple(pattern_of(named(target, place.fixed, 0)) for target in conversion.targets)
 
 
 def _verdict(shape: Shape, wanted: tuple[Sizes, ...] | None) -> Sizes | bool:
