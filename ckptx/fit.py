@@ -428,7 +428,9 @@ class _Survey:
         """Tensors of layers behind the last one that the config says: name -> list of layers, and the index in it."""
         found: dict[str, tuple[str, int]] = {}
         for name, place in places.items():
-            layer = self._runs[place.run].behind if isinstance(place, Destination) else self._layer_behind(place or name)
+            layer = (
+                self._runs[place.run].behind if isinstance(place, Destination) else self._layer_behind(place or name)
+            )
             if layer is not None:
                 found[name] = layer
         return found

@@ -31,8 +31,8 @@ RANKS = 1 << 16
 WORKERS = 1 << 10
 MEMORY_BYTES = 1 << 50
 LAYERS = 1 << 16
-# An index in a name: a component of digits alone, nothing but a dot, or an end, on either side. What stands before it is
-# asked for at its first digit, as names are searched for a digit much faster than for a place behind a dot.
+# An index in a name: a component of digits alone, nothing but a dot, or an end, on either side. What stands before it
+# is asked for at its first digit: a name is searched faster for a digit than for a place behind a dot.
 INDEX = re.compile(r"[0-9](?<![^.][0-9])[0-9]{0,8}(?![^.])")
 
 

@@ -173,30 +173,50 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
 
 @dataclass(slots=True)
 class _Shapes:
-    """Checked shapes and regions, each kept once: a checkpoint repeats a few of them many thousand times."""
+    """Checked shapes and regions, each kept once: a checkpoint repeats a few of them many thousand times.
 
-    seen: OneOfEach[Shape] = field(default_factory=OneOfEach)
-    regions: OneOfEach[Region] = field(default_factory=OneOfEach)
+    A pickle refers back to a tuple that was one object in memory, so that most are known by their `id`: the values of
+    the pickle outlive this, as do those that are kept.
+    """
+
+    _met: dict[int, Shape] = field(default_factory=dict)
+    _seen: OneOfEach[Shape] = field(default_factory=OneOfEach)
+    _regions: dict[tuple[int, int], Region] = field(default_factory=dict)
+    _faults: dict[int, str | None] = field(default_factory=dict)
 
     def shape(self, value: Any) -> Shape:
+        """The one kept that is equal to `value`."""
+        known = self._met.get(id(value))
+        if known is None:
+            known = self._met[id(value)] = self._checked(value)
+        return known
+
+    def _checked(self, value: Any) -> Shape:
         # Before it is hashed: what is no flat tuple of numbers could take for ever.
         if type(value) is not tuple or len(value) > DIMS or not _NUMBERS.issuperset(map(type, value)):
             raise ValueError("a size is not a tuple of counts")
-        known = self.seen.get(value)
+        known = self._seen.get(value)
         if known is None:
             if any(not 0 <= size < 1 << ELEMENT_BITS for size in value):
                 raise ValueError("a size is not a tuple of counts")
-            known = self.seen.keep(value)
+            known = self._seen.keep(value)
         return known
 
     def region(self, offsets: Any, sizes: Any) -> Region:
-        wanted = Region(self.shape(offsets), self.shape(sizes))
-        known = self.regions.get(wanted)
+        """The one kept that begins and extends so."""
+        begin, extent = self.shape(offsets), self.shape(sizes)
+        known = self._regions.get((id(begin), id(extent)))
         if known is None:
-            if len(wanted.offsets) != len(wanted.sizes):
+            if len(begin) != len(extent):
                 raise ValueError("a chunk has offsets and sizes of different length")
-            known = self.regions.keep(wanted)
+            known = self._regions[id(begin), id(extent)] = Region(begin, extent)
         return known
+
+    def fault(self, shape: Shape) -> str | None:
+        """The `shape_fault` of one of those kept."""
+        if id(shape) not in self._faults:
+            self._faults[id(shape)] = shape_fault(shape)
+        return self._faults[id(shape)]
 
 
 def _parse_state(state: Any, shapes: _Shapes, most: int) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
@@ -220,7 +240,7 @@ def _parse_state(state: Any, shapes: _Shapes, most: int) -> tuple[dict[str, Tens
                 place = vars(chunk)
                 chunks.append(shapes.region(place["offsets"], place["sizes"]))
             size = shapes.shape(fields["size"])
-            if (fault := shape_fault(size)) is not None:
+            if (fault := shapes.fault(size)) is not None:
                 raise ValueError(f"{fqn!r} has {fault}")
             tensors[fqn] = TensorMetadata(dtype[6:], size, tuple(chunks))
         elif type(described) is _BytesStorage:
@@ -272,13 +292,13 @@ def _planner_data(value: Any, most: int) -> Any:
     for _ in range(JSON_DEPTH):
         below: list[Any] = []
         for each in level:
-            if isinstance(each, dict):
+            if isinstance(each, str):
+                _check_text(str(each))
+            elif isinstance(each, dict):
                 below.extend(each)
                 below.extend(each.values())
             elif isinstance(each, tuple | list):
                 below.extend(each)
-            elif isinstance(each, str):
-                _check_text(str(each))
             if len(below) > most:
                 raise ValueError("planner_data holds more values than bytes")
         if not below:

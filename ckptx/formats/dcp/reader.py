@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH, DType
 from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, TensorEntry
-from ckptx.catalog.region import Region, Shape, coverage_fault, whole
+from ckptx.catalog.region import Region, Shape, coverage_fault
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.foreign import refuse_directory
@@ -121,7 +121,7 @@ def _tensor(
         elements = region if dtype.pack == 1 else _elements(dtype, region)
         chunks.append(Chunk(elements, path, offset, length, None, None, True))
     shape = _widen(dtype, tensor.size)
-    if len(chunks) != 1 or chunks[0].region != whole(shape):
+    if len(chunks) != 1 or chunks[0].region.sizes != shape or any(chunks[0].region.offsets):
         # Equal shapes and regions are one object, and `metadata` keeps them alive.
         cut = (dtype.pack, identity((tensor.size, *tensor.chunks)))
         if cut not in proved:
@@ -129,7 +129,8 @@ def _tensor(
             proved.add(cut)
     if dtype.pack > 1 and not shape:
         raise UnsupportedError(f'{root / METADATA}: tensor "{name}" is a 0-d {tensor.dtype}, which is not supported')
-    chunks.sort(key=lambda chunk: chunk[1:3])
+    if len(chunks) > 1:
+        chunks.sort(key=lambda chunk: chunk[1:3])
     return TensorEntry(name, dtype, shape, tuple(chunks))
 
 

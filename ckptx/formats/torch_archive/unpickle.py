@@ -91,14 +91,17 @@ class Dict(dict[Any, Any], metaclass=Sealed):
 
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) is not str:
-            if isinstance(key, tuple):
-                raise pickle.UnpicklingError("a tuple as a key, which torch never writes")
-            if isinstance(key, int | float) and len(self) >= _FEW_KEYS:
-                if not -_DENSE <= key <= _DENSE:
-                    raise pickle.UnpicklingError(f"more than {_FEW_KEYS} keys, and large numbers among them")
-                if key in self:
-                    raise pickle.UnpicklingError(f"the key {key} twice")
+            self._check_key(key)
         dict.__setitem__(self, key, value)
+
+    def _check_key(self, key: object) -> None:
+        if isinstance(key, tuple):
+            raise pickle.UnpicklingError("a tuple as a key, which torch never writes")
+        if isinstance(key, int | float) and len(self) >= _FEW_KEYS:
+            if not -_DENSE <= key <= _DENSE:
+                raise pickle.UnpicklingError(f"more than {_FEW_KEYS} keys, and large numbers among them")
+            if key in self:
+                raise pickle.UnpicklingError(f"the key {key} twice")
 
     def add(self, item: object) -> None:
         """Of a set: what the opcode that fills one calls."""
@@ -164,11 +167,26 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Peekable(io.BytesIO):
+    """Lets the unpickler read ahead: from a file without `peek` it asks for each opcode by itself.
+
+    `io.BufferedReader` has one, too, but makes room for as many bytes as are asked for before it looks whether there
+    are any.
+    """
+
+    def peek(self, size: int) -> bytes:
+        """The next bytes, left where they are."""
+        position = self.tell()
+        data = self.read(size)
+        self.seek(position)
+        return data
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(
         self, data: bytes | bytearray, allowed: Globals, persistent: Callable[[object], object] | None
     ) -> None:
-        super().__init__(io.BytesIO(data), buffers=starmap(Dict, repeat(())))
+        super().__init__(_Peekable(data), buffers=starmap(Dict, repeat(())))
         self._allowed = allowed
         self._persistent = persistent
 
