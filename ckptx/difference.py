@@ -14,7 +14,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.fit import fit_noted
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
-from ckptx.report.documents import DiffReport
+from ckptx.report.documents.comparison import DiffReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.view import ModelView, rules_of, trainer_rules, view_model
 

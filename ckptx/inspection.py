@@ -16,7 +16,7 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.publishing.report_file import refuse_place, write_text
-from ckptx.report.documents import InspectionReport
+from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.view import ModelView, manifest_beside, view_model
 

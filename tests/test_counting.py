@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 from tests.writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
 
 CONFIG = LLAMA | {

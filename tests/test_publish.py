@@ -26,7 +26,7 @@ from ckptx.catalog.region import Region
 from ckptx.errors import InputError, OutputError, SpaceError, UnsupportedError
 from ckptx.formats.hf.reader import refuse_adapters
 from ckptx.formats.torch_archive.archive import archive_head, archive_length, archive_tail
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 from ckptx.storage import files as storage
 from tests.writers import LLAMA, Value, flip, llama, names_in, tree_bytes, tree_digest, value, write_dcp, write_hf
 

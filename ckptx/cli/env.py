@@ -10,7 +10,7 @@ import click
 
 from ckptx.cli.options import GLOBAL, SETTINGS, Section, SectionedCommand, with_global_options
 from ckptx.cli.output import Output
-from ckptx.report.documents import EnvironmentReport
+from ckptx.report.documents.environment import EnvironmentReport
 from ckptx.report.report import Log
 from ckptx.version import __version__
 

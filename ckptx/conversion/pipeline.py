@@ -23,7 +23,7 @@ from ckptx.conversion.summary import Found, report_of
 from ckptx.conversion.training_state import TrainingState, carry_state
 from ckptx.publishing.publish import Job, publish
 from ckptx.publishing.replacing import refuse_foreign
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy

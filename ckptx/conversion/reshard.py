@@ -11,7 +11,7 @@ from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
 from ckptx.conversion.pipeline import convert_opened
 from ckptx.options import ConvertArguments, ConvertOptions
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log, Stopwatch
 
 if TYPE_CHECKING:  # Python 3.10 has it there alone

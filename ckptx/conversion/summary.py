@@ -15,7 +15,7 @@ from ckptx.conversion.sidecars import Sidecars
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.publishing.output_place import free_space
 from ckptx.publishing.publish import Job, manifest_size
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log, human_bytes
 from ckptx.transfer.executor import Outcome
 from ckptx.view import tie_rows

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from ckptx.publishing.report_file import GENERATOR
 from ckptx.ranks import Group, Holder, Layout, spans, spans_text
-from ckptx.report.documents import InspectionReport
+from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptx.ranks import Holder, Layout, spans, spans_text
-from ckptx.report.documents import RanksOfInspection
+from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import counted, human_bytes
 
 _MOST_RANKS = 64  # more are summed up by stage

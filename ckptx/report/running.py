@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckptx.report.documents import RunReport
+from ckptx.report.documents.running import RunReport
 from ckptx.report.report import counted, human_bytes
 from ckptx.report.text import cost
 

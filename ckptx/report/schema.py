@@ -8,15 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ckptx.report.documents import (
-    ConversionReport,
-    DiffReport,
-    EnvironmentReport,
-    InspectionReport,
-    RanksOfInspection,
-    RunReport,
-    VerifyReport,
-)
+from ckptx.report.documents.comparison import DiffReport, VerifyReport
+from ckptx.report.documents.conversion import ConversionReport
+from ckptx.report.documents.environment import EnvironmentReport
+from ckptx.report.documents.inspection import InspectionReport, RanksOfInspection
+from ckptx.report.documents.running import RunReport
 from ckptx.report.report import SCHEMA_VERSION, Report
 
 # Words of the command line -> what they report. A call that cannot be understood and any failure are plain reports.

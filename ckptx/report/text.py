@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptx.report.documents import ConversionReport, DiffReport, InspectionReport, VerifyReport
 from ckptx.report.report import Report, counted, human_bytes
+
+if TYPE_CHECKING:  # a command makes the report that it gives, and no other
+    from ckptx.report.documents.comparison import DiffReport, VerifyReport
+    from ckptx.report.documents.conversion import ConversionReport
+    from ckptx.report.documents.inspection import InspectionReport
 
 T = TypeVar("T")
 

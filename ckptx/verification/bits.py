@@ -18,7 +18,7 @@ from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.options import default_workers
-from ckptx.report.documents import VerifyReport
+from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import LEAF

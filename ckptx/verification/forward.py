@@ -31,7 +31,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import read_json
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.documents import RunReport
+from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.build import build_model, class_and_config, materialize
 from ckptx.runtime.distributed import Process, everywhere, mesh_of, process_group, together

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptx.errors import PeerFailure, UsageError, missing_package
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.documents import RunReport
+from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.launch import is_launched, launch
 from ckptx.sharding import read_plan

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptx.errors import UsageError
 from ckptx.formats.hf.hub import resolve
-from ckptx.report.documents import RunReport, VerifyReport
+from ckptx.report.documents.comparison import VerifyReport
+from ckptx.report.documents.running import RunReport
 from ckptx.verification.arguments import BytesArguments, RunArguments
 
 if TYPE_CHECKING:  # Python 3.10 has it there alone

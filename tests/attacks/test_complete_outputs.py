@@ -13,7 +13,7 @@ import ckptx
 from ckptx.errors import OutputError
 from ckptx.formats.dcp.reader import open_payloads
 from ckptx.formats.registry import open_checkpoint
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import digest_bytes
 from tests.writers import flip, llama, tree_bytes, value, write_hf, write_safetensors

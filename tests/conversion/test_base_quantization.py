@@ -14,7 +14,7 @@ import pytest
 
 from ckptx.conversion.convert import convert
 from ckptx.conversion.reshard import reshard
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 from tests.conversion.test_base_dtypes import SIZES
 from tests.writers import LLAMA, Value, llama, value, write_dcp, write_hf
 

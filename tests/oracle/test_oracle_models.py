@@ -30,7 +30,7 @@ from support.stock import load as stock_load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptx
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 
 
 class Converted(NamedTuple):

@@ -30,7 +30,7 @@ from support.stock import metadata, raw
 
 import ckptx
 from ckptx.errors import InputError, UsageError
-from ckptx.report.documents import ConversionReport
+from ckptx.report.documents.conversion import ConversionReport
 
 
 class Family(NamedTuple):

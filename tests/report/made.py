@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptx.report.documents import ConversionReport, InspectionReport
+from ckptx.report.documents.conversion import ConversionReport
+from ckptx.report.documents.inspection import InspectionReport
 
 
 def inspected(**fields: Any) -> InspectionReport:

@@ -12,7 +12,8 @@ import pytest
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.report import documents
-from ckptx.report.documents import DiffReport, RanksOfInspection, VerifyReport
+from ckptx.report.documents.comparison import DiffReport, VerifyReport
+from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import Log, Report, Stopwatch, count_dtypes, human_bytes
 from ckptx.report.text import conversion_text, diff_text, verify_text
 from tests.report.made import converted, inspected

@@ -10,7 +10,7 @@ import pytest
 
 from ckptx.errors import EnvironmentProblem, PeerFailure, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.documents import RunReport
+from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log
 from ckptx.verification import running
 from ckptx.verification.running import verify_running

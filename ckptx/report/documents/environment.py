@@ -1,0 +1,29 @@
+"""What `env` reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptx.report.report import Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentReport(Report):
+    """Of `env`.
+
+    Attributes:
+        ckptx: Its version.
+        python: Version of Python.
+        platform: Name of the platform.
+        cores: That this process may use.
+        packages: Version of each package, or None.
+        tested_with: Versions that the tests run with.
+    """
+
+    ckptx: str
+    python: str
+    platform: str
+    cores: int
+    packages: Mapping[str, str | None]
+    tested_with: Mapping[str, str]

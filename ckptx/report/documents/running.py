@@ -1,0 +1,69 @@
+"""What `verify --run` reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptx.report.report import OPTIONAL, Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport(Report):
+    """Of `verify --run`. Numbers that are not finite are texts in it: "nan", "inf".
+
+    Attributes:
+        run: True.
+        compared: Tensors that each rank loads.
+        differing: A row for each difference: `level` is config, bytes, forward or gradients.
+        undecided: A row for each result that is not away further than its limit, where that is more than `size`, the
+            deviation of the logits or the largest number of a gradient: nothing could have been found there.
+        world_size: Number of ranks.
+        layout: The mesh.
+        stages: Pipeline stages.
+        inputs: What the model was given: "text", "image", ...
+        compute_dtype: Of the parameters, on both sides.
+        wrapped_layers: Layers that recompute their activations.
+        bytes_read_per_rank: By rank.
+        max_abs: Largest distance of logits; `max_abs_limit` is what noise allows.
+        max_abs_limit: See `max_abs`.
+        logits_deviation: Standard deviation of the logits of the reference.
+        kl: Largest KL divergence of logits.
+        cosine: Smallest cosine of logits.
+        loss: Of the checkpoint.
+        loss_reference: Of the reference.
+        loss_limit: How far the two may be apart.
+        gradients: How many were compared; None without a backward step.
+        grad_max_abs: Largest distance of gradients.
+        grad_of_limit: The gradient nearest to its limit, and what part of it that is.
+        first_divergence: The first module whose output differs.
+        gradient_differences: How far each gradient is away.
+        peak_rss_rank_0: Of the process that ran as rank 0, where this one started the ranks.
+    """
+
+    run: bool = True
+    compared: int
+    differing: Sequence[dict[str, Any]]
+    undecided: Sequence[dict[str, Any]]
+    world_size: int
+    layout: dict[str, int]
+    stages: int
+    inputs: Sequence[str]
+    compute_dtype: str
+    wrapped_layers: int
+    bytes_read_per_rank: Sequence[int]
+    max_abs: float | str
+    max_abs_limit: float | str
+    logits_deviation: float | str
+    kl: float | str
+    cosine: float | str
+    loss: float | str
+    loss_reference: float | str
+    loss_limit: float | str
+    gradients: int | None
+    grad_max_abs: float | str | None
+    grad_of_limit: Sequence[Any] | None
+    first_divergence: Any
+    gradient_differences: Sequence[dict[str, Any]]
+    peak_rss_rank_0: int | None = field(default=None, metadata=OPTIONAL)
