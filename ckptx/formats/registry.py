@@ -1,6 +1,7 @@
 """Which checkpoint a path means, and opening it.
 
-A path may be a directory, a weight file, an index, or a parent with one checkpoint below it.
+A path may be a directory, a weight file, an index, or a parent with one checkpoint below it. The readers of other
+formats than HF safetensors are imported for a checkpoint that has them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from typing import NamedTuple
 from ckptx.catalog.catalog import Catalog, Part
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
-from ckptx.formats.dcp.reader import open_dcp
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata
-from ckptx.formats.hf.torch_bin import open_bin
-from ckptx.formats.sharded.reader import is_shard, open_sharded
+from ckptx.formats.sharded.file_names import is_shard
 from ckptx.formats.sharding_info import that_record_offsets
 from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
 from ckptx.mapping.names import is_optimizer, is_trainer_state
@@ -64,15 +63,17 @@ def open_checkpoint(path: Path) -> Catalog:
     if located.kind == "dcp":
         catalog = _open_parts(located)
     elif located.kind == "sharded":
-        catalog = open_sharded(located.root)
+        catalog = _open_shards(located.root)
     elif located.kind == "bin":
+        from ckptx.formats.hf.torch_bin import open_bin
+
         catalog = open_bin(located.root, list(located.weights))
         catalog.notes.extend(huggingface.stray_notes(located.root, {*catalog.files, *located.weights}, (".bin",)))
     else:
         found = huggingface.open_huggingface(located.root, located.weights[0])
         if found is None:
             located = Located(located.root, "sharded", (".",))
-        catalog = open_sharded(located.root) if found is None else found
+        catalog = _open_shards(located.root) if found is None else found
     if not catalog.tensors:
         raise InputError(f"{located.root}: holds no tensors")
     _refuse_absurd(catalog)
@@ -125,15 +126,23 @@ def _has_own_directory(located: Located) -> bool:
     )
 
 
+def _open_shards(root: Path) -> Catalog:
+    from ckptx.formats.sharded.reader import open_sharded
+
+    return open_sharded(root)
+
+
 def _open_parts(located: Located) -> Catalog:
     """Opens a DCP of one part or two; names and files of both end in one catalog.
 
     The model may lie in sharded safetensors beside the DCP of its optimizer.
     """
+    from ckptx.formats.dcp.reader import open_dcp
+
     if located.weights == (".",):
         return open_dcp(located.root)
     parts = [
-        (part, open_dcp(root) if (root / _METADATA).is_file() else open_sharded(root))
+        (part, open_dcp(root) if (root / _METADATA).is_file() else _open_shards(root))
         for part, root in ((part, located.root / part) for part in located.weights)
     ]
     merged = Catalog(located.root, "dcp", {})

@@ -12,7 +12,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
-from ckptx.formats.sharded.reader import shard_name
+from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.torch_archive.archive import archive_frame
 from tests.writers import Value, part, write_safetensors
 

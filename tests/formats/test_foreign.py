@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptx.errors import UnsupportedError
 from ckptx.formats.foreign import FOREIGN_KINDS, ForeignKind, is_foreign_weights, kind_of_name
 from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.sharded.reader import shard_name
+from ckptx.formats.sharded.file_names import shard_name
 from tests.formats.cut_writer import write_shard
 from tests.writers import llama, value, write_dcp, write_hf
 

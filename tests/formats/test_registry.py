@@ -10,7 +10,7 @@ import pytest
 from ckptx.catalog.catalog import Part
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.registry import locate, open_checkpoint
-from ckptx.formats.sharded.reader import shard_name
+from ckptx.formats.sharded.file_names import shard_name
 from tests.formats.cut_writer import rows, write_shard
 from tests.writers import INDEX, LLAMA, SINGLE, llama, value, write_dcp, write_hf, write_safetensors
 

@@ -13,7 +13,8 @@ import pytest
 from ckptx.catalog.manifest import emit_manifest
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.sharded.reader import is_shard, open_sharded, replica_pairs, shard_name
+from ckptx.formats.sharded.file_names import is_shard, shard_name
+from ckptx.formats.sharded.reader import open_sharded, replica_pairs
 from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import rows, write_shard
 from tests.writers import INDEX, SINGLE, flip, manifest, value, write_safetensors

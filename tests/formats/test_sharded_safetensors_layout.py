@@ -14,8 +14,9 @@ from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.hf.safetensors import parse_header
+from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.sharded.layout import ShardedLayout, allocate
-from ckptx.formats.sharded.reader import open_sharded, shard_name
+from ckptx.formats.sharded.reader import open_sharded
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import Blocks, along, cuts, everywhere, grid, halves, once, write_sharded

@@ -19,7 +19,7 @@ from ckptx.catalog.region import Region
 from ckptx.conversion.convert import convert
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.sharded.reader import shard_name
+from ckptx.formats.sharded.file_names import shard_name
 from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import grid
 from tests.writers import (

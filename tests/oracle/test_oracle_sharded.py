@@ -32,8 +32,9 @@ from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.errors import InputError
 from ckptx.formats.dcp.layout import allocate_cut, metadata_bytes
 from ckptx.formats.registry import open_checkpoint
+from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.sharded.layout import allocate
-from ckptx.formats.sharded.reader import open_sharded, replica_pairs, shard_name
+from ckptx.formats.sharded.reader import open_sharded, replica_pairs
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
 from tests.formats import cut_ranks

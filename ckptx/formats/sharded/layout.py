@@ -21,7 +21,7 @@ from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError
 from ckptx.formats.by_stage import ShardedTensor, by_stage
 from ckptx.formats.hf.safetensors import frame_header, header_text, padded
-from ckptx.formats.sharded.reader import shard_name
+from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.sharding_info import OFFSETS, SHARDING_INFO, VERSION, VERSION_KEY
 from ckptx.layout.parallel_dims import ParallelDims
 

@@ -13,7 +13,6 @@ Source: `torch/distributed/checkpoint/hf_storage.py`.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -28,6 +27,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.layout import natural_key
 from ckptx.formats.hf.reader import INDEX, read_header
 from ckptx.formats.hf.safetensors import Header
+from ckptx.formats.sharded.file_names import is_shard, shard_name, shard_numbers
 from ckptx.formats.sharding_info import (
     SHARDING_INFO,
     check_offsets,
@@ -41,25 +41,6 @@ from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.files import FilePool
 from ckptx.untrusted.limits import shape_fault
 from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, salted
-
-_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
-
-
-def shard_name(shard: int, number: int, count: int) -> str:
-    """The name of file `number` of `count` of a rank; all count from 1, `shard` is the rank plus one."""
-    return f"shard-{shard:05d}-model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def is_shard(name: str) -> bool:
-    """True for the name of a file as `shard_name` gives it."""
-    return _NAME.fullmatch(name) is not None
-
-
-def _numbers(name: str) -> tuple[int, int, int]:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    shard, number, count = match.groups()
-    return int(shard), int(number), int(count)
 
 
 def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
@@ -257,7 +238,7 @@ class _Assembly:
         """Which files are missing, as far as their numbers tell."""
         if not all(map(is_shard, self._names)):
             return "a shard is missing or damaged, copy the checkpoint again"
-        present = {_numbers(name) for name in self._names}
+        present = {shard_numbers(name) for name in self._names}
         counts = {shard: count for shard, _, count in present}
         usual = max(counts.values())
         wanted = (
