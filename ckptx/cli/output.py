@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from textwrap import indent
 from typing import Any, TypeVar
 
 import click
@@ -73,19 +70,19 @@ class Output:
         try:
             if self.report_file is not None and os.environ.get("WORLD_SIZE", "1") == "1":
                 refuse_place(self.report_file)  # several processes look when they have met, to fail together
-            with saying_steps() if self._is_verbose else nullcontext():
+            with self._saying_steps():
                 report = work(log)
         except CkptxError as error:
             raised, failure = error, str(error)
-            self._trace()
+            self._trace(error)
         except MemoryError as error:
             raised, failure = error, "out of memory; run with a smaller --max-memory"
-            self._trace()
+            self._trace(error)
         except (KeyboardInterrupt, Terminated) as error:
             raised, failure = error, "interrupted; nothing was published, run again with --resume to continue"
         except Exception as error:  # a defect: said as one, with its cause, and never as a difference found
             raised, failure = error, f"internal error: {type(error).__name__}: {error}; please report it"
-            self._trace()
+            self._trace(error)
         self._close_bar()
         if report is not None:
             code = self._deliver(stopwatch.stop(report), text, verdict)
@@ -93,7 +90,7 @@ class Output:
             assert raised is not None
             code = self._fail(stopwatch, Report(command=command, warnings=log.notes), failure, raised)
         if isinstance(raised, KeyboardInterrupt | Terminated) and os.environ.get("CKPTX_DEBUG") == "1":
-            click.echo(indent(lines("".join(traceback.format_exception(raised))), "| "), err=True)
+            _say_trace(raised)
         return code
 
     def _deliver(self, report: R, text: Callable[[R], str], verdict: Callable[[R], str] | None) -> int:
@@ -132,9 +129,16 @@ class Output:
             code = _print(report.to_json()) or code
         return code
 
-    def _trace(self) -> None:
+    def _trace(self, error: BaseException) -> None:
         if self._is_verbose or os.environ.get("CKPTX_DEBUG") == "1":
-            click.echo(indent(lines(traceback.format_exc()), "| "), err=True)
+            _say_trace(error)
+
+    def _saying_steps(self) -> AbstractContextManager[None]:
+        if not self._is_verbose:
+            return nullcontext()
+        from ckptx.cli.steps import saying_steps
+
+        return saying_steps()
 
     def progress(self, done: int, total: int) -> None:
         """Shows bytes done: a bar on a terminal, elsewhere a line now and then."""
@@ -157,31 +161,12 @@ class Output:
             self._bar = None
 
 
-class _OneLine(logging.Formatter):
-    """A record as one line, whatever names it speaks of; under torchrun with the rank."""
+def _say_trace(error: BaseException) -> None:
+    """Where an error was raised, on stderr."""
+    import traceback  # takes longer to import than most commands take to start
+    from textwrap import indent
 
-    def format(self, record: logging.LogRecord) -> str:
-        rank = os.environ.get("RANK")
-        lead = "" if rank is None else f"rank {rank} "
-        said = one_line(record.getMessage(), 0)
-        return f"{lead}{record.relativeCreated / 1000:8.3f} s  {record.name.removeprefix('ckptx.')}: {said}"
-
-
-@contextmanager
-def saying_steps() -> Iterator[None]:
-    """Sends what the steps of a command log to stderr."""
-    logger, handler = logging.getLogger("ckptx"), logging.StreamHandler(sys.stderr)
-    before = logger.level, logger.propagate
-    handler.setFormatter(_OneLine())
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+    click.echo(indent(lines("".join(traceback.format_exception(error))), "| "), err=True)
 
 
 def _print(text: str) -> int:

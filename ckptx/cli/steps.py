@@ -1,0 +1,38 @@
+"""The steps of a command on stderr, as `--verbose` asks for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptx.untrusted.printable import one_line
+
+
+class _OneLine(logging.Formatter):
+    """A record as one line, whatever names it speaks of; under torchrun with the rank."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        rank = os.environ.get("RANK")
+        lead = "" if rank is None else f"rank {rank} "
+        said = one_line(record.getMessage(), 0)
+        return f"{lead}{record.relativeCreated / 1000:8.3f} s  {record.name.removeprefix('ckptx.')}: {said}"
+
+
+@contextmanager
+def saying_steps() -> Iterator[None]:
+    """Sends what the steps of a command log to stderr."""
+    logger, handler = logging.getLogger("ckptx"), logging.StreamHandler(sys.stderr)
+    before = logger.level, logger.propagate
+    handler.setFormatter(_OneLine())
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
