@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.dcp.reader import open_payloads
-from ckptx.storage.files import FilePool
-from ckptx.transfer.digest_sink import DigestSink
-from ckptx.transfer.stream import TensorReader
 from ckptx.view import ModelView
+
+if TYPE_CHECKING:
+    from ckptx.architecture.tied import TieDecision
+    from ckptx.transfer.stream import TensorReader
 
 _SAMPLE = 1 << 16  # bytes of each of three places
 
@@ -109,6 +109,10 @@ def _leaders(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
 
 def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
     """The names, those together whose rows are equal; where rows cannot be read, the config is believed."""
+    from ckptx.formats.dcp.reader import open_payloads  # few models have names that are tied and stored apart
+    from ckptx.storage.files import FilePool
+    from ckptx.transfer.stream import TensorReader
+
     catalog = view.catalog
     entries = {name: view.tensors[name] for name in names}
     found: dict[object, list[str]] = {}
@@ -139,6 +143,8 @@ def _samples(reader: TensorReader, entry: TensorEntry) -> Iterator[bytes]:
 
 
 def _digest(reader: TensorReader, entry: TensorEntry, region: Region) -> bytes:
+    from ckptx.transfer.digest_sink import DigestSink
+
     nbytes = entry.dtype.nbytes(region.numel)
     sink = DigestSink(nbytes, memoryview(bytearray(max(1, nbytes))))
     reader.stream(entry, region, sink, [])  # a part of a record: its CRC-32 cannot be held against anything

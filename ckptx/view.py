@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
 from ckptx.architecture.installed import note_on
 from ckptx.architecture.shapes import shapes_of
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.tied import Stored, TieDecision, resolve_ties
 from ckptx.architecture.trainer_naming.detect import in_trainer_naming, trainer_naming_of
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.manifest import FileRecord, Manifest
-from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.dcp.reader import METADATA, open_payloads
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import refuse_adapters
-from ckptx.formats.sharded.reader import replica_pairs
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.files import FilePool, read_small
-from ckptx.transfer.digest import digest_bytes
-from ckptx.transfer.digest_sink import digest_of
-from ckptx.transfer.stream import TensorReader
 from ckptx.untrusted.limits import METADATA_BYTES
+
+if TYPE_CHECKING:  # what looks at headers alone pays for nothing that reads tensors, nor for readers of other formats
+    from ckptx.architecture.tied import TieDecision
+    from ckptx.catalog.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +215,11 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
     """
     if not source.form.has_manifest or not (source.root / MANIFEST).is_file():
         return None
+    from ckptx.catalog.manifest import FileRecord
+    from ckptx.catalog.manifest_parser import read_manifest
+    from ckptx.formats.dcp.reader import METADATA
+    from ckptx.transfer.digest import digest_bytes
+
     manifest = read_manifest(source.root / MANIFEST)
     if manifest.form is not source.form:
         return None
@@ -244,6 +245,8 @@ def locate_payloads(view: ModelView, files: FilePool, *, later: bool = False) ->
     """
     if not view.catalog.form.has_archives:
         return view
+    from ckptx.formats.dcp.reader import open_payloads
+
     names = {entry.name: name for name, entry in view.tensors.items()}
     located = open_payloads(
         replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names}), files, later=later
@@ -254,6 +257,8 @@ def locate_payloads(view: ModelView, files: FilePool, *, later: bool = False) ->
 
 def locate_all(view: ModelView, files: FilePool, *, later: bool = False) -> ModelView:
     """The view with every block of its checkpoint located, those of optimizer state too."""
+    from ckptx.formats.dcp.reader import open_payloads
+
     located = open_payloads(view.catalog, files, later=later)
     tensors = {name: located.tensors[entry.name] for name, entry in view.tensors.items()}
     return replace(view, tensors=tensors, catalog=located)
@@ -265,6 +270,10 @@ def compare_replicas(catalog: Catalog, files: FilePool) -> None:
     Raises:
         InputError: Two of them differ.
     """
+    from ckptx.formats.sharded.reader import replica_pairs
+    from ckptx.transfer.digest_sink import digest_of
+    from ckptx.transfer.stream import TensorReader
+
     reader = TensorReader(files)
     known: dict[Chunk, list[bytes]] = {}
 
@@ -297,6 +306,10 @@ def decide_ties(
     """
     if view.architecture is None or view.config is None:
         return []
+    from ckptx.architecture.tied import Stored, resolve_ties
+    from ckptx.transfer.digest_sink import digest_of
+    from ckptx.transfer.stream import TensorReader
+
     stored = {name: Stored(entry.shape, entry.dtype.name) for name, entry in view.tensors.items()}
     reader = TensorReader(files)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,8 @@ def source_digest(models: Path, directories: Iterable[str]) -> str:
         models: The directory `models` of a transformers package.
         directories: Of models in it.
     """
+    import hashlib  # takes longer than the rest of this file, and is needed where versions differ
+
     found = hashlib.sha256()
     for directory in sorted(directories):
         for path in sorted((models / directory).glob("*.py")):
