@@ -113,7 +113,8 @@ def fit_of(view: ModelView) -> Fit:
         if view.trainer_naming:
             tensors = trainer_rules(view.trainer_naming).to_model(tensors).tensors
         survey = _Survey(architecture, config, rules, expected)
-        return survey.of({_LEGACY.sub(_modern, name): entry for name, entry in tensors.items()})
+        legacy = {name: _LEGACY.sub(_modern, name) for name in tensors if "LayerNorm." in name}
+        return survey.of({legacy.get(name, name): entry for name, entry in tensors.items()})
     except InputError as error:
         return Fit("names and shapes", (Misfit(str(view.catalog.root), str(error), "tensors that go together"),))
 
@@ -294,7 +295,7 @@ class _Survey:
 
     def _misfit(self, name: str, entry: TensorEntry, key: tuple[object, ...], wanted: Any) -> Misfit | None:
         """A row where the shape is none of those wanted; quantized tensors have forms of their own."""
-        if not entry.dtype.cast or name.rpartition(".")[0] in self._foreign:
+        if not entry.dtype.cast or (self._foreign and name.rpartition(".")[0] in self._foreign):
             self._unchecked += 1
             return None
         full = (*key, entry.shape)

@@ -86,17 +86,23 @@ def inspect(
 
 def _groups_of(view: ModelView) -> list[dict[str, Any]]:
     """Tensors and bytes by the first three components of their patterns."""
-    groups: Counter[str] = Counter()
+    patterns: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     seen: set[object] = set()
     for name, entry in view.tensors.items():
-        group = ".".join(pattern_of(name).split(".")[:3])
-        groups[group] += 1
-        place = entry.chunks[0][1:3] if entry.numel else name
+        pattern, nbytes = pattern_of(name), entry.nbytes
+        patterns[pattern] += 1
+        place = entry.chunks[0][1:3] if nbytes else name
         if place not in seen:  # a name that shares the bytes of another adds nothing
             seen.add(place)
-            sizes[group] += entry.nbytes
-    return [{"pattern": name, "tensors": groups[name], "bytes": sizes[name]} for name in groups]
+            sizes[pattern] += nbytes
+    groups: dict[str, dict[str, Any]] = {}
+    for pattern, count in patterns.items():
+        name = ".".join(pattern.split(".")[:3])
+        group = groups.setdefault(name, {"pattern": name, "tensors": 0, "bytes": 0})
+        group["tensors"] += count
+        group["bytes"] += sizes[pattern]
+    return list(groups.values())
 
 
 def _viewed(catalog: Catalog, log: Log) -> ModelView:

@@ -179,13 +179,12 @@ class NameRules:
 
     def _found(self, name: str) -> tuple[Destination | None, str | None]:
         pattern = pattern_of(name)
-        if pattern not in self._alike:
-            found = self._found_for(name)
-            self._alike[pattern] = None if self._counts(name) else self._generalised(name, *found)
-            return found
-        alike = self._alike[pattern]
+        alike = self._alike.get(pattern)
         if alike is None:
-            return self._found_for(name)
+            found = self._found_for(name)
+            if pattern not in self._alike:
+                self._alike[pattern] = None if self._counts(name) else self._generalised(name, *found)
+            return found
         plain = None if alike.plain is None else alike.plain[0] + name[alike.plain[1] :]
         if alike.conversion is None:
             return None, plain
