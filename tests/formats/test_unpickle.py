@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.errors import CkptxError, InputError
-from ckptx.formats.torch_archive.unpickle import Refused, StorageRef, Symbol, TensorRef, load, load_torch
+from ckptx.formats.torch_archive.unpickle import (
+    Refused,
+    StorageRef,
+    Symbol,
+    TensorRef,
+    _Peekable,
+    load,
+    load_torch,
+)
 from tests.formats.stock_goldens import GOLDENS
 
 
@@ -222,3 +230,10 @@ def test_every_cut_of_a_pickle_is_refused() -> None:
 
 def test_goldens_exist() -> None:
     assert len(list(GOLDENS.glob("*/.metadata"))) >= 10
+
+
+def test_reading_ahead_takes_nothing_away() -> None:
+    data = _Peekable(b"abcd")
+    assert data.read(1) == b"a"
+    assert (data.peek(2), data.peek(1 << 40)) == (b"bc", b"bcd")
+    assert data.read() == b"bcd"

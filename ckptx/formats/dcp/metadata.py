@@ -160,11 +160,11 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
     if not isinstance(root, _Metadata):
         raise InputError(f"{where}: holds a {type(root).__name__}, needed the metadata of a torch DCP; copy it again")
     fields = vars(root)
-    shapes = _Shapes()
+    shapes, texts = _Shapes(), _Texts()
     try:
-        tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, nbytes)
-        storage = _parse_storage(fields["storage_data"], shapes)
-        planner_data = _planner_data(fields.get("planner_data"), nbytes)
+        tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, texts, nbytes)
+        storage = _parse_storage(fields["storage_data"], shapes, texts)
+        planner_data = _planner_data(fields.get("planner_data"), texts, nbytes)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{where}: damaged metadata ({type(error).__name__}: {error!s:.120}); copy it again") from None
     version = fields.get("version")
@@ -219,14 +219,30 @@ class _Shapes:
         return self._faults[id(shape)]
 
 
-def _parse_state(state: Any, shapes: _Shapes, most: int) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
+@dataclass(slots=True)
+class _Texts:
+    """Texts that can be written as UTF-8. Each is tried once: one of megabytes may be referred to many times."""
+
+    _tried: set[str] = field(default_factory=set)
+
+    def check(self, value: Any) -> None:
+        if type(value) is not str:
+            raise TypeError(f"a name is a {type(value).__name__}, not a text")
+        if not value.isascii() and value not in self._tried:
+            value.encode()  # refuses half surrogates, which could not be printed or written
+            self._tried.add(value)
+
+
+def _parse_state(
+    state: Any, shapes: _Shapes, texts: _Texts, most: int
+) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
     """Tensors and objects; `most` chunks are looked at: tensors may share a list of them that is written once."""
     tensors: dict[str, TensorMetadata] = {}
     objects: list[str] = []
     if len(state) > TENSORS:
         raise ValueError(f"{len(state):,} names, allowed at most {TENSORS:,}")
     for fqn, described in dict.items(state):
-        _check_text(fqn)
+        texts.check(fqn)
         fields = vars(described)
         if type(described) is _TensorStorage:
             dtype = fields["properties"].dtype
@@ -250,7 +266,7 @@ def _parse_state(state: Any, shapes: _Shapes, most: int) -> tuple[dict[str, Tens
     return tensors, tuple(objects)
 
 
-def _parse_storage(storage: Any, shapes: _Shapes) -> dict[Key, StorageInfo]:
+def _parse_storage(storage: Any, shapes: _Shapes, texts: _Texts) -> dict[Key, StorageInfo]:
     found: dict[Key, StorageInfo] = {}
     for index, info in dict.items(storage):
         named = vars(index)
@@ -258,8 +274,8 @@ def _parse_storage(storage: Any, shapes: _Shapes) -> dict[Key, StorageInfo]:
         key = (fqn, None if offsets is None else shapes.shape(offsets))
         fields = vars(info)
         path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-        _check_text(fqn)
-        _check_text(path)
+        texts.check(fqn)
+        texts.check(path)
         if type(offset) is not int or type(length) is not int or not 0 <= offset <= offset + length < 1 << 63:
             raise ValueError(f"{fqn!r} lies at no valid byte range")
         if key in found:
@@ -278,11 +294,12 @@ def _names_of(transforms: Any) -> tuple[str, ...]:
     return tuple(each[:80] if isinstance(each, str) else f"a {type(each).__name__}" for each in transforms[:8])
 
 
-def _planner_data(value: Any, most: int) -> Any:
+def _planner_data(value: Any, texts: _Texts, most: int) -> Any:
     """What the planner of the writer left, looked at level by level before anything else walks through it.
 
     Args:
         value: Carried into an output where it is a dict; a nest that holds itself would be written out without end.
+        texts: Those in it are checked.
         most: Values allowed.
 
     Raises:
@@ -293,7 +310,7 @@ def _planner_data(value: Any, most: int) -> Any:
         below: list[Any] = []
         for each in level:
             if isinstance(each, str):
-                _check_text(str(each))
+                texts.check(str(each))
             elif isinstance(each, dict):
                 below.extend(each)
                 below.extend(each.values())
@@ -306,10 +323,3 @@ def _planner_data(value: Any, most: int) -> Any:
         most -= len(below)
         level = below
     raise ValueError(f"planner_data is nested deeper than {JSON_DEPTH} levels")
-
-
-def _check_text(value: Any) -> None:
-    if type(value) is not str:
-        raise TypeError(f"a name is a {type(value).__name__}, not a text")
-    if not value.isascii():
-        value.encode()  # refuses half surrogates, which could not be printed or written
