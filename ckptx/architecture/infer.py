@@ -105,11 +105,14 @@ def _rank(class_name: str, is_decoder: bool) -> int:
 
 
 def _missing_head(known: Architecture, config: Mapping[str, Any], owned: set[str]) -> set[str]:
-    """Modules beside the base model that have no tensor on disk, and none that is tied to one."""
+    """Modules beside the base model that have no tensor on disk, and none that is tied to one.
+
+    A part of the base model is no head, also where another kind of it has names on disk that begin with that part.
+    """
     lead = f"{known.base_prefix}."
     below = [each for each in known.model_names if known.base_prefix and each.startswith(lead)]
     heads = known.model_names - set(below) if below else frozenset[str]()
-    modules = {each.partition(".")[0] for each in heads}
+    modules = _first_parts(heads) - _first_parts(each.removeprefix(lead) for each in below)
     tied = {
         name.partition(".")[0]
         for pair in known.ties

@@ -16,7 +16,7 @@ import ckptx
 from ckptx.architecture.infer import infer_class
 from tests.writers import llama, write_dcp, write_hf
 
-FAST = ("llama-tied", "gpt2", "mixtral", "t5", "gemma3-vlm", "qwen3-moe", "bert-pretraining", "whisper")
+FAST = ("llama-tied", "gpt2", "mixtral", "t5", "gemma3-vlm", "paligemma", "qwen3-moe", "bert-pretraining", "whisper")
 SLOW = slow_but(EVERY, FAST)
 # Classes whose tensors are those of another class of the model type, name by name: what is taken for them.
 SAME_NAMES = {"MistralForTokenClassification": "MistralForSequenceClassification"}
