@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.fx
 import transformers
-from support.checkpointed import Gradients, assert_same, prepared, train, wrappers
+from support.checkpointed import Counting, Gradients, assert_same, prepared, train, wrappers
 from support.models import EVERY, build, tokens
 from support.slow import slow_but
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from ckptx.errors import UnsupportedError, UsageError
+from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.activation_checkpointing import wrap as activation_checkpointing
 from ckptx.runtime.activation_checkpointing.wrap import (
     MODES,
@@ -27,7 +29,10 @@ from ckptx.runtime.activation_checkpointing.wrap import (
     configs_as_given,
     shares_kv,
 )
+from ckptx.runtime.distributed import mesh_of
 from ckptx.runtime.layers import Layer, layer_groups
+from ckptx.runtime.parallelize import parallelize
+from ckptx.runtime.tensor_parallel.plans import find_plan
 
 WRAPPING = [mode for mode in MODES if mode != "none"]
 LLAMA = "llama-fp32"
@@ -345,6 +350,33 @@ def parallel_run(rank: int, world_size: int, mode: str) -> tuple[list[float], di
         if each is not None
     }
     return losses, whole
+
+
+def cut_run(rank: int, world_size: int, name: str, mode: str) -> tuple[int, dict[str, Any]]:
+    """How many sums over the ranks a backward pass under our own TP has, and the local gradients, as numpy."""
+    model = build(replace(EVERY[name], dtype=torch.float32)).train()
+    model.config.use_cache = False
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    mesh = mesh_of(ParallelDims(tp=world_size), "cpu")
+    parallelize(model, mesh, find_plan(model, config, None), activation_checkpointing=mode)
+    loss = model(**EVERY[name].inputs()).logits.to_local().square().mean()
+    with Counting() as counting:
+        loss.backward()
+    sums = sum(count for op, count in counting.ops.items() if "functional.all_reduce" in str(op))
+    named = ((canonical_name(key), each.grad) for key, each in model.named_parameters())
+    return sums, {key: getattr(grad, "_local_tensor", grad).numpy() for key, grad in named if grad is not None}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", "qwen3-vl", "deepseek-v3"])
+def test_selective_mode_sums_over_the_ranks_once(pool: Any, name: str) -> None:
+    """What came over the network is kept; computed again it would cost as much as what it saves."""
+    none, selective, full = (pool.run(cut_run, 2, name, mode) for mode in ("none", "selective", "full"))
+    for rank in range(2):
+        assert selective[rank][0] == none[rank][0] < full[rank][0]
+        for found in (selective[rank][1], full[rank][1]):
+            assert found.keys() == none[rank][1].keys()
+            assert [key for key, each in found.items() if each.tobytes() != none[rank][1][key].tobytes()] == []
 
 
 def assert_same_on_every_rank(found: list[Any], wanted: list[Any]) -> None:

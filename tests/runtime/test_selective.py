@@ -14,9 +14,8 @@ import functorch
 import pytest
 import torch
 import torch.fx
-from support.checkpointed import Gradients, LiveBytes, assert_same, loss_of, prepared, train
+from support.checkpointed import Counting, Gradients, LiveBytes, assert_same, loss_of, prepared, train
 from support.models import EVERY, VOCAB, build, tokens
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
 from ckptx.runtime.activation_checkpointing import selective
@@ -26,18 +25,6 @@ from ckptx.runtime.layers import layer_groups
 
 aten = torch.ops.aten
 LLAMA = "llama-fp32"
-
-
-class Counting(TorchDispatchMode):
-    """How often each operation ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops[op] += 1
-        return op(*args, **(kwargs or {}))
 
 
 def kept_bytes(name: str, mode: str) -> int:
@@ -140,6 +127,7 @@ def test_each_pass_over_a_region_has_a_policy_of_its_own() -> None:
         (aten.topk.default, True),
         (aten.max.dim, True),
         (torch.ops.higher_order.flex_attention, True),
+        (torch.ops._c10d_functional.all_reduce.default, True),
         (torch.ops._c10d_functional.reduce_scatter_tensor.default, True),
         (torch.ops._c10d_functional.all_to_all_single.default, True),
         (torch.ops._c10d_functional.all_gather_into_tensor.default, False),

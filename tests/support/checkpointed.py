@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -67,6 +68,18 @@ def prepared(name: str, mode: str, scope: str = "all") -> nn.Module:
 
 def wrappers(model: nn.Module) -> list[str]:
     return [canonical_name(name) for name, each in model.named_modules() if isinstance(each, CheckpointWrapper)]
+
+
+class Counting(TorchDispatchMode):
+    """How often each operation ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[op] += 1
+        return op(*args, **(kwargs or {}))
 
 
 class LiveBytes(TorchDispatchMode):

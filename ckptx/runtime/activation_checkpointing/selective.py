@@ -55,6 +55,8 @@ _SAVED = (
     "aten.convolution",
     *_CHOICES,
     # The functional collectives alone: those of c10d write into their arguments.
+    "_c10d_functional.all_reduce",
+    "_c10d_functional.all_reduce_coalesced",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.reduce_scatter_tensor_coalesced",
     "_c10d_functional.all_to_all_single",
