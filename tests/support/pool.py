@@ -1,7 +1,7 @@
 """Worker processes that live for a whole test session and run functions under gloo.
 
-A process that imports torch costs three seconds, so they are started once, when the first test asks for them, and are
-sent functions (by import path) with arguments.
+A process that imports torch and transformers costs four seconds, so one imports them, when the first test asks, and the
+workers are forked from it. They are sent functions (by import path) with arguments.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ _TIMEOUT = 120.0  # seconds that one function may take
 # gloo keeps the threads of a mesh as long as anything remembers it, and torch remembers many; a thousand of them slow
 # the whole machine down, so that a worker with this many is replaced.
 _MOST_THREADS = 120
+# What most functions import; importing starts no thread, so that a fork has all there is.
+_PRELOADED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+]
 
 
 class WorkerError(AssertionError):
@@ -76,7 +83,8 @@ class GlooPool:
 
 
 def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there,), daemon=True)
     process.start()
