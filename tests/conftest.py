@@ -1,4 +1,4 @@
-"""Fixtures for every test: signals as by default, no note on the version, one pool of gloo processes a session."""
+"""For every test: one thread, signals as by default, no note on the version, one pool of gloo processes a session."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from support.pool import GlooPool
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The models are tiny, and the tests themselves run side by side: more threads of torch would wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Files go out in the order below; xdist would begin with those of the most tests, which are not the longest."""
+    if hasattr(config.option, "loadscopereorder"):  # xdist before 3.7 keeps the order
+        config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what `sampled` leaves out: all but so many, evenly spread, of the cases that are not slow."""
+    """Marks as slow what `sampled` leaves out: all but so many, evenly spread, of the cases that are not slow.
+
+    Files that run functions under gloo come first: they are the longest, and one of them at the end would run alone.
+    """
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
@@ -29,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for index, item in enumerate(those):
             if index not in kept:
                 item.add_marker("slow")
+    of_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in of_pool)
 
 
 @pytest.fixture(scope="session", autouse=True)

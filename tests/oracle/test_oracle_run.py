@@ -34,7 +34,6 @@ def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, 
     """One rank of `verify --run`: the report, or the class and text of its refusal."""
     from ckptx.verification.forward import RunOptions, verify_run
 
-    torch.set_num_threads(1)
     planted = settings.pop("plant", None)
     dims = ParallelDims(tp=settings.pop("tp", 1), dp_shard=settings.pop("dp_shard", 1))
     options = RunOptions(dims=dims, **settings)

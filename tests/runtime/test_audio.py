@@ -22,7 +22,8 @@ from ckptx.verification.execution import run
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 
 # What the installed transformers has of them.
-HERE = [name for name, listener in LISTENERS.items() if listener.classes[1] in dir(transformers)]
+CLASSES = frozenset(dir(transformers))  # asked once: it takes a quarter of a second
+HERE = [name for name, listener in LISTENERS.items() if listener.classes[1] in CLASSES]
 WITH_IMAGES = ("gemma4", "gemma4_unified", "muse_spark", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 # Windows as long as those of real checkpoints: what is put into a row is counted from them.
 LONG: dict[str, dict[str, Any]] = {
@@ -71,14 +72,6 @@ def unheard(model: nn.Module, inputs: Inputs) -> set[str]:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not ears.search(name)]
     assert names
     return {name for name in names if name not in gradients or not gradients[name].any()}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,6 @@ def gradients_in_one_piece(name: str, rows: list[int]) -> dict[str, torch.Tensor
 
 def step(rank: int, world_size: int, name: str, sizes: dict[str, int], settings: dict[str, Any]) -> Any:
     """One backward pass; the largest difference of gathered gradients, and what was made of the model."""
-    torch.set_num_threads(1)
     mixed = settings.pop("mixed", False)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = model_of(name)
