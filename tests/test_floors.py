@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -50,10 +51,16 @@ class Import(NamedTuple):
     name: str
 
 
+@lru_cache(maxsize=1)  # every rule looks at one file before the next
+def nodes_of(source: str) -> list[ast.AST]:
+    """Everything in a module."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imports_of(source: str, file: str) -> Iterator[Import]:
     """Every import in a module, also inside functions and under TYPE_CHECKING."""
     package = ["ckptx", *Path(file).parent.parts]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             yield from (Import(file, node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -93,11 +100,6 @@ def faults_of(source: str, file: str) -> list[str]:
 
 
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_module_imports_from_lower_floors_alone(file: str) -> None:
-    assert faults_of((ROOT / file).read_text(encoding="utf-8"), file) == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def neighbours(sources: Mapping[str, str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, file in modules.items():
         imported = found[name] = set()
-        for node in ast.walk(ast.parse(sources[file])):
+        for node in nodes_of(sources[file]):
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
                 imported |= {each for each in names if each in modules}
@@ -197,15 +199,10 @@ def calls_beside_storage(source: str, file: str) -> list[str]:
         return []
     found = [
         node
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
     ]
     return [f"{file}:{node.lineno}: os.{node.attr}" for node in found if node.attr in POSITIONAL]
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_bytes_of_files_go_through_storage(file: str) -> None:
-    assert calls_beside_storage((ROOT / file).read_text(encoding="utf-8"), file) == []
 
 
 def test_a_planted_call_is_found() -> None:
@@ -235,16 +232,11 @@ def comparisons_of_format(source: str, file: str) -> list[str]:
         return []
     return [
         f"{file}:{node.lineno}"
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.Compare)
         for side in (node.left, *node.comparators)
         if isinstance(side, ast.Attribute) and side.attr == "format"
     ]
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_formats_are_told_apart_in_one_room(file: str) -> None:
-    assert comparisons_of_format((ROOT / file).read_text(encoding="utf-8"), file) == []
 
 
 def test_a_planted_comparison_is_found() -> None:
@@ -257,20 +249,21 @@ def test_a_planted_comparison_is_found() -> None:
 NO_MODELS = {"mamba", "vit"}
 
 
+@lru_cache
+def model_words() -> frozenset[str]:
+    """The classes and model types of transformers."""
+    known = model_files.index()["classes"]
+    return frozenset(known) | frozenset(known.values()) - {""} - NO_MODELS
+
+
 def names_of_models(source: str, file: str) -> list[str]:
     """Where a module has the name of a class or a model type of transformers in it: facts of models are data."""
-    known = model_files.index()["classes"]
-    names = known.keys() | set(known.values()) - {""} - NO_MODELS
+    names = model_words()
     return [
         f'{file}:{node.lineno}: "{node.value}"'
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
     ]
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_no_module_decides_by_the_name_of_a_model(file: str) -> None:
-    assert names_of_models((ROOT / file).read_text(encoding="utf-8"), file) == []
 
 
 def test_a_planted_name_of_a_model_is_found() -> None:
@@ -278,3 +271,15 @@ def test_a_planted_name_of_a_model_is_found() -> None:
         (found,) = names_of_models(text, "view.py")
         assert found.startswith("view.py:1: ")
     assert names_of_models('raise ValueError("add it, as [LlamaForCausalLM]")', "view.py") == []
+
+
+# The package itself
+
+RULES = (faults_of, calls_beside_storage, comparisons_of_format, names_of_models)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_module_keeps_every_rule(file: str) -> None:
+    """Lower floors alone, bytes through storage, formats told apart in one room, no names of models."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    assert [fault for rule in RULES for fault in rule(source, file)] == []
