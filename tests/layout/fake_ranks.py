@@ -5,7 +5,6 @@ That process is a fresh one, since torch remembers what it computed for process 
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.pool import fresh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -98,7 +98,7 @@ class Answers(NamedTuple):
 
 def ask(asked: Asked) -> Answers:
     """The answers of torch and transformers, from a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with fresh().Pool(1) as pool:
         return pool.apply(_answer, (asked,))
 
 

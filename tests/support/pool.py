@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,15 @@ class GlooPool:
         self._stores.cleanup()
 
 
-def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
+def fresh() -> ForkServerContext:
+    """To start processes that have imported torch and transformers, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    context = fresh()
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there,), daemon=True)
     process.start()
