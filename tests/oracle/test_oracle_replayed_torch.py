@@ -326,7 +326,7 @@ def _boxes(cuts: list[list[int]]) -> list[list[tuple[int, int]]]:
 def by_two_processes(src: Path, dst: Path, *options: object) -> None:
     """`convert dcp2hf` as torchrun starts it on two processes."""
     arguments = ["dcp2hf", src, dst, "--base", "none", *options]
-    found = finish([start(arguments, rank, 2, code=CONVERT) for rank in range(2)])
+    found = finish(start(arguments, arguments, codes=dict.fromkeys(range(2), CONVERT)))
     assert [code for code, _ in found] == [0, 0], found
 
 
