@@ -1,0 +1,106 @@
+"""Times this checkout against another in one run: conversions of checkpoints whose experts are many.
+
+    python benchmarks/compare.py OTHER [--rounds 5] [--parts experts,qwen3-moe] [--ram /dev/shm] [--results DIR]
+
+OTHER is the directory of another checkout, as `git worktree add` makes one. Both run with this environment. Each
+command is compared with a `cp -r` of what it reads, right before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoints import experts, qwen3_moe, write_checkpoint
+from measure import HERE, Row, Step, publish, race, size_of, timings
+
+_RUN = "import sys; sys.path.insert(0, {root!r})\nfrom ckptx.cli.main import main\nmain()"
+_CUT = ["--tp", "4", "--pp", "2"]
+MODELS = {
+    "experts": ("Small experts, 18,723 tensors, 2.95 GiB, RAM disk", experts),
+    "qwen3-moe": ("Layers of Qwen3-30B-A3B, 1,182 tensors, 3.73 GiB, RAM disk", qwen3_moe),
+}
+
+
+def command(root: Path, *arguments: str) -> list[str]:
+    """What runs the ckptx of a checkout."""
+    return [sys.executable, "-c", _RUN.format(root=str(root)), *arguments]
+
+
+def raced(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]], other: Path, rounds: int) -> list[Row]:
+    """Rounds of both checkouts over the cases: what each is called, and its arguments around SRC and DST."""
+    copy, out = work / "cp", work / "out"
+    steps = [Step(f"cp -r {source.name}", ["cp", "-r", str(source), str(copy)], copy)]
+    for name, (verb, *rest) in cases:
+        words = [*verb.split(), str(source), str(out), *rest]
+        steps += [Step(f"{name}, {which}", command(root, *words), out) for which, root in _both(other)]
+    return race(steps, rounds, work, size_of(source))
+
+
+def _both(other: Path) -> list[tuple[str, Path]]:
+    return [("before", other), ("now", HERE.parent)]
+
+
+def compared(work: Path, other: Path, rounds: int) -> list[Row]:
+    """All conversions of the checkpoint `work / "HF"`, from HF, from a DCP and from a cut one."""
+    whole, cut = work / "DCP", work / "cut"
+    rows = raced(
+        work,
+        work / "HF",
+        [
+            ("convert hf2dcp", ["convert hf2dcp"]),
+            ("HF -> DCP tp4 x pp2", ["reshard", "--to", "dcp", *_CUT]),
+            ("HF -> sharded safetensors tp4 x pp2", ["reshard", "--to", "safetensors", *_CUT]),
+        ],
+        other,
+        rounds,
+    )
+    _make(["convert", "hf2dcp"], work / "HF", whole)
+    rows += raced(work, whole, [("convert dcp2hf", ["convert dcp2hf"])], other, rounds)
+    subprocess.run(["rm", "-r", str(whole)], check=True)
+    _make(["reshard", "--to", "dcp", *_CUT], work / "HF", cut)
+    return rows + raced(
+        work,
+        cut,
+        [("DCP tp4 x pp2 -> DCP tp2", ["reshard", "--tp", "2"]), ("DCP tp4 x pp2 -> HF", ["convert dcp2hf"])],
+        other,
+        rounds,
+    )
+
+
+def _make(words: list[str], source: Path, out: Path) -> None:
+    subprocess.run(command(HERE.parent, *words, str(source), str(out)), check=True, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """Runs the parts asked for and writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(MODELS))
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    other = arguments.other.resolve(strict=True)
+    for _, root in _both(other):
+        compileall.compile_dir(root / "ckptx", quiet=1)
+    results: dict[str, Any] = {}
+    tables = []
+    for part in arguments.parts.split(","):
+        title, made = MODELS[part]
+        with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
+            write_checkpoint(Path(directory) / "HF", made())
+            rows = compared(Path(directory), other, arguments.rounds)
+        results[part] = [row.to_dict() for row in rows]
+        tables.append(timings(title, rows))
+    publish(arguments.results, "compare", results, tables)
+
+
+if __name__ == "__main__":
+    main()
