@@ -199,9 +199,17 @@ class Wire:
     def _accept(self) -> None:
         while True:
             near, _ = self.listener.accept()
-            far = socket.create_connection(("127.0.0.1", self.to))
+            far = self._reach()
             for source, sink in ((near, far), (far, near)):
                 threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _reach(self) -> socket.socket:
+        """The store, which rank 0 may not have brought yet."""
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self.to))
+            except ConnectionRefusedError:
+                time.sleep(0.02)
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         while data := source.recv(1 << 16):
@@ -217,13 +225,8 @@ def test_a_lost_connection_ends_both_sides_and_names_the_rank() -> None:
         here.hear(1, "never")
 
     def cut() -> None:
-        while True:
-            try:
-                wire = Wire(meeting.port)
-                here = meeting.come(1, wire.port)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.02)
+        wire = Wire(meeting.port)
+        here = meeting.come(1, wire.port)
         with here.session():
             here.hear(0, "word")
             wire.is_cut = True
