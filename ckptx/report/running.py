@@ -105,7 +105,7 @@ def _what(level: str, found: list[dict[str, Any]]) -> str:
     if level == "config":
         return f"{found[0]['reference']} in the reference, {found[0]['checkpoint']} in the checkpoint"
     if level == "bytes":
-        return "is not what the reference has"
+        return str(found[0].get("what", "is not what the reference has"))
     worst = max(found, key=lambda row: float(row["max_abs"]))
     return worst.get("what") or f"max abs {_number(worst['max_abs'])}, allowed {_number(worst['limit'])}"
 

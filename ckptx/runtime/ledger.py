@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Why a tensor of the model was left unread.
+IGNORED = "ignored by the class"
+NO_PLACE = "no place in this model"
+UNKNOWN = "unknown to the class"
+
 
 class Loaded(NamedTuple):
     """One parameter or buffer that was read.

@@ -26,7 +26,7 @@ from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.ledger import Loaded, LoadLedger
+from ckptx.runtime.ledger import IGNORED, NO_PLACE, UNKNOWN, Loaded, LoadLedger
 from ckptx.runtime.reading import Reading, Source, castable, open_source
 from ckptx.runtime.shards import LocalShard, pieces_of
 
@@ -104,6 +104,15 @@ def differing(model: nn.Module, source: Source, *, regions: RegionsOf | None = N
     plan = _plan(model, source, regions)
     reading = Reading(source.files)
     return [read.name for read in plan.reads if not all(reading.is_equal(*job) for job in read.jobs())]
+
+
+def unread(model: nn.Module, source: Source, *, regions: RegionsOf | None = None) -> dict[str, str]:
+    """What `load_from` would leave unread of `source`: names on disk, with the reason; see `LoadLedger.unread`.
+
+    Raises:
+        InputError, UnsupportedError: As `load`.
+    """
+    return source.unread | _unread(source, _plan(model, source, regions))
 
 
 def _config_beside(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
@@ -275,11 +284,11 @@ def _unread(source: Source, plan: _Plan) -> dict[str, str]:
             if each in needed:
                 continue
             if source.is_ignored(name) or source.is_ignored(each):
-                found[each] = "ignored by the class"
+                found[each] = IGNORED
             elif source.architecture is not None and source.architecture.knows(each):
-                found[each] = "no place in this model"  # a layer of another stage, or behind the last
+                found[each] = NO_PLACE  # a layer of another stage, or behind the last
             else:
-                found[each] = "unknown to the class"
+                found[each] = UNKNOWN
     return found
 
 

@@ -15,7 +15,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import isfinite, isnan
@@ -35,7 +35,8 @@ from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.build import build_model, class_and_config, materialize
 from ckptx.runtime.distributed import Process, everywhere, mesh_of, process_group, together
-from ckptx.runtime.load import RegionsOf, differing, load_from
+from ckptx.runtime.ledger import NO_PLACE, UNKNOWN
+from ckptx.runtime.load import RegionsOf, differing, load_from, unread
 from ckptx.runtime.parallelize import Parallelized, parallelize
 from ckptx.runtime.reading import Source, open_source
 from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
@@ -46,6 +47,7 @@ from ckptx.verification.execution import Call, observed, run, tokens_used
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 
 _ROWS = 2  # of each batch
+_MOST_NAMED = 3  # in a note
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -117,7 +119,9 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
                 ledger = load_from(model, source, regions=regions)
         with together(), first.opened() as source:
             wrong = differing(model, source, regions=regions)
+            left = _left(unread(model, source, regions=regions))
         rows = _rows_of(configs) if process.rank == 0 else []
+        rows += _added(_left(ledger.unread), left) if process.rank == 0 else []
         rows += [difference("bytes", process.rank, name, source_of) for name in wrong]
         index = mesh["dp_shard"].get_local_rank()
         with together():
@@ -148,6 +152,12 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
             f"{each.key} ({each.reference} in the reference, {each.checkpoint} in the checkpoint)" for each in noted
         ]
         log.note(f"configs differ in what changes nothing that is compared: {', '.join(said)}")
+    if left:
+        names = ", ".join(f"{name} ({reason})" for name, reason in [*left.items()][:_MOST_NAMED])
+        more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+        log.note(
+            f"the reference has tensors that its class does not compute with, and they were not compared: {names}{more}"
+        )
     inputs = batches[0]
     if inputs.missing:
         log.note(
@@ -261,6 +271,20 @@ def _rows_of(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
         {"level": "config", "rank": 0, "name": each.key, "reference": each.reference, "checkpoint": each.checkpoint}
         for each in configs
         if not each.is_noted
+    ]
+
+
+def _left(found: Mapping[str, str]) -> dict[str, str]:
+    """Of what nothing read, what would be of a model."""
+    return {name: reason for name, reason in found.items() if reason in (NO_PLACE, UNKNOWN)}
+
+
+def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Tensors that nothing reads, and that the reference does not have either."""
+    return [
+        {"level": "bytes", "rank": 0, "name": name, "what": f"{reason}, and not in the reference"}
+        for name, reason in checkpoint.items()
+        if name not in reference
     ]
 
 

@@ -271,6 +271,27 @@ def test_a_key_that_changes_nothing_is_a_note(pool: GlooPool, hf_of: Callable[[s
     assert "attention_dropout (0.0 in the reference, 0.5 in the checkpoint)" in note
 
 
+def test_a_tensor_that_nothing_reads_is_a_difference_unless_both_have_it(
+    pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What computes nothing changes no logit; plain verify would say that it is there."""
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.gate_proj.extra"] = torch.ones(3)
+
+    plain, other = hf_of("llama-untied"), changed(hf_of("llama-untied"), tmp_path / "more", add)
+    document, text = verified(pool, plain, other)
+    assert [(row["level"], row["name"]) for row in document["differing"]] == [
+        ("bytes", "model.layers.0.mlp.gate_proj.extra")
+    ]
+    assert "bytes: model.layers.0.mlp.gate_proj.extra: unknown to the class, and not in the reference" in text
+    for checkpoint in (plain, other):
+        document, text = verified(pool, other, checkpoint)
+        assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
+        (note,) = (each for each in document["warnings"] if each.startswith("the reference has tensors that"))
+        assert note.endswith("not compared: model.layers.0.mlp.gate_proj.extra (unknown to the class)")
+
+
 def test_a_lost_gradient_is_named(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
     document, _ = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), plant="gradient")
     assert levels(document) == {"gradients"}
