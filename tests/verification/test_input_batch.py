@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_tokens_are_of_the_vocabulary_and_none_is_special(
     assert ids.data_ptr() != found.labels.data_ptr()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     words=st.integers(8, 200_000), shards=st.integers(1, 40), rows=st.integers(1, 3), seed=st.integers(0, 9),
     special=st.dictionaries(st.sampled_from(["eos_token_id", "video_token_index"]), st.integers(0, 199)),
@@ -63,9 +64,10 @@ def test_every_part_of_the_vocabulary_is_looked_up_at_both_ends(
     ids = found.batch["input_ids"]
     assert len(ids) == rows and ids.shape[1] >= LENGTH
     allowed = [token for token in range(3, words) if token not in special.values()]
+    drawn = {*ids.flatten().tolist()}
     for part in torch.arange(words).chunk(shards):
-        here = [token for token in allowed if part[0] <= token <= part[-1]]
-        assert {*here[:1], *here[-1:]} <= {*ids.flatten().tolist()}
+        here = allowed[bisect_left(allowed, int(part[0])) : bisect_right(allowed, int(part[-1]))]
+        assert {*here[:1], *here[-1:]} <= drawn
 
 
 def test_tokens_come_from_everywhere() -> None:
