@@ -35,7 +35,7 @@ def run_text(report: RunReport) -> str:
     lines.append(f"loss       {loss:.7g}, {abs(loss - reference):.3g} away (allowed {_number(report.loss_limit)})")
     if report.grad_of_limit is not None and report.grad_max_abs is not None:
         name, share = report.grad_of_limit
-        nearest = f", {name} at {float(share):.0%} of what it may" if name and not report.exit else ""
+        nearest = f", {name} at {float(share):.0%} of what it may" if name and not report.differing else ""
         lines.append(f"gradients  {report.gradients} compared, max abs {_number(report.grad_max_abs)}{nearest}")
     lines += _undecided(report)
     lines.append(_verdict(report))

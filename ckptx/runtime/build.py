@@ -57,27 +57,9 @@ def build_model(
         UnsupportedError: The class is unknown, or cannot be built, or the checkpoint is quantized.
         EnvironmentProblem: A package that the class needs is missing.
     """
-    path = config_dir / "config.json"
-    values = read_json(path)
-    names = values.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise InputError(f'{path}: "architectures" names no class, needed one; add it, as ["LlamaForCausalLM"]')
-    name = names[0]
-    if values.get("quantization_config"):
-        raise UnsupportedError(f"{path}: the checkpoint is quantized, needed plain weights; dequantize it first")
-    try:
-        cls, config = class_and_config(name, values, config_dir, trust_remote_code)
+    name, cls, config = read_config(config_dir, trust_remote_code=trust_remote_code)
+    with _building(name, config_dir):
         model = _on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
-    except ImportError as error:
-        raise missing_package(f"{name}: building it", error) from error
-    except UnsupportedError:
-        raise
-    except Exception as error:  # a config or a model class may raise anything
-        said = (str(error).splitlines() or [""])[0]
-        raise UnsupportedError(
-            f"{name}: transformers {transformers.__version__} cannot build it from {path}: "
-            f"{type(error).__name__}: {said}"
-        ) from error
     model.config.architectures = [name]
     _keep_in_fp32(model)
     _untie(model, untied)
@@ -85,20 +67,47 @@ def build_model(
     return model
 
 
-def class_and_config(
-    name: str, values: dict[str, Any], config_dir: Path, trust_remote_code: bool
-) -> tuple[type[PreTrainedModel], Any]:
-    """The class of this name, and what its config class makes of the `config.json` in a directory.
+def read_config(config_dir: Path, *, trust_remote_code: bool = False) -> tuple[str, type[PreTrainedModel], Any]:
+    """The name of the class that a `config.json` describes, the class, and what its config class makes of the file.
 
     Args:
-        name: From `architectures`.
-        values: The file as it is.
-        config_dir: Where it is.
+        config_dir: As in `build_model`.
         trust_remote_code: As in `build_model`.
 
     Raises:
-        UnsupportedError: The class is unknown.
+        InputError, UnsupportedError, EnvironmentProblem: As `build_model`.
     """
+    path = config_dir / "config.json"
+    values = read_json(path)
+    names = values.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise InputError(f'{path}: "architectures" names no class, needed one; add it, as ["LlamaForCausalLM"]')
+    if values.get("quantization_config"):
+        raise UnsupportedError(f"{path}: the checkpoint is quantized, needed plain weights; dequantize it first")
+    with _building(names[0], config_dir):
+        return names[0], *_class_and_config(names[0], values, config_dir, trust_remote_code)
+
+
+@contextlib.contextmanager
+def _building(name: str, config_dir: Path) -> Iterator[None]:
+    """What goes wrong in transformers, in our words."""
+    try:
+        yield
+    except ImportError as error:
+        raise missing_package(f"{name}: building it", error) from error
+    except UnsupportedError:
+        raise
+    except Exception as error:  # a config or a model class may raise anything
+        said = (str(error).splitlines() or [""])[0]
+        raise UnsupportedError(
+            f"{name}: transformers {transformers.__version__} cannot build it from {config_dir / 'config.json'}: "
+            f"{type(error).__name__}: {said}"
+        ) from error
+
+
+def _class_and_config(
+    name: str, values: dict[str, Any], config_dir: Path, trust_remote_code: bool
+) -> tuple[type[PreTrainedModel], Any]:
     reference = remote_reference(values, name)
     if reference is not None and trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module

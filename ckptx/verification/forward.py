@@ -29,11 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
-from ckptx.formats.hf.reader import read_json
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.runtime.build import build_model, class_and_config, materialize
+from ckptx.runtime.build import build_model, materialize, read_config
 from ckptx.runtime.distributed import Process, everywhere, mesh_of, process_group, together
 from ckptx.runtime.ledger import NO_PLACE, UNKNOWN
 from ckptx.runtime.load import RegionsOf, differing, load_from, unread
@@ -206,10 +205,7 @@ class _Side:
     def config(self) -> dict[str, Any]:
         """What the config class makes of the file."""
         with self.opened() as source:
-            home = self._home(source)
-            values = read_json(home / "config.json")
-            name = values["architectures"][0]
-            _, config = class_and_config(name, values, home, self.options.trust_remote_code)
+            name, _, config = read_config(self._home(source), trust_remote_code=self.options.trust_remote_code)
         return {**config.to_dict(), "architectures": [name]}
 
     def tokens_used(self) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from support.models import EVERY, write
 from support.pool import GlooPool
 from support.vision_models import tiny
 
-from ckptx.errors import UnsupportedError
+from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
 from ckptx.runtime.distributed import Process, mesh_of, process_group
@@ -50,6 +51,28 @@ def test_runs_in_one_process_leave_no_threads(pool: GlooPool, tmp_path: Path) ->
     write(EVERY["llama-tied"], tmp_path / "hf")
     for counts in pool.run(threads_of, 2, str(tmp_path / "hf"), 5):
         assert len(set(counts)) == 1, counts
+
+
+@pytest.mark.parametrize("is_reference", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [{"num_attention_heads": "many"}, {"architectures": []}, {"architectures": None}, {"hidden_act": "unheard-of"},
+     {"rope_parameters": {"rope_type": "unheard-of"}}, {"architectures": ["UnheardOfForCausalLM"]}],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_makes_no_model_is_refused_on_either_side(
+    tmp_path: Path, change: dict[str, Any], is_reference: bool
+) -> None:
+    """In one line, and never as a defect of ours."""
+    for name in ("good", "bad"):
+        write(EVERY["llama-untied"], tmp_path / name)
+    file = tmp_path / "bad" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    names = ("bad", "good") if is_reference else ("good", "bad")
+    with pytest.raises(CkptxError) as refused:
+        forward.verify_run(*(tmp_path / name for name in names), forward.RunOptions(), Log())
+    assert refused.value.exit_code in (3, 4), refused.value
+    assert "config.json" in str(refused.value) or "UnheardOfForCausalLM" in str(refused.value)
 
 
 class Wandering:

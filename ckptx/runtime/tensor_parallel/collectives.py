@@ -99,13 +99,13 @@ def gather_parts(
         regions: By rank, its rectangles in their order.
         ranks: Who they are.
     """
-    widths = [sum(region.sizes[dim] for region in local) for local in regions]
+    widths = [sum(region.sizes[dim] for region in parts) for parts in regions]
     padded = _padded(local.movedim(dim, 0), max(widths))
     gathered = functional.wait_tensor(_all_gather(padded, 0, ranks.group)).movedim(0, dim)
     full = local.new_empty(tuple(shape))
-    for rank, local in enumerate(regions):
+    for rank, parts in enumerate(regions):
         begin = rank * max(widths)
-        for region in local:
+        for region in parts:
             width = region.sizes[dim]
             full.narrow(dim, region.offsets[dim], width).copy_(gathered.narrow(dim, begin, width))
             begin += width
