@@ -79,7 +79,7 @@ def _counted_apart(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, di
     places: set[object] = set()
     apart: dict[object, list[str]] = {}
     for name, entry in view.tensors.items():
-        place = entry.chunks[0][1:3] if entry.numel else name
+        place = entry.place if entry.numel else name
         if place in places:
             continue
         places.add(place)
@@ -156,7 +156,7 @@ def aliases_of(catalog: Catalog) -> dict[str, str]:
     first: dict[object, str] = {}
     aliases = {}
     for name, entry in catalog.tensors.items():
-        stored = first.setdefault(entry.chunks[0][1:3], name) if entry.numel else name
+        stored = first.setdefault(entry.place, name) if entry.numel else name
         if stored != name and entry.chunks == catalog.tensors[stored].chunks:
             aliases[name] = stored
     return aliases

@@ -92,7 +92,7 @@ def _groups_of(view: ModelView) -> list[dict[str, Any]]:
     for name, entry in view.tensors.items():
         pattern, nbytes = pattern_of(name), entry.nbytes
         patterns[pattern] += 1
-        place = entry.chunks[0][1:3] if nbytes else name
+        place = entry.place if nbytes else name
         if place not in seen:  # a name that shares the bytes of another adds nothing
             seen.add(place)
             sizes[pattern] += nbytes

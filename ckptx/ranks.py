@@ -232,7 +232,7 @@ def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None
         groups.setdefault(key, Group(*key)).members.setdefault(first, []).append(numbers)
         total = sums.setdefault((number, first, entry.dtype), _Sum())
         total.tensors += 1
-        place = entry.chunks[0][1:3] if entry.numel else name
+        place = entry.place if entry.numel else name
         if place not in places:  # a name that shares the bytes of another adds nothing
             places.add(place)
             total.stored += 1

@@ -70,6 +70,6 @@ class Catalog:
         """Bytes of tensor data on disk, names that share bytes counted once."""
         sizes: dict[object, int] = {}
         for entry in self.tensors.values():
-            place = entry.chunks[0][1:3] if entry.chunks else entry.name
+            place = entry.place if entry.chunks else entry.name
             sizes[place] = max(sizes.get(place, 0), entry.nbytes)
         return sum(sizes.values())

@@ -183,6 +183,13 @@ class TensorEntry(NamedTuple):
         """Bytes of the tensor, row-major and unpadded."""
         return self.dtype.nbytes(prod(self.shape))
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """File and first byte of the first chunk, which names that share bytes have in common; no archive is opened."""
+        chunks = self.chunks
+        first = chunks.archives[0] if type(chunks) is ArchivedChunks else chunks[0]
+        return first.file, first.offset
+
 
 class BytesEntry(NamedTuple):
     """A pickled object inside a DCP (optimizer step, RNG state, ...). Never unpickled, only carried or counted."""

@@ -19,6 +19,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import ArchivedChunks
 from ckptx.catalog.region import Region, whole
+from ckptx.counting import aliases_of
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import emit_metadata
@@ -332,6 +333,7 @@ def test_archives_of_a_mixture_of_experts_are_not_read_one_by_one(tmp_path: Path
         files.reads = 0
         later = open_payloads(catalog, files, later=True)
         assert files.reads == 0
+        assert aliases_of(later) == {} and files.reads == 0, "names that share bytes are found without a look"
         assert tuple(later.tensors[names[7]].chunks) == located.tensors[names[7]].chunks
         assert files.reads <= 2
         assert open_payloads(later, files).tensors[names[8]].chunks[0] == located.tensors[names[8]].chunks[0]
