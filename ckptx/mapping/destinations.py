@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ckptx.mapping.name_index import fill
+from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import parent_of
 
@@ -51,6 +52,7 @@ def with_scales(
     conversions: Sequence[Conversion],
     place_of: Callable[[str], Destination | str | None],
     renamed: Callable[[Destination], str],
+    is_possible: Callable[[str], bool] = lambda weight: True,
 ) -> Settled:
     """Gives what no rule knows but lies beside a weight a place beside it again.
 
@@ -59,10 +61,17 @@ def with_scales(
         conversions: What places refer to.
         place_of: Where a weight goes, whether it is there or only what was made of it.
         renamed: The name at a place of a conversion without ops.
+        is_possible: False for a pattern of weights that have no place, whatever their numbers.
     """
     settled = Settled(places, set())
     found = []
+    apart: dict[str, bool] = {}  # by pattern: whether there can be no weight beside its names
     for name in [name for name, place in places.items() if place is None]:
+        pattern = pattern_of(name)
+        if pattern not in apart:
+            apart[pattern] = parent_of(pattern, is_possible) is None
+        if apart[pattern]:
+            continue
         parent = parent_of(name, lambda weight: place_of(weight) is not None)
         weight = None if parent is None else place_of(parent.weight)
         if parent is None or weight is None:

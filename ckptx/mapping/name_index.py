@@ -58,6 +58,10 @@ class NameIndex:
         entries = self._entries.get(pattern_of(name), ())
         return bool(self._embedded) or any(number is not None for entry in entries for number in entry.numbers)
 
+    def may_fit(self, name: str) -> bool:
+        """False when no name of the same pattern as `name` fits one of these, whatever its numbers."""
+        return bool(self._embedded) or pattern_of(name) in self._entries
+
     def find(self, name: str) -> Iterator[Fit]:
         """The patterns that `name` fits, in the order of their groups, those with a star in a component last."""
         entries = self._entries.get(pattern_of(name))

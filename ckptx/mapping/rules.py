@@ -295,11 +295,13 @@ class NameRules:
                 plain[place] = name
         runs = {place.run for place in names}
         found = {name: plain.get(name) or self._place_back(name, runs) for name in tensors}
+        known = set(map(pattern_of, plain))
         settled = with_scales(
             found,
             self._back,
             lambda weight: found.get(weight) or plain.get(weight) or self._place_back(weight, runs),
             lambda place: names.get(place) or renamed_at(self._back, place),
+            lambda weight: pattern_of(weight) in known or self._targets.may_fit(weight) or self._is_known(weight),
         )
         places, kept = self._without_staying(settled, self._back)
         return _Rewrite(tensors, self._back, lambda name: None, names).run(places, kept)

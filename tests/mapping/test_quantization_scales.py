@@ -15,6 +15,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
 from ckptx.errors import InputError
+from ckptx.mapping.destinations import with_scales
 from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
 from ckptx.mapping.rules import NameRules
 
@@ -275,3 +276,20 @@ def test_a_lost_scale_is_named(lost: str) -> None:
 def test_the_weight_that_something_belongs_to(name: str, weight: str | None) -> None:
     found = parent_of(name, {"a.q_proj.weight", "a.experts.gate_up_proj"}.__contains__)
     assert (None if found is None else found.weight) == weight
+
+
+def test_names_of_one_pattern_are_looked_up_once_where_no_weight_can_lie_beside_them() -> None:
+    names = [f"c.{expert}.up_proj.weight" for expert in range(9)] + [f"a.{layer}.qweight" for layer in range(3)]
+    weights = {"a.1.weight", "a.2.weight"}
+    asked: list[str] = []
+
+    def place_of(weight: str) -> str | None:
+        asked.append(weight)
+        return f"b{weight[1:]}" if weight in weights else None
+
+    settled = with_scales(dict.fromkeys(names), (), place_of, lambda place: "", lambda weight: weight == "a.*.weight")
+    assert {name: new for name, new in settled.places.items() if new} == {
+        "a.1.qweight": "b.1.qweight",
+        "a.2.qweight": "b.2.qweight",
+    }
+    assert not any("up_proj" in weight for weight in asked)
