@@ -183,6 +183,10 @@ class TensorEntry(NamedTuple):
         """Bytes of the tensor, row-major and unpadded."""
         return self.dtype.nbytes(prod(self.shape))
 
+    def called(self, name: str) -> TensorEntry:
+        """The same tensor under this name."""
+        return self if self.name == name else self._replace(name=name)
+
     @property
     def place(self) -> tuple[str, int]:
         """File and first byte of the first chunk, which names that share bytes have in common; no archive is opened."""

@@ -243,7 +243,7 @@ class _Carrier:
             self.object_source_names[name] = on_disk
             return
         entry = self.source.tensors[on_disk]
-        self.tensors[name], self.source_names[name] = entry._replace(name=name), on_disk
+        self.tensors[name], self.source_names[name] = entry.called(name), on_disk
         if self.mesh is not None:
             self.places[name] = self._place(entry, parameter, self.mesh)
 

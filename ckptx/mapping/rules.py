@@ -402,7 +402,7 @@ class _Rewrite:
             raise InputError(
                 f'tensors "{other}" and "{sources[0]}": both are "{name}" in the other naming; remove one of them'
             )
-        self._result.tensors[name] = entry if entry.name == name else entry._replace(name=name)
+        self._result.tensors[name] = entry.called(name)
         self._result.sources[name] = sources
 
 
