@@ -7,7 +7,9 @@ ckptx wrote, and is not believed in another.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -37,7 +39,8 @@ from ckptx.untrusted.numbers import OneOfEach, SharedHash, salted
 _MAX_VALUES = 1 << 24  # of any type; the largest published model with its optimizer state has a tenth
 _END = 1 << 63
 _FORMATS = ("dcp", "sharded", "huggingface")
-_HEX = frozenset("0123456789abcdef")
+_NUMBERS = frozenset({int})
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ def read_manifest(path: Path) -> Manifest:
     return parse_manifest(read_small(path, MANIFEST_BYTES), str(path))
 
 
+@lru_cache(maxsize=1)  # several steps of a conversion ask for the same one
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """Reads a manifest.
 
@@ -183,7 +187,8 @@ class _Reader:
             self._digest(row.get("digest"), ".digest"),
             file,
             cut,
-            *(None if row.get(key) is None else self._text(row[key], f".{key}") for key in ("tied_to", "model")),
+            self._text_or_none(row.get("tied_to"), ".tied_to"),
+            self._text_or_none(row.get("model"), ".model"),
         )
 
     def _check_ties(self, tensors: Mapping[str, TensorRecord]) -> None:
@@ -245,12 +250,14 @@ class _Reader:
         fault = weights_fault([file.name for file in files], None if index is None else index.name)
         if fault is not None:
             raise _Fault(f"{at}.files", None, "the names of an HF checkpoint", said=fault)
-        tensors = self._object(original.get("tensors"), f"{at}.tensors")
+        at_tensors = f"{at}.tensors"
+        tensors = self._object(original.get("tensors"), at_tensors)
         for name, file in tensors.items():
-            self._text(name, f"{at}.tensors")
-            self._index(file, len(files), _at(f"{at}.tensors", name))
+            self._text(name, at_tensors)
+            if not _is_index(file, len(files)):
+                self._refuse_index(file, len(files), _at(at_tensors, name))
         if set(tensors.values()) != set(range(len(files))):
-            self._refuse(f"{at}.tensors", f"{len(set(tensors.values()))} files", f"tensors in each of {len(files)}")
+            self._refuse(at_tensors, f"{len(set(tensors.values()))} files", f"tensors in each of {len(files)}")
         return OriginalFiles(files, index, tensors)
 
     def _original_file(self, file: Any, at: str) -> OriginalFile:
@@ -290,6 +297,9 @@ class _Reader:
             self._refuse(at, value, "a text")
         return value
 
+    def _text_or_none(self, value: Any, at: str) -> str | None:
+        return None if value is None else self._text(value, at)
+
     def _count(self, value: Any, at: str) -> int:
         if type(value) is not int or not 0 <= value < _END:
             self._refuse(at, value, "a number of 0 or more")
@@ -299,16 +309,21 @@ class _Reader:
         return self._count(value, at) or self._refuse(at, value, "1 or more")
 
     def _index(self, value: Any, stop: int, at: str) -> None:
-        if type(value) is not int or not 0 <= value < stop:
-            self._refuse(at, value, f"the index of one of {stop}")
+        if not _is_index(value, stop):
+            self._refuse_index(value, stop, at)
+
+    def _refuse_index(self, value: Any, stop: int, at: str) -> NoReturn:
+        self._refuse(at, value, f"the index of one of {stop}")
 
     def _shape(self, value: Any, at: str) -> Shape:
-        if not isinstance(value, list) or any(type(size) is not int or not 0 <= size < _END for size in value):
+        if not isinstance(value, list) or not _NUMBERS.issuperset(map(type, value)):
             self._refuse(at, value, "a list of sizes")
         shape = tuple(value)
         known = self._shapes.get(shape)
         if known is not None:
             return known
+        if not all(0 <= size < _END for size in shape):
+            self._refuse(at, value, "a list of sizes")
         fault = shape_fault(shape)
         if fault is not None:
             raise _Fault(at, None, "one that fits into memory", said=fault)
@@ -318,7 +333,7 @@ class _Reader:
             raise _Fault(at, None, "sizes that somebody measured", said=str(error)) from None
 
     def _digest(self, value: Any, at: str) -> str:
-        if type(value) is not str or len(value) != 32 or not _HEX.issuperset(value):
+        if type(value) is not str or not _DIGEST.fullmatch(value):
             self._refuse(at, value, "a digest of 32 hex digits")
         return value
 
@@ -329,6 +344,10 @@ class _Reader:
 def _at(key: str, name: str) -> str:
     """The path of a field in an object."""
     return f"{key}[{json.dumps(name):.200}]"
+
+
+def _is_index(value: Any, stop: int) -> bool:
+    return type(value) is int and 0 <= value < stop
 
 
 def _is_inside(region: Region, shape: Shape) -> bool:
