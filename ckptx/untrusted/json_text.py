@@ -68,9 +68,10 @@ def _check_nest(value: Any, where: object) -> None:
         for each in level:
             inside = each.values() if isinstance(each, dict) else each if isinstance(each, list) else (each,)
             for item in inside:
-                if isinstance(item, dict | list):
+                kind = type(item)
+                if kind is dict or kind is list:
                     below.append(item)
-                elif type(item) is int and item.bit_length() > JSON_BITS:
+                elif kind is int and item.bit_length() > JSON_BITS:
                     raise _too_long(where)
         if not below:
             return
