@@ -271,8 +271,6 @@ class CopyRun:
         source, target, small = step.source, step.target, cut.small
         if small is None or small.largest > self._size or target.dtype is not source.dtype:
             return False
-        if not self._reader.is_simple(source):
-            return False
         copied = self._small.copy(target, source, small, cut.is_whole)
         if copied is None:
             return False

@@ -89,7 +89,7 @@ class SmallCopies:
         self._reader, self._tile, self._outs, self._open_out = reader, tile, outs, open_out
 
     def copy(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding, is_whole: bool) -> Copied | None:
-        """Copies `source`, which is simple, into the blocks of `target`; None when it turns out not to be simple."""
+        """Copies `source` into the blocks of `target`; None when it cannot be read at once."""
         if is_whole:
             return self._copy_whole(target, source, cut)
         tile = self._tile[: cut.nbytes]

@@ -51,11 +51,13 @@ class _FrameBuffers(NamedTuple):
     behind_crc: bytes
     first: bytearray
     after: bytearray
+    nbytes: int
 
     @classmethod
     def of(cls, frame: Frame) -> _FrameBuffers:
         before, behind = frame.around_crc
-        return cls(frame.head, before, behind, bytearray(len(frame.head)), bytearray(len(before) + 4 + len(behind)))
+        first, after = bytearray(len(frame.head)), bytearray(len(before) + 4 + len(behind))
+        return cls(frame.head, before, behind, first, after, len(first) + len(after))
 
 
 class TensorReader:
@@ -109,24 +111,12 @@ class TensorReader:
             elif crc != chunk.record.crc:
                 raise self.crc_error(entry.name, chunk.file, chunk.record, crc)
 
-    def is_simple(self, entry: TensorEntry) -> bool:
-        """True for what `read_all` reads: chunks are row-major, and their checksums are those of their bytes."""
-        chunks = entry.chunks
-        if type(chunks) is ArchivedChunks:
-            return len(chunks) == 1 or self._grid(entry, chunks.archives) is not None
-        for chunk in chunks:
-            record = chunk.record
-            if chunk.strides is not None:
-                return False
-            if record is not None and (record.offset != chunk.offset or record.nbytes != chunk.nbytes):
-                return False
-        return len(chunks) == 1 or self._grid(entry, chunks) is not None
-
     def read_all(self, entry: TensorEntry, view: memoryview) -> bool:
         """Fills `view` with a simple tensor, each chunk by one read; for small ones, of which there are many.
 
         Returns:
-            False when an archive is not laid out as its length promised: `stream` finds out what it is.
+            False for what `stream` alone can read: chunks that are not row-major, form no grid or are a part of a
+            checksummed record, and an archive that is not laid out as its length promised.
 
         Raises:
             InputError: As `stream`.
@@ -134,11 +124,18 @@ class TensorReader:
         chunks = entry.chunks
         if type(chunks) is ArchivedChunks:
             return self._read_archives(entry, chunks, view)
+        for chunk in chunks:
+            record = chunk.record
+            if chunk.strides is not None:
+                return False
+            if record is not None and (record.offset != chunk.offset or record.nbytes != chunk.nbytes):
+                return False
         if len(chunks) == 1:
             self._read_chunk(entry, chunks[0], view)
             return True
         grid = self._grid(entry, chunks)
-        assert grid is not None
+        if grid is None:
+            return False
         for chunk, cell in zip(chunks, grid.cells, strict=True):
             if not cell.nbytes:
                 continue
@@ -158,7 +155,8 @@ class TensorReader:
         if len(archives) == 1:
             return self._read_archive(entry, archives[0], chunks.frame_of, view)
         grid = self._grid(entry, archives)
-        assert grid is not None
+        if grid is None:
+            return False
         whole_width, is_row = grid.width, grid.rows == 1
         for archive, (_, top, bottom, left, right, _) in zip(archives, grid.cells, strict=True):
             rows = view[top * whole_width : bottom * whole_width]
@@ -182,13 +180,14 @@ class TensorReader:
         frame = self._frames.get(key)
         if frame is None:
             frame = self._frames[key] = _FrameBuffers.of(frame_of(*key))
-        head, before, behind, first, after = frame
-        if not before or len(view) + len(head) + len(after) > archive.nbytes:
+        head, before, behind, first, after, around = frame
+        nbytes = len(view)
+        if not before or nbytes + around > archive.nbytes:
             return False
         got = self.files.read_into(archive.file, archive.offset, [first, view, after])
-        if got != len(head) + len(view) + len(after) or first != head or after[:4] != before or after[8:] != behind:
+        if got != nbytes + around or first != head or not after.startswith(before) or not after.endswith(behind):
             return False
-        self.bytes_read += len(view)
+        self.bytes_read += nbytes
         recorded = int.from_bytes(after[4:8], "little")
         if not recorded:
             self._count_unrecorded(archive.file, Record(archive.offset + len(head), len(view), None))
