@@ -204,12 +204,13 @@ class _Shapes:
 
     def region(self, offsets: Any, sizes: Any) -> Region:
         """The one kept that begins and extends so."""
-        begin, extent = self.shape(offsets), self.shape(sizes)
-        known = self._regions.get((id(begin), id(extent)))
+        known = self._regions.get((id(offsets), id(sizes)))
         if known is None:
+            begin, extent = self.shape(offsets), self.shape(sizes)
             if len(begin) != len(extent):
                 raise ValueError("a chunk has offsets and sizes of different length")
-            known = self._regions[id(begin), id(extent)] = Region(begin, extent)
+            known = self._regions.get((id(begin), id(extent))) or Region(begin, extent)
+            self._regions[id(offsets), id(sizes)] = self._regions[id(begin), id(extent)] = known
         return known
 
     def fault(self, shape: Shape) -> str | None:
