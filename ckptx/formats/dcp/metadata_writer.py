@@ -241,6 +241,10 @@ class _Emitter:
 
     def plain(self, value: object) -> bytes:
         """Any nest of dicts, lists, tuples, texts, numbers and None."""
+        if type(value) is str:
+            return self.text(value)
+        if isinstance(value, tuple):
+            return _tuple([self.plain(item) for item in value])
         if value is None:
             return b"N"
         if isinstance(value, bool):
@@ -249,10 +253,6 @@ class _Emitter:
             return pickled_int(value)
         if isinstance(value, float):
             return b"G" + struct.pack(">d", value)
-        if type(value) is str:
-            return self.text(value)
-        if isinstance(value, tuple):
-            return _tuple([self.plain(item) for item in value])
         if isinstance(value, list):
             return b"](" + b"".join([self.plain(item) for item in value]) + b"e"
         if isinstance(value, Mapping):
