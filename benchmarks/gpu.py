@@ -44,7 +44,8 @@ from ckptx.runtime.distributed import device_of
 from ckptx.runtime.layers import layer_groups
 from ckptx.runtime.tensor_parallel.apply import apply
 from ckptx.runtime.tensor_parallel.plans import find_plan
-from ckptx.verification.forward import RunOptions, verify_run
+from ckptx.verification.forward import verify_run
+from ckptx.verification.side import RunOptions
 
 _TP = 4
 _REPEATS = 5

@@ -25,6 +25,8 @@ def run_text(report: RunReport) -> str:
     lines.append(
         f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors} on each, {human_bytes(report.bytes_read)} read"
     )
+    for key, (said, run) in report.windows.items():
+        lines.append(f"{key} {said:,} run as {run:,} on both sides, so that the text crosses it")
     if report.wrapped_layers:
         lines.append(f"activations of {counted(report.wrapped_layers, 'layer')} checkpointed")
     lines.append(

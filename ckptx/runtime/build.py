@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ def build_model(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
     untied: Collection[str] = (),
+    edit: Callable[[Any], None] | None = None,
 ) -> nn.Module:
     """The model that a `config.json` describes, on the meta device; names that its config ties are one parameter.
 
@@ -51,6 +52,7 @@ def build_model(
         attn_implementation: "eager" or "sdpa"; a class or tower without sdpa gets eager.
         untied: Names tied by the config that get parameters of their own all the same, as a checkpoint that stores
             both with different values needs it (`Source.untied` says which).
+        edit: Changes the config, in place, before the model is built.
 
     Raises:
         InputError: There is no `config.json`, or it names no class.
@@ -59,6 +61,8 @@ def build_model(
     """
     name, cls, config = read_config(config_dir, trust_remote_code=trust_remote_code)
     with _building(name, config_dir):
+        if edit is not None:
+            edit(config)
         model = _on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
     model.config.architectures = [name]
     _keep_in_fp32(model)

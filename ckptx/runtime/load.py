@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,19 @@ def load(
 
 
 def load_from(
-    model: nn.Module, source: Source, *, regions: RegionsOf | None = None, workers: int | None = None
+    model: nn.Module,
+    source: Source,
+    *,
+    regions: RegionsOf | None = None,
+    workers: int | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadLedger:
-    """`load` from a checkpoint that is open."""
-    plan = _plan(model, source, regions)
+    """`load` from a checkpoint that is open.
+
+    `tied` has names that the checkpoint may store under another name although the model does not tie them
+    (`Source.tied` says which).
+    """
+    plan = _plan(model, source, regions, tied)
     reading = Reading(source.files)
     with torch.no_grad():
         _run((partial(reading.fill, *job) for job in plan.jobs()), workers)
@@ -95,24 +105,36 @@ def load_from(
     )
 
 
-def differing(model: nn.Module, source: Source, *, regions: RegionsOf | None = None) -> list[str]:
+def differing(
+    model: nn.Module,
+    source: Source,
+    *,
+    regions: RegionsOf | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
     """Names of what this rank holds that is not, byte for byte, what `load_from` would read from `source`.
 
     Raises:
         InputError, UnsupportedError: As `load`.
     """
-    plan = _plan(model, source, regions)
+    plan = _plan(model, source, regions, tied)
     reading = Reading(source.files)
     return [read.name for read in plan.reads if not all(reading.is_equal(*job) for job in read.jobs())]
 
 
-def unread(model: nn.Module, source: Source, *, regions: RegionsOf | None = None) -> dict[str, str]:
+def unread(
+    model: nn.Module,
+    source: Source,
+    *,
+    regions: RegionsOf | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
     """What `load_from` would leave unread of `source`: names on disk, with the reason; see `LoadLedger.unread`.
 
     Raises:
         InputError, UnsupportedError: As `load`.
     """
-    return source.unread | _unread(source, _plan(model, source, regions))
+    return source.unread | _unread(source, _plan(model, source, regions, tied))
 
 
 def _config_beside(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
@@ -168,10 +190,10 @@ def _position(job: Job) -> tuple[str, int]:
     return ("", 0) if first is None else (first.file, first.offset)
 
 
-def _plan(model: nn.Module, source: Source, regions: RegionsOf | None) -> _Plan:
+def _plan(model: nn.Module, source: Source, regions: RegionsOf | None, tied: Mapping[str, str]) -> _Plan:
     """Which entry fills which tensor; everything that can be refused without reading is refused here."""
     names = _names_by_tensor(model)
-    families = _families(model)
+    families = _families([*(getattr(model, "all_tied_weights_keys", None) or {}).items(), *tied.items()])
     optional = _optional(model)
     plan, missing, computed = _Plan(), [], list(_computed_buffers(model))
     for tensor, own in names:
@@ -253,10 +275,10 @@ def _names_by_tensor(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     return list(found.values())
 
 
-def _families(model: nn.Module) -> dict[str, list[str]]:
-    """The names that the model ties to each other, by each of them; also names that only other stages have."""
+def _families(ties: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The names that are tied to each other, by each of them; also names that only other stages have."""
     families: dict[str, list[str]] = {}
-    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+    for target, source in ties:
         joined = list(dict.fromkeys([*families.get(source, [source]), *families.get(target, [target])]))
         families.update(dict.fromkeys(joined, joined))
     return families

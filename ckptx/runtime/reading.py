@@ -84,6 +84,19 @@ class Source:
             return True
         return self.architecture.lacks(name, self.config)
 
+    def tied(self) -> dict[str, str]:
+        """Model names whose values are stored under another name -> that name, where the config ties the two.
+
+        Raises:
+            InputError: A name is missing that nothing stored can stand for.
+        """
+        pairs = self.architecture.ties if self.architecture is not None else ()
+        found = {}
+        for pair, decision in zip(pairs, decide_ties(self.view, self.files), strict=True):
+            if decision.declared and decision.action == "alias":
+                found[pair.namings[0][0]] = pair.namings[0][1]
+        return found
+
     def untied(self) -> tuple[str, ...]:
         """Model names that the config ties to others, but that are stored with a value of their own.
 

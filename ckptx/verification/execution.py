@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,17 +34,23 @@ class Outcome:
     loss: float = 0.0
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def is_equal(self, other: Outcome) -> bool:
-        """Whether another run gave the same, bit for bit."""
-        pairs = [*zip(self.logits, other.logits, strict=True)]
-        pairs += [(each, other.gradients[name]) for name, each in self.gradients.items()]
-        return self.loss == other.loss and all(torch.equal(a, b) for a, b in pairs)
 
-
-def run(model: nn.Module, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
+def run(
+    model: nn.Module,
+    batches: Sequence[Inputs],
+    *,
+    backward: bool,
+    see: Callable[[str, torch.Tensor], None] | None = None,
+) -> Outcome:
     """Runs the batches one after another, as microbatches of one step; gradients are those of the mean loss.
 
     Dropout is off. Parameters lose the gradients they had.
+
+    Args:
+        model: With storage.
+        batches: What to run it on.
+        backward: Compute gradients, too.
+        see: Gets each gradient by canonical name as soon as it is complete. It is not kept then: the outcome has none.
 
     Raises:
         UnsupportedError: The class gives nothing that can be compared, or cannot run on these inputs.
@@ -52,13 +59,14 @@ def run(model: nn.Module, batches: Sequence[Inputs], *, backward: bool) -> Outco
     model.eval()
     model.zero_grad(set_to_none=True)
     outcome = Outcome()
-    for inputs in batches:
+    for number, inputs in enumerate(batches, 1):
         try:
             with torch.set_grad_enabled(backward):
                 found = _forward(model, inputs)
                 loss = _loss(found, inputs) / len(batches)
             if backward:
-                loss.backward()
+                with _shown(model, see if number == len(batches) else None):
+                    loss.backward()
         except torch.OutOfMemoryError as error:
             raise EnvironmentProblem(f"{_class_of(model)}: {_brief(error)}; use more ranks") from error
         except RuntimeError as error:  # a kernel that cannot have these shapes or dtypes
@@ -68,13 +76,43 @@ def run(model: nn.Module, batches: Sequence[Inputs], *, backward: bool) -> Outco
             ) from error
         outcome.loss += float(loss.detach())
         outcome.logits.append(whole(found.detach()))
-    if backward:
-        outcome.gradients = {
-            canonical_name(name): parameter.grad
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
+    gradients = {
+        canonical_name(name): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    if see is None:
+        outcome.gradients = gradients
+    else:  # of parameters that the last batch did not reach
+        for name, gradient in gradients.items():
+            see(name, gradient)
+        model.zero_grad(set_to_none=True)
     return outcome
+
+
+@contextmanager
+def _shown(model: nn.Module, see: Callable[[str, torch.Tensor], None] | None) -> Iterator[None]:
+    """Shows each gradient as it is accumulated, and drops it."""
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        def after(parameter: torch.Tensor) -> None:
+            assert see is not None
+            assert parameter.grad is not None
+            see(name, parameter.grad)
+            parameter.grad = None
+
+        return after
+
+    handles = []
+    if see is not None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(hook(canonical_name(name))))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def tokens_used(model: nn.Module) -> frozenset[str]:

@@ -90,7 +90,8 @@ def verify_running(
         arguments += ["--strict"] if strict else []
         return _adopted(launch(arguments, dims.world_size), log)
     try:
-        from ckptx.verification.forward import RunOptions, verify_run
+        from ckptx.verification.forward import verify_run
+        from ckptx.verification.side import RunOptions
     except ImportError as error:
         raise missing_package("--run", error) from error
     options = RunOptions(

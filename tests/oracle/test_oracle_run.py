@@ -32,7 +32,8 @@ MORE = tuple(name for name in EVERY if name not in RUN)
 
 def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, settings: dict[str, Any]) -> Any:
     """One rank of `verify --run`: the report, or the class and text of its refusal."""
-    from ckptx.verification.forward import RunOptions, verify_run
+    from ckptx.verification.forward import verify_run
+    from ckptx.verification.side import RunOptions
 
     planted = settings.pop("plant", None)
     dims = ParallelDims(tp=settings.pop("tp", 1), dp_shard=settings.pop("dp_shard", 1))
@@ -56,9 +57,9 @@ class _FlippedSlice:
     """One bit of what rank 1 loaded changes after loading."""
 
     def __enter__(self) -> None:
-        from ckptx.verification import forward
+        from ckptx.verification import side
 
-        self._load = forward.load_from
+        self._load = side.load_from
 
         def load_from(model: Any, source: Any, **settings: Any) -> Any:
             ledger = self._load(model, source, **settings)
@@ -69,12 +70,12 @@ class _FlippedSlice:
                 local[0, 0] ^= 1
             return ledger
 
-        forward.load_from = load_from  # type: ignore[assignment]
+        side.load_from = load_from  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.verification import forward
+        from ckptx.verification import side
 
-        forward.load_from = self._load
+        side.load_from = self._load
 
 
 class _ZeroedGradient:
@@ -167,7 +168,7 @@ def test_what_cannot_be_run_says_so(pool: GlooPool, tmp_path: Path) -> None:
     write(Recipe(_hears_without_text, dict, dtype=torch.float32), tmp_path / "ctc")
     kind, said = verified(pool, tmp_path / "ctc", tmp_path / "ctc", tp=1, dp_shard=2)
     assert kind == "UnsupportedError"
-    assert "cannot be run on input_ids: TypeError" in said
+    assert "cannot be run on input_ids, attention_mask: TypeError" in said
 
 
 def _hears_without_text() -> Any:

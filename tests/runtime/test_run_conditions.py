@@ -21,7 +21,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
 from ckptx.runtime.distributed import Process, mesh_of, process_group
 from ckptx.runtime.parallelize import _of_other_dtype
-from ckptx.verification import forward
+from ckptx.verification import forward, side
 from ckptx.verification.execution import Outcome
 from ckptx.verification.inputs.batch import inputs_for
 
@@ -41,7 +41,7 @@ def threads_of(rank: int, world_size: int, path: str, runs: int) -> list[int]:
     """How many threads this process has after each run."""
     counts = []
     for _ in range(runs):
-        options = forward.RunOptions(ParallelDims(tp=world_size))
+        options = side.RunOptions(ParallelDims(tp=world_size))
         assert forward.verify_run(Path(path), Path(path), options, Log()).exit == 0
         counts.append(len(os.listdir("/proc/self/task")))
     return counts
@@ -70,7 +70,7 @@ def test_a_config_that_makes_no_model_is_refused_on_either_side(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     names = ("bad", "good") if is_reference else ("good", "bad")
     with pytest.raises(CkptxError) as refused:
-        forward.verify_run(*(tmp_path / name for name in names), forward.RunOptions(), Log())
+        forward.verify_run(*(tmp_path / name for name in names), side.RunOptions(), Log())
     assert refused.value.exit_code in (3, 4), refused.value
     assert "config.json" in str(refused.value) or "UnheardOfForCausalLM" in str(refused.value)
 
@@ -78,44 +78,36 @@ def test_a_config_that_makes_no_model_is_refused_on_either_side(
 class Wandering:
     """Gives other results each time it is asked, as atomic additions on a GPU do."""
 
-    def __init__(self, by: float) -> None:
-        self.by, self.runs = by, 0
+    def __init__(self, what: str, by: float) -> None:
+        self.what, self.by, self.runs = what, by, 0
 
-    def __call__(self, model: Any, batches: Any, *, backward: bool) -> Outcome:
+    def __call__(self, model: Any, batches: Any, *, backward: bool, see: Any = None) -> Outcome:
         self.runs += 1
-        value = torch.full((1, 2, 3), 1 + self.by * self.runs)
-        return Outcome([value.clone()], 1.0, {"weight": value.clone()})
+        logits, loss, gradient = (self._number(what) for what in ("logits", "loss", "gradient"))
+        gradients = {"weight": torch.full((3,), gradient)}
+        for name, each in gradients.items() if see is not None else ():
+            see(name, each)
+        return Outcome([torch.full((1, 2, 3), logits)], loss, gradients if see is None else {})
+
+    def _number(self, what: str) -> float:
+        return 1 + self.by * self.runs * (what == self.what)
 
 
+@pytest.mark.parametrize("what", ["logits", "loss", "gradient"])
 @pytest.mark.parametrize(
     ("device", "by", "expected", "runs"),
-    [("cuda", 0.0, True, 5), ("cuda", 1e-6, False, 5), ("cpu", 1e-6, True, 4)],
+    [("cuda", 0.0, True, 5), ("cuda", 1e-6, False, 5), ("cuda", float("nan"), False, 5), ("cpu", 1e-6, True, 4)],
 )
 def test_a_device_other_than_the_cpu_is_asked_twice(
-    monkeypatch: pytest.MonkeyPatch, device: str, by: float, expected: bool, runs: int
+    monkeypatch: pytest.MonkeyPatch, what: str, device: str, by: float, expected: bool, runs: int
 ) -> None:
-    asked = Wandering(by)
+    """NaN is equal to nothing: what gives it cannot be said to be repeatable."""
+    asked = Wandering(what, by)
     monkeypatch.setattr(forward, "run", asked)
-    side: Any = SimpleNamespace(whole=lambda place: torch.nn.Linear(1, 1))
-    found = forward._run_reference(side, [], Process(0, 1, torch.device(device)), forward.RunOptions())
+    reference: Any = SimpleNamespace(whole=lambda place: torch.nn.Linear(1, 1))
+    found = forward._run_reference(reference, [], Process(0, 1, torch.device(device)), side.RunOptions())
     assert found.is_repeatable is expected
     assert asked.runs == runs
-
-
-def test_outcomes_are_equal_when_every_number_is() -> None:
-    def outcome() -> Outcome:
-        return Outcome([torch.ones(2)], 1.0, {"weight": torch.ones(3)})
-
-    assert outcome().is_equal(outcome())
-    for change in ("logits", "loss", "gradient"):
-        other = outcome()
-        if change == "logits":
-            other.logits[0][1] += 1e-7
-        elif change == "loss":
-            other.loss += 1e-7
-        else:
-            other.gradients["weight"][2] += 1e-7
-        assert not other.is_equal(outcome()), change
 
 
 def test_inputs_say_what_they_lack() -> None:
@@ -127,7 +119,7 @@ def test_inputs_say_what_they_lack() -> None:
 def run_blind(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """`verify --run` by a ckptx that does not know what images of this class look like."""
     with changed("gemma3", inputs=()):
-        return forward.verify_run(Path(path), Path(path), forward.RunOptions(), Log()).to_dict()
+        return forward.verify_run(Path(path), Path(path), side.RunOptions(), Log()).to_dict()
 
 
 def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> None:
@@ -135,7 +127,9 @@ def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> 
     (found,) = pool.run(run_blind, 1, str(tmp_path))
     assert found["exit"] == 0
     assert found["inputs"] == ["text"]
-    (said,) = found["warnings"]
+    said, unreached = found["warnings"]
+    assert "no gradient reaches model.multi_modal_projector" in unreached
+    assert {row["name"].split(".")[1] for row in found["unreached"]} == {"multi_modal_projector", "vision_tower"}
     assert said == (
         "Gemma3ForConditionalGeneration: no images among the inputs, for ckptx does not know the form that this class "
         "takes; what works on them was compared by its bytes alone"
@@ -143,7 +137,7 @@ def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> 
 
 
 def run_on_two(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    options = forward.RunOptions(ParallelDims(tp=world_size), dtype="fp32")
+    options = side.RunOptions(ParallelDims(tp=world_size), dtype="fp32")
     return forward.verify_run(Path(path), Path(path), options, Log()).to_dict()
 
 
@@ -161,7 +155,7 @@ def test_every_gradient_and_every_rank_is_in_the_report(pool: GlooPool, tmp_path
 
 
 def run_sharded(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    options = forward.RunOptions(ParallelDims(dp_shard=world_size))
+    options = side.RunOptions(ParallelDims(dp_shard=world_size))
     return forward.verify_run(Path(path), Path(path), options, Log()).to_dict()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckptx.errors import CkptxError, EnvironmentProblem, UnsupportedError
-from ckptx.verification.execution import Call, Outcome, observed, run
+from ckptx.verification.execution import Call, observed, run
 from ckptx.verification.inputs.batch import Inputs
 
 FOUR = [[0, 1], [2, 3]]  # labels of two hidden states that are no logits, so that the loss is a mean square
@@ -181,18 +181,20 @@ def test_a_defect_of_ours_is_not_called_a_limit_of_the_class() -> None:
         run(Gives(KeyError("x")), [inputs_of(FOUR)], backward=False)
 
 
-@pytest.mark.parametrize("change", ["loss", "gradient", "order of logits"])
-def test_outcomes_differ_by_what_is_in_them(change: str) -> None:
-    """NaN is equal to nothing: what gives it cannot be said to be repeatable."""
-    one, other = (Outcome([torch.zeros(1), torch.ones(1)], 2.0, {"a": torch.ones(1)}) for _ in range(2))
-    assert one.is_equal(other)
-    if change == "order of logits":
-        other.logits.reverse()
-    elif change == "loss":
-        other.loss += 2**-50
-    else:
-        other.gradients["a"] = torch.full((1,), float("nan"))
-    assert not one.is_equal(other) and not other.is_equal(one)
+def test_a_gradient_that_is_shown_is_not_kept() -> None:
+    """Each once, complete, also where a batch does not reach it or a parameter has two names."""
+    model, batches = Looped(), [inputs_of([[0, 1]]), inputs_of([[2, 3]])]
+    expected = {name: each.clone() for name, each in run(model, batches, backward=True).gradients.items()}
+    shown: dict[str, Any] = {}
+
+    def see(name: str, gradient: torch.Tensor) -> None:
+        assert name not in shown
+        shown[name] = gradient.clone()
+
+    outcome = run(model, batches, backward=True, see=see)
+    assert (outcome.gradients, shown.keys()) == ({}, expected.keys())
+    assert all(torch.equal(shown[name], each) for name, each in expected.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 # ------------------------------------------------------------------------------------------- modules that are watched

@@ -16,7 +16,7 @@ from torch import nn
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
-from ckptx.verification import execution, forward, noise
+from ckptx.verification import execution, forward, noise, run_report, side
 
 IDS = [[0, 1], [2, 3]]
 
@@ -81,7 +81,7 @@ def test_experts_that_get_other_tokens_are_not_compared(ids: list[list[int]]) ->
 
 
 def reference_of(model: nn.Module, *, backward: bool = True) -> Any:
-    options = forward.RunOptions(backward=backward)
+    options = side.RunOptions(backward=backward)
     return forward._run_reference(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], PLACE, options)
 
 
@@ -138,8 +138,10 @@ def share_of(**found: Any) -> dict[str, Any]:
 
 
 def report_of(*shares: dict[str, Any], **settings: bool) -> dict[str, Any]:
-    options = forward.RunOptions(ParallelDims(tp=2), **settings)
-    found: dict[str, Any] = forward._report_of(5, options, 0, list(shares), ["text"], []).to_dict()
+    options = side.RunOptions(ParallelDims(tp=2), **settings)
+    found: dict[str, Any] = run_report.report_of(
+        5, options, 0, list(shares), inputs_of(IDS), {"sliding_window": [512, 5]}, []
+    ).to_dict()
     json.loads(json.dumps(found, allow_nan=False))
     return found
 
@@ -195,7 +197,7 @@ def test_each_gradient_is_that_of_the_rank_where_it_is_furthest() -> None:
     shares = [share_of(by_tensor=found) for found in (
         {"a": (0.5, 1.0), "b": (0.0, 4.0)}, {"a": (0.75, 2.0)}, {"a": (0.25, 3.0), "c": (float("inf"), 1.0)},
     )]  # fmt: skip
-    rows = forward._worst_by_tensor(shares, {"a": ("disk.a",)})
+    rows = run_report.worst_by_tensor(shares, {"a": ("disk.a",)})
     assert [(row["rank"], row["name"], row["max_abs"], row["limit"]) for row in rows] == [
         (1, "disk.a", 0.75, 2.0), (0, "b", 0.0, 4.0), (2, "c", "inf", 1.0),
     ]  # fmt: skip
@@ -203,6 +205,6 @@ def test_each_gradient_is_that_of_the_rank_where_it_is_furthest() -> None:
 
 
 def test_stages_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
-    options = forward.RunOptions(ParallelDims(pp=2))
+    options = side.RunOptions(ParallelDims(pp=2))
     with pytest.raises(UnsupportedError, match="--pp"):
         forward.verify_run(tmp_path / "gone", tmp_path / "gone", options, Log())

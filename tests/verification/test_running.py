@@ -22,6 +22,7 @@ def report(**changes: Any) -> RunReport:
     made: dict[str, Any] = {
         "command": "verify", "exit": 0, "tensors": 4, "bytes_read": 7, "compared": 4, "world_size": 2,
         "layout": {"tp": 2, "pp": 1, "dp_shard": 1}, "stages": 1, "inputs": ["text"], "wrapped_layers": 0,
+        "tokens": [24, 99], "windows": {}, "unreached": [],
         "bytes_read_per_rank": [3, 4], "differing": [], "undecided": [], "compute_dtype": "float32", "max_abs": 0.5,
         "max_abs_limit": 1.0, "logits_deviation": 2.0, "kl": 0.0,
         "cosine": "nan", "loss": 1.0, "loss_reference": 1.0, "loss_limit": 0.0, "gradients": 4, "grad_max_abs": 0.0,

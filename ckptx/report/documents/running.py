@@ -23,6 +23,11 @@ class RunReport(Report):
         layout: The mesh.
         stages: Pipeline stages.
         inputs: What the model was given: "text", "image", ...
+        tokens: How many different tokens of text, and how many the vocabulary has.
+        windows: Windows of attention that were run smaller than the configs say, so that the text crosses them: key ->
+            what the config says, and what was run.
+        unreached: Parameters that got no gradient: `name`, and `experts` where it is only some of them; None without a
+            backward step.
         compute_dtype: Of the parameters, on both sides.
         wrapped_layers: Layers that recompute their activations.
         bytes_read_per_rank: By rank.
@@ -50,6 +55,9 @@ class RunReport(Report):
     layout: dict[str, int]
     stages: int
     inputs: Sequence[str]
+    tokens: Sequence[int]
+    windows: dict[str, Sequence[int]]
+    unreached: Sequence[dict[str, Any]] | None
     compute_dtype: str
     wrapped_layers: int
     bytes_read_per_rank: Sequence[int]

@@ -20,6 +20,7 @@ from ckptx.errors import UnsupportedError
 from ckptx.verification.inputs import audio, images
 from ckptx.verification.inputs.multimodal import LENGTH, Batch, MultimodalInput
 
+_PADDING = 3  # tokens
 _FIRST = 3  # the ids before are those of padding, begin and end in most vocabularies
 # The functions that rows name, by the kind of the row.
 FORMS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
@@ -39,15 +40,25 @@ class Inputs(NamedTuple):
         labels: What the logits are held against, (batch, length); -100 where they do not count.
         kinds: What is in it: "text", "images", "audio".
         missing: What the model has a tower for, and these inputs lack.
+        words: How many different tokens of text there are, and how many the model knows.
     """
 
     batch: Batch
     labels: torch.Tensor
     kinds: tuple[str, ...]
     missing: tuple[str, ...]
+    words: tuple[int, int] = (0, 0)
 
 
-def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0, shards: int = 1) -> Inputs:
+def inputs_for(
+    config: Mapping[str, Any],
+    *,
+    rows: int = 2,
+    seed: int = 0,
+    shards: int = 1,
+    at_least: int = 0,
+    is_padded: bool = False,
+) -> Inputs:
     """Inputs for a model with this `config.json`.
 
     Args:
@@ -55,26 +66,33 @@ def inputs_for(config: Mapping[str, Any], *, rows: int = 2, seed: int = 0, shard
         rows: Rows of the batch.
         seed: Other seeds give other tokens, pixels and sounds.
         shards: Parts that the vocabulary may be cut into; the first and the last token of each are in every batch.
+        at_least: Tokens of text in a row.
+        is_padded: Whether the end of the first row is padding, and a mask says so.
 
     Raises:
         UnsupportedError: The model neither reads text nor writes it, or has special tokens alone.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = _tokens(config, rows, generator, shards)
+    is_padded = is_padded and rows > 1
+    ids = _tokens(config, rows, generator, shards, at_least, is_padded)
     forms = _rows_by_kind(config)
     heard = forms.get("heard")
     if heard is not None and config.get("is_encoder_decoder"):  # its decoder by itself only reads
         batch = _made(heard, config, rows, generator)
-        return Inputs({**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), ())
+        return Inputs({**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), (), _words(config, ids))
     if config.get("is_encoder_decoder"):
-        target = _tokens(config, rows, generator, shards)
-        return _named(config, {"input_ids": ids, "decoder_input_ids": target}, target.clone(), ["text"])
+        target = _tokens(config, rows, generator, shards, at_least)
+        batch = {"input_ids": ids, "decoder_input_ids": target, **_mask(ids, is_padded)}
+        return _named(config, batch, target.clone(), ["text"])
     inserts: dict[str, MultimodalInput] = {}
     for name in ("images", "audio"):
         insert = _made(forms[name], config, rows, generator) if name in forms else None
         if insert is not None:  # else a config without this tower
             inserts[name] = insert
     batch, labels = _with(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
+    if is_padded:
+        labels[0, -_PADDING:] = -100
+    batch |= _mask(batch["input_ids"], is_padded)
     return _named(config, batch, labels, ["text", *inserts])
 
 
@@ -110,8 +128,24 @@ def _made(row: InputRow, config: Mapping[str, Any], rows: int, generator: torch.
     return make(config, rows, generator, **row.settings)
 
 
-def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator, shards: int) -> torch.Tensor:
-    """Random tokens that stand for nothing but themselves, (rows, length).
+def _mask(ids: torch.Tensor, is_padded: bool) -> Batch:
+    """Which tokens count, (rows, length): not the last of the first row, where there is padding."""
+    if not is_padded:
+        return {}
+    mask = torch.ones_like(ids)
+    mask[0, -_PADDING:] = 0
+    return {"attention_mask": mask}
+
+
+def _tokens(
+    config: Mapping[str, Any],
+    rows: int,
+    generator: torch.Generator,
+    shards: int,
+    at_least: int = 0,
+    is_padded: bool = False,
+) -> torch.Tensor:
+    """Random tokens that stand for nothing but themselves, (rows, length); with padding, the first row ends with one.
 
     Raises:
         UnsupportedError: The model reads no tokens, or has none but special ones.
@@ -130,11 +164,14 @@ def _tokens(config: Mapping[str, Any], rows: int, generator: torch.Generator, sh
             "special; compare the bytes without --run"
         )
     ends = _ends(allowed, words, shards)
-    length = max(LENGTH, -(-len(ends) // rows))
-    parts = rows * length - len(ends)
+    padding = _PADDING if is_padded else 0
+    length = max(LENGTH, at_least, -(-(len(ends) + padding) // rows))
+    parts = rows * length - len(ends) - padding
     drawn = ((torch.arange(parts) + torch.rand(parts, generator=generator)) * (len(allowed) / max(1, parts))).long()
     tokens = torch.cat([ends, allowed[drawn.clamp(max=len(allowed) - 1)]])
-    return tokens[torch.randperm(len(tokens), generator=generator)].reshape(rows, length)
+    tokens = tokens[torch.randperm(len(tokens), generator=generator)]
+    filler = allowed[:1].expand(padding)
+    return torch.cat([tokens[: length - padding], filler, tokens[length - padding :]]).reshape(rows, length)
 
 
 def _ends(allowed: torch.Tensor, words: int, shards: int) -> torch.Tensor:
@@ -168,7 +205,12 @@ def _with(inserts: Iterable[MultimodalInput], ids: torch.Tensor) -> tuple[Batch,
 
 def _named(config: Mapping[str, Any], batch: Batch, labels: torch.Tensor, kinds: list[str]) -> Inputs:
     towers = {kind for key, kind in _TOWERS.items() if isinstance(config.get(key), Mapping)}
-    return Inputs(batch, labels, tuple(kinds), tuple(sorted(towers - set(kinds))))
+    words = _words(config, *(batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch))
+    return Inputs(batch, labels, tuple(kinds), tuple(sorted(towers - set(kinds))), words)
+
+
+def _words(config: Mapping[str, Any], *ids: torch.Tensor) -> tuple[int, int]:
+    return len(torch.cat([each.reshape(-1) for each in ids]).unique()), int(text_config(config)["vocab_size"])
 
 
 def _numbers(config: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -15,16 +15,18 @@ def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInp
     """Qwen2-VL and what came after: the patches of all images in one dim, and the grid of each image.
 
     `pixel_values` is (n * patches, channels * frames * patch * patch): an image is a film that stands still. The class
-    sees where images are from the type of each token.
+    sees where images are from the type of each token. Where layers see a window of the image, it has more than one.
     """
     vision, token = config["vision_config"], token_of(config)
-    patch, side = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2)) * SIDE
+    patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
+    tokens = max(SIDE, int(vision.get("window_size") or 0) // (patch * merge) + 1)
+    side = merge * tokens
     width = channels(config) * int(vision.get("temporal_patch_size", 2)) * patch * patch
     tensors = {
         "pixel_values": random_of(generator, rows * side * side, width),
         "image_grid_thw": torch.tensor([[1, side, side]] * rows),
     }
-    return MultimodalInput(between(config, [token] * SIDE**2), token, tensors, ("mm_token_type_ids", 1))
+    return MultimodalInput(between(config, [token] * tokens**2), token, tensors, ("mm_token_type_ids", 1))
 
 
 def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:

@@ -1,0 +1,135 @@
+"""Sends half of the tokens to experts in turn, so that a short text reaches each of them.
+
+A router sends the tokens of a short text to a few experts. What the others hold would be compared by its bytes alone,
+and how they compute not at all. The first half of the tokens goes where the router says, so that the router is compared
+as well. The weights that it gives stay as they are, and with them the path of its gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckptx.runtime.layers import canonical_name
+
+# What experts call the numbers of those that each token goes to, (tokens, chosen).
+_INDICES = ("top_k_index", "router_indices", "selected_experts")
+_ROUTERS = ("Router", "Gating")  # the last word of a class
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+
+
+class Routing(NamedTuple):
+    """Where a model routes.
+
+    Attributes:
+        experts: Modules that are told which experts each token goes to -> how many experts they have.
+        scores: Modules that give a score for each expert, where none is told -> how many scores.
+    """
+
+    experts: Mapping[str, int]
+    scores: Mapping[str, int]
+
+    def tokens_needed(self, config: Mapping[str, Any]) -> int:
+        """Tokens that reach each expert when they are sent to them in turn; none without experts.
+
+        One more than there are turns: the last token of a text predicts nothing, and gets no gradient.
+        """
+        most = max([*self.experts.values(), *self.scores.values()], default=0)
+        chosen = min((number for number in _numbers(config, _CHOSEN) if number > 0), default=1)
+        if self.experts and not self.scores:
+            most = -(-most // chosen)
+        return most and most + 1
+
+
+def routing_of(model: nn.Module) -> Routing:
+    """Finds the experts of a model, on whatever device."""
+    experts, scores = {}, {}
+    for path, module in model.named_modules():
+        name = canonical_name(path)
+        if _place_of_indices(module) is not None:
+            count = _count_of(module)
+            if count:
+                experts[name] = count
+    scopes = {name.rpartition(".")[0] for name in experts}
+    for path, module in model.named_modules():
+        name = canonical_name(path)
+        if not type(module).__name__.endswith(_ROUTERS) or name.rpartition(".")[0] in scopes:
+            continue
+        for each, linear in [(name, module), *((f"{name}.{leaf}", child) for leaf, child in module.named_children())]:
+            if isinstance(linear, nn.Linear):
+                scores[each] = linear.out_features
+    return Routing(experts, scores)
+
+
+def steer(model: nn.Module, routing: Routing) -> None:
+    """From now on, each call sends the second half of its tokens to all experts in turn."""
+    for path, module in model.named_modules():
+        name = canonical_name(path)
+        if name in routing.experts:
+            place = _place_of_indices(module)
+            if place is not None:
+                module.register_forward_pre_hook(_in_turn(place, routing.experts[name]), prepend=True, with_kwargs=True)
+        elif name in routing.scores:
+            module.register_forward_hook(_rolled)
+
+
+def _place_of_indices(module: nn.Module) -> tuple[int, str] | None:
+    """The argument that says which experts: its place behind `self`, and its name."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return next(((place, name) for place, name in enumerate(names) if name in _INDICES), None)
+
+
+def _count_of(module: nn.Module) -> int:
+    fused = next((each for each in module.parameters(recurse=False) if each.dim() == 3), None)
+    return int(fused.shape[0]) if fused is not None else len(list(module.children()))
+
+
+def _in_turn(place: tuple[int, str], count: int) -> Callable[..., tuple[Any, Any] | None]:
+    at, name = place
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
+        if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] > count:
+            return None
+        changed = _turned(given, count)
+        if name in kwargs:
+            return args, {**kwargs, name: changed}
+        return (*args[:at], changed, *args[at + 1 :]), kwargs
+
+    return before
+
+
+def _turned(indices: torch.Tensor, count: int) -> torch.Tensor:
+    """(tokens, chosen), those of the second half replaced by one expert after another."""
+    tokens, chosen = indices.shape
+    half = tokens // 2
+    turn = torch.arange((tokens - half) * chosen, device=indices.device).reshape(-1, chosen) % count
+    return torch.cat([indices[:half], turn.to(indices.dtype)])
+
+
+def _rolled(module: nn.Module, args: Any, output: Any) -> Any:
+    """Scores (tokens, experts), those of the second half rolled so that the largest is that of one after another."""
+    scores = output[0] if isinstance(output, tuple) else output
+    if not isinstance(scores, torch.Tensor) or scores.dim() < 2:
+        return None
+    flat = scores.reshape(-1, scores.shape[-1])
+    tokens, count = flat.shape
+    half = tokens // 2
+    turn = torch.arange(tokens - half, device=flat.device) % count
+    shift = (turn - flat[half:].detach().argmax(-1)) % count
+    places = (torch.arange(count, device=flat.device) - shift[:, None]) % count
+    changed = torch.cat([flat[:half], flat[half:].gather(1, places)]).reshape(scores.shape)
+    return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+
+def _numbers(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[int]:
+    """The values of these keys, in every part of a config."""
+    found = [int(config[key]) for key in keys if isinstance(config.get(key), int)]
+    for value in config.values():
+        if isinstance(value, Mapping):
+            found += _numbers(value, keys)
+    return found

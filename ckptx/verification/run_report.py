@@ -1,0 +1,116 @@
+"""The report of `verify --run`: what all ranks found, as one document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite, isnan
+from typing import Any
+
+from ckptx.report.documents.running import RunReport
+from ckptx.verification.comparison import difference
+from ckptx.verification.inputs.batch import Inputs
+from ckptx.verification.side import RunOptions
+
+
+def report_of(
+    tensors: int,
+    options: RunOptions,
+    wrapped_layers: int,
+    everyone: list[dict[str, Any]],
+    inputs: Inputs,
+    small: Mapping[str, Sequence[int]],
+    worst: list[dict[str, Any]],
+) -> RunReport:
+    """What all ranks found, in one report."""
+    dims = options.dims
+    rows = [row for share in everyone for row in share["rows"]]
+    undecided = _once(row for share in everyone for row in share["undecided"])
+    first = everyone[0]
+    ranks = [
+        {
+            "rank": rank,
+            "bytes_read": share["read"],
+            "bytes": share["nbytes"],
+            "differing": len(share["rows"]),
+            **{name: _plain(share.get(name)) for name in ("max_abs", "kl", "cosine", "grad_max_abs")},
+        }
+        for rank, share in enumerate(everyone)
+    ]
+    by_gradients: dict[str, Any] = {"gradients": None, "grad_max_abs": None, "grad_of_limit": None}
+    if options.backward:
+        by_gradients = {
+            "gradients": first["gradients"],
+            "grad_max_abs": max(share["grad_max_abs"] for share in everyone),
+            "grad_of_limit": max((share["grad_of_limit"] for share in everyone), key=lambda found: found[1]),
+        }
+    found = {
+        "differing": rows,
+        "undecided": undecided,
+        "max_abs": max(share["max_abs"] for share in everyone),
+        "max_abs_limit": first["max_abs_limit"],
+        "logits_deviation": first["logits_deviation"],
+        "kl": max((share["kl"] for share in everyone), key=_badness),
+        "cosine": max((share["cosine"] for share in everyone), key=lambda found: _badness(-found)),
+        "loss": first["loss"],
+        "loss_reference": first["loss_reference"],
+        "loss_limit": first["loss_limit"],
+        "first_divergence": first.get("first_divergence"),
+        "gradient_differences": worst,
+        **by_gradients,
+    }
+    return RunReport(
+        command="verify",
+        exit=1 if rows or (undecided and options.strict) else 0,
+        tensors=tensors,
+        bytes_read=sum(share["read"] for share in everyone),
+        ranks=ranks,
+        compared=tensors,
+        world_size=dims.world_size,
+        layout={"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard},
+        stages=1,
+        inputs=list(inputs.kinds),
+        tokens=list(inputs.words),
+        windows=dict(small),
+        unreached=first.get("unreached"),
+        compute_dtype=first["dtype"],
+        wrapped_layers=wrapped_layers,
+        bytes_read_per_rank=[share["read"] for share in everyone],
+        **{name: _plain(value) for name, value in found.items()},
+    )
+
+
+def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each name the first row: a limit is the same on every rank."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault((row["level"], row["name"]), row)
+    return list(found.values())
+
+
+def _badness(value: float) -> tuple[bool, float]:
+    """What to order numbers by: on whichever rank one is none, that is the worst; `max` takes what comes first."""
+    return isnan(value), value
+
+
+def worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Of each gradient, how far it is away on the rank where it is furthest."""
+    found: dict[str, tuple[int, float, float]] = {}
+    for rank, share in enumerate(everyone):
+        for name, (distance, limit) in share["by_tensor"].items():
+            if name not in found or distance > found[name][1]:
+                found[name] = rank, distance, limit
+    return [
+        {**difference("gradients", rank, name, stored), "max_abs": _plain(distance), "limit": _plain(limit)}
+        for name, (rank, distance, limit) in found.items()
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: numbers that are not finite become texts."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value

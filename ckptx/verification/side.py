@@ -1,0 +1,238 @@
+"""The two checkpoints of `verify --run`, each as a model: on the meta device, in one piece, or parallel.
+
+What differs between the two on purpose is only how they run. So where one of them ties two names and the other stores
+both, both get two parameters; and windows that no short text would cross are made small in both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.hf.hf_metadata import directory_of_config
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.build import build_model, materialize, read_config
+from ckptx.runtime.distributed import Process
+from ckptx.runtime.ledger import LoadLedger
+from ckptx.runtime.load import RegionsOf, differing, load_from, unread
+from ckptx.runtime.parallelize import Parallelized, parallelize
+from ckptx.runtime.reading import Source, open_source
+from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
+from ckptx.verification.execution import tokens_used
+from ckptx.verification.inputs import windows
+from ckptx.verification.inputs.batch import Inputs, inputs_for
+from ckptx.verification.routing import Routing, routing_of, steer
+
+_ROWS = 2  # of each batch
+_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run.
+
+    Attributes:
+        dims: The mesh.
+        tp_plan: Pattern -> style of the user, or None.
+        device: auto, cpu or cuda.
+        backend: auto, gloo or nccl.
+        dtype: Of the parameters on both sides: bf16, fp16 or fp32; auto takes that of each config, or what is stored.
+            The fewer bits, the less is found: eight times the rounding of bf16 can be more than a whole layer does.
+        activation_checkpointing: none, full, submodule or selective.
+        scope: all, language, vision or audio.
+        compile: Compile each layer.
+        backward: Compare gradients, too.
+        trust_remote_code: Whether Python files of the checkpoints may be executed.
+        strict: Whether what could not be decided counts as a difference.
+    """
+
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    tp_plan: dict[str, str] | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    dtype: str = "fp32"
+    activation_checkpointing: str = "none"
+    scope: str = "all"
+    compile: bool = False
+    backward: bool = True
+    trust_remote_code: bool = False
+    strict: bool = False
+
+
+class Seen(NamedTuple):
+    """What is known of a side before anything has storage.
+
+    Attributes:
+        config: What the config class makes of the file.
+        tokens_used: See `execution.tokens_used`.
+        windows: Windows that are run smaller than the config says: key -> what it says.
+        tied: Names that share the parameter of another name -> that name.
+        names: Of all parameters.
+        routing: Of its experts.
+        takes_mask: Whether the class takes a mask of padding.
+        trained: Names of the parameters that get gradients, one for each.
+        nbytes: Of the parameters in the dtype that they are computed in.
+        stored_nbytes: Of what is stored of the model.
+    """
+
+    config: dict[str, Any]
+    tokens_used: frozenset[str]
+    windows: Mapping[str, int]
+    tied: Mapping[str, str]
+    names: frozenset[str]
+    routing: Routing
+    takes_mask: bool
+    trained: frozenset[str]
+    nbytes: int
+    stored_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two checkpoints.
+
+    Attributes:
+        path: Of the checkpoint.
+        fallback: Has the config of one without.
+        options: How to run.
+        apart: Names that get a parameter of their own although this side ties them, as the other side does not.
+    """
+
+    path: Path
+    fallback: Path
+    options: RunOptions
+    apart: frozenset[str] = frozenset()
+
+    @contextmanager
+    def opened(self) -> Iterator[Source]:
+        trust = self.options.trust_remote_code
+        with open_source(self.path, trust_remote_code=trust) as source:
+            if source.config is not None or self.fallback == self.path:
+                yield source
+                return
+        with open_source(self.fallback, trust_remote_code=trust) as other:
+            config = other.config
+        with open_source(self.path, config=config, trust_remote_code=trust) as source:
+            yield source
+
+    def _home(self, source: Source) -> Path:
+        """The directory of the config."""
+        if source.view.catalog.config is not None:
+            return directory_of_config(source.view.catalog)
+        with open_source(self.fallback, trust_remote_code=self.options.trust_remote_code) as other:
+            if other.view.catalog.config is None:
+                raise InputError(
+                    f"{self.path}: found no config.json beside it or the reference, needed one to build it"
+                )
+            return directory_of_config(other.view.catalog)
+
+    def look(self) -> Seen:
+        """Builds it on the meta device; refuses what cannot run on this mesh before anything has storage."""
+        with self.opened() as source:
+            if source.architecture is None or source.config is None:
+                raise UnsupportedError(f"{self.path}: its class is unknown, needed one of transformers to run it")
+            name, _, config = read_config(self._home(source), trust_remote_code=self.options.trust_remote_code)
+            check_heads(source.config, self.options.dims.tp, source.architecture)
+            model = self.model(source)
+            stored = sum(entry.nbytes for entry in source.tensors.values())
+        parameters = dict(model.named_parameters())
+        return Seen(
+            config={**config.to_dict(), "architectures": [name]},
+            tokens_used=tokens_used(model),
+            windows=windows.shrunk(config),
+            tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
+            names=frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
+            routing=routing_of(model),
+            takes_mask="attention_mask" in inspect.signature(type(model).forward).parameters,
+            trained=frozenset(name for name, each in parameters.items() if each.requires_grad),
+            nbytes=sum(each.numel() * each.element_size() for each in parameters.values()),
+            stored_nbytes=stored,
+        )
+
+    def model(self, source: Source) -> nn.Module:
+        """On the meta device."""
+        options = self.options
+        model = build_model(
+            self._home(source),
+            dtype=_DTYPES[options.dtype],
+            stored=source.dtype,
+            trust_remote_code=options.trust_remote_code,
+            untied={*source.untied(), *self.apart},
+            edit=windows.shrink,
+        )
+        steer(model, routing_of(model))
+        return model
+
+    def batches(self, seen: Seen) -> list[Inputs]:
+        """A batch for each data-parallel rank."""
+        dims = self.options.dims
+        with self.opened() as source:
+            config = self.model(source).config.to_dict()  # with the defaults of the class
+        length = seen.routing.tokens_needed(config) * 2 // _ROWS  # half of all tokens are sent to experts in turn
+        return [
+            inputs_for(config, rows=_ROWS, seed=index, shards=dims.tp, at_least=length, is_padded=seen.takes_mask)
+            for index in range(dims.dp_shard)
+        ]
+
+    def whole(self, process: Process) -> nn.Module:
+        """Loaded, in one piece."""
+        with self.opened() as source:
+            model = self.model(source)
+            materialize(model, process.device)
+            self.load(model, source, None)
+        return model
+
+    def build(self, mesh: DeviceMesh) -> tuple[nn.Module, Parallelized, dict[str, tuple[str, ...]]]:
+        """Parallel and without storage; and the names on disk of each tensor."""
+        options = self.options
+        with self.opened() as source:
+            assert source.config is not None
+            model = self.model(source)
+            plan = find_plan(model, source.config, options.tp_plan) if options.dims.tp > 1 else None
+            stored = dict(source.stored)
+        done = parallelize(
+            model,
+            mesh,
+            plan,
+            activation_checkpointing=options.activation_checkpointing,
+            scope=options.scope,
+            compile=options.compile,
+        )
+        return model, done, stored
+
+    def load(self, model: nn.Module, source: Source, regions: RegionsOf | None) -> LoadLedger:
+        """`load_from` with the ties of this side."""
+        return load_from(model, source, regions=regions, tied=source.tied())
+
+    def held_against(
+        self, model: nn.Module, source: Source, regions: RegionsOf | None
+    ) -> tuple[list[str], dict[str, str]]:
+        """Names of what a model holds that is not what this side stores, and what of this side it has no place for."""
+        tied = source.tied()
+        return (
+            differing(model, source, regions=regions, tied=tied),
+            unread(model, source, regions=regions, tied=tied),
+        )
+
+
+def both_sides(reference: Path, checkpoint: Path, options: RunOptions) -> tuple[Side, Side, Seen, Seen]:
+    """The reference and the checkpoint with the same parameters, and what is known of each."""
+    first, second = Side(reference, reference, options), Side(checkpoint, reference, options)
+    seen, other = first.look(), second.look()
+    ours, theirs = (seen.tied.keys() - other.tied.keys(), other.tied.keys() - seen.tied.keys())
+    if ours & other.names:
+        first = replace(first, apart=frozenset(ours & other.names))
+        seen = first.look()
+    if theirs & seen.names:
+        second = replace(second, apart=frozenset(theirs & seen.names))
+        other = second.look()
+    return first, second, seen, other
