@@ -6,7 +6,7 @@ replicated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptx.architecture.correction_rows import PlanRow, expanded
@@ -36,17 +36,18 @@ def plan_of(
         version: Of the transformers library that was asked.
     """
     scope = _scope(structure, config)
+    scopes = _scopes_of_layers(structure, scope)
     own = {
         pattern: Rule(
             style,
             f"model plan (transformers {version})",
-            heads=_numbers(structure.heads.get(pattern, ()), scope),
+            heads=_numbers(structure.heads.get(pattern, ()), scopes),
             transposed=pattern in structure.transposed,
         )
         for pattern, style in structure.plan.items()
     }
     plan = TensorParallelPlan(own)
-    overrides = dict(_rules_by_hand(structure, model_type, scope))
+    overrides = dict(_rules_by_hand(structure, model_type, scopes))
     ends = ((structure.embedding, "embedding_rowwise"), (structure.head, "colwise_gather_output"))
     for path, style in ends:
         if path and structure.stacks and is_live(path, names) and path not in overrides and path not in own:
@@ -103,14 +104,16 @@ def lacks(structure: Structure, model_type: str, name: str, config: Mapping[str,
     return False
 
 
-def _rules_by_hand(structure: Structure, model_type: str, scope: Scope) -> Iterator[tuple[str, Rule]]:
+def _rules_by_hand(structure: Structure, model_type: str, scopes: Sequence[Scope]) -> Iterator[tuple[str, Rule]]:
+    scope = scopes[0]
     for row in plan_rows(structure.text_type, model_type):
         if not attempt(under(row.when, structure.text), scope):
             continue
         groups = [attempt(under(each, structure.text), scope) for each in row.groups]
         if None in groups:
             continue
-        rule_heads = _numbers(tuple((under(c, structure.text), under(s, structure.text)) for c, s in row.heads), scope)
+        pairs = tuple((under(count, structure.text), under(size, structure.text)) for count, size in row.heads)
+        rule_heads = _numbers(pairs, scopes)
         for pattern in _placed(row, structure):
             yield (
                 pattern,
@@ -133,10 +136,39 @@ def _placed(row: PlanRow, structure: Structure) -> Iterator[str]:
         yield from expanded(text.replace("@around.", f"{around}." if around else ""))
 
 
-def _numbers(heads: Heads, scope: Scope) -> tuple[tuple[int, int], ...]:
-    """The candidates that the config gives numbers for."""
-    found = ((attempt(count, scope), attempt(size, scope)) for count, size in heads)
-    return tuple((count, size) for count, size in found if count and size)
+def _numbers(heads: Heads, scopes: Sequence[Scope]) -> tuple[tuple[int, int], ...]:
+    """The candidates that the config gives numbers for, in any of its layers."""
+    found = ((attempt(count, scope), attempt(size, scope)) for scope in scopes for count, size in heads)
+    return tuple(dict.fromkeys((count, size) for count, size in found if count and size))
+
+
+def _scopes_of_layers(structure: Structure, scope: Scope) -> list[Scope]:
+    """The scope of a config, and one for each kind of layer that `per_layer_config` gives other numbers."""
+    path = (*scope.root, *filter(None, structure.text.split(".")))
+    node: Any = scope.config
+    for key in path:
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return [scope, *(scope._replace(config=_replaced(scope.config, path, each)) for each in layer_overrides(node))]
+
+
+def layer_overrides(text: Any) -> list[dict[str, int]]:
+    """The whole numbers that single layers have instead of those of the config of a text model, each kind once.
+
+    transformers from 5.23 on writes them: ``{"per_layer_config": {"5": {"head_dim": 512}}}``.
+    """
+    layers = text.get("per_layer_config") if isinstance(text, Mapping) else None
+    kinds: dict[tuple[tuple[str, int], ...], None] = {}
+    for layer in layers.values() if isinstance(layers, Mapping) else ():
+        numbers = layer.items() if isinstance(layer, Mapping) else ()
+        kinds[tuple(sorted((key, number) for key, number in numbers if type(number) is int))] = None
+    return [dict(kind) for kind in kinds if kind]
+
+
+def _replaced(config: Mapping[str, Any], path: Sequence[str], numbers: Mapping[str, int]) -> dict[str, Any]:
+    """A config with other numbers in the part at `path`."""
+    if not path:
+        return {**config, **numbers}
+    return {**config, path[0]: _replaced(config[path[0]], path[1:], numbers)}
 
 
 def _op(text: str, scope: Scope) -> Op:

@@ -13,6 +13,7 @@ import pytest
 
 from ckptx.architecture import model_files, table
 from ckptx.architecture.find import find_architecture
+from ckptx.architecture.plans import layer_overrides
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.structure import Change, StackRule, Structure
 from ckptx.architecture.structure_rows import decode_structure, encode_structure
@@ -367,3 +368,39 @@ def test_plans_need_no_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+# ------------------------------------------------------------------------------------------ layers with other numbers
+
+LAYERS_APART = {
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "per_layer_config": {"5": {"num_key_value_heads": 2, "head_dim": 16}},
+}  # fmt: skip
+
+
+def test_heads_of_single_layers_are_candidates() -> None:
+    """Published with `num_global_key_value_heads`, saved again by transformers 5.23 with `per_layer_config`."""
+    plan = known("Gemma4ForCausalLM").tensor_parallel_plan(LAYERS_APART)
+    found = plan.rule_for("model.layers.5.self_attn.k_proj.weight")
+    assert found is not None
+    assert {(4, 8), (2, 16)} <= {*found[1].heads}
+    for rows, align in ((32, 8), (2 * 16, 8), (2 * 24, 1)):
+        decision = decide(plan, "model.layers.5.self_attn.k_proj.weight", (rows, 64), 2)
+        assert decision.placement is not None and decision.placement.align == align
+    plain = known("Gemma4ForCausalLM").tensor_parallel_plan({**LAYERS_APART, "per_layer_config": {}})
+    other = plain.rule_for("model.layers.5.self_attn.k_proj.weight")
+    assert other is not None and (2, 16) not in other[1].heads
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [None, [], "5", 5, {"5": None}, {"5": []}, {"5": {"head_dim": "16"}}, {"5": {"head_dim": True}}, {"5": {}}],
+)
+def test_what_is_no_number_of_a_layer_counts_for_nothing(layers: Any) -> None:
+    assert layer_overrides({"per_layer_config": layers}) == []
+
+
+def test_layers_alike_are_one_kind() -> None:
+    alike = {str(layer): {"head_dim": 16, "num_key_value_heads": 2} for layer in range(100)}
+    assert layer_overrides({"per_layer_config": alike}) == [{"head_dim": 16, "num_key_value_heads": 2}]
+    assert layer_overrides(None) == layer_overrides({}) == []

@@ -222,6 +222,14 @@ GEMMA4 = {
     "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
 }  # fmt: skip
+# As transformers writes it from 5.23 on.
+GEMMA4_BY_LAYER = {
+    "model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
+    "attention_k_eq_v": True, "per_layer_config": {"5": {"num_key_value_heads": 2, "head_dim": 16}, "11": {}},
+}  # fmt: skip
+GEMMA4_VLM = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": GEMMA4_BY_LAYER,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -231,6 +239,11 @@ GEMMA4 = {
         (LLAMA, 3, "LlamaForCausalLM: num_attention_heads is 8, needed a multiple of tp=3"),
         ({**LLAMA, "num_key_value_heads": 1}, 2, "LlamaForCausalLM: num_key_value_heads is 1, needed a multiple of"),
         (GEMMA4, 4, "Gemma4ForCausalLM: num_global_key_value_heads is 2, needed a multiple of tp=4"),
+        (
+            {**GEMMA4_BY_LAYER, "architectures": ["Gemma4ForCausalLM"]}, 4,
+            "Gemma4ForCausalLM: num_key_value_heads is 2, needed a multiple of tp=4",
+        ),
+        (GEMMA4_VLM, 4, "Gemma4ForConditionalGeneration: num_key_value_heads is 2, needed a multiple of tp=4"),
         (
             {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {
                 "model_type": "gemma3_text", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}},
@@ -251,6 +264,7 @@ def test_heads_that_do_not_divide_are_refused(config: dict[str, Any], tp: int, s
     [
         (LLAMA, 4),
         (GEMMA4, 2),
+        (GEMMA4_VLM, 2),
         ({**GEMMA4, "attention_k_eq_v": False}, 4),  # then the number of global heads is not read
         ({**LLAMA, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, 8),  # gathers q, k and v
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 4}, 8),  # is gathered

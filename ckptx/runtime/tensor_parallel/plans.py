@@ -19,6 +19,7 @@ from torch import nn
 
 from ckptx.architecture.correction_rows import Sequence
 from ckptx.architecture.find import find_architecture
+from ckptx.architecture.plans import layer_overrides
 from ckptx.architecture.spec import Architecture
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES, Kind
@@ -218,7 +219,8 @@ def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mappi
 
 def _field_of(config: Mapping[str, Any], count: int) -> str:
     """The key of a config that says a number of heads; the most special one of several that say the same."""
-    fields = [key for key, value in config.items() if key.endswith(("heads", "n_head")) and value == count]
+    values = [*config.items(), *(item for layer in layer_overrides(config) for item in layer.items())]
+    fields = [key for key, value in values if key.endswith(("heads", "n_head")) and value == count]
     return max(fields, key=lambda key: len(key), default="the number of attention heads")
 
 
