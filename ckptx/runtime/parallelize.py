@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -101,8 +101,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
 
     The root is not resharded after forward: its backward begins at once with what it would gather again. Parameters
     that no layer holds (embeddings, norms, heads, towers without layers) are in it. What a class keeps in another dtype
-    than the rest (routers and gates in float32) is a unit of its own, for FSDP2 gathers a unit as one tensor. Nothing
-    is done on a mesh of one rank, unless precisions are mixed, which FSDP2 does too.
+    than the rest (routers and gates in float32) is a unit of its own, for FSDP2 gathers a unit as one tensor; layers
+    that share parameters (those of Zamba share a transformer) are one unit, for a parameter can be in one alone. On a
+    mesh of one rank nothing is done, unless precisions are mixed, which FSDP2 does too.
     """
     names = mesh.mesh_dim_names or ()
     replicate = mesh["dp_replicate"].size() if "dp_replicate" in names else 1
@@ -110,20 +111,37 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
         return 0
     data = mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"]
     policy = mixed_precision or MixedPrecisionPolicy()
-    layers = _layers(model)
-    apart = _of_other_dtype(model)
+    layers, apart = _joined(_layers(model)), _joined(_of_other_dtype(model))
     kept = dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
     try:
-        for module in apart:
-            fully_shard(module, mesh=data, mp_policy=kept, reshard_after_forward=True)
-        for layer in layers:
-            fully_shard(layer, mesh=data, mp_policy=policy, reshard_after_forward=True)
+        for unit in apart:
+            fully_shard(unit, mesh=data, mp_policy=kept, reshard_after_forward=True)
+        for unit in layers:
+            fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=True)
         fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedError(
             f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard"
         ) from error
     return len(apart) + len(layers) + 1
+
+
+def _joined(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """The modules in their order, those with parameters in common together."""
+    units: list[tuple[list[nn.Module], set[int]]] = []
+    for module in modules:
+        own = {id(parameter) for parameter in module.parameters()}
+        common = [unit for unit in units if unit[1] & own]
+        if not common:
+            units.append(([module], own))
+            continue
+        for other in common[1:]:
+            common[0][0].extend(other[0])
+            common[0][1].update(other[1])
+            units.remove(other)
+        common[0][0].append(module)
+        common[0][1].update(own)
+    return [unit for unit, _ in units]
 
 
 def _of_other_dtype(model: nn.Module) -> list[nn.Module]:

@@ -164,6 +164,24 @@ def test_bfloat16_stays_within_its_own_noise(
     assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_that_share_parameters_are_sharded_together(pool: GlooPool, tmp_path: Path, tp: int) -> None:
+    write(Recipe(_shares_a_transformer, dict), tmp_path / "hf")
+    document, text = verified(pool, tmp_path / "hf", tmp_path / "hf", tp=tp, dp_shard=2)
+    assert_equal(document, text, ParallelDims(tp=tp, dp_shard=2))
+
+
+def _shares_a_transformer() -> Any:
+    """Two of four layers have the same attention and MLP."""
+    config = transformers.Zamba2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=48, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], mamba_d_state=8,
+        mamba_headdim=16, mamba_ngroups=1, n_mamba_heads=4, num_mem_blocks=1, adapter_rank=4,
+    )  # fmt: skip
+    return transformers.Zamba2ForCausalLM(config)
+
+
 def test_what_cannot_be_run_says_so(pool: GlooPool, tmp_path: Path) -> None:
     write(Recipe(_hears_without_text, dict, dtype=torch.float32), tmp_path / "ctc")
     kind, said = verified(pool, tmp_path / "ctc", tmp_path / "ctc", tp=1, dp_shard=2)
