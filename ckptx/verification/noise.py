@@ -6,7 +6,7 @@ gradients is what any computation with these weights must be allowed to differ b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,24 +15,28 @@ from torch import nn
 DRAWS = 3
 ALLOWED = 8  # times the noise
 
+_BAND = 1 << 22  # elements
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
 def moved_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
-    """Moves every `nn.Embedding` by one unit in the last place; afterwards they are what they were, bit for bit."""
-    weights = {id(each.weight): each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
-    kept = [(weight, weight.detach().clone()) for weight in weights.values()]
+    """Moves every `nn.Embedding` by one unit in the last place; afterwards they are what they were, bit for bit.
+
+    No copy is kept: the steps are drawn again to be taken back.
+    """
+    weights = {id(each.weight): each.weight.detach() for each in model.modules() if isinstance(each, nn.Embedding)}
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight, before in kept:
-            weight.copy_(moved(before, generator))
+    done = []
     try:
+        for weight in weights.values():
+            state = generator.get_state()
+            done.append((weight, state, _move(weight, generator)))
         yield
     finally:
-        with torch.no_grad():
-            for weight, before in kept:
-                weight.copy_(before)
+        for weight, state, at_the_edge in done:
+            generator.set_state(state)
+            _move(weight, generator, at_the_edge)
 
 
 def rounding(dtype: torch.dtype, size: float) -> float:
@@ -42,11 +46,40 @@ def rounding(dtype: torch.dtype, size: float) -> float:
 
 def moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """`tensor` with each finite element that is not zero replaced by the next one, away from zero or towards it."""
-    bits = tensor.contiguous().view(_BITS[tensor.element_size()])
-    step = torch.randint(0, 2, tensor.shape, generator=generator).to(bits) * 2 - 1
-    usual = tensor.isfinite() & (tensor.abs() >= torch.finfo(tensor.dtype).tiny) & (tensor.abs() < _largest(tensor))
-    return torch.where(usual.to(bits.device), bits + step.to(bits.device), bits).view(tensor.dtype)
+    found = tensor.detach().clone(memory_format=torch.contiguous_format)
+    _move(found, generator)
+    return found
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    return float(torch.finfo(tensor.dtype).max)
+def _move(
+    tensor: torch.Tensor, generator: torch.Generator, back: Sequence[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Moves the elements in place, some at a time so that it takes little memory.
+
+    Args:
+        tensor: On any device.
+        generator: Of the CPU, so that every device gets the same steps.
+        back: What moving it gave, to take it back.
+
+    Returns:
+        By band, which elements can be moved now and could not before, or the other way round.
+    """
+    row_major = tensor.contiguous()
+    at_the_edge = []
+    for number, band in enumerate(row_major.view(-1).split(_BAND) if tensor.numel() else ()):
+        steps = torch.randint(0, 2, band.shape, generator=generator, dtype=torch.int8).to(band.device) * 2 - 1
+        usual = _can_move(band)
+        if back is not None:
+            usual[back[number]] ^= True
+            steps = -steps
+        bits = band.view(_BITS[band.element_size()])
+        bits += steps.masked_fill_(~usual, 0)
+        at_the_edge.append((usual != _can_move(band)).nonzero()[:, 0])
+    if row_major is not tensor:
+        tensor.copy_(row_major)
+    return at_the_edge
+
+
+def _can_move(band: torch.Tensor) -> torch.Tensor:
+    info = torch.finfo(band.dtype)
+    return band.isfinite() & (band.abs() >= info.tiny) & (band.abs() < float(info.max))

@@ -112,6 +112,26 @@ def test_embeddings_alone_are_moved_each_once_and_put_back() -> None:
     assert differing(before, state_of(model)) == set()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_number_is_put_back(dtype: torch.dtype) -> None:
+    """Also those at the edge, which a step makes subnormal or the largest; in bands, and in any order in memory."""
+    info = torch.finfo(dtype)
+    ends = [info.tiny, -info.tiny, info.max, -info.max, 0.0, -0.0, 1.0, float("inf"), float("nan")]
+    edges = torch.tensor(ends, dtype=torch.float64).to(dtype)
+    beside = [torch.nextafter(edges, torch.full_like(edges, end)) for end in (-9.0, 9.0)]
+    if dtype is not torch.float64:
+        of_16_bits = torch.bfloat16 if dtype is torch.float32 else dtype
+        beside.append(torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(of_16_bits).to(dtype))
+    numbers = torch.cat([edges, *beside]).repeat(64)
+    for weight in (numbers.reshape(-1, 1), numbers.reshape(64, -1).t()):
+        model = nn.ModuleList([nn.Embedding(*weight.shape, _weight=weight.clone(memory_format=torch.preserve_format))])
+        before = bits_of(model[0].weight.contiguous())  # type: ignore[operator]
+        for seed in range(3):
+            with moved_embeddings(model, seed):
+                assert not torch.equal(bits_of(model[0].weight.contiguous()), before)  # type: ignore[operator]
+            assert torch.equal(bits_of(model[0].weight.contiguous()), before)  # type: ignore[operator]
+
+
 def test_an_error_inside_leaves_nothing_moved() -> None:
     model = Tied()
     before = state_of(model)
