@@ -1,0 +1,165 @@
+"""Runs `verify --run` on models that are what their reference is, over and over: every difference is a false alarm.
+
+    python benchmarks/clean_runs.py [--results DIR] [MODEL ...]
+
+Every tiny model of the tests, written with 5 seeds, 3 scales of weights, in float32 and bfloat16, converted to a DCP,
+and run at tp2 and at tp2 x dp_shard2, so that every pair of values is met: 16 runs of a model. The table has, for each
+model, how near to its limit anything came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
+
+SEEDS, SCALES, DTYPES, REPLICAS = range(5), (0.02, 0.08, 0.3), ("float32", "bfloat16"), (1, 2)
+
+
+class Run(NamedTuple):
+    """How a model is written, and on how many data-parallel ranks it runs."""
+
+    seed: int
+    scale: float
+    dtype: str
+    dp_shard: int
+
+
+def runs() -> list[Run]:
+    """16 runs that have every pair of values at least once."""
+    found = [
+        Run(seed, scale, DTYPES[(seed + at // 2) % 2], REPLICAS[(seed // 2 + at) % 2])
+        for at, scale in enumerate(SCALES)
+        for seed in SEEDS
+    ]
+    return [*found, Run(0, SCALES[0], DTYPES[1], REPLICAS[1])]
+
+
+def write(name: str, run: Run, path: Path) -> None:
+    """A model as HF, all of it random: matrices of deviation `scale`."""
+    import torch
+    import transformers
+    from support.models import EVERY, randomise
+
+    torch.manual_seed(0)
+    model = EVERY[name].model()
+    model = model.bfloat16() if run.dtype == "bfloat16" else model.float()
+    randomise(model, run.seed)
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point() and tensor.dim() > 1:
+            tensor.mul_(run.scale / 0.3)
+    transformers.utils.logging.disable_progress_bar()
+    model.eval().save_pretrained(path)
+
+
+def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
+    """What each rank does: every model in turn; rank 0 writes what came of them."""
+    import shutil
+
+    import torch
+    import torch.distributed as dist
+
+    import ckptx
+    from ckptx.errors import CkptxError
+    from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.report.report import Log
+    from ckptx.verification.forward import verify_run
+    from ckptx.verification.side import RunOptions
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    options = RunOptions(ParallelDims(tp=2, dp_shard=dp_shard), device="cpu")
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        for run in (each for each in runs() if each.dp_shard == dp_shard):
+            if dist.get_rank() == 0:
+                shutil.rmtree(work / "hf", ignore_errors=True)
+                shutil.rmtree(work / "dcp", ignore_errors=True)
+                write(name, run, work / "hf")
+            dist.barrier()
+            ckptx.convert("hf2dcp", work / "hf", work / "dcp")
+            dist.barrier()
+            row: dict[str, Any] = {"model": name, **run._asdict()}
+            try:
+                report = verify_run(work / "hf", work / "dcp", options, Log()).to_dict()
+                row |= {key: report[key] for key in _KEPT}
+                row["undecided"] = len(report["undecided"])
+            except CkptxError as error:
+                row |= {"exit": error.exit_code, "error": str(error).replace(f"{work}/", "")}
+            rows.append(row)
+            dist.barrier()
+    if dist.get_rank() == 0:
+        (work / f"rows-{dp_shard}.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+_KEPT = ("exit", "error", "max_abs", "max_abs_limit", "grad_of_limit", "differing")
+_COLUMNS = ("model", "runs", "equal", "refused", "not decided", "logits: most of their limit", "a gradient: most")
+
+
+def shown(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
+    """A line of the table: all runs of a model."""
+    ran = [row for row in rows if row["error"] is None]
+    shares = [row["max_abs"] / row["max_abs_limit"] for row in ran if row["max_abs_limit"]]
+    gradients = [row["grad_of_limit"][1] for row in ran]
+    return (
+        name,
+        len(rows),
+        sum(row["exit"] == 0 for row in ran),
+        len(rows) - len(ran),
+        sum(bool(row["undecided"]) for row in ran),
+        f"{max(shares, default=0):.0%}",
+        f"{max(gradients, default=0):.0%}",
+    )
+
+
+def main() -> None:
+    """Runs all, and writes clean_runs.json and clean_runs.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dp-shard", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work is not None:
+        on_rank(arguments.work, arguments.models, arguments.dp_shard)
+        return
+    from support.models import EVERY
+
+    names, rows = arguments.models or list(EVERY), []
+    with tempfile.TemporaryDirectory(prefix="ckptx-clean-") as directory:
+        work = Path(directory)
+        for dp_shard in REPLICAS:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            ranks = ["--nproc-per-node", str(2 * dp_shard), __file__, "--work", str(work)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run([*torchrun, *ranks, "--dp-shard", str(dp_shard), *names], check=True, env=environment)
+            rows += json.loads((work / f"rows-{dp_shard}.json").read_text())
+    lines = [shown(name, [row for row in rows if row["model"] == name]) for name in names]
+    alarms = [row for row in rows if row["error"] is None and row["exit"] != 0]
+    counts = Counter("refused" if row["error"] else "equal" if row["exit"] == 0 else "DIFFERENT" for row in rows)
+    said = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(counts.items()))
+    title = f"Clean runs: {len(rows):,} of {len(names)} models, {said}"
+    others = [row for row in rows if row["exit"] != 0]
+    results = {"counts": counts, "models": [dict(zip(_COLUMNS, line, strict=True)) for line in lines], "others": others}
+    publish(arguments.results, "clean_runs", results, [table(title, _COLUMNS, lines)])
+    for row in alarms:
+        print("false alarm:", row["model"], *(row[key] for key in Run._fields), row["differing"][:3])
+    sys.exit(bool(alarms))
+
+
+if __name__ == "__main__":
+    main()
