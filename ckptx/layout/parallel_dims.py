@@ -1,6 +1,9 @@
 """The mesh: how many ranks each kind of parallelism takes, and which rank sits where.
 
-rank = (pp * dp_shard + dp) * tp + tp        tp runs fastest, pp slowest
+rank = (pp * dp + dp_index) * tp + tp_index        tp runs fastest, pp slowest
+dp_index = replica * dp_shard + shard              of dp = dp_replicate * dp_shard ranks that see other data
+
+Files know no replicas: each would hold the same.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ class ParallelDims:
         tp: Ranks that share each tensor.
         pp: Pipeline stages.
         dp_shard: Ranks over which FSDP cuts what TP left to one of them.
+        dp_replicate: Groups of `dp_shard` ranks that each hold all of it (HSDP).
 
     Raises:
         UsageError: A size is below 1.
@@ -27,9 +31,11 @@ class ParallelDims:
     tp: int = 1
     pp: int = 1
     dp_shard: int = 1
+    dp_replicate: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in (("tp", self.tp), ("pp", self.pp), ("dp_shard", self.dp_shard)):
+        sizes = {"tp": self.tp, "pp": self.pp, "dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate}
+        for axis, size in sizes.items():
             if size < 1:
                 raise UsageError(f"mesh: {axis} is {size}, needed 1 or more; give 1 to leave it out")
         if self.world_size > RANKS:
@@ -38,21 +44,26 @@ class ParallelDims:
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.tp * self.pp * self.dp_shard
+        return self.pp * self.per_stage
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see other data: shards of all replicas."""
+        return self.dp_replicate * self.dp_shard
 
     @property
     def per_stage(self) -> int:
         """Ranks of one pipeline stage."""
-        return self.tp * self.dp_shard
+        return self.tp * self.dp
 
     def rank(self, pp: int, dp: int, tp: int) -> int:
         """The rank at a place in the mesh."""
-        return (pp * self.dp_shard + dp) * self.tp + tp
+        return (pp * self.dp + dp) * self.tp + tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """The place (pp, dp, tp) of a rank."""
         rest, tp = divmod(rank, self.tp)
-        pp, dp = divmod(rest, self.dp_shard)
+        pp, dp = divmod(rest, self.dp)
         return pp, dp, tp
 
     def rank_in_stage(self, dp: int, tp: int) -> int:

@@ -19,7 +19,7 @@ from ckptx.errors import CkptxError, Defect, EnvironmentProblem, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.launch import is_launched
 
-MESH_DIMS = ("pp", "dp_shard", "tp")  # row-major, so that rank = (pp * dp_shard + dp_index) * tp + tp_index
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major, so that a rank is where `ParallelDims` says
 _TIMEOUT = timedelta(minutes=10)
 
 _meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
@@ -90,7 +90,8 @@ def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Proce
 
 
 def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """The mesh of a layout, with dims `MESH_DIMS`; in one world the same one each time.
+    """The mesh of a layout, with dims `MESH_DIMS`, or without "dp_replicate" where there is one replica; in one world
+    the same one each time.
 
     Each of its groups has threads and connections of its own. They cannot end before the world does: DTensor remembers
     the groups of a mesh for every mesh that is equal to it.
@@ -99,13 +100,17 @@ def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
         UsageError: There are not as many processes as ranks.
     """
     if dist.get_world_size() != dims.world_size:
+        replicas = f" x dp_replicate {dims.dp_replicate}" if dims.dp_replicate > 1 else ""
         raise UsageError(
-            f"tp {dims.tp} x pp {dims.pp} x dp_shard {dims.dp_shard}: found {dist.get_world_size()} processes, needed "
-            f"{dims.world_size}; start one for each rank, or none and they are started for you"
+            f"tp {dims.tp} x pp {dims.pp} x dp_shard {dims.dp_shard}{replicas}: found {dist.get_world_size()} processes, "
+            f"needed {dims.world_size}; start one for each rank, or none and they are started for you"
         )
     world, mesh = _meshes.get((dims, device_type), (None, None))
     if mesh is None or world is not dist.group.WORLD:
-        mesh = init_device_mesh(device_type, (dims.pp, dims.dp_shard, dims.tp), mesh_dim_names=MESH_DIMS)
+        sizes = dict(zip(MESH_DIMS, (dims.pp, dims.dp_replicate, dims.dp_shard, dims.tp), strict=True))
+        if dims.dp_replicate == 1:  # a group of one rank has threads, too
+            del sizes["dp_replicate"]
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         _meshes[dims, device_type] = dist.group.WORLD, mesh
     return mesh
 

@@ -24,7 +24,14 @@ def test_a_slot_is_the_rank_within_its_stage() -> None:
         assert dims.ranks_of_stage(pp)[dims.rank_in_stage(dp, tp)] == rank
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "dp_shard"])
+def test_replicas_are_between_stages_and_shards() -> None:
+    dims = ParallelDims(tp=2, pp=2, dp_shard=3, dp_replicate=2)
+    places = [(pp, dp, tp) for pp in range(2) for dp in range(6) for tp in range(2)]
+    assert [dims.coordinates(rank) for rank in range(24)] == places
+    assert (dims.world_size, dims.per_stage, dims.dp) == (24, 12, 6)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "dp_shard", "dp_replicate"])
 @pytest.mark.parametrize("size", [0, -1])
 def test_an_axis_below_1_is_refused(axis: str, size: int) -> None:
     with pytest.raises(UsageError, match=f"{axis} is {size}, needed 1 or more"):

@@ -11,6 +11,9 @@ from support.pool import GlooPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from ckptx.errors import UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.distributed import mesh_of
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.parallelize import local_bytes, parallelize
 from ckptx.runtime.tensor_parallel.plans import find_plan
@@ -71,6 +74,30 @@ def test_each_layer_is_a_unit_and_the_root_has_the_rest(pool: GlooPool, mode: st
 def test_replicas_of_shards_average_over_both(pool: GlooPool) -> None:
     found = pool.run(step, 4, "llama-tied", {"dp_replicate": 2, "dp_shard": 2, "tp": 1}, {})
     assert max(furthest for furthest, *_ in found) < 1e-5
+
+
+def meshes(rank: int, world_size: int) -> Any:
+    """Names, sizes and ranks of the mesh of each layout."""
+    found = []
+    for dims in (ParallelDims(dp_shard=2, dp_replicate=2), ParallelDims(tp=2, dp_replicate=2), ParallelDims(tp=4)):
+        mesh = mesh_of(dims, "cpu")
+        found.append((mesh.mesh_dim_names, tuple(mesh.mesh.shape), mesh.mesh.flatten().tolist()))
+        assert mesh is mesh_of(dims, "cpu")
+    try:
+        mesh_of(ParallelDims(dp_replicate=3), "cpu")
+    except UsageError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_layout_with_replicas_is_a_mesh_with_replicas(pool: GlooPool) -> None:
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    *found, refusal = pool.run(meshes, 4)[3]
+    assert [each[:2] for each in found] == [
+        (names, (1, 2, 2, 1)), (names, (1, 2, 1, 2)), (("pp", "dp_shard", "tp"), (1, 1, 4)),
+    ]  # fmt: skip
+    assert all(ranks == [0, 1, 2, 3] for *_, ranks in found)
+    assert "dp_replicate 3: found 4 processes, needed 3" in refusal
 
 
 def test_replicas_of_tensor_parallel_shards(pool: GlooPool) -> None:
