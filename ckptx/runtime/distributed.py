@@ -20,6 +20,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.launch import is_launched
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major, so that a rank is where `ParallelDims` says
+DATA_DIMS = ("dp_replicate", "dp_shard")  # along which ranks see other data
 _TIMEOUT = timedelta(minutes=10)
 
 _meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
