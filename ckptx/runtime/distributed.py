@@ -103,8 +103,8 @@ def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
     if dist.get_world_size() != dims.world_size:
         replicas = f" x dp_replicate {dims.dp_replicate}" if dims.dp_replicate > 1 else ""
         raise UsageError(
-            f"tp {dims.tp} x pp {dims.pp} x dp_shard {dims.dp_shard}{replicas}: found {dist.get_world_size()} processes, "
-            f"needed {dims.world_size}; start one for each rank, or none and they are started for you"
+            f"tp {dims.tp} x pp {dims.pp} x dp_shard {dims.dp_shard}{replicas}: found {dist.get_world_size()} "
+            f"processes, needed {dims.world_size}; start one for each rank, or none and they are started for you"
         )
     world, mesh = _meshes.get((dims, device_type), (None, None))
     if mesh is None or world is not dist.group.WORLD:

@@ -171,7 +171,7 @@ def _groups_of(parameter: Tensor) -> _Groups:
 
 
 def _cut_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """What this rank has of a gradient; one that is a summand on each rank, as torch's own TP may leave it, is summed."""
+    """What this rank has of a gradient, which torch's own TP may leave as a summand on each rank."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return _local(gradient)

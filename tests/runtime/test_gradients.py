@@ -64,7 +64,7 @@ def expected(name: str, rows: int, order: float) -> tuple[float, dict[str, torch
 
 def clipped(rank: int, world_size: int, name: str, dims: ParallelDims) -> list[tuple[float, float, float]]:
     """For each order of the norm: the norm, how far it is from torch's, and how far the furthest gradient."""
-    model, mesh = cut(name, dims)
+    model, _ = cut(name, dims)
     _, data, _ = dims.coordinates(rank)
     fused = {"c_attn"} if name in ("gpt2", "multi-query") else set()  # torch cannot gather fused groups
     found = []

@@ -23,7 +23,7 @@ from ckptx.errors import UnsupportedError
 from ckptx.layout.placement import Placement, ceil_chunks, tp_rectangles
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Decision, decide
-from ckptx.runtime.tensor_parallel import sequence, styles
+from ckptx.runtime.tensor_parallel import dropout, sequence, styles
 from ckptx.runtime.tensor_parallel.collectives import Ranks, own_part
 from ckptx.runtime.tensor_parallel.loss import use_sharded_loss
 from ckptx.runtime.tensor_parallel.plans import GATHERING, SPLITTING, Plan
@@ -320,6 +320,7 @@ def _install(
         if scope in modules and source in modules:
             read = [each for name, each in parameters if name.startswith(f"{source}.")]
             styles.gathered(modules[scope], read, ranks)
+    dropout.install(model, modules, plan, is_sharded, scopes, cut, ranks)
 
 
 def _install_style(
