@@ -1,4 +1,4 @@
-"""Teaches torch's checkpoint planners what a DTensor really holds, and its writer that names may share bytes.
+"""Teaches torch's planner of saves what a DTensor really holds, and its writer that names may share bytes.
 
 torch takes a DTensor for one rectangle, where its placements put it. Fused groups ([q|k|v]) are several, and if the
 groups differ in width the placements do not even say so: stock `dcp.save` would store rows in the wrong order. Here the
@@ -8,7 +8,6 @@ rectangles come from `shards.pieces_of`; what is stored is an ordinary DCP.
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region, whole
-from ckptx.runtime.shards import LocalShard, pieces_of
+from ckptx.runtime.shards import LocalShard, narrowed, pieces_of
 
 LocalRegions = Mapping[str, Sequence[Region]]  # what TP left of a tensor on this rank, by its name in the checkpoint
 
@@ -51,10 +50,7 @@ class Shards:
 
     def at(self, index: MetadataIndex) -> Tensor:
         """The memory of the rectangle that begins at an offset."""
-        tensor = self._local
-        for dim, (begin, size) in enumerate(zip(*self._pieces[tuple(index.offset)].local, strict=True)):
-            tensor = tensor.narrow(dim, begin, size)
-        return tensor
+        return narrowed(self._local, self._pieces[tuple(index.offset)].local)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         regions = [piece.region for piece in self._pieces.values()]
@@ -80,6 +76,13 @@ def _in_rectangles(state: Mapping[str, Any], local_regions: LocalRegions) -> dic
     }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """A value that is stored as one object, where torch would store the leaves of a dict one by one."""
+
+    value: Any
+
+
 class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
     """torch's, but that it takes rectangles for DTensors."""
 
@@ -98,29 +101,9 @@ class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
+        if isinstance(found, Whole):
+            return found.value
         return found.at(index) if isinstance(found, Shards) else super().lookup_object(index)
-
-
-class LoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch says Any
-    """The same for loading a flat state dict. Objects go to `values`, and may not run anything."""
-
-    state_dict: dict[str, Any]
-
-    def __init__(self, local_regions: LocalRegions) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._local_regions = local_regions
-        self.values: dict[str, Any] = {}
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        super().set_up_planner(*args, **kwargs)
-        self.state_dict = _in_rectangles(self.state_dict, self._local_regions)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found = self.state_dict[index.fqn]
-        return found.at(index) if isinstance(found, Shards) else super().lookup_tensor(index)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch says Any

@@ -1,8 +1,9 @@
-"""Saves a model and its optimizer from all ranks, as stock `dcp.save` does, and loads the optimizer again.
+"""Saves a training run from all ranks, as stock `dcp.save` does, and loads its optimizer again.
 
     model.<name>                       parameters and persistent buffers, by their names without wrappers
     optim.state.<name>.exp_avg         torch's flattened form (`flatten_optimizer_state_dict`): every rank speaks of its
     optim.param_groups.<name>.lr       own parameters alone, so that pipeline stages add up to one checkpoint
+    training_state.<name>              scheduler, random numbers, place in the data: see `training_state`
     step                               a number
 
 Names that share a parameter share its bytes in the checkpoint, and those of its optimizer state.
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -31,8 +32,10 @@ from ckptx.publishing.staging import Staging
 from ckptx.runtime.activation_checkpointing.wrap import configs_as_given
 from ckptx.runtime.distributed import everywhere, together
 from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.rectangles import AliasWriter, LoadPlanner, SavePlanner
+from ckptx.runtime.rectangles import AliasWriter, SavePlanner
+from ckptx.runtime.stored_state import StoredState, open_state
 from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
+from ckptx.runtime.training_state import ROOT, collect
 from ckptx.storage.files import read_small, unwritable
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.staged import staged
@@ -50,6 +53,8 @@ def save(
     layout: TensorParallelLayout | None = None,
     step: int | None = None,
     beside: Path | None = None,
+    training_state: Mapping[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Writes a DCP that stock torch and ckptx read. Every rank calls it, within a process group.
 
@@ -62,12 +67,16 @@ def save(
         layout: What TP did to the model; needed where it did something.
         step: Stored under "step".
         beside: A checkpoint whose config, tokenizer and the like are copied. None writes the model's own config.
+        training_state: What else the run needs to go on, by name: things with a `state_dict`, or plain values (numbers,
+            texts, tensors, in lists and dicts), alike on all ranks; `PerRank` around what is not.
+        mesh: The mesh of the run, needed for a `PerRank`.
 
     Raises:
         OutputError: `path` is not free, or cannot be written.
         SpaceError: The disk is full.
-        UnsupportedError: There is optimizer state of which nobody can say where it belongs.
-        UsageError: There is no process group, or the optimizer is of another model.
+        UnsupportedError: There is optimizer state of which nobody can say where it belongs, or training state that
+            could not be read again.
+        UsageError: There is no process group, or the optimizer is of another model, or ranks differ in training state.
     """
     if not dist.is_initialized():
         raise UsageError("save: called outside of a process group, needed one; use distributed.process_group")
@@ -76,6 +85,8 @@ def save(
     aliases = {alias: stored for each in everywhere(state.aliases) for alias, stored in each.items()}
     if step is not None:
         state.tree["step"] = step
+    if collected := collect(training_state or {}, mesh):
+        state.tree[ROOT] = collected
     with ExitStack() as stack:
         staging = None
         with together():
@@ -105,32 +116,62 @@ def load_optimizer(
         InputError: A parameter of the optimizer is not in the checkpoint.
         UsageError: The optimizer is of another model.
     """
-    names, reader = _Names.of(model), dcp.FileSystemReader(path)
-    stored = reader.read_metadata().state_dict_metadata
-    keys: dict[str, list[str]] = {}
-    for full in stored:
-        parent, _, key = full.rpartition(".")
-        keys.setdefault(parent, []).append(key)
-    wanted: dict[str, Any] = {}
-    local_regions: dict[str, Sequence[Region]] = {}
-    for name, parameter, group in _parameters_of(optimizer, names):
-        if f"{_GROUPS}.{name}" not in keys:
-            raise InputError(
-                f'{path}: holds no optimizer state of "{name}"; use a checkpoint that was saved with an optimizer'
-            )
-        wanted |= dict.fromkeys(f"{_GROUPS}.{name}.{key}" for key in keys[f"{_GROUPS}.{name}"])
-        for key in keys.get(f"{_STATE}.{name}", ()):
-            full = f"{_STATE}.{name}.{key}"
-            wanted[full] = _empty(stored[full], key, parameter, group)
-            local_regions |= _local_regions(full, wanted[full], parameter, names, layout)
-    planner = LoadPlanner(local_regions)
-    dcp.load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
-    wanted |= planner.values
-    for name, parameter, group in _parameters_of(optimizer, names):
-        group.update({key: wanted[f"{_GROUPS}.{name}.{key}"] for key in keys[f"{_GROUPS}.{name}"]})
-        state = {key: wanted[f"{_STATE}.{name}.{key}"] for key in keys.get(f"{_STATE}.{name}", ())}
+    names = _Names.of(model)
+    filled: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    with open_state(path) as stored:
+        keys: dict[str, list[str]] = {}
+        for full in (*stored.tensors, *stored.objects):
+            parent, _, key = full.rpartition(".")
+            keys.setdefault(parent, []).append(key)
+        for name, parameter, group in _parameters_of(optimizer, names):
+            of_group, of_state = f"{_GROUPS}.{name}", f"{_STATE}.{name}"
+            if of_group not in keys:
+                raise InputError(
+                    f'{path}: holds no optimizer state of "{name}"; use a checkpoint that was saved with an optimizer'
+                )
+            settings = {key: _read(stored, f"{of_group}.{key}") for key in keys[of_group]}
+            state = {
+                key: _read_state(stored, f"{of_state}.{key}", parameter, group, names, layout)
+                for key in keys.get(of_state, ())
+            }
+            filled.append((parameter, group, settings, state))
+    for parameter, group, settings, state in filled:
+        group.update(settings)
         if state:
             optimizer.state[parameter] = state
+
+
+def _read(stored: StoredState, full: str) -> Any:
+    """A value, or a tensor that every rank has whole, such as a learning rate."""
+    if full in stored.objects:
+        return stored.value(full)
+    entry = stored.tensors[full]
+    tensor = torch.zeros(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
+    stored.fill(full, tensor)
+    return tensor
+
+
+def _read_state(
+    stored: StoredState,
+    full: str,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    names: _Names,
+    layout: TensorParallelLayout | None,
+) -> Any:
+    """What this rank has of a state, cut as its parameter is if it has the shape of it."""
+    if full in stored.objects:
+        return stored.value(full)
+    key, entry = full.rpartition(".")[2], stored.tensors[full]
+    dtype = getattr(torch, str(entry.dtype.torch))
+    if entry.shape == tuple(parameter.shape):
+        tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    else:
+        # As torch.optim has it: steps are counted on the CPU, unless a kernel counts them.
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        tensor = torch.zeros(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    stored.fill(full, tensor, _local_regions(full, tensor, parameter, names, layout).get(full))
+    return tensor
 
 
 # ------------------------------------------------------------------------------------------ what there is
@@ -242,18 +283,6 @@ def _local_regions(
             "can say which part this rank holds, so train without tensor parallel"
         )
     return {}
-
-
-def _empty(stored: Any, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
-    """Memory for a state tensor: cut as its parameter if it has the shape of it; None for an object."""
-    if not isinstance(stored, TensorStorageMetadata):
-        return None
-    dtype = stored.properties.dtype
-    if stored.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    # As torch.optim has it: steps are counted on the CPU, unless a kernel counts them.
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return torch.zeros(stored.size, dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
 # ------------------------------------------------------------------------------------------ writing

@@ -164,6 +164,13 @@ def _shards_behind(tensor: Any, index: int) -> int:
     )
 
 
+def narrowed(tensor: Tensor, part: Region) -> Tensor:
+    """The rectangle of a tensor, in place."""
+    for dim, (begin, size) in enumerate(zip(*part, strict=True)):
+        tensor = tensor.narrow(dim, begin, size)
+    return tensor
+
+
 class _Local(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
