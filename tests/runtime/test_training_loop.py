@@ -1,0 +1,149 @@
+"""The program of docs/training.md, run as it is written: what goes on from a save is what never stopped, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support import stock
+from support.models import EVERY, build
+from support.pool import GlooPool
+from support.tool import ROOT
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import ckptx
+
+
+def program() -> str:
+    """As a reader copies it."""
+    found = re.search(r"cat > train\.py << 'END'\n(.*?)^END$", (ROOT / "docs" / "training.md").read_text(), re.S | re.M)
+    assert found is not None
+    return found[1]
+
+
+def test_the_loop_fits_on_a_screen() -> None:
+    assert len(program().split("with process_group", 1)[1].splitlines()) <= 40
+
+
+def digest(tensors: Any) -> str:
+    """Of the bytes that this rank has."""
+    found = blake2b(digest_size=16)
+    for each in tensors:
+        local = each.to_local() if isinstance(each, DTensor) else each
+        found.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def run(rank: int, world_size: int, directory: Path, arguments: list[str], change: tuple[str, str]) -> Any:
+    """The program on one rank.
+
+    Args:
+        rank: Of this process.
+        world_size: Their number.
+        directory: With MODEL in it.
+        arguments: Of the program.
+        change: A line of the program that is another one, for a planted defect.
+
+    Returns:
+        Losses in the order of the backward passes, digests of gradients, parameters and states after each step of the
+        optimizer, what was printed.
+    """
+    losses: list[str] = []
+    steps: list[tuple[str, str, str]] = []
+    backward = torch.Tensor.backward
+
+    def noting(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        losses.append(self.item().hex())
+        backward(self, *args, **kwargs)
+
+    def stepped(optimizer: Any, *_: Any) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        states = [each for key in parameters for _, each in sorted(optimizer.state[key].items())]
+        steps.append((digest(each.grad for each in parameters), digest(parameters), digest(states)))
+
+    hook = register_optimizer_step_post_hook(stepped)
+    before, printed = Path.cwd(), io.StringIO()
+    assert change[0] in program()
+    try:
+        os.chdir(directory)
+        with (
+            mock.patch.object(torch.Tensor, "backward", noting),
+            mock.patch.object(sys, "argv", ["train.py", *arguments]),
+            contextlib.redirect_stdout(printed),
+        ):
+            exec(compile(program().replace(*change), "train.py", "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+        hook.remove()
+    return losses, steps, printed.getvalue()
+
+
+def write_model(directory: Path, name: str) -> None:
+    """The MODEL of the page, with dropout."""
+    model = build(EVERY[name]).float()
+    model.save_pretrained(directory / "MODEL")
+    path = directory / "MODEL" / "config.json"
+    config = json.loads(path.read_text())
+    dropouts = [key for key, value in config.items() if re.search("dropout|pdrop", key) and isinstance(value, float)]
+    assert dropouts
+    path.write_text(json.dumps({**config, **dict.fromkeys(dropouts, 0.1)}))
+
+
+AS_IT_IS = ("step = 0", "step = 0")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "starcoder2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt2", "mixtral", "gpt-neox")),
+    ],
+)
+def test_what_goes_on_is_what_never_stopped(pool: GlooPool, tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, name)
+    first = pool.run(run, 4, tmp_path, ["run"], AS_IT_IS)
+    pool.stop()  # fresh processes
+    again = pool.run(run, 4, tmp_path, ["again", "run/step-5"], AS_IT_IS)
+    for (losses, steps, said), (later_losses, later_steps, later_said) in zip(first, again, strict=True):
+        assert (len(losses), len(steps)) == (20, 10)
+        assert later_losses == losses[10:]
+        assert later_steps == steps[5:]
+        assert later_said.splitlines() == said.splitlines()[5:]
+    assert len({losses[0] for losses, *_ in first}) == 2, "each data rank has its data"
+    stock.assert_same_tensors(stock.load(tmp_path / "again" / "step-10"), stock.load(tmp_path / "run" / "step-10"))
+    assert ckptx.verify(tmp_path / "run" / "step-10", tmp_path / "again" / "step-10").exit == 0
+    state: dict[str, Any] = {"step": None, "training_state": {"scheduler": None}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "again" / "step-10"), no_dist=True)
+    assert (state["step"], state["training_state"]["scheduler"]["last_epoch"]) == (10, 10)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (('"rng": PerRank(RandomState(place.device))', '"lost": 1'), "losses"),
+        (('"batches": PerRank(batches)', '"lost": 1'), "losses"),
+        (("load_optimizer(optimizer, model, resumed, layout=layout)", "pass"), "steps"),
+        (('"scheduler": scheduler', '"lost": 1'), "steps"),
+    ],
+)
+def test_what_is_not_restored_is_seen(pool: GlooPool, tmp_path: Path, change: tuple[str, str], named: str) -> None:
+    """Planted defects: the comparison above would fail."""
+    write_model(tmp_path, "qwen3")
+    first = pool.run(run, 4, tmp_path, ["run"], change)
+    again = pool.run(run, 4, tmp_path, ["again", "run/step-5"], change)
+    if named == "losses":
+        assert any(later[0] != before[0][10:] for before, later in zip(first, again, strict=True))
+    assert all(later[1] != before[1][5:] for before, later in zip(first, again, strict=True))
