@@ -151,12 +151,20 @@ def test_a_planted_defect_is_found(pool: GlooPool, name: str, defect: str, said:
 # ------------------------------------------------------------------------------------------------ training
 
 
-def trained(rank: int, world_size: int, name: str, dims: ParallelDims, attention: str, checkpointing: str) -> Any:
+def trained(
+    rank: int,
+    world_size: int,
+    name: str,
+    dims: ParallelDims,
+    attention: str,
+    checkpointing: str,
+    compiled: bool = False,
+) -> Any:
     """Three steps: gradients of the last, whole parameters that ranks of one TP group hold differently, generators."""
     mesh = mesh_of(dims, "cpu")
     model = dropping(name, attention)
     plan = find_plan(model, config_of(model))
-    parallelize(model, mesh, plan, activation_checkpointing=checkpointing)
+    parallelize(model, mesh, plan, activation_checkpointing=checkpointing, compile=compiled)
     assert all(module.training for module in model.modules()), "parallel, and still in training mode"
     seed(3, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -201,6 +209,13 @@ def test_what_ranks_hold_whole_stays_equal_and_masks_are_computed_again(
     for rank, state in enumerate(states):
         same = {other for other, each in enumerate(states) if each == state}
         assert same == {other for other in range(dims.world_size) if other // dims.tp == rank // dims.tp}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_compiled_layers_drop_alike_what_is_whole(pool: GlooPool, mode: str) -> None:
+    found = pool.run(trained, 2, "gpt-neox", ParallelDims(tp=2), "sdpa", mode, True)
+    assert [drifted for drifted, _, _ in found] == [[], []]
 
 
 def seeded_by_rank(rank: int, world_size: int) -> str:

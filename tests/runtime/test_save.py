@@ -88,6 +88,21 @@ def test_parameters_and_moments_are_whole(
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("shape", [Shape(tp=2, replicate=2), Shape(dp=2, replicate=2), Shape(replicate=2)])
+def test_replicas_store_each_tensor_once(pool: GlooPool, checkpoints: Any, tmp_path: Path, shape: Shape) -> None:
+    hf, path = checkpoints("llama-tied"), tmp_path / "saved"
+    pool.run(save_ranks.marked, shape.dp * shape.tp * shape.replicate, hf, path, shape)
+    assert wrong(path, hf) == []
+    places = {
+        (each.relative_path, each.offset): each.length
+        for each in dcp.FileSystemReader(path).read_metadata().storage_data.values()
+    }
+    assert sum(places.values()) == stock.payload_bytes(path), "bytes that no name leads to"
+    pool.run(save_ranks.retaken, 2, path, tmp_path / "again", Shape(dp=2))
+    stock.assert_same_tensors(stock.load(tmp_path / "again"), stock.load(path))
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "by"), [("gpt2", "stock"), ("multi-query", "stock"), ("multi-query", "save")])
 def test_placements_alone_would_put_fused_groups_out_of_order(
     pool: GlooPool, checkpoints: Any, tmp_path: Path, name: str, by: str

@@ -118,6 +118,13 @@ def marked(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> Non
         save(at.model, at.optimizer, out, layout=at.layout, step=3, beside=hf)
 
 
+def retaken(rank: int, world_size: int, source: Path, out: Path, shape: Shape) -> None:
+    """Loads what was saved on another mesh, and saves it again."""
+    at = cut(source, shape)
+    load_optimizer(at.optimizer, at.model, source, layout=at.layout)
+    save(at.model, at.optimizer, out, layout=at.layout, step=3)
+
+
 def misplaced(rank: int, world_size: int, hf: Path, out: Path, by: str) -> str | None:
     """The same by what the placements of DTensors say alone.
 

@@ -179,6 +179,8 @@ def _scope(module: nn.Module, streams: Streams) -> None:
 
     @functools.wraps(stock)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if not module.training:
+            return stock(*args, **kwargs)
         try:
             return stock(*args, **kwargs)
         finally:
