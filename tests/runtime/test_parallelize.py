@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.distributed import mesh_of
 from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.load import load
 from ckptx.runtime.parallelize import local_bytes, parallelize
 from ckptx.runtime.tensor_parallel.plans import find_plan
 
@@ -74,6 +77,22 @@ def test_each_layer_is_a_unit_and_the_root_has_the_rest(pool: GlooPool, mode: st
 def test_replicas_of_shards_average_over_both(pool: GlooPool) -> None:
     found = pool.run(step, 4, "llama-tied", {"dp_replicate": 2, "dp_shard": 2, "tp": 1}, {})
     assert max(furthest for furthest, *_ in found) < 1e-5
+
+
+def left_training(rank: int, world_size: int, path: Path, mode: str) -> list[str]:
+    """Modules that are no longer in training mode when the model is parallel, has storage, and is loaded."""
+    model = build_model(path).train()
+    mesh = mesh_of(ParallelDims(dp_shard=world_size), "cpu")
+    parallelize(model, mesh, None, activation_checkpointing=mode)
+    materialize(model)
+    load(model, path)
+    return [name for name, module in model.named_modules() if not module.training]
+
+
+def test_training_mode_stays(pool: GlooPool, tmp_path: Path) -> None:
+    model_of("gpt2").save_pretrained(tmp_path)
+    for mode in ("none", "full", "submodule", "selective"):
+        assert pool.run(left_training, 2, tmp_path, mode) == [[], []]
 
 
 def meshes(rank: int, world_size: int) -> Any:
