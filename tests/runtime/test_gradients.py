@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 from typing import Any
 
@@ -20,6 +21,7 @@ from ckptx.runtime.distributed import mesh_of
 from ckptx.runtime.gradients import NonFiniteGradients, clip_grad_norm, labels_per_rank, sync_gradients
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.parallelize import parallelize
+from ckptx.runtime.shards import narrowed, pieces_of
 from ckptx.runtime.tensor_parallel.plans import find_plan
 
 TP, DP, BOTH = ParallelDims(tp=2), ParallelDims(dp_shard=2), ParallelDims(tp=2, dp_shard=2)
@@ -33,21 +35,29 @@ def model_of(name: str) -> Any:
     return build(recipe).float().eval()
 
 
-def cut(name: str, dims: ParallelDims) -> tuple[Any, Any]:
-    """A model of a recipe on a mesh, and the mesh."""
+def cut(name: str, dims: ParallelDims) -> tuple[Any, Any, Any]:
+    """A model of a recipe on a mesh, the mesh, and what TP did."""
     mesh = mesh_of(dims, "cpu")
     model = model_of(name)
     plan = find_plan(model, {**model.config.to_dict(), "architectures": [type(model).__name__]})
-    parallelize(model, mesh, plan if dims.tp > 1 else None)
-    return model, mesh
+    done = parallelize(model, mesh, plan if dims.tp > 1 else None)
+    return model, mesh, done.layout
 
 
 def loss_of(model: Any, row: int) -> torch.Tensor:
     return model(input_ids=(tokens()["input_ids"] + 3 * row) % 97).logits.float().pow(2).mean()  # type: ignore
 
 
-def whole(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def differences(model: Any, layout: Any, wanted: dict[str, torch.Tensor]) -> Iterator[float]:
+    """How far what this rank has of each gradient is from that part of another one, which is whole."""
+    for key, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        name, gradient = canonical_name(key), parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for piece in pieces_of(name, gradient, layout.local_regions(name) if layout is not None else None):
+            difference = narrowed(local, piece.local) - narrowed(wanted[name], piece.region)
+            yield float(difference.abs().max())
 
 
 # ------------------------------------------------------------------------------------------------ norm
@@ -64,9 +74,8 @@ def expected(name: str, rows: int, order: float) -> tuple[float, dict[str, torch
 
 def clipped(rank: int, world_size: int, name: str, dims: ParallelDims) -> list[tuple[float, float, float]]:
     """For each order of the norm: the norm, how far it is from torch's, and how far the furthest gradient."""
-    model, _ = cut(name, dims)
+    model, _, layout = cut(name, dims)
     _, data, _ = dims.coordinates(rank)
-    fused = {"c_attn"} if name in ("gpt2", "multi-query") else set()  # torch cannot gather fused groups
     found = []
     for order in ORDERS:
         model.zero_grad()
@@ -74,11 +83,7 @@ def clipped(rank: int, world_size: int, name: str, dims: ParallelDims) -> list[t
         total = clip_grad_norm(model if order == 2.0 else model.parameters(), MOST, order)
         assert type(total) is torch.Tensor and not total.shape
         wanted, gradients = expected(name, dims.dp, order)
-        furthest = max(
-            float((whole(each.grad) - gradients[canonical_name(key)]).abs().max()) / MOST
-            for key, each in model.named_parameters()
-            if each.grad is not None and not any(part in key for part in fused)
-        )
+        furthest = max(differences(model, layout, gradients)) / MOST
         found.append((float(total), abs(float(total) - wanted) / wanted, furthest))
     return found
 
@@ -135,7 +140,7 @@ def test_every_kind_of_gradient_counts_once(pool: GlooPool) -> None:
 
 def spoiled(rank: int, world_size: int) -> Any:
     """What is said of a NaN that one rank has, and what becomes of the gradients."""
-    model, _ = cut("llama-untied", BOTH)
+    model, *_ = cut("llama-untied", BOTH)
     loss_of(model, 0).backward()
     norm = model.get_parameter("model.norm.weight").grad.to_local()
     if rank >= 2:  # a half of it, that both TP ranks have
@@ -176,7 +181,7 @@ def labels_of(data: int, microbatch: int) -> torch.Tensor:
 
 def accumulated(rank: int, world_size: int, name: str, dims: ParallelDims, syncs: bool) -> tuple[float, float]:
     """Two microbatches: how far gradients and the mean loss are from those of one process with all rows in one."""
-    model, mesh = cut(name, dims)
+    model, mesh, layout = cut(name, dims)
     _, data, _ = dims.coordinates(rank)
     labels = [labels_of(data, index) for index in range(2)]
     items = labels_per_rank(labels, mesh)
@@ -191,11 +196,8 @@ def accumulated(rank: int, world_size: int, name: str, dims: ParallelDims, syncs
     reference = model_of(name)
     wanted = reference(input_ids=every.clamp(min=0), labels=every).loss
     wanted.backward()
-    own = dict(reference.named_parameters())
-    furthest = 0.0
-    for key, each in model.named_parameters():
-        gradient = own[canonical_name(key)].grad
-        furthest = max(furthest, float((whole(each.grad) - gradient).abs().max() / gradient.abs().max()))
+    gradients = {key: each.grad for key, each in reference.named_parameters()}
+    furthest = max(differences(model, layout, gradients)) / max(float(each.abs().max()) for each in gradients.values())
     torch.distributed.all_reduce(losses)
     return furthest, abs(float(losses) / world_size - float(wanted)) / float(wanted)
 
