@@ -35,9 +35,10 @@ P = 0.25
 def dropping(name: str, attention: str = "eager") -> Any:
     """A model of a recipe in training mode, with dropout wherever its class can drop."""
     model = build(EVERY[name]).float()
-    model.set_attn_implementation(attention)
     model.config.use_cache = False
     for module in model.modules():
+        if "config" in module.__dict__:  # the stacks of T5 have configs of their own
+            module.config._attn_implementation = attention
         if isinstance(module, nn.Dropout):
             module.p = P
         for key, value in vars(module).items():
