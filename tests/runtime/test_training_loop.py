@@ -90,15 +90,15 @@ def run(rank: int, world_size: int, directory: Path, arguments: list[str], chang
     return losses, steps, printed.getvalue()
 
 
-def write_model(directory: Path, name: str) -> None:
-    """The MODEL of the page, with dropout."""
+def write_model(directory: Path, name: str, rate: float = 0.1) -> None:
+    """The MODEL of the page, with dropout of a rate."""
     model = build(EVERY[name]).float()
     model.save_pretrained(directory / "MODEL")
     path = directory / "MODEL" / "config.json"
     config = json.loads(path.read_text())
     dropouts = [key for key, value in config.items() if re.search("dropout|pdrop", key) and isinstance(value, float)]
     assert dropouts
-    path.write_text(json.dumps({**config, **dict.fromkeys(dropouts, 0.1)}))
+    path.write_text(json.dumps({**config, **dict.fromkeys(dropouts, rate)}))
 
 
 AS_IT_IS = ("step = 0", "step = 0")
@@ -127,6 +127,32 @@ def test_what_goes_on_is_what_never_stopped(pool: GlooPool, tmp_path: Path, name
     state: dict[str, Any] = {"step": None, "training_state": {"scheduler": None}}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "again" / "step-10"), no_dist=True)
     assert (state["step"], state["training_state"]["scheduler"]["last_epoch"]) == (10, 10)
+
+
+MESH = "ParallelDims(tp=2, dp_shard=2)"
+
+
+@pytest.mark.slow
+def test_replicas_go_on_as_well(pool: GlooPool, tmp_path: Path) -> None:
+    write_model(tmp_path, "starcoder2")
+    change = (MESH, "ParallelDims(tp=2, dp_replicate=2)")
+    first = pool.run(run, 4, tmp_path, ["run"], change)
+    again = pool.run(run, 4, tmp_path, ["again", "run/step-5"], change)
+    for before, later in zip(first, again, strict=True):
+        assert (later[0], later[1]) == (before[0][10:], before[1][5:])
+    stock.assert_same_tensors(stock.load(tmp_path / "again" / "step-10"), stock.load(tmp_path / "run" / "step-10"))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dims", ["tp=1, dp_shard=2", "dp_replicate=2"])
+def test_another_number_of_tp_ranks_goes_on_with_the_same_data(pool: GlooPool, tmp_path: Path, dims: str) -> None:
+    """Without dropout: what is cut would be dropped otherwise."""
+    write_model(tmp_path, "qwen3", rate=0.0)
+    first = pool.run(run, 4, tmp_path, ["run"], AS_IT_IS)
+    again = pool.run(run, 2, tmp_path, ["again", "run/step-5"], (MESH, f"ParallelDims({dims})"))
+    for before, later in zip(first[::2], again, strict=True):
+        found, wanted = ([float.fromhex(each) for each in losses] for losses in (later[0], before[0][10:]))
+        assert found == pytest.approx(wanted, rel=1e-4), "float32, added in another order"
 
 
 @pytest.mark.sampled(1)
