@@ -1,0 +1,218 @@
+"""Plants defects in small models, runs `verify --run` over them, and tables which are found and by what.
+
+    python benchmarks/defects.py [--results DIR] [--dtypes float32,bfloat16] [PART OF A ROW ...]
+
+Defects of a checkpoint are written to disk, defects of the runtime are put into its parallel model. Everything runs on
+two gloo ranks, tp 2, and computes in float32, whatever is stored. The bytes are left out: that another byte is found is
+told elsewhere. A defect counts as found when the config, the forward pass or the gradients differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import torch  # noqa: E402 (benchmarks run from a checkout)
+
+from benchmarks.planted import models  # noqa: E402
+from benchmarks.planted.defect import Defect  # noqa: E402
+from benchmarks.planted.further import FURTHER  # noqa: E402
+from benchmarks.planted.known import KNOWN  # noqa: E402
+
+TABLES = {"known": KNOWN, "further": FURTHER}
+LEVELS = ("config", "forward", "gradients")
+DTYPES = ("float32", "bfloat16")
+Row = dict[str, Any]
+
+
+class Pair(NamedTuple):
+    """A defect in one dtype: what is compared, the same directory twice for one of the runtime."""
+
+    defect: Defect
+    dtype: str
+    reference: Path
+    checkpoint: Path
+
+
+def pairs_of(work: Path, defects: Iterable[Defect], dtypes: Sequence[str]) -> list[Pair]:
+    """Where each defect is, in each dtype."""
+    pairs = []
+    for number, defect in enumerate(defects):
+        for dtype in dtypes:
+            clean = work / f"{defect.model} {dtype}"
+            pairs.append(Pair(defect, dtype, clean, work / f"{number} {dtype}" if defect.stored else clean))
+    return pairs
+
+
+def write(pairs: Iterable[Pair]) -> None:
+    """Writes each model, and each checkpoint with a defect in it."""
+    for defect, dtype, clean, other in pairs:
+        stored: torch.dtype = getattr(torch, dtype)
+        if not clean.exists():
+            models.write(defect.model, stored, clean)
+        if defect.stored is not None:
+            tensors, config = models.read(clean)
+            defect.stored(tensors, config)
+            models.save(tensors, config, stored, other)
+
+
+def judged(pair: Pair) -> Row:
+    """What a run says of one defect; every rank asks."""
+    from benchmarks.planted.planting import planted
+    from ckptx.errors import CkptxError
+    from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.report.report import Log
+    from ckptx.verification.forward import RunOptions, verify_run
+
+    defect = pair.defect
+    identical = defect.stored is not None and models.are_equal(pair.reference, pair.checkpoint)
+    row = {"model": defect.model, "defect": defect.title, "dtype": pair.dtype, "identical": identical}
+    options = RunOptions(**{"dims": ParallelDims(tp=2), **defect.options})
+    try:
+        with planted(defect):
+            report = verify_run(pair.reference, pair.checkpoint, options, Log()).to_dict()
+    except CkptxError as error:
+        said = str(error).replace(f"{pair.checkpoint.parent}/", "")
+        return {**row, "exit": error.exit_code, "levels": [], "error": said, "logits": None, "gradient": None}
+    seen = {each["level"] for each in report["differing"]}
+    return {
+        **row,
+        "exit": report["exit"],
+        "levels": [level for level in LEVELS if level in seen],
+        "error": None,
+        "logits": _multiple(report["max_abs"], report["max_abs_limit"]),
+        "gradient": report["grad_of_limit"][1],
+    }
+
+
+def _multiple(distance: Any, limit: Any) -> float | str:
+    """How many limits a distance is; a text where it is no number."""
+    return distance if isinstance(distance, str) else distance / limit if limit else float(distance > 0)
+
+
+def on_rank(work: Path, pairs: Sequence[Pair]) -> None:
+    """What each rank does: every defect in turn; rank 0 writes what came of them."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = []
+    for pair in pairs:
+        begin = time.perf_counter()
+        rows.append(judged(pair))
+        if not dist.get_rank():
+            seconds = time.perf_counter() - begin
+            print(f"  {pair.defect.key}, {pair.dtype}: {cell(rows[-1])}, {seconds:.1f} s", file=sys.stderr)
+    if not dist.get_rank():
+        (work / "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def chosen(names: Sequence[str]) -> list[Defect]:
+    """Defects with one of the names in their row, all for none."""
+    every = [defect for defects in TABLES.values() for defect in defects]
+    return [each for each in every if not names or any(name in each.key for name in names)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+
+def is_found(row: Row) -> bool:
+    """Whether a level above the bytes differs."""
+    return row["exit"] == 1 and bool(row["levels"])
+
+
+def cell(row: Row) -> str:
+    """How one dtype came out."""
+    if row["error"] is not None:
+        return f"exit {row['exit']}"
+    figures = f"{_figure(row['logits'])} / {_figure(row['gradient'])}"
+    if is_found(row):
+        return f"{figures} {', '.join(row['levels'])}"
+    return f"{figures} " + ("identical" if row["identical"] else "**missed**")
+
+
+def _figure(multiple: float | str) -> str:
+    return multiple if isinstance(multiple, str) else f"{multiple:.2g}"
+
+
+def reason(defect: Defect, rows: Iterable[Row]) -> str:
+    """Why a defect is not found everywhere; nothing for one that is."""
+    rows = list(rows)
+    said = next((row["error"] for row in rows if row["error"] is not None), "")
+    if said:
+        return said
+    missed = [row for row in rows if not is_found(row) and not row["identical"]]
+    return defect.missed or "not known" if missed else ""
+
+
+def shown(title: str, defects: Sequence[Defect], rows: Sequence[Row], dtypes: Sequence[str]) -> str:
+    """A table, and the counts before it."""
+    from measure import table
+
+    found = {(row["model"], row["defect"], row["dtype"]): row for row in rows}
+    lines = []
+    for defect in defects:
+        own = [found[defect.model, defect.title, dtype] for dtype in dtypes]
+        lines.append((defect.model, defect.title, *map(cell, own), reason(defect, own)))
+    made = table(title, ("model", "defect", *(f"stored {dtype}" for dtype in dtypes), "why it is missed"), lines)
+    counted = "; ".join(counts([row for row in found.values() if row["dtype"] == dtype], dtype) for dtype in dtypes)
+    heading, _, rest = made.partition("\n\n")
+    return f"{heading}\n\n{counted}.\n\n{rest}"
+
+
+def counts(rows: Sequence[Row], dtype: str) -> str:
+    """In words, of one column."""
+    identical = sum(row["identical"] for row in rows)
+    rest = f", {identical} the same bytes after rounding" if identical else ""
+    return f"stored {dtype}: {sum(map(is_found, rows))} of {len(rows)} found{rest}"
+
+
+def main() -> None:
+    """Writes, runs, and publishes defects.json and defects.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="PART OF A ROW")
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    dtypes = arguments.dtypes.split(",")
+    if arguments.work is not None:
+        on_rank(arguments.work, pairs_of(arguments.work, chosen(arguments.names), dtypes))
+        return
+    from measure import publish
+
+    with tempfile.TemporaryDirectory(prefix="ckptx-defects-") as directory:
+        work = Path(directory)
+        write(pairs_of(work, chosen(arguments.names), dtypes))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, __file__, "--work", directory, "--dtypes", arguments.dtypes, *arguments.names]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        rows = json.loads((work / "rows.json").read_text())
+    keys = {(row["model"], row["defect"]) for row in rows}
+    results, tables = {}, []
+    for name, defects in TABLES.items():
+        here = [each for each in defects if (each.model, each.title) in keys]
+        titles = {(each.model, each.title) for each in here}
+        results[name] = own = [row for row in rows if (row["model"], row["defect"]) in titles]
+        if here:
+            tables.append(shown(f"`verify --run --tp 2`, {_TITLES[name]}", here, own, dtypes))
+    publish(arguments.results, "defects", results, tables)
+
+
+_TITLES = {"known": "defects of the first table", "further": "what converters and runtimes get wrong"}
+
+
+if __name__ == "__main__":
+    main()
