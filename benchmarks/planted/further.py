@@ -36,19 +36,21 @@ _FUSED, _BOTH = r"query_key_value\.(weight|bias)", r"\.(weight|bias)"
 _FUSED_PROJECTIONS = [
     *of(
         "gpt_neox",
-        w("[q|k|v] of all heads in place of [q|k|v] of each", changed(_FUSED, regrouped((4, 3, 16), (1, 0, 2)))),
+        w("[q, k, v] of all heads in place of [q, k, v] of each", changed(_FUSED, regrouped((4, 3, 16), (1, 0, 2)))),
         c("parallel residual off", setting("use_parallel_residual", False)),
         c("half of the rotary dims", setting("rope_parameters.partial_rotary_factor", 0.25)),
     ),
     *of(
         "bloom",
-        w("[q|k|v] of all heads in place of [q|k|v] of each", changed(_FUSED, regrouped((4, 3, 16), (1, 0, 2)))),
+        w("[q, k, v] of all heads in place of [q, k, v] of each", changed(_FUSED, regrouped((4, 3, 16), (1, 0, 2)))),
     ),
-    *of("falcon", w("[q|k|v] of all heads in place of those of each group", changed(_FUSED, by_part(2, (32, 16, 16))))),
+    *of(
+        "falcon", w("[q, k, v] of all heads in place of those of each group", changed(_FUSED, by_part(2, (32, 16, 16))))
+    ),
     *of(
         "gpt2",
         w(
-            "c_attn cut by head in place of [q|k|v]",
+            "c_attn cut by head in place of [q, k, v]",
             changed("c_attn.weight", of_columns(regrouped((3, 4, 16), (1, 0, 2)))),
         ),
         w("one Conv1D saved as a Linear", changed("h.3.attn.c_proj.weight", lambda tensor: tensor.t())),
@@ -64,16 +66,16 @@ _FUSED_PROJECTIONS = [
             "k and v exchanged in one qkv_proj",
             changed("layers.3.self_attn.qkv_proj.weight", parts((64, 32, 32), (0, 2, 1))),
         ),
-        w("[up|gate] in place of [gate|up]", changed("gate_up_proj.weight", rolled(96))),
+        w("[up, gate] in place of [gate, up]", changed("gate_up_proj.weight", rolled(96))),
     ),
     *of(
         "glm4",
-        w("gate and up row by row in place of [gate|up]", changed("gate_up_proj.weight", regrouped((2, 96), (1, 0)))),
+        w("gate and up row by row in place of [gate, up]", changed("gate_up_proj.weight", regrouped((2, 96), (1, 0)))),
     ),
     *of(
         "gptoss128",
         w(
-            "[gate|up] in place of gate and up column by column",
+            "[gate, up] in place of gate and up column by column",
             changed(r"gate_up_proj(_bias)?", lambda tensor: tensor.unflatten(-1, (96, 2)).transpose(-1, -2)),
         ),
         w("sinks of the ranks exchanged in one layer", changed("layers.3.self_attn.sinks", rolled(2))),
@@ -81,23 +83,25 @@ _FUSED_PROJECTIONS = [
     ),
     *of(
         "qwen2_5_vl",
-        w("vision qkv by head in place of [q|k|v]", changed(f"attn.qkv{_BOTH}", regrouped((3, 4, 16), (1, 0, 2)))),
+        w("vision qkv by head in place of [q, k, v]", changed(f"attn.qkv{_BOTH}", regrouped((3, 4, 16), (1, 0, 2)))),
     ),
     *of(
         "qwen3_next",
         w("qkvz of all heads in place of those of each", changed("in_proj_qkvz.weight", by_part(2, (16, 16, 32, 32)))),
     ),
-    *of("mamba2", w("[x|z] in place of [z|x] in in_proj", changed("in_proj.weight", parts((128, 128, 40), (1, 0, 2))))),
+    *of(
+        "mamba2", w("[x, z] in place of [z, x] in in_proj", changed("in_proj.weight", parts((128, 128, 40), (1, 0, 2))))
+    ),
     *of(
         "mamba",
-        w("[z|x] in place of [x|z] in in_proj", changed("in_proj.weight", rolled(128))),
-        w("[dt|C|B] in place of [dt|B|C] in x_proj", changed("x_proj.weight", parts((4, 8, 8), (0, 2, 1)))),
+        w("[z, x] in place of [x, z] in in_proj", changed("in_proj.weight", rolled(128))),
+        w("[dt, C, B] in place of [dt, B, C] in x_proj", changed("x_proj.weight", parts((4, 8, 8), (0, 2, 1)))),
         w("A stored in place of its logarithm", changed("A_log", torch.exp)),
         r("D of the ranks exchanged in one layer", at.skip_of_the_other_rank),
     ),
     *of(
         "deepseek",
-        w("kv_b as [k|v] of all heads", changed("kv_b_proj.weight", regrouped((4, 2, 16), (1, 0, 2)))),
+        w("kv_b as [k, v] of all heads", changed("kv_b_proj.weight", regrouped((4, 2, 16), (1, 0, 2)))),
         w("rotary part before the latent in kv_a", changed("kv_a_proj_with_mqa.weight", parts((32, 16), (1, 0)))),
         w("rotary part first in each head of q_b", changed("q_b_proj.weight", of_each(4, rolled(16)))),
         w("router read as if it were transposed", changed("mlp.gate.weight", read_as(1, 0))),
