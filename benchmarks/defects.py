@@ -24,13 +24,22 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402 (benchmarks run from a checkout)
+import torch.distributed as dist  # noqa: E402
 
 from benchmarks.planted import models  # noqa: E402
 from benchmarks.planted.defect import Defect  # noqa: E402
 from benchmarks.planted.further import FURTHER  # noqa: E402
 from benchmarks.planted.known import KNOWN  # noqa: E402
+from benchmarks.planted.planting import planted  # noqa: E402
+from ckptx.errors import CkptxError  # noqa: E402
+from ckptx.layout.parallel_dims import ParallelDims  # noqa: E402
+from ckptx.report.report import Log  # noqa: E402
+from ckptx.verification.forward import RunOptions, verify_run  # noqa: E402
 
-TABLES = {"known": KNOWN, "further": FURTHER}
+# Models as they are: what differs here is a false alarm.
+NOTHING = "nothing"
+CLEAN = [Defect(name, "clean", NOTHING) for name in dict.fromkeys(each.model for each in (*KNOWN, *FURTHER))]
+TABLES = {"known": KNOWN, "further": FURTHER, "clean": CLEAN}
 LEVELS = ("config", "forward", "gradients")
 DTYPES = ("float32", "bfloat16")
 Row = dict[str, Any]
@@ -69,12 +78,6 @@ def write(pairs: Iterable[Pair]) -> None:
 
 def judged(pair: Pair) -> Row:
     """What a run says of one defect; every rank asks."""
-    from benchmarks.planted.planting import planted
-    from ckptx.errors import CkptxError
-    from ckptx.layout.parallel_dims import ParallelDims
-    from ckptx.report.report import Log
-    from ckptx.verification.forward import RunOptions, verify_run
-
     defect = pair.defect
     identical = defect.stored is not None and models.are_equal(pair.reference, pair.checkpoint)
     row = {"model": defect.model, "defect": defect.title, "dtype": pair.dtype, "identical": identical}
@@ -103,8 +106,6 @@ def _multiple(distance: Any, limit: Any) -> float | str:
 
 def on_rank(work: Path, pairs: Sequence[Pair]) -> None:
     """What each rank does: every defect in turn; rank 0 writes what came of them."""
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []
@@ -133,6 +134,11 @@ def is_found(row: Row) -> bool:
     return row["exit"] == 1 and bool(row["levels"])
 
 
+def is_equal(row: Row) -> bool:
+    """Whether there is nothing to find."""
+    return bool(row["identical"]) or row["defect"] == NOTHING
+
+
 def cell(row: Row) -> str:
     """How one dtype came out."""
     if row["error"] is not None:
@@ -140,7 +146,7 @@ def cell(row: Row) -> str:
     figures = f"{_figure(row['logits'])} / {_figure(row['gradient'])}"
     if is_found(row):
         return f"{figures} {', '.join(row['levels'])}"
-    return f"{figures} " + ("identical" if row["identical"] else "**missed**")
+    return f"{figures} {'equal' if is_equal(row) else '**missed**'}"
 
 
 def _figure(multiple: float | str) -> str:
@@ -153,7 +159,7 @@ def reason(defect: Defect, rows: Iterable[Row]) -> str:
     said = next((row["error"] for row in rows if row["error"] is not None), "")
     if said:
         return said
-    missed = [row for row in rows if not is_found(row) and not row["identical"]]
+    missed = [row for row in rows if not is_found(row) and not is_equal(row)]
     return defect.missed or "not known" if missed else ""
 
 
@@ -174,8 +180,8 @@ def shown(title: str, defects: Sequence[Defect], rows: Sequence[Row], dtypes: Se
 
 def counts(rows: Sequence[Row], dtype: str) -> str:
     """In words, of one column."""
-    identical = sum(row["identical"] for row in rows)
-    rest = f", {identical} the same bytes after rounding" if identical else ""
+    equal = sum(map(is_equal, rows))
+    rest = f", {equal} equal byte for byte" if equal else ""
     return f"stored {dtype}: {sum(map(is_found, rows))} of {len(rows)} found{rest}"
 
 
@@ -211,7 +217,11 @@ def main() -> None:
     publish(arguments.results, "defects", results, tables)
 
 
-_TITLES = {"known": "defects of the first table", "further": "what converters and runtimes get wrong"}
+_TITLES = {
+    "known": "defects of the first table",
+    "further": "what converters and runtimes get wrong",
+    "clean": "the same models without a defect",
+}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ class Defect:
 
     Attributes:
         model: One of `benchmarks.planted.models`, with its deviations.
-        kind: "w" for the weights of the checkpoint, "c" for its config, "w+c"; "runtime" with equal bytes.
+        kind: "w" for the weights of the checkpoint, "c" for its config, "w+c"; "runtime" with equal bytes; "clean" for
+            nothing at all.
         name: What is wrong.
         stored: Plants it in the checkpoint.
         runtime: Plants it in the parallel model.
@@ -57,7 +58,7 @@ class Defect:
     @property
     def title(self) -> str:
         """As in the table."""
-        return self.name if self.kind == "runtime" else f"{self.kind}: {self.name}"
+        return self.name if self.kind in ("runtime", "clean") else f"{self.kind}: {self.name}"
 
 
 def w(name: str, plant: InStored, missed: str = "") -> Defect:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from benchmarks.planted import further_runtime as at
+from benchmarks.planted import not_asked
 from benchmarks.planted.defect import c, of, r, w, wc
 from benchmarks.planted.stored import (
     by_part,
@@ -256,7 +259,7 @@ _IMAGES = [
     ),
 ]
 
-_FSDP = {"tp": 1, "dp_shard": 2}
+_FSDP: dict[str, Any] = {"tp": 1, "dp_shard": 2}
 _RUNTIME = [
     *of(
         "llama",
@@ -296,4 +299,35 @@ _RUNTIME = [
     *of("gemma3n", r("keys and values shared with another kind of layer", at.keys_of_another_kind_of_layer)),
 ]
 
-FURTHER = [*_FUSED_PROJECTIONS, *_HEADS_AND_NORMS, *_EXPERTS, *_IMAGES, *_RUNTIME]
+# What the inputs of a run, or its one step, may not ask for.
+_NOT_ASKED = [
+    *of(
+        "llama",
+        w(
+            "embedding of the first word of a text x2",
+            changed("embed_tokens.weight", rows_set(1, 2, lambda row: row * 2)),
+            "special tokens are not among the inputs",
+        ),
+        c("eos_token_id 2->5", setting("eos_token_id", 5), "noted: generating alone reads it"),
+        r("padding ignored", not_asked.padding_ignored, "the inputs have no padding"),
+        r("positions wrap around at 64", not_asked.positions_wrap_around, "the inputs are shorter"),
+        r("second step computes otherwise", not_asked.second_pass_otherwise, "one step is run"),
+        r(
+            "last norm in the dtype of its input",
+            not_asked.norm_in_the_dtype_of_its_input,
+            "both sides compute in float32, where it is the same",
+        ),
+    ),
+    *of(
+        "mixtral",
+        c(
+            "router_aux_loss_coef 0.001->0.1",
+            setting("router_aux_loss_coef", 0.1),
+            "noted: the loss that is compared is that of the words",
+        ),
+        r("experts drop tokens from the 17th on", not_asked.experts_of_a_capacity, "no expert has that many"),
+    ),
+    *of("qwen2_5_vl", r("height and width of images exchanged", not_asked.height_is_width, "the image is a square")),
+]
+
+FURTHER = [*_FUSED_PROJECTIONS, *_HEADS_AND_NORMS, *_EXPERTS, *_IMAGES, *_RUNTIME, *_NOT_ASKED]

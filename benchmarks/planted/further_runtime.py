@@ -18,6 +18,7 @@ from benchmarks.planted.planting import (
     Forward,
     around,
     entering,
+    given,
     leaving,
     module_of,
     modules_of,
@@ -98,29 +99,17 @@ def _with_parameter(module: nn.Module, name: str, change: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
-def _given(module: nn.Module, **changes: Any) -> None:
-    """A module is called with other named arguments: each is made from the one there is."""
-
-    def make(stock: Forward) -> Forward:
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return stock(*args, **{**kwargs, **{key: change(kwargs[key]) for key, change in changes.items()}})
-
-        return replaced
-
-    around(module, make)
-
-
 def causal_mask_missing(built: Built) -> None:
     """In one layer every token sees those after it."""
     module = module_of(built, _ATTENTION)
     module.is_causal = False
-    _given(module, attention_mask=lambda mask: None)
+    given(module, attention_mask=lambda mask: None)
 
 
 def window_ignored(built: Built) -> None:
     """Every layer sees all that came before."""
     for module in modules_of(built, "self_attn"):
-        _given(module, attention_mask=lambda mask: None)
+        given(module, attention_mask=lambda mask: None)
 
 
 def window_one_longer(built: Built) -> None:
@@ -130,7 +119,7 @@ def window_one_longer(built: Built) -> None:
         assert mask.dtype is torch.bool
         return mask | functions.pad(mask[..., 1:], (0, 1))
 
-    _given(module_of(built, _ATTENTION), attention_mask=longer)
+    given(module_of(built, _ATTENTION), attention_mask=longer)
 
 
 def scaling_of_local_heads(built: Built) -> None:
@@ -193,7 +182,7 @@ def slopes_of_the_other_rank(built: Built) -> None:
     owner: Any = module_of(built, "transformer")
     heads = owner.num_heads
     for block in owner.h:  # alibi is (batch * heads, 1, length)
-        _given(block, alibi=lambda found: found.unflatten(0, (-1, heads)).roll(heads // 2, 1).flatten(0, 1))
+        given(block, alibi=lambda found: found.unflatten(0, (-1, heads)).roll(heads // 2, 1).flatten(0, 1))
 
 
 def rope_of_the_window(built: Built) -> None:
@@ -317,7 +306,7 @@ def next_expert_on_one_rank(built: Built) -> None:
 
 def deepstack_reversed(built: Built) -> None:
     """What the layers of the tower add to those of the text comes in the opposite order."""
-    _given(module_of(built, "language_model"), deepstack_visual_embeds=lambda found: found[::-1])
+    given(module_of(built, "language_model"), deepstack_visual_embeds=lambda found: found[::-1])
 
 
 def image_reversed(built: Built) -> None:

@@ -111,6 +111,16 @@ def leaving(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
     around(module, make)
 
 
+def called_with(module: nn.Module, change: Any) -> None:
+    """A module is called with other named arguments; `change` makes them from those there are."""
+    around(module, lambda stock: lambda *args, **kwargs: stock(*args, **change(kwargs)))
+
+
+def given(module: nn.Module, **changes: Any) -> None:
+    """A module is called with other named arguments: each is made from the one there is."""
+    called_with(module, lambda named: {**named, **{key: change(named[key]) for key, change in changes.items()}})
+
+
 class _WithGradient(torch.autograd.Function):
     """A tensor whose gradient is multiplied on its way back."""
 
