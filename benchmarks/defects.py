@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,11 @@ from ckptx.verification.forward import RunOptions, verify_run  # noqa: E402
 NOTHING = "nothing"
 CLEAN = [Defect(name, "clean", NOTHING) for name in dict.fromkeys(each.model for each in (*KNOWN, *FURTHER))]
 TABLES = {"known": KNOWN, "further": FURTHER, "clean": CLEAN}
+_TITLES = {
+    "known": "first defects",
+    "further": "further defects",
+    "clean": "nothing",
+}
 LEVELS = ("config", "forward", "gradients")
 DTYPES = ("float32", "bfloat16")
 Row = dict[str, Any]
@@ -163,26 +168,33 @@ def reason(defect: Defect, rows: Iterable[Row]) -> str:
     return defect.missed or "not known" if missed else ""
 
 
-def shown(title: str, defects: Sequence[Defect], rows: Sequence[Row], dtypes: Sequence[str]) -> str:
-    """A table, and the counts before it."""
+def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> list[str]:
+    """Counts, then every row; from what ran, by the name of its table."""
     from measure import table
 
-    found = {(row["model"], row["defect"], row["dtype"]): row for row in rows}
-    lines = []
-    for defect in defects:
-        own = [found[defect.model, defect.title, dtype] for dtype in dtypes]
-        lines.append((defect.model, defect.title, *map(cell, own), reason(defect, own)))
-    made = table(title, ("model", "defect", *(f"stored {dtype}" for dtype in dtypes), "why it is missed"), lines)
-    counted = "; ".join(counts([row for row in found.values() if row["dtype"] == dtype], dtype) for dtype in dtypes)
-    heading, _, rest = made.partition("\n\n")
-    return f"{heading}\n\n{counted}.\n\n{rest}"
+    counted, tables = [], []
+    for name, rows in results.items():
+        if not rows:
+            continue
+        for dtype in dtypes:
+            counted.append((_TITLES[name], dtype, *counts([row for row in rows if row["dtype"] == dtype])))
+        found = {(row["model"], row["defect"], row["dtype"]): row for row in rows}
+        lines = []
+        for defect in TABLES[name]:
+            own = [found[key] for dtype in dtypes if (key := (defect.model, defect.title, dtype)) in found]
+            if own:
+                lines.append((defect.model, defect.title, *map(cell, own), reason(defect, own)))
+        columns = ("model", "planted", *(f"stored {dtype}" for dtype in dtypes), "why it is missed")
+        tables.append(table(f"`verify --run --tp 2`: {_TITLES[name]}", columns, lines))
+    columns = ("planted", "stored", "rows", "found", "equal byte for byte", "missed", "refused")
+    return [table("What `verify --run --tp 2` finds", columns, counted), *tables]
 
 
-def counts(rows: Sequence[Row], dtype: str) -> str:
-    """In words, of one column."""
-    equal = sum(map(is_equal, rows))
-    rest = f", {equal} equal byte for byte" if equal else ""
-    return f"stored {dtype}: {sum(map(is_found, rows))} of {len(rows)} found{rest}"
+def counts(rows: Sequence[Row]) -> tuple[int, int, int, int, int]:
+    """All, found, equal, missed, refused with an error."""
+    found, refused = sum(map(is_found, rows)), sum(row["error"] is not None for row in rows)
+    equal = sum(is_equal(row) and not is_found(row) and row["error"] is None for row in rows)
+    return len(rows), found, equal, len(rows) - found - equal - refused, refused
 
 
 def main() -> None:
@@ -206,22 +218,11 @@ def main() -> None:
         command = [*torchrun, __file__, "--work", directory, "--dtypes", arguments.dtypes, *arguments.names]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         rows = json.loads((work / "rows.json").read_text())
-    keys = {(row["model"], row["defect"]) for row in rows}
-    results, tables = {}, []
-    for name, defects in TABLES.items():
-        here = [each for each in defects if (each.model, each.title) in keys]
-        titles = {(each.model, each.title) for each in here}
-        results[name] = own = [row for row in rows if (row["model"], row["defect"]) in titles]
-        if here:
-            tables.append(shown(f"`verify --run --tp 2`, {_TITLES[name]}", here, own, dtypes))
-    publish(arguments.results, "defects", results, tables)
-
-
-_TITLES = {
-    "known": "defects of the first table",
-    "further": "what converters and runtimes get wrong",
-    "clean": "the same models without a defect",
-}
+    names = {(each.model, each.title): name for name, defects in TABLES.items() for each in defects}
+    results: dict[str, list[Row]] = {name: [] for name in TABLES}
+    for row in rows:
+        results[names[row["model"], row["defect"]]].append(row)
+    publish(arguments.results, "defects", results, tables_of(results, dtypes))
 
 
 if __name__ == "__main__":
