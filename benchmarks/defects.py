@@ -34,7 +34,8 @@ from benchmarks.planted.planting import planted  # noqa: E402
 from ckptx.errors import CkptxError  # noqa: E402
 from ckptx.layout.parallel_dims import ParallelDims  # noqa: E402
 from ckptx.report.report import Log  # noqa: E402
-from ckptx.verification.forward import RunOptions, verify_run  # noqa: E402
+from ckptx.verification.forward import verify_run  # noqa: E402
+from ckptx.verification.side import RunOptions  # noqa: E402
 
 # Models as they are: what differs here is a false alarm.
 NOTHING = "nothing"
