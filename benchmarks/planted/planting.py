@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.planted.defect import Built, Defect
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.tensor_parallel.collectives import Ranks
-from ckptx.verification import forward
+from ckptx.verification import side
 
 Forward = Callable[..., Any]
 
@@ -23,18 +23,18 @@ def planted(defect: Defect) -> Iterator[None]:
     if defect.runtime is None:
         yield
         return
-    stock, plant = forward.parallelize, defect.runtime
+    stock, plant = side.parallelize, defect.runtime
 
     def parallelize(model: nn.Module, mesh: Any, *args: Any, **kwargs: Any) -> Any:
         done = stock(model, mesh, *args, **kwargs)
         plant(Built(model, done.layout, Ranks.of(mesh["tp"])))
         return done
 
-    forward.parallelize = parallelize
+    side.parallelize = parallelize
     try:
         yield
     finally:
-        forward.parallelize = stock
+        side.parallelize = stock
 
 
 # --------------------------------------------------------------------------------------------------- finding, replacing

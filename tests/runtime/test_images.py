@@ -172,8 +172,8 @@ def test_arguments_as_long_as_a_row_know_where_the_image_is() -> None:
     """Ernie's experts for images, and what text sees in Mllama, which puts nothing in."""
     config = config_of(looking("ernie4_5_vl_moe"))
     batch = inputs_for(config).batch
-    assert batch["moe_mm_token_type_ids"].tolist() == [[0] * 2 + [1] * 6 + [0] * 10] * 2
-    assert batch["mm_token_type_ids"].tolist() == [[0] * 3 + [1] * 4 + [0] * 11] * 2
+    assert batch["moe_mm_token_type_ids"].tolist() == [[0] * 2 + [1] * 8 + [0] * 10] * 2
+    assert batch["mm_token_type_ids"].tolist() == [[0] * 3 + [1] * 6 + [0] * 11] * 2
     mask = inputs_for(config_of(looking("mllama"))).batch["cross_attention_mask"]
     assert mask[0, :, 0].tolist() == [[0, 0]] * 2 + [[1, 1]] * 11
 
@@ -209,7 +209,7 @@ def test_a_tower_of_other_make_behind_llava() -> None:
     config = config_of(looking("llava"))
     pixtral = config_of(looking("mistral3"))["vision_config"]
     siglip = config_of(looking("llava_onevision"))["vision_config"]
-    for vision, strategy, count in ((pixtral, "full", 4), (siglip, "full", 4), (siglip, "default", 3)):
+    for vision, strategy, count in ((pixtral, "full", 6), (siglip, "full", 4), (siglip, "default", 3)):
         changed = {**config, "vision_config": vision, "vision_feature_select_strategy": strategy}
         torch.manual_seed(0)
         model = LlavaForConditionalGeneration(LlavaConfig.from_dict(changed)).eval()

@@ -53,7 +53,7 @@ def test_a_model_that_is_made_up_needs_rows_alone() -> None:
     with changed("made-up", inputs=corrections_of("qwen2_vl").inputs):
         found = inputs_for(config)
     assert (found.kinds, found.missing) == (("text", "images"), ())
-    assert found.batch["image_grid_thw"].tolist() == [[1, 4, 4]] * 2
+    assert found.batch["image_grid_thw"].tolist() == [[1, 4, 6]] * 2
 
 
 @pytest.mark.parametrize("model_type", [kind for kind, rows in every().items() if rows.as_tower])

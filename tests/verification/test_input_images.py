@@ -39,12 +39,12 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], int, tuple[int, ...]
     "clip with its class": ("llava", {"model_type": "clip"}, FULL, 37, PIXELS),
     "siglip, which has none": ("llava", {"model_type": "siglip_vision_model"}, FULL, 36, PIXELS),
     "siglip without its first": ("llava", {"model_type": "siglip_vision_model"}, {}, 35, PIXELS),
-    "pixtral behind llava": ("llava", {"model_type": "pixtral"}, {}, 4, (ROWS, 3, 8, 8)),
+    "pixtral behind llava": ("llava", {"model_type": "pixtral"}, {}, 6, (ROWS, 3, 8, 12)),
     "downsampled": ("aya_vision", {}, {"downsample_factor": 2}, 9, PIXELS),
     "downsampled, rounded down": ("cohere2_vision", {}, {"downsample_factor": 4}, 1, PIXELS),
     "two convolutions, rounded up": ("got_ocr2", {}, {}, 4, PIXELS),
     "paligemma": ("paligemma", {}, {}, 36, PIXELS),
-    "pixtral, merged": ("mistral3", {}, {"spatial_merge_size": 3}, 4, (ROWS, 3, 24, 24)),
+    "pixtral, merged": ("mistral3", {}, {"spatial_merge_size": 3}, 6, (ROWS, 3, 24, 36)),
     "internvl": ("internvl", {"patch_size": [4, 2]}, {"downsample_ratio": 0.5}, 4, (ROWS, 3, 16, 8)),
     "internvl with its class": (
         "internvl", {}, {"downsample_ratio": 0.5, **FULL}, 5, (ROWS, 3, 16, 16),
@@ -125,7 +125,7 @@ def test_masks_let_every_pixel_through(
 def test_sizes_are_those_of_the_image() -> None:
     found = image_of("llava_next", image_grid_pinpoints=[[48, 24], [24, 48]])
     assert found.tensors["image_sizes"].tolist() == [[24, 48]] * ROWS
-    assert image_of("mistral3", spatial_merge_size=3).tensors["image_sizes"].tolist() == [[24, 24]] * ROWS
+    assert image_of("mistral3", spatial_merge_size=3).tensors["image_sizes"].tolist() == [[24, 36]] * ROWS
 
 
 def test_a_config_without_eyes_gets_no_image() -> None:

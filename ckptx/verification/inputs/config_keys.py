@@ -14,7 +14,8 @@ Seen = Callable[[Config, int, torch.Generator], MultimodalInput]
 # With the settings of its row; None for a config without the tower.
 Form = Callable[..., MultimodalInput | None]
 
-SIDE = 2  # tokens that an image is high and wide, where the class takes images of any size
+SIDE = 2  # tokens that an image is high, where the class takes images of any size
+WIDE = SIDE + 1  # and wide, so that the two cannot be exchanged
 
 
 def token_of(config: Config) -> int:

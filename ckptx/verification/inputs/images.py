@@ -17,6 +17,7 @@ from ckptx.architecture.corrections import corrections_of
 from ckptx.verification.inputs import patches
 from ckptx.verification.inputs.config_keys import (
     SIDE,
+    WIDE,
     Config,
     Form,
     Seen,
@@ -154,12 +155,13 @@ def _told(config: Config, rows: int, generator: torch.Generator) -> MultimodalIn
 
 def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """`merge` patches along a side make one token."""
-    token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * merge * SIDE
+    token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * merge
+    high, wide = size * SIDE, size * WIDE
     tensors = {
-        "pixel_values": random_of(generator, rows, channels(config), size, size),
-        "image_sizes": torch.tensor([[size, size]] * rows),
+        "pixel_values": random_of(generator, rows, channels(config), high, wide),
+        "image_sizes": torch.tensor([[high, wide]] * rows),
     }
-    return MultimodalInput([token] * SIDE**2, token, tensors)
+    return MultimodalInput([token] * (SIDE * WIDE), token, tensors)
 
 
 def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:

@@ -1,13 +1,13 @@
 """One image for each row, for classes whose processor cuts images into patches: a function for each form.
 
-`n` below is the number of rows.
+`n` below is the number of rows. An image is wider than high, where the class takes that.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ckptx.verification.inputs.config_keys import SIDE, Config, between, channels, first_of, token_of
+from ckptx.verification.inputs.config_keys import SIDE, WIDE, Config, between, channels, first_of, token_of
 from ckptx.verification.inputs.multimodal import MultimodalInput, random_of
 
 
@@ -19,14 +19,15 @@ def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInp
     """
     vision, token = config["vision_config"], token_of(config)
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    tokens = max(SIDE, int(vision.get("window_size") or 0) // (patch * merge) + 1)
-    side = merge * tokens
+    high = max(SIDE, int(vision.get("window_size") or 0) // (patch * merge) + 1)
+    wide = high + 1
+    patches = high * wide * merge * merge
     width = channels(config) * int(vision.get("temporal_patch_size", 2)) * patch * patch
     tensors = {
-        "pixel_values": random_of(generator, rows * side * side, width),
-        "image_grid_thw": torch.tensor([[1, side, side]] * rows),
+        "pixel_values": random_of(generator, rows * patches, width),
+        "image_grid_thw": torch.tensor([[1, high * merge, wide * merge]] * rows),
     }
-    return MultimodalInput(between(config, [token] * tokens**2), token, tensors, ("mm_token_type_ids", 1))
+    return MultimodalInput(between(config, [token] * (high * wide)), token, tensors, ("mm_token_type_ids", 1))
 
 
 def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -64,35 +65,35 @@ def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
     """Patches are squares, (n * patches, channels, patch, patch)."""
     vision, token = config["vision_config"], token_of(config)
     patch = first_of(vision["patch_size"])
-    high, wide = (int(merged) * SIDE for merged in vision["merge_kernel_size"])
+    high, wide = (int(merged) * side for merged, side in zip(vision["merge_kernel_size"], (SIDE, WIDE), strict=True))
     tensors = {
         "pixel_values": random_of(generator, rows * high * wide, channels(config), patch, patch),
         "image_grid_thw": torch.tensor([[1, high, wide]] * rows),
     }
-    return MultimodalInput([token] * SIDE**2, token, tensors)
+    return MultimodalInput([token] * (SIDE * WIDE), token, tensors)
 
 
 def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Patches of an image are not merged, those of a film are."""
     patch, token = int(config["vision_config"]["patch_size"]), token_of(config)
     tensors = {
-        "pixel_values": random_of(generator, rows * SIDE**2, channels(config) * patch * patch),
-        "image_grid_thw": torch.tensor([[1, SIDE, SIDE]] * rows),
+        "pixel_values": random_of(generator, rows * SIDE * WIDE, channels(config) * patch * patch),
+        "image_grid_thw": torch.tensor([[1, SIDE, WIDE]] * rows),
         "image_merge_sizes": torch.ones(rows, dtype=torch.long),
     }
-    return MultimodalInput([token] * SIDE**2, token, tensors)
+    return MultimodalInput([token] * (SIDE * WIDE), token, tensors)
 
 
 def padded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Patches of each image, (n, patches, channels * patch * patch), none of them padding."""
-    patch, side = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"]) * SIDE
-    token = token_of(config)
+    patch, merged = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"])
+    high, wide, token = merged * SIDE, merged * WIDE, token_of(config)
     tensors = {
-        "pixel_values": random_of(generator, rows, side * side, channels(config) * patch * patch),
-        "spatial_shapes": torch.tensor([[side, side]] * rows),
-        "pixel_attention_mask": torch.ones(rows, side * side, dtype=torch.long),
+        "pixel_values": random_of(generator, rows, high * wide, channels(config) * patch * patch),
+        "spatial_shapes": torch.tensor([[high, wide]] * rows),
+        "pixel_attention_mask": torch.ones(rows, high * wide, dtype=torch.long),
     }
-    return MultimodalInput([token] * SIDE**2, token, tensors)
+    return MultimodalInput([token] * (SIDE * WIDE), token, tensors)
 
 
 def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_model: bool) -> MultimodalInput | None:
@@ -110,12 +111,12 @@ def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_m
     patch, pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
     if not pooled_in_model:
         patch, pool = patch * pool, 1
-    side = SIDE * pool
-    places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1)
+    high, wide = SIDE * pool, WIDE * pool
+    places = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1)
     tensors = {
-        "pixel_values": random_of(generator, rows, side * side, 3 * patch * patch).sigmoid(),
-        "image_position_ids": places.reshape(1, side * side, 2).expand(rows, -1, -1).contiguous(),
+        "pixel_values": random_of(generator, rows, high * wide, 3 * patch * patch).sigmoid(),
+        "image_position_ids": places.reshape(1, high * wide, 2).expand(rows, -1, -1).contiguous(),
     }
-    tokens = [int(config["boi_token_id"]), *[token] * SIDE**2]
+    tokens = [int(config["boi_token_id"]), *[token] * (SIDE * WIDE)]
     tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))
     return MultimodalInput(tokens, token, tensors, ("mm_token_type_ids", 1))
