@@ -1,0 +1,120 @@
+"""Peak memory of rank 0 in `verify --run`, and the threads of a process that verifies many times.
+
+    python benchmarks/run_memory.py [--other CHECKOUT] [--runs 50] [--ram /dev/shm] [--results DIR]
+
+A Llama of 317 M parameters, stored in bfloat16, at tp2. Rank 0 holds the reference in one piece: its weights, and as
+many gradients; what it takes beyond these is the last column. CHECKOUT is another directory of ckptx, to be measured
+beside this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import HERE, publish, table
+
+_MODEL = """
+import sys, torch, transformers
+config = transformers.LlamaConfig(
+    vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16,
+    num_key_value_heads=8,
+)
+torch.manual_seed(0)
+transformers.utils.logging.disable_progress_bar()
+transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(sys.argv[1])
+"""
+_PARAMETERS = 317_228_032
+_CASES = {
+    "float32": (["--compute-dtype", "fp32"], 8),
+    "float32, no backward": (["--compute-dtype", "fp32", "--no-backward"], 4),
+    "as stored, bfloat16": (["--compute-dtype", "auto"], 4),
+}  # with the bytes of a weight and its gradient
+_GIB = 1 << 30
+_TINY = "llama-tied"
+
+
+def environment(root: Path) -> dict[str, str]:
+    """One in which `ckptx` is that of a checkout; for `-m` it must be the working directory, too."""
+    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+
+
+def peak_of(root: Path, model: Path, options: list[str]) -> int:
+    """Bytes of rank 0 at its peak."""
+    verify = [sys.executable, "-m", "ckptx", "verify", str(model), str(model), "--run", "--tp", "2", "--json"]
+    done = subprocess.run([*verify, *options], cwd=root, env=environment(root), stdout=subprocess.PIPE, check=True)
+    return int(json.loads(done.stdout)["peak_rss_rank_0"])
+
+
+def threads_on_rank(path: Path, runs: int, out: Path) -> None:
+    """What each rank does: the same run again and again; rank 0 writes how many threads it had after each."""
+    import torch.distributed as dist
+
+    from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.report.report import Log
+    from ckptx.verification.forward import verify_run
+    from ckptx.verification.side import RunOptions
+
+    counts = []
+    dist.init_process_group("gloo")
+    for _ in range(runs):
+        assert verify_run(path, path, RunOptions(ParallelDims(tp=2), device="cpu"), Log()).exit == 0
+        counts.append(len(os.listdir("/proc/self/task")))
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(counts))
+    dist.destroy_process_group()
+
+
+def threads_of(work: Path, runs: int) -> list[int]:
+    """Threads of rank 0 after each run of a tiny model."""
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from support.models import EVERY, write
+
+    write(EVERY[_TINY], work / "tiny")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    asked = ["--runs", str(runs), "--work", str(work)]
+    subprocess.run([*torchrun, *asked], env=environment(HERE.parent), check=True)
+    counts: list[int] = json.loads((work / "threads.json").read_text())
+    return counts
+
+
+def main() -> None:
+    """Measures, and writes run_memory.json and run_memory.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--other", type=Path)
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work is not None:
+        threads_on_rank(arguments.work / "tiny", arguments.runs, arguments.work / "threads.json")
+        return
+    roots = {} if arguments.other is None else {"before": arguments.other.resolve(strict=True)}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
+        model = Path(directory) / "HF"
+        subprocess.run([sys.executable, "-c", _MODEL, str(model)], check=True)
+        for case, (options, width) in _CASES.items():
+            for which, root in {**roots, "now": HERE.parent}.items():
+                peak, holds = peak_of(root, model, options), _PARAMETERS * width
+                rows.append({"computed": case, "which": which, "holds": holds, "peak": peak, "beyond": peak - holds})
+        counts = threads_of(Path(directory), arguments.runs)
+    lines = [
+        (row["computed"], row["which"], *(f"{row[key] / _GIB:.2f} GiB" for key in ("holds", "peak", "beyond")))
+        for row in rows
+    ]
+    columns = ("computed in", "ckptx", "weights and gradients", "peak of rank 0", "beyond")
+    threads = f"Threads of rank 0 after the first of {len(counts)} runs: {counts[0]}; after the last: {counts[-1]}.\n"
+    title = "`verify --run --tp 2`, 317 M parameters stored in bfloat16"
+    publish(arguments.results, "run_memory", {"rows": rows, "threads": counts}, [table(title, columns, lines), threads])
+
+
+if __name__ == "__main__":
+    main()
