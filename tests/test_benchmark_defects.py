@@ -138,5 +138,12 @@ def test_of_what_is_missed_the_reason_is_known(tables: dict[str, list[Row]], dty
 
 
 @pytest.mark.slow
+def test_what_is_found_has_no_reason_to_be_missed(tables: dict[str, list[Row]]) -> None:
+    rows = tables["known"] + tables["further"]
+    somewhere = {key for dtype in benchmark.DTYPES for key in missed(rows, dtype)}
+    assert {key for key, each in EVERY.items() if each.missed} == somewhere
+
+
+@pytest.mark.slow
 def test_nothing_is_found_where_nothing_is_planted(tables: dict[str, list[Row]]) -> None:
     assert [row for row in tables["clean"] if row["exit"]] == []

@@ -253,7 +253,7 @@ _IMAGES = [
         w(
             "one position of the tower zeroed",
             changed("pos_embed.weight", rows_set(54, 55, torch.zeros_like)),
-            "the image of the inputs has 4 x 4 patches, whose positions are taken from others",
+            "the image of the inputs has 4 x 6 patches, whose positions are taken from others",
         ),
         r("deepstack in the opposite order", at.deepstack_reversed),
     ),
@@ -309,7 +309,7 @@ _NOT_ASKED = [
             "special tokens are not among the inputs",
         ),
         c("eos_token_id 2->5", setting("eos_token_id", 5), "noted: generating alone reads it"),
-        r("padding ignored", not_asked.padding_ignored, "the inputs have no padding"),
+        r("padding ignored", not_asked.padding_ignored),
         r("positions wrap around at 64", not_asked.positions_wrap_around, "the inputs are shorter"),
         r("second step computes otherwise", not_asked.second_pass_otherwise, "one step is run"),
         r(
@@ -327,7 +327,7 @@ _NOT_ASKED = [
         ),
         r("experts drop tokens from the 17th on", not_asked.experts_of_a_capacity, "no expert has that many"),
     ),
-    *of("qwen2_5_vl", r("height and width of images exchanged", not_asked.height_is_width, "the image is a square")),
+    *of("qwen2_5_vl", r("height and width of images exchanged", not_asked.height_is_width)),
 ]
 
 FURTHER = [*_FUSED_PROJECTIONS, *_HEADS_AND_NORMS, *_EXPERTS, *_IMAGES, *_RUNTIME, *_NOT_ASKED]

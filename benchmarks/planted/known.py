@@ -25,8 +25,6 @@ _SLIDING, _FULL = ["sliding_attention"], ["full_attention"]
 _FLIPPED = (_FULL + _SLIDING) * 4
 _NOT_COMPUTED = "noted: nothing that is computed without training depends on it"
 
-_NOT_CHOSEN = "no token of the inputs chooses this expert"
-
 _LLAMA = of(
     "llama",
     w("q_proj x(1+1e-4)", scaled(_Q, 1 + 1e-4)),
@@ -134,7 +132,7 @@ _EXPERTS = [
     *of(
         "qwen3_moe",
         c("norm_topk_prob flipped", setting("norm_topk_prob", False)),
-        w("one expert down x1.1", scaled(r"layers.3.mlp.experts.0.down_proj.weight", 1.1), _NOT_CHOSEN),
+        w("one expert down x1.1", scaled(r"layers.3.mlp.experts.0.down_proj.weight", 1.1)),
         w("router x1.01", scaled("layers.3.mlp.gate.weight", 1.01)),
         w("q_norm x1.01", scaled("layers.3.self_attn.q_norm.weight", 1.01)),
     ),
