@@ -1,0 +1,83 @@
+"""What the runtime computes under tensor parallelism is what transformers does, uncut and cut by its own plan.
+
+transformers runs in processes that never import ckptx. A difference may be eight times what moving each embedding by
+one unit in the last place makes of the same number (`support.judged.allowed`): sums in another order, nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.installed import IS_ASKED
+from support.judged import TP, Judge, allowed, computed, cut_on_rank, distance
+from support.models import EVERY
+from support.pool import GlooPool
+from support.slow import slow_but
+
+FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2")
+
+_MIXED = r"RuntimeError: aten\.\w+\.\w+ got mixed torch\.Tensor and DTensor"
+# Where transformers' own tensor parallelism does not run, and what transformers says.
+REFUSED = {
+    **dict.fromkeys(
+        ("gpt2", "t5", "t5-v1.1", "bert-mlm", "bert-pretraining", "bert-base", "mamba", "whisper", "bloom", "opt",
+         "falcon", "bart", "roberta", "roberta-classifier", "mamba2", "mllama"),
+        r"loading: ValueError: `tp_size=2` was requested, but `\w+` has no `tp_plan`",
+    ),
+    "qwen3-vl-moe": "loading: RuntimeError: You set `ignore_mismatched_sizes` to `False`, thus raising an error",
+    "gemma4-vlm": f"forward: {_MIXED}",
+    "gemma4-audio": f"forward: {_MIXED}",
+    "qwen3-vl": f"backward: {_MIXED}",
+    "lfm2-vl": f"backward: {_MIXED}",
+    "llama4": r"backward: RuntimeError: Output 0 of _ToTorchTensor is a view and is being modified inplace",
+}  # fmt: skip
+# Where it runs, and computes something else than transformers uncut.
+DIFFERENT = {
+    "qwen3-vl": "outputs$",
+    "lfm2-vl": "outputs$",
+    "gemma3n": "outputs, loss, ",
+    "glm4-moe": r"(model\.layers\.\d\.self_attn\.[qk]_norm\.weight(, |$)){4}$",
+    "phi": r"(model\.layers\.\d\.self_attn\.[qk]_layernorm\.(weight|bias)(, |$)){8}$",
+}
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    return Judge(tmp_path_factory.mktemp("tp"), FAST, tp=TP)
+
+
+@pytest.mark.parametrize("name", slow_but(EVERY, FAST))
+def test_outputs_loss_and_gradients_are_those_of_transformers(pool: GlooPool, judge: Judge, name: str) -> None:
+    uncut, cut = judge(name), judge(name, "stock-tp")
+    pool.run(cut_on_rank, TP, judge.work, name)
+    ours, limits = computed(judge.work, "ours-tp", name), allowed(judge.work, name, uncut)
+    assert distance(ours, uncut, limits).faults == []
+    error = cut.get("error", "")
+    apart = distance(cut, uncut, limits).faults if "outputs" in cut else []
+    named = ", ".join(each.partition(":")[0] for each in apart)
+    if IS_ASKED:  # other versions refuse others
+        assert re.match(REFUSED.get(name, "$"), error), error
+        assert re.match(DIFFERENT.get(name, "$"), named), named
+    if "outputs" in cut and not apart:
+        assert distance(ours, cut, limits).faults == []
+
+
+@pytest.mark.parametrize(
+    ("name", "skipped", "found"),
+    [
+        ("llama-tied", "sum_out", "outputs"),
+        ("llama-tied", "copy_in", "model.layers.1.input_layernorm.weight"),
+        ("qwen3-moe", "partial_gradient", "model.layers.0.self_attn.q_norm.weight"),
+        ("deepseek-v3", "mla_kv_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
+    ],
+)
+def test_a_sum_over_the_ranks_that_is_skipped_is_found(
+    pool: GlooPool, judge: Judge, name: str, skipped: str, found: str
+) -> None:
+    """Of what is computed, or of a gradient."""
+    uncut, cut = judge(name), judge(name, "stock-tp")
+    pool.run(cut_on_rank, TP, judge.work, name, skipped)
+    ours, limits = computed(judge.work, "ours-tp", name), allowed(judge.work, name, uncut)
+    for theirs in (uncut, cut):
+        assert found in [each.partition(":")[0] for each in distance(ours, theirs, limits).faults]

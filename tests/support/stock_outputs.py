@@ -1,0 +1,198 @@
+"""What stock transformers loads and computes: a program of its own, in which ckptx takes no part.
+
+    python stock_outputs.py WORK NAME ...
+
+Of each model WORK/hf/NAME, run on WORK/inputs/NAME.pt, it writes what was loaded and computed
+
+    from_pretrained, in one piece                                                -> WORK/stock/NAME.pt
+    a model that torch fills from WORK/dcp/NAME, where there is one              -> WORK/stock-dcp/NAME.pt
+    cut by transformers' own plan; with RANK, WORLD_SIZE=2, ... of a launcher    -> WORK/stock-tp/NAME.pt
+
+Many at once, so that imports are paid once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.tensor import DTensor
+
+OUTPUTS = ("logits", "prediction_logits", "seq_relationship_logits", "last_hidden_state")
+_PATIENCE = timedelta(seconds=60)  # of a rank whose neighbour failed alone
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """Dtype, shape and the hash of the bytes of a tensor."""
+    plain = tensor.detach().contiguous()
+    data = plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return f"{plain.dtype} {tuple(plain.shape)} {hashlib.sha256(data).hexdigest()}"
+
+
+def fingerprints(model: torch.nn.Module) -> dict[str, str]:
+    """Of every parameter and buffer, by every name it has; of those that no checkpoint holds, too."""
+    found = {name: fingerprint(each) for name, each in model.named_parameters(remove_duplicate=False)}
+    return found | {name: fingerprint(each) for name, each in model.named_buffers(remove_duplicate=False)}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, gathered when it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def forward(model: Any, inputs: Inputs, **more: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Everything that can be compared, and the loss of the class, where it gives one."""
+    found = model(**inputs, **more)
+    return [whole(found[name]) for name in OUTPUTS if found.get(name) is not None], found.get("loss")
+
+
+def outputs_of(model: Any, inputs: Inputs) -> list[torch.Tensor]:
+    """As they are when no gradient is asked for: transformers has other paths for that."""
+    with torch.no_grad():
+        return [each.clone() for each in forward(model, inputs)[0]]
+
+
+def backward(model: Any, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
+    """Leaves gradients in the parameters, and gives the loss they are of.
+
+    It is that of the class, where it takes labels for these outputs; else something that every output enters.
+    """
+    outputs, _ = forward(model, inputs)
+    takes = "labels" in inspect.signature(type(model).forward).parameters and outputs[0].shape[:-1] == labels.shape
+    again, loss = forward(model, inputs, labels=labels) if takes else (outputs, None)
+    if loss is None:
+        loss = torch.stack([each.float().pow(2).mean() for each in again]).sum()
+    model.zero_grad()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By parameter, whole."""
+    return {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def run(model: Any, inputs: Inputs, labels: torch.Tensor) -> dict[str, Any]:
+    """Outputs, loss and gradients."""
+    outputs = outputs_of(model, inputs)
+    return {"outputs": outputs, "loss": backward(model, inputs, labels), "gradients": gradients(model)}
+
+
+class Task:
+    """A model to load and to run."""
+
+    def __init__(self, work: Path, name: str) -> None:
+        self.hf, self.dcp, self.name = work / "hf" / name, work / "dcp" / name, name
+        self.inputs, self.labels, dtype = torch.load(work / "inputs" / f"{name}.pt", weights_only=True)
+        self.dtype = getattr(torch, dtype)
+        self.cls = getattr(transformers, json.loads((self.hf / "config.json").read_text())["architectures"][0])
+
+    def from_pretrained(self, **how: Any) -> Any:
+        model, info = self.cls.from_pretrained(self.hf, dtype=self.dtype, output_loading_info=True, **how)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            assert not info[kind], f"{kind}: {sorted(info[kind])}"
+        return model.eval()
+
+    def constructed(self) -> Any:
+        """With random weights."""
+        return self.cls._from_config(self.cls.config_class.from_pretrained(self.hf), dtype=self.dtype).eval()
+
+    def from_dcp(self) -> Any:
+        """Filled by torch, strictly, with what the DCP holds under the names of the model.
+
+        Names that the class ties get a parameter each where it holds different values, as with `from_pretrained`.
+        """
+        model = self.constructed()
+        state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(self.dcp), no_dist=True)
+        first: dict[int, str] = {}
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if not torch.equal(state[name], state[first.setdefault(id(parameter), name)]):
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(torch.zeros_like(parameter)))
+        model.load_state_dict(state, strict=True)
+        return model
+
+    def described(self, model: Any) -> dict[str, Any]:
+        """What a model in one piece holds and computes."""
+        held = {"tensors": fingerprints(model), "stored": sorted(model.state_dict())}
+        return {**held, **run(model, self.inputs, self.labels)}
+
+    def frozen(self) -> list[str]:
+        """Parameters that the constructor of the class excludes from training."""
+        return sorted(name for name, each in self.constructed().named_parameters() if not each.requires_grad)
+
+    def cut(self, world_size: int) -> dict[str, Any]:
+        """What it computes under transformers' own tensor parallelism; what transformers says, where it does not."""
+        from transformers.distributed import DistributedConfig
+
+        done: dict[str, Any] = {}
+        step = "loading"
+        try:
+            with _without_accelerate():
+                model = self.from_pretrained(distributed_config=DistributedConfig(tp_size=world_size))
+            step = "forward"
+            done["outputs"] = outputs_of(model, self.inputs)
+            step = "backward"
+            done |= {"loss": backward(model, self.inputs, self.labels), "gradients": gradients(model)}
+        except Exception as error:  # whatever transformers raises is what it says of this class
+            done["error"] = f"{step}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, done.get("error"))
+        errors = [each for each in everyone if each is not None]
+        return {**done, "error": errors[0]} if errors else done
+
+
+def _without_accelerate() -> Any:
+    """transformers asks for accelerate wherever a device is named, also for a CPU, for which it makes no use of it."""
+    return mock.patch("transformers.integrations.accelerate.is_accelerate_available", lambda *args: True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", type=Path)
+    parser.add_argument("names", nargs="+")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        dist.init_process_group("gloo", timeout=_PATIENCE)
+    for name in arguments.names:
+        task = Task(arguments.work, name)
+        done = {"stock": task.described(task.from_pretrained())}
+        if task.dcp.exists():
+            done["stock-dcp"] = task.described(task.from_dcp())
+        if world_size > 1:
+            done["stock-tp"] = task.cut(world_size)
+        frozen = task.frozen()
+        for side, found in done.items() if rank == 0 else ():
+            (arguments.work / side).mkdir(exist_ok=True)
+            torch.save({**found, "frozen": frozen}, arguments.work / side / f"{name}.pt")
+    if world_size > 1:
+        dist.destroy_process_group()
+    ours = sorted(name for name in sys.modules if name.split(".")[0] in ("ckptx", "support"))
+    assert not ours, f"what is judged takes part: {ours}"
+
+
+if __name__ == "__main__":
+    main()
