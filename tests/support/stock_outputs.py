@@ -166,6 +166,19 @@ def _without_accelerate() -> Any:
     return mock.patch("transformers.integrations.accelerate.is_accelerate_available", lambda *args: True)
 
 
+def _done(task: Task, world_size: int) -> dict[str, dict[str, Any]]:
+    """By folder."""
+    try:
+        done = {"stock": task.described(task.from_pretrained())}
+    except Exception as error:  # an older transformers may fail at a model, and the others are wanted all the same
+        return {"stock": {"error": f"{type(error).__name__}: {error}"}}
+    if task.dcp.exists():
+        done["stock-dcp"] = task.described(task.from_dcp())
+    if world_size > 1:
+        done["stock-tp"] = task.cut(world_size)
+    return done
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
@@ -179,12 +192,7 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=_PATIENCE)
     for name in arguments.names:
         task = Task(arguments.work, name)
-        done = {"stock": task.described(task.from_pretrained())}
-        if task.dcp.exists():
-            done["stock-dcp"] = task.described(task.from_dcp())
-        if world_size > 1:
-            done["stock-tp"] = task.cut(world_size)
-        frozen = task.frozen()
+        done, frozen = _done(task, world_size), task.frozen()
         for side, found in done.items() if rank == 0 else ():
             (arguments.work / side).mkdir(exist_ok=True)
             torch.save({**found, "frozen": frozen}, arguments.work / side / f"{name}.pt")
