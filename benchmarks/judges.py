@@ -1,0 +1,140 @@
+"""Holds every tiny model of the tests against a transformers that knows nothing of ckptx, and tables what came of it.
+
+    python benchmarks/judges.py [--results DIR] [MODEL ...]
+
+Each is loaded and run by the runtime, and by transformers in processes that never import ckptx: in one piece, where all
+must be equal bit for bit, and under tensor parallelism of two ranks, where transformers follows its own plan. Beside a
+difference stands what rounding allows. What transformers refuses is listed with what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "tests"))
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
+
+
+def judged(work: Path, name: str, pool: Any) -> dict[str, Any]:
+    """What both sides made of one model."""
+    from support import judged
+    from support.judged import computed, distance
+
+    uncut, cut = computed(work, "stock", name), computed(work, "stock-tp", name)
+    ours = judged.described(work, name, judged.in_one_piece(work, name))
+    pool.run(judged.cut_on_rank, judged.TP, work, name)
+    ours_cut, limits = computed(work, "ours-tp", name), judged.allowed(work, name, uncut)
+    pairs = {"transformers_uncut": (ours_cut, uncut)}
+    if "outputs" in cut:
+        pairs |= {"transformers_cut": (ours_cut, cut), "transformers_with_itself": (cut, uncut)}
+    return {
+        "model": name,
+        "tensors": len(uncut["tensors"]),
+        "unequal": judged.unequal(ours, uncut),
+        "error": cut.get("error"),
+        **{key: _numbers(distance(*pair, limits)) for key, pair in pairs.items()},
+    }
+
+
+def _numbers(found: Any) -> dict[str, Any]:
+    name, apart, limit = found.worst_gradient
+    return {
+        "outputs": found.outputs,
+        "loss": found.loss,
+        "gradients": len(found.gradients),
+        "worst_gradient": [name, apart, limit],
+        "faults": len(found.faults),
+    }
+
+
+_COLUMNS = (
+    "model", "as `from_pretrained`", "tp 2, from transformers uncut: outputs, worst gradient",
+    "tp 2, from transformers' own tp 2: outputs, worst gradient",
+)  # fmt: skip
+
+
+def shown(row: dict[str, Any]) -> tuple[object, ...]:
+    """A line of the table."""
+    equal = f"equal, {row['tensors']} tensors" if not row["unequal"] else f"{len(row['unequal'])} DIFFERENCES"
+    cut = [_apart(row["transformers_cut"])] if "transformers_cut" in row else []
+    itself = row.get("transformers_with_itself")
+    if itself is not None and itself["faults"]:
+        cut = [f"transformers differs from itself uncut: {_apart(itself)}"]
+    if row["error"] is not None:
+        cut.append(f"transformers refuses: {re.split('[.!] ', row['error'])[0]}")
+    return row["model"], equal, _apart(row["transformers_uncut"]), "; ".join(cut)
+
+
+def _apart(found: dict[str, Any]) -> str:
+    outputs = f"{found['outputs'][0]:.1e} of {found['outputs'][1]:.1e}"
+    _, apart, limit = found["worst_gradient"]
+    gradient = f", {apart:.1e} of {limit:.1e}" if found["gradients"] else ""
+    return f"{outputs}{gradient}{' DIFFERENT' if found['faults'] else ''}"
+
+
+def summed(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+    """How transformers' own tensor parallelism fares, by kind of outcome."""
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        kinds.setdefault(_kind(row), []).append(row["model"])
+    most = max(kinds, key=lambda kind: len(kinds[kind]))
+    return [(kind, len(names), "" if kind == most else ", ".join(names)) for kind, names in kinds.items()]
+
+
+def _kind(row: dict[str, Any]) -> str:
+    error, itself = row["error"], row.get("transformers_with_itself")
+    said = []
+    if itself is not None and itself["faults"]:
+        said.append("other outputs than uncut" if itself["outputs"][0] > itself["outputs"][1] else "other gradients")
+    elif itself is not None:
+        said.append("what ckptx computes" if not row["transformers_cut"]["faults"] else "NOT WHAT CKPTX COMPUTES")
+    if error is not None:
+        said.append("no plan" if "has no `tp_plan`" in error else f"error: {error.partition(':')[0]}")
+    return ", ".join(said)
+
+
+def main() -> None:
+    """Prepares, runs, and writes judges.json and judges.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    import torch
+    import transformers
+    from support import judged as sides
+    from support.models import EVERY
+    from support.pool import GlooPool
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    names = arguments.models or list(EVERY)
+    pool = GlooPool()
+    try:
+        with tempfile.TemporaryDirectory(prefix="ckptx-judges-") as directory:
+            work = Path(directory)
+            sides.prepare(work, names)
+            sides.ask_transformers(work, names, tp=sides.TP)
+            rows = [judged(work, name, pool) for name in names]
+    finally:
+        pool.close()
+    title = "The runtime and transformers in a process of its own, tiny random models, float32"
+    tables = [
+        table("What transformers' own tensor parallelism gives, tp 2", ("it gives", "models", "which"), summed(rows)),
+        table(title, _COLUMNS, [shown(row) for row in rows]),
+    ]
+    publish(arguments.results, "judges", {"models": rows}, tables)
+
+
+if __name__ == "__main__":
+    main()
