@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -243,6 +244,18 @@ def test_a_model_that_drops_nothing_is_left_alone() -> None:
     assert dropout.drops(dropping("llama-tied"))
     model.config.attention_dropout = 0.1
     assert dropout.drops(model)
+
+
+@pytest.mark.parametrize(
+    ("nested", "expected"),
+    [({"dropout": 0.1}, True), ({"dropout": 0.0, 3: 1}, False), (None, False), ({"attention_dropout": True}, False)],
+)
+def test_a_nested_config_may_be_a_plain_dict(nested: Any, expected: bool) -> None:
+    """As that of the vision tower of Idefics."""
+    model = build(EVERY["llama-tied"])
+    assert not dropout.drops(model)
+    model.config = SimpleNamespace(sub_configs={"vision_config": object}, vision_config=nested)
+    assert dropout.drops(model) is expected
 
 
 # ------------------------------------------------------------------------------------------------ states

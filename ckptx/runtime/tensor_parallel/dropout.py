@@ -117,10 +117,14 @@ def drops(model: nn.Module) -> bool:
     """Whether anything in a model is dropped at random in training: by a module, an attribute or a key of a config."""
     configs = [module.__dict__["config"] for module in model.modules() if "config" in module.__dict__]
     nested = [getattr(config, key, None) for config in configs for key in getattr(config, "sub_configs", ())]
-    settings = (vars(each) for each in (*model.modules(), *configs, *filter(None, nested)))
+    settings = (
+        each if isinstance(each, Mapping) else vars(each)  # some classes keep a nested config as it was read
+        for each in (*model.modules(), *configs, *nested)
+        if isinstance(each, Mapping) or hasattr(each, "__dict__")
+    )
     is_dropout = any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0 for each in model.modules())
     return is_dropout or any(
-        isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and bool(_DROPS.search(key))
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and bool(_DROPS.search(str(key)))
         for values in settings
         for key, value in values.items()
     )
