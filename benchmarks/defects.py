@@ -24,18 +24,18 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402 (benchmarks run from a checkout)
-import torch.distributed as dist  # noqa: E402
+import torch.distributed as dist  # noqa: E402 (benchmarks run from a checkout)
 
-from benchmarks.planted import models  # noqa: E402
-from benchmarks.planted.defect import Defect  # noqa: E402
-from benchmarks.planted.further import FURTHER  # noqa: E402
-from benchmarks.planted.known import KNOWN  # noqa: E402
-from benchmarks.planted.planting import planted  # noqa: E402
-from ckptx.errors import CkptxError  # noqa: E402
-from ckptx.layout.parallel_dims import ParallelDims  # noqa: E402
-from ckptx.report.report import Log  # noqa: E402
-from ckptx.verification.forward import verify_run  # noqa: E402
-from ckptx.verification.side import RunOptions  # noqa: E402
+from benchmarks.planted import models  # noqa: E402 (benchmarks run from a checkout)
+from benchmarks.planted.defect import Defect  # noqa: E402 (benchmarks run from a checkout)
+from benchmarks.planted.further import FURTHER  # noqa: E402 (benchmarks run from a checkout)
+from benchmarks.planted.known import KNOWN  # noqa: E402 (benchmarks run from a checkout)
+from benchmarks.planted.planting import planted  # noqa: E402 (benchmarks run from a checkout)
+from ckptx.errors import CkptxError  # noqa: E402 (benchmarks run from a checkout)
+from ckptx.layout.parallel_dims import ParallelDims  # noqa: E402 (benchmarks run from a checkout)
+from ckptx.report.report import Log  # noqa: E402 (benchmarks run from a checkout)
+from ckptx.verification.forward import verify_run  # noqa: E402 (benchmarks run from a checkout)
+from ckptx.verification.side import RunOptions  # noqa: E402 (benchmarks run from a checkout)
 
 # Models as they are: what differs here is a false alarm.
 NOTHING = "nothing"
