@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import pickle
 import shutil
@@ -190,7 +191,7 @@ def planted(where: str, module: str, name: str, call: bool) -> bytes:
 REFUSED = [
     ("os", "system"),
     ("builtins", "eval"),
-    ("builtins", "getattr"),
+    ("builtins", "setattr"),
     ("builtins", "set"),
     ("copyreg", "_reconstructor"),
     ("torch.distributed.checkpoint.planner", "SavePlanner"),
@@ -213,6 +214,74 @@ REFUSED = [
 def test_no_class_outside_the_list_is_admitted(where: str, module: str, name: str, call: bool) -> None:
     with pytest.raises(InputError, match="has no place in a checkpoint; nothing in it was executed"):
         parse_metadata(planted(where, module, name, call), "x")
+
+
+def by_name(member: enum.Enum, protocol: int) -> tuple[object, ...]:
+    """How Python 3.11.0 to 3.11.3 pickles a member of an enumeration."""
+    return getattr, (type(member), member.name)
+
+
+def by_value(member: enum.Enum, protocol: int) -> tuple[object, ...]:
+    """How all others do."""
+    return type(member), (member.value,)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("name", ["kinds", "sharded", "trainer", "objects"])
+def test_members_of_enumerations_are_read_as_any_python_pickles_them(
+    name: str, protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = FileSystemReader(GOLDENS / name).read_metadata()
+    item = planner.WriteItem(metadata.MetadataIndex("w"), planner.WriteItemType.SHARD)
+    read.all_local_plans = [planner.SavePlan([item])]
+    pickles = []
+    for reduce in (by_name, by_value):
+        for enumeration in (planner.WriteItemType, metadata._MEM_FORMAT_ENCODING):
+            monkeypatch.setattr(enumeration, "__reduce_ex__", reduce)
+        pickles.append(pickle.dumps(read, protocol))
+    assert [b"getattr" in data for data in pickles] == [True, False]
+    assert parse_metadata(pickles[0], "x") == parse_metadata(pickles[1], "x")
+
+
+MEMBER = b"c%s\ngetattr\nctorch.distributed.checkpoint.planner\nWriteItemType\nX\x05\0\0\0SHARD\x86R"
+
+
+@pytest.mark.parametrize("module", [b"builtins", b"__builtin__"])
+@pytest.mark.parametrize(
+    ("taken", "instead"),
+    [
+        (b"WriteItemType\n", b"WriteItem\n"),
+        (b"WriteItemType\n", b"SavePlan\n"),
+        (b"WriteItemType\n", b"WriteItemType\nK\x00\x85R"),  # a member, not its class
+        (b"ctorch.distributed.checkpoint.planner\nWriteItemType\n", b"X\x02\0\0\0os"),
+        (b"ctorch.distributed.checkpoint.planner\nWriteItemType\n", b"cbuiltins\ngetattr\n"),
+        (b"ctorch.distributed.checkpoint.planner\nWriteItemType\n", b"ccollections\nOrderedDict\n"),
+        (b"X\x05\0\0\0SHARD", b"K\x01"),
+        (b"X\x05\0\0\0SHARD", b"}"),
+    ],
+)
+def test_getattr_is_for_members_of_enumerations_alone(module: bytes, taken: bytes, instead: bytes) -> None:
+    whole = planted("plan", "torch.distributed.checkpoint.planner", "WriteItem", call=False)
+    admitted = b"ctorch.distributed.checkpoint.planner\nWriteItem\n"
+    at = whole.rindex(admitted)
+    member = MEMBER % module
+    head, tail = whole[:at], whole[at + len(admitted) :]
+    parse_metadata(head + member + tail, "x")
+    with pytest.raises(InputError, match=r"builtins\.getattr, which has no place in a checkpoint; nothing in it was"):
+        parse_metadata(head + member.replace(taken, instead, 1) + tail, "x")
+
+
+@pytest.mark.parametrize("name", [b"__class__", b"__init__", b"__reduce_ex__", b"_function"])
+def test_no_attribute_of_a_stand_in_is_reached(name: bytes) -> None:
+    whole = planted("plan", "torch.distributed.checkpoint.planner", "WriteItem", call=False)
+    admitted = b"ctorch.distributed.checkpoint.planner\nWriteItem\n"
+    at = whole.rindex(admitted)
+    member = (MEMBER % b"builtins").replace(b"X\x05\0\0\0SHARD", b"X" + len(name).to_bytes(4, "little") + name)
+    head, tail = whole[:at], whole[at + len(admitted) :]
+    expected = parse_metadata(head + MEMBER % b"builtins" + tail, "x")
+    assert parse_metadata(head + member + tail, "x") == expected
+    with pytest.raises(InputError, match="damaged pickle"):  # what came of it is no function
+        parse_metadata(head + member + b")R" + tail, "x")
 
 
 ADMITTED = [

@@ -223,6 +223,7 @@ _SNIPPETS = [
     b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
     b"cos\nsystem\n",
     b"cbuiltins\neval\n",
+    b"cbuiltins\ngetattr\n",
     b"ctorch\nSize\n",
     b"ccollections\nOrderedDict\n)R",
     b"h\0",

@@ -21,8 +21,10 @@ from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.unpickle import (
     LAYOUT,
+    MEMBER_BY_NAME,
     ORDERED,
     Call,
+    EnumClass,
     Globals,
     Sealed,
     Symbol,
@@ -124,15 +126,14 @@ _ALLOWED: Globals = {
     (METADATA_MODULE, "MetadataIndex"): _Index,
     (METADATA_MODULE, "StorageMeta"): _StorageMeta,
     (METADATA_MODULE, "TensorProperties"): _Properties,
-    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Call(_drop),
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): EnumClass(_drop),
     (_SHARDED_TENSOR, "TensorProperties"): _Properties,
-    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): Call(_drop),
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): EnumClass(_drop),
     (FILESYSTEM_MODULE, "_StorageInfo"): _Info,
-    **{
-        (_PLANNER, name): _Plan
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-    },
+    **{(_PLANNER, name): _Plan for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")},
+    (_PLANNER, "WriteItemType"): EnumClass(_Plan),
     (FILESYSTEM_MODULE, "_StoragePrefix"): _Plan,
+    **MEMBER_BY_NAME,
     (_MEGATRON, "MCoreSavePlan"): _Plan,
     (_MEGATRON, "MCoreMetadata"): _Metadata,
     ("torch", "Size"): tuple,

@@ -84,6 +84,26 @@ class Call:
         raise pickle.UnpicklingError("attempt to change a function")
 
 
+class EnumClass(Call):
+    """Stands in for an enumeration: a function of the value of a member, or of its name."""
+
+    __slots__ = ()
+
+
+def _member(owner: object, name: object) -> object:
+    if not (isinstance(owner, EnumClass) and isinstance(name, str)):
+        raise InputError("names builtins.getattr, which has no place in a checkpoint; nothing in it was executed")
+    return owner(name)
+
+
+# Python 3.11.0 to 3.11.3 pickles a member of an enumeration as `getattr` of its class and name; all others as a call of
+# the class with its value.
+MEMBER_BY_NAME: Globals = {
+    ("builtins", "getattr"): Call(_member),
+    ("__builtin__", "getattr"): Call(_member),
+}
+
+
 class Dict(dict[Any, Any], metaclass=Sealed):
     """Stands in for dicts and sets, ordered or not; attributes such as `_metadata` of a state dict are dropped."""
 
