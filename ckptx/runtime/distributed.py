@@ -86,8 +86,18 @@ def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Proce
     try:
         yield process
     finally:
-        _meshes.clear()
-        dist.destroy_process_group()
+        _end_groups()
+
+
+def _end_groups() -> None:
+    """Ends the world, and the threads of its groups, also of those in a mesh that a model still refers to.
+
+    A thread of gloo that drops its last tensor while the interpreter ends takes the whole process down with SIGABRT.
+    """
+    for _, mesh in _meshes.values():
+        getattr(mesh, "_pg_registry", {}).clear()
+    _meshes.clear()
+    dist.destroy_process_group()
 
 
 def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:

@@ -37,6 +37,22 @@ def test_a_world_has_one_mesh_of_a_kind() -> None:
     assert made[0] is not made[1]
 
 
+def gloo_threads() -> int:
+    """How many threads wait for collectives."""
+    names = (Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir())
+    return sum(name.startswith("pt_gloo") for name in names)
+
+
+def test_a_mesh_that_is_still_referred_to_keeps_no_threads() -> None:
+    """One that drops a tensor while the interpreter ends would end the process with SIGABRT."""
+    before = gloo_threads()
+    with process_group("cpu", "gloo"):
+        mesh = mesh_of(ParallelDims(), "cpu")
+        assert gloo_threads() > before
+    assert gloo_threads() == before
+    assert mesh.mesh_dim_names == ("pp", "dp_shard", "tp")
+
+
 def threads_of(rank: int, world_size: int, path: str, runs: int) -> list[int]:
     """How many threads this process has after each run."""
     counts = []
