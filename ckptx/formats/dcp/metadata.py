@@ -13,7 +13,7 @@ stand-ins keep nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,6 +79,30 @@ class DcpMetadata:
     storage: Mapping[Key, StorageInfo]
     planner_data: Any = None
     version: str | None = "1.0.0"
+
+
+class Places(NamedTuple):
+    """Where the chunks of one tensor lie, in their order. Tensors that are cut alike may share all but `offsets`."""
+
+    files: Sequence[str]
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+
+
+class PlacedMetadata(NamedTuple):
+    """A `DcpMetadata` in which everything has its place, and nothing else has one.
+
+    Attributes:
+        tensors: By FQN.
+        places: By FQN, of the chunks of a tensor.
+        objects: By FQN, of a pickled object.
+        planner_data: As in `DcpMetadata`.
+    """
+
+    tensors: Mapping[str, TensorMetadata]
+    places: Mapping[str, Places]
+    objects: Mapping[str, StorageInfo]
+    planner_data: Any
 
 
 # Stand-ins keep the pickled fields in their `__dict__`, also those of writers that add their own.
@@ -161,7 +185,7 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
     if not isinstance(root, _Metadata):
         raise InputError(f"{where}: holds a {type(root).__name__}, needed the metadata of a torch DCP; copy it again")
     fields = vars(root)
-    shapes, texts = _Shapes(), _Texts()
+    shapes, texts = Shapes(), _Texts()
     try:
         tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, texts, nbytes)
         storage = _parse_storage(fields["storage_data"], shapes, texts)
@@ -173,7 +197,7 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
 
 
 @dataclass(slots=True)
-class _Shapes:
+class Shapes:
     """Checked shapes and regions, each kept once: a checkpoint repeats a few of them many thousand times.
 
     A pickle refers back to a tuple that was one object in memory, so that most are known by their `id`: the values of
@@ -189,10 +213,11 @@ class _Shapes:
         """The one kept that is equal to `value`."""
         known = self._met.get(id(value))
         if known is None:
-            known = self._met[id(value)] = self._checked(value)
+            known = self._met[id(value)] = self.keep(value)
         return known
 
-    def _checked(self, value: Any) -> Shape:
+    def keep(self, value: Any) -> Shape:
+        """As `shape`, of a value that may be gone before this is."""
         # Before it is hashed: what is no flat tuple of numbers could take for ever.
         if type(value) is not tuple or len(value) > DIMS or not _NUMBERS.issuperset(map(type, value)):
             raise ValueError("a size is not a tuple of counts")
@@ -236,7 +261,7 @@ class _Texts:
 
 
 def _parse_state(
-    state: Any, shapes: _Shapes, texts: _Texts, most: int
+    state: Any, shapes: Shapes, texts: _Texts, most: int
 ) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
     """Tensors and objects; `most` chunks are looked at: tensors may share a list of them that is written once."""
     tensors: dict[str, TensorMetadata] = {}
@@ -268,7 +293,7 @@ def _parse_state(
     return tensors, tuple(objects)
 
 
-def _parse_storage(storage: Any, shapes: _Shapes, texts: _Texts) -> dict[Key, StorageInfo]:
+def _parse_storage(storage: Any, shapes: Shapes, texts: _Texts) -> dict[Key, StorageInfo]:
     found: dict[Key, StorageInfo] = {}
     for index, info in dict.items(storage):
         named = vars(index)

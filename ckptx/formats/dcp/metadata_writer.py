@@ -78,9 +78,9 @@ def emit(
         UnsupportedError: `planner_data` holds more than plain values.
     """
     objects = list(objects)
-    out, file = _Emitter(), BytesIO()
+    out, file = Emitter(), BytesIO()
     write = file.write
-    write(b"\x80\x04" + out.preamble() + out.new(METADATA_MODULE, "Metadata") + out.text("state_dict_metadata") + b"}(")
+    write(out.head())
     bodies: dict[TensorMetadata, bytes] = {}
     for fqn, tensor in tensors.items():
         write(out.text(fqn))
@@ -91,7 +91,7 @@ def emit(
         else:
             write(body)
     for fqn in objects:
-        write(out.text(fqn) + out.glob(METADATA_MODULE, "BytesStorageMetadata") + b")\x81")
+        write(out.text(fqn) + out.glob(METADATA_MODULE, OBJECT) + b")\x81")
     write(b"u" + out.text("planner_data"))
     if planner_data is None:
         names = [out.text(fqn) for fqn in (*tensors, *objects)]
@@ -105,7 +105,7 @@ def emit(
     return file.getvalue()
 
 
-def _emit_storage(storage: Iterable[Stored | StoredCut], out: _Emitter) -> Iterator[bytes]:
+def _emit_storage(storage: Iterable[Stored | StoredCut], out: Emitter) -> Iterator[bytes]:
     key = out.new(METADATA_MODULE, "MetadataIndex") + out.text("fqn")
     lines = _Lines(out)
     alike: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # the objects live as long as the catalog
@@ -135,7 +135,7 @@ def _emit_storage(storage: Iterable[Stored | StoredCut], out: _Emitter) -> Itera
 class _Lines:
     """What stands around the offset in a line of `storage_data`, the name left out."""
 
-    def __init__(self, out: _Emitter) -> None:
+    def __init__(self, out: Emitter) -> None:
         self._out = out
         self._hint, self._at = out.text("index"), out.text("offset")
         self._info = b"ub" + out.new(FILESYSTEM_MODULE, "_StorageInfo") + out.text("relative_path")
@@ -182,21 +182,32 @@ _FIELDS = (
 )
 
 
-class _Emitter:
-    """Opcodes of values. What repeats is memoized when first written, so use results in the order they come."""
+OBJECT = "BytesStorageMetadata"
 
-    __slots__ = ("_memo",)
+
+def reference(number: int) -> bytes:
+    """Opcode and argument that get a value from the memo."""
+    return b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
+
+
+class Emitter:
+    """Opcodes of values. What repeats is memoized when first written, so use results in the order they come.
+
+    Attributes:
+        memo: How a value is referred to: of texts, shapes, (module, name) of globals, ("properties", dtype).
+    """
+
+    __slots__ = ("memo",)
 
     def __init__(self) -> None:
-        self._memo: dict[object, bytes] = {}
+        self.memo: dict[object, bytes] = {}
 
     def _remember(self, key: object, code: bytes) -> bytes:
-        number = len(self._memo)
-        self._memo[key] = b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
+        self.memo[key] = reference(len(self.memo))
         return code + b"\x94"
 
     def text(self, value: str) -> bytes:
-        known = self._memo.get(value)
+        known = self.memo.get(value)
         if known is not None:
             return known
         data = value.encode()
@@ -205,25 +216,26 @@ class _Emitter:
 
     def glob(self, module: str, name: str) -> bytes:
         key = (module, name)
-        return self._memo.get(key) or self._remember(key, self.text(module) + self.text(name) + b"\x93")
+        return self.memo.get(key) or self._remember(key, self.text(module) + self.text(name) + b"\x93")
 
-    def preamble(self) -> bytes:
-        """Puts names that repeat into the memo, by pushing each and dropping it again."""
+    def head(self) -> bytes:
+        """What comes before the first tensor. Names that repeat are put into the memo: pushed, and dropped again."""
         names = [self.glob(module, name) for module, name in _CLASSES] + [self.text(name) for name in _FIELDS]
-        return b"".join([name + b"0" for name in names])
+        begin = self.new(METADATA_MODULE, "Metadata") + self.text("state_dict_metadata") + b"}("
+        return b"\x80\x04" + b"".join([name + b"0" for name in names]) + begin
 
     def new(self, module: str, name: str) -> bytes:
         """Opens an instance and its fields; `ub` closes both."""
         return self.glob(module, name) + b")\x81}("
 
     def size(self, shape: Shape) -> bytes:
-        return self._memo.get(shape) or self._remember(
+        return self.memo.get(shape) or self._remember(
             shape, self.glob("torch", "Size") + _tuple(list(map(pickled_int, shape))) + b"\x85R"
         )
 
     def properties(self, dtype: str) -> bytes:
         key = ("properties", dtype)
-        known = self._memo.get(key)
+        known = self.memo.get(key)
         if known is None:
             build = self.glob(METADATA_MODULE, "TensorProperties") + b")\x81(" + self.glob("torch", dtype)
             build += self.glob("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R\x89"

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
@@ -18,7 +19,16 @@ from ckptx.catalog.dtype import BY_TORCH, DType
 from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, coverage_fault
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.dcp.metadata import (
+    DcpMetadata,
+    Key,
+    PlacedMetadata,
+    Places,
+    StorageInfo,
+    TensorMetadata,
+    parse_metadata,
+)
+from ckptx.formats.dcp.own_metadata import parse_own
 from ckptx.formats.foreign import refuse_directory
 from ckptx.formats.torch_archive.archive import archive_frame, archive_length, locate_payload
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
@@ -40,23 +50,16 @@ def open_dcp(root: Path) -> Catalog:
     """
     with without_garbage_collection():
         catalog = Catalog(root, "dcp", {}, identities=identities(root, (METADATA,)))
-        metadata = parse_metadata(_read_metadata(root), f"{root / METADATA}")
+        data = _read_metadata(root)
+        metadata = parse_own(data) or _with_places(parse_metadata(data, f"{root / METADATA}"), root)
         proved: set[tuple[int, bytes]] = set()
-        entries = [_tensor(name, tensor, metadata.storage, proved, root) for name, tensor in metadata.tensors.items()]
-        for name in metadata.objects:
-            place = metadata.storage.get((name, None))
-            if place is None:
-                raise InputError(f'{root / METADATA}: object "{name}" has no place in any file; save it again')
-            catalog.objects[name] = BytesEntry(name, place.path, place.offset, place.length)
-        if len(metadata.storage) > len(catalog.objects) + sum(len(entry.chunks) for entry in entries):
-            name, offsets = _unclaimed(metadata)
-            raise InputError(
-                f'{root / METADATA}: bytes are stored for "{name}" at {offsets}, which no tensor has a chunk for; '
-                "the checkpoint is damaged"
-            )
+        entries = [
+            _tensor(name, tensor, metadata.places[name], proved, root) for name, tensor in metadata.tensors.items()
+        ]
         entries.sort(key=lambda entry: entry.chunks[0][1:3] if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
-        found = _check_files(root, metadata.storage)
+        catalog.objects = {name: BytesEntry(name, *place[:3]) for name, place in metadata.objects.items()}
+        found = _check_files(root, metadata)
         catalog.files = {name: identity.nbytes for name, identity in found.items()}
         catalog.identities.update(found)
     if isinstance(metadata.planner_data, dict):
@@ -64,14 +67,6 @@ def open_dcp(root: Path) -> Catalog:
     elif metadata.planner_data is not None:
         catalog.notes.append(f"planner_data of type {type(metadata.planner_data).__name__} ignored: needed a dict")
     return catalog
-
-
-def _unclaimed(metadata: DcpMetadata) -> Key:
-    """The first entry of the storage that nothing refers to."""
-    claimed: set[Key] = {(name, None) for name in metadata.objects}
-    for name, tensor in metadata.tensors.items():
-        claimed.update((name, region.offsets) for region in tensor.chunks)
-    return next(key for key in metadata.storage if key not in claimed)
 
 
 def _read_metadata(root: Path) -> bytes:
@@ -92,34 +87,63 @@ def _read_metadata(root: Path) -> bytes:
     return data
 
 
-def _tensor(
-    name: str,
-    tensor: TensorMetadata,
-    storage: Mapping[Key, StorageInfo],
-    proved: set[tuple[int, bytes]],
-    root: Path,
-) -> TensorEntry:
-    """One tensor; `proved` remembers the cuts that were found to cover their shape, which many tensors share."""
-    dtype = BY_TORCH.get(tensor.dtype)
-    if dtype is None:
-        raise UnsupportedError(f'{root / METADATA}: tensor "{name}" has dtype {tensor.dtype}, which is not supported')
-    chunks = []
+def _with_places(metadata: DcpMetadata, root: Path) -> PlacedMetadata:
+    """The same, with the places of chunks beside the chunks."""
+    storage = metadata.storage
+    places = {name: _places(name, tensor, storage, root) for name, tensor in metadata.tensors.items()}
+    objects = {}
+    for name in metadata.objects:
+        place = storage.get((name, None))
+        if place is None:
+            raise InputError(f'{root / METADATA}: object "{name}" has no place in any file; save it again')
+        objects[name] = place
+    if len(storage) > len(objects) + sum(len(tensor.chunks) for tensor in metadata.tensors.values()):
+        name, offsets = _unclaimed(metadata)
+        raise InputError(
+            f'{root / METADATA}: bytes are stored for "{name}" at {offsets}, which no tensor has a chunk for; '
+            "the checkpoint is damaged"
+        )
+    return PlacedMetadata(metadata.tensors, places, objects, metadata.planner_data)
+
+
+def _unclaimed(metadata: DcpMetadata) -> Key:
+    """The first entry of the storage that nothing refers to."""
+    claimed: set[Key] = {(name, None) for name in metadata.objects}
+    for name, tensor in metadata.tensors.items():
+        claimed.update((name, region.offsets) for region in tensor.chunks)
+    return next(key for key in metadata.storage if key not in claimed)
+
+
+def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo], root: Path) -> Places:
+    found = []
     for region in tensor.chunks:
-        key = (name, region.offsets)
-        place = storage.get(key)
+        place = storage.get((name, region.offsets))
         if place is None:
             raise InputError(
                 f'{root / METADATA}: chunk {region} of tensor "{name}" has no place in any file; '
                 "the checkpoint is incomplete, save it again"
             )
-        path, offset, length, transforms = place
-        if transforms:
+        if place.transforms:
             raise UnsupportedError(
-                f'{root / path}: tensor "{name}" went through {", ".join(transforms)} when saved; '
+                f'{root / place.path}: tensor "{name}" went through {", ".join(place.transforms)} when saved; '
                 "save it without stream transforms"
             )
-        elements = region if dtype.pack == 1 else _elements(dtype, region)
-        chunks.append(Chunk(elements, path, offset, length, None, None, True))
+        found.append(place)
+    return Places([place.path for place in found], [place.offset for place in found], [place.length for place in found])
+
+
+def _tensor(
+    name: str, tensor: TensorMetadata, places: Places, proved: set[tuple[int, bytes]], root: Path
+) -> TensorEntry:
+    """One tensor; `proved` remembers the cuts that were found to cover their shape, which many tensors share."""
+    dtype = BY_TORCH.get(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedError(f'{root / METADATA}: tensor "{name}" has dtype {tensor.dtype}, which is not supported')
+    regions = tensor.chunks if dtype.pack == 1 else [_elements(dtype, region) for region in tensor.chunks]
+    chunks = [
+        Chunk(region, file, offset, length, None, None, True)
+        for region, file, offset, length in zip(regions, *places, strict=True)
+    ]
     shape = _widen(dtype, tensor.size)
     if len(chunks) != 1 or chunks[0].region.sizes != shape or any(chunks[0].region.offsets):
         # Equal shapes and regions are one object, and `metadata` keeps them alive.
@@ -168,13 +192,15 @@ def _check_coverage(name: str, shape: Shape, chunks: list[Chunk], root: Path) ->
     )
 
 
-def _check_files(root: Path, storage: Mapping[Key, StorageInfo]) -> dict[str, Identity]:
-    """The files that `storage` names, each long enough for what is said to lie in it."""
+def _check_files(root: Path, metadata: PlacedMetadata) -> dict[str, Identity]:
+    """The files that are named, each long enough for what is said to lie in it."""
     needed: dict[str, int] = {}
-    for place in storage.values():
-        end = place.offset + place.length
-        if end > needed.get(place.path, -1):
-            needed[place.path] = end
+    of_chunks = chain.from_iterable(zip(*places, strict=True) for places in metadata.places.values())
+    of_objects = (place[:3] for place in metadata.objects.values())
+    for name, offset, length in chain(of_chunks, of_objects):
+        end = offset + length
+        if end > needed.get(name, -1):
+            needed[name] = end
     found = {}
     for name in sorted(needed):
         path = inside(root, name)
