@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple, cast
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH, DType
@@ -38,6 +40,7 @@ from ckptx.untrusted.numbers import identity
 
 METADATA = ".metadata"
 
+_PLACE = itemgetter(1, 2)  # file and first byte of a chunk
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -52,14 +55,12 @@ def open_dcp(root: Path) -> Catalog:
         catalog = Catalog(root, "dcp", {}, identities=identities(root, (METADATA,)))
         data = _read_metadata(root)
         metadata = parse_own(data) or _with_places(parse_metadata(data, f"{root / METADATA}"), root)
-        proved: set[tuple[int, bytes]] = set()
-        entries = [
-            _tensor(name, tensor, metadata.places[name], proved, root) for name, tensor in metadata.tensors.items()
-        ]
-        entries.sort(key=lambda entry: entry.chunks[0][1:3] if entry.chunks else ("", 0))
+        cuts, places = _Cuts(root), metadata.places
+        entries = [_tensor(name, cuts.of(name, tensor), places[name]) for name, tensor in metadata.tensors.items()]
+        entries.sort(key=lambda entry: _PLACE(entry.chunks[0]) if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
         catalog.objects = {name: BytesEntry(name, *place[:3]) for name, place in metadata.objects.items()}
-        found = _check_files(root, metadata)
+        found = _check_files(catalog)
         catalog.files = {name: identity.nbytes for name, identity in found.items()}
         catalog.identities.update(found)
     if isinstance(metadata.planner_data, dict):
@@ -132,30 +133,58 @@ def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo
     return Places([place.path for place in found], [place.offset for place in found], [place.length for place in found])
 
 
-def _tensor(
-    name: str, tensor: TensorMetadata, places: Places, proved: set[tuple[int, bytes]], root: Path
-) -> TensorEntry:
-    """One tensor; `proved` remembers the cuts that were found to cover their shape, which many tensors share."""
-    dtype = BY_TORCH.get(tensor.dtype)
-    if dtype is None:
-        raise UnsupportedError(f'{root / METADATA}: tensor "{name}" has dtype {tensor.dtype}, which is not supported')
-    regions = tensor.chunks if dtype.pack == 1 else [_elements(dtype, region) for region in tensor.chunks]
+class _Cut(NamedTuple):
+    """What tensors that are cut alike have in common; `regions` were found to cover `shape`."""
+
+    dtype: DType
+    shape: Shape
+    regions: Sequence[Region]
+
+
+class _Cuts:
+    """Looks once at what many tensors share: their metadata, or at least the regions in it."""
+
+    def __init__(self, root: Path) -> None:
+        self._where = str(root / METADATA)
+        self._known: dict[int, _Cut] = {}  # by `id` of what describes a tensor, which lives longer
+        self._proved: set[tuple[int, bytes]] = set()
+
+    def of(self, name: str, tensor: TensorMetadata) -> _Cut:
+        """That of a tensor.
+
+        Raises:
+            InputError, UnsupportedError: As `open_dcp`.
+        """
+        known = self._known.get(id(tensor))
+        if known is None:
+            known = self._known[id(tensor)] = self._look_at(name, tensor)
+        return known
+
+    def _look_at(self, name: str, tensor: TensorMetadata) -> _Cut:
+        dtype, where = BY_TORCH.get(tensor.dtype), f'{self._where}: tensor "{name}"'
+        if dtype is None:
+            raise UnsupportedError(f"{where} has dtype {tensor.dtype}, which is not supported")
+        shape, regions = _widen(dtype, tensor.size), tensor.chunks
+        if dtype.pack > 1:
+            regions = tuple([_elements(dtype, region) for region in regions])
+        if len(regions) != 1 or regions[0].sizes != shape or any(regions[0].offsets):
+            cut = (dtype.pack, identity((tensor.size, *tensor.chunks)))  # equal shapes and regions are one object
+            if cut not in self._proved:
+                _check_coverage(where, shape, regions)
+                self._proved.add(cut)
+        if dtype.pack > 1 and not shape:
+            raise UnsupportedError(f"{where} is a 0-d {tensor.dtype}, which is not supported")
+        return _Cut(dtype, shape, regions)
+
+
+def _tensor(name: str, cut: _Cut, places: Places) -> TensorEntry:
     chunks = [
         Chunk(region, file, offset, length, None, None, True)
-        for region, file, offset, length in zip(regions, *places, strict=True)
+        for region, file, offset, length in zip(cut.regions, *places, strict=True)
     ]
-    shape = _widen(dtype, tensor.size)
-    if len(chunks) != 1 or chunks[0].region.sizes != shape or any(chunks[0].region.offsets):
-        # Equal shapes and regions are one object, and `metadata` keeps them alive.
-        cut = (dtype.pack, identity((tensor.size, *tensor.chunks)))
-        if cut not in proved:
-            _check_coverage(name, shape, chunks, root)
-            proved.add(cut)
-    if dtype.pack > 1 and not shape:
-        raise UnsupportedError(f'{root / METADATA}: tensor "{name}" is a 0-d {tensor.dtype}, which is not supported')
     if len(chunks) > 1:
-        chunks.sort(key=lambda chunk: chunk[1:3])
-    return TensorEntry(name, dtype, shape, tuple(chunks))
+        chunks.sort(key=_PLACE)
+    return TensorEntry(name, cut.dtype, cut.shape, tuple(chunks))
 
 
 def _widen(dtype: DType, sizes: Shape) -> Shape:
@@ -172,14 +201,14 @@ def _elements(dtype: DType, region: Region) -> Region:
     return Region(_widen(dtype, region.offsets), _widen(dtype, region.sizes))
 
 
-def _check_coverage(name: str, shape: Shape, chunks: list[Chunk], root: Path) -> None:
-    fault = coverage_fault(shape, [chunk.region for chunk in chunks])
+def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None:
+    fault = coverage_fault(shape, regions)
     if fault is None:
         return
     if fault.kind == "tangle":
         raise UnsupportedError(
-            f'{root / METADATA}: tensor "{name}" of shape {list(shape)}: its {len(chunks)} chunks are cut across each '
-            "other too often to be checked; save it cut along a mesh"
+            f"{where} of shape {list(shape)}: its {len(regions)} chunks are cut across each other too often to be "
+            "checked; save it cut along a mesh"
         )
     found = {
         "gap": "no chunk covers",
@@ -187,20 +216,19 @@ def _check_coverage(name: str, shape: Shape, chunks: list[Chunk], root: Path) ->
         "outside": "a chunk lies outside at",
     }[fault.kind]
     raise InputError(
-        f'{root / METADATA}: tensor "{name}" of shape {list(shape)}: {found} {fault.region}; '
-        "the save is incomplete or damaged, save it again"
+        f"{where} of shape {list(shape)}: {found} {fault.region}; the save is incomplete or damaged, save it again"
     )
 
 
-def _check_files(root: Path, metadata: PlacedMetadata) -> dict[str, Identity]:
+def _check_files(catalog: Catalog) -> dict[str, Identity]:
     """The files that are named, each long enough for what is said to lie in it."""
+    root = catalog.root
     needed: dict[str, int] = {}
-    of_chunks = chain.from_iterable(zip(*places, strict=True) for places in metadata.places.values())
-    of_objects = (place[:3] for place in metadata.objects.values())
-    for name, offset, length in chain(of_chunks, of_objects):
-        end = offset + length
-        if end > needed.get(name, -1):
-            needed[name] = end
+    chunks = chain.from_iterable(entry.chunks for entry in catalog.tensors.values())
+    for stored in cast("Iterator[Chunk | BytesEntry]", chain(chunks, catalog.objects.values())):
+        end = stored.offset + stored.nbytes
+        if end > needed.get(stored.file, -1):
+            needed[stored.file] = end
     found = {}
     for name in sorted(needed):
         path = inside(root, name)
