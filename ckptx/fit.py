@@ -23,7 +23,7 @@ from ckptx.catalog.region import Shape, whole
 from ckptx.errors import CkptxError, InputError
 from ckptx.mapping.destinations import Destination, named
 from ckptx.mapping.name_index import fill, indices_of
-from ckptx.mapping.names import pattern_of
+from ckptx.mapping.names import parted, pattern_of
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules
 from ckptx.untrusted.limits import INDEX
@@ -263,18 +263,19 @@ class _Survey:
         if place is None:
             return None
         if isinstance(place, str):
-            pattern = pattern_of(place)
-            self._there.setdefault(pattern, set()).add(indices_of(place))
+            pattern, indices = parted(place)
+            self._there.setdefault(pattern, set()).add(indices)
             return self._misfit(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
         conversion = self.rules.conversions[place.conversion]
-        run = self._runs.get(place.run)
+        key = place.run
+        run = self._runs.get(key)
         if run is None:
-            run = self._runs[place.run] = self._run_at(conversion, place.fixed)
+            run = self._runs[key] = self._run_at(conversion, place.fixed)
         run.positions[place.column].add(place.at)
         return self._misfit(
             name,
             entry,
-            (place.conversion, place.column, *run.alike),
+            (place.conversion, place.column, run.alike),
             lambda: self._shapes_on_disk(conversion, place),
         )
 
@@ -438,8 +439,9 @@ class _Survey:
 
     def _layer_behind(self, model_name: str) -> tuple[str, int] | None:
         """The list of layers of a name and the index in it, where that is behind the last one."""
-        for path in paths_of(pattern_of(model_name))[:1]:
-            index = indices_of(model_name)[0]
+        pattern, indices = parted(model_name)
+        for path in paths_of(pattern)[:1]:
+            index = indices[0]
             if index >= self.expected.counts.get(path, index + 1):
                 return path, index
         return None

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ckptx.mapping.names import pattern_of
-from ckptx.untrusted.limits import INDEX
+from ckptx.mapping.names import parted, pattern_of
 
 
 class Fit(NamedTuple):
@@ -64,9 +63,9 @@ class NameIndex:
 
     def find(self, name: str) -> Iterator[Fit]:
         """The patterns that `name` fits, in the order of their groups, those with a star in a component last."""
-        entries = self._entries.get(pattern_of(name))
+        pattern, found = parted(name)
+        entries = self._entries.get(pattern)
         if entries:
-            found = indices_of(name)
             for group, column, numbers in entries:
                 if all(wanted is None or wanted == have for wanted, have in zip(numbers, found, strict=True)):
                     stars = tuple([have for wanted, have in zip(numbers, found, strict=True) if wanted is None])
@@ -79,7 +78,7 @@ class NameIndex:
 
 def indices_of(name: str) -> tuple[int, ...]:
     """The indices in a name, left to right."""
-    return tuple([int(index) for index in INDEX.findall(name)])
+    return parted(name)[1]
 
 
 def fill(pattern: str, indices: Sequence[int]) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
+from sys import intern
 from typing import NamedTuple
 
 from ckptx.errors import InputError
 from ckptx.untrusted.limits import INDEX
+
+_INDICES = re.compile(f"({INDEX.pattern})")  # a group, so that `split` keeps them
 
 # What torch leaves in the names of parameters it wraps; meaningless outside of the run that wrapped them.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
@@ -156,10 +160,18 @@ def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
 
 
 @lru_cache(maxsize=1 << 16)
-def pattern_of(name: str) -> str:
-    """`name` with every all-digit component replaced by `*`.
+def parted(name: str) -> tuple[str, tuple[int, ...]]:
+    """The pattern of a name, and the indices that its stars stand for, left to right.
 
     Example:
-        model.layers.31.mlp.up_proj.weight -> model.layers.*.mlp.up_proj.weight
+        model.layers.31.mlp.up_proj.weight -> model.layers.*.mlp.up_proj.weight, (31,)
     """
-    return INDEX.sub("*", name)
+    parts = _INDICES.split(name)
+    # One text for thousands of names: its hash is known, and it is compared by identity.
+    return intern("*".join(parts[::2])), tuple(map(int, parts[1::2]))
+
+
+@lru_cache(maxsize=1 << 16)
+def pattern_of(name: str) -> str:
+    """`name` with every all-digit component replaced by `*`."""
+    return parted(name)[0]

@@ -15,7 +15,7 @@ from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.destinations import Destination, Run, Settled, named, renamed_at, with_scales
 from ckptx.mapping.name_index import NameIndex, indices_of
-from ckptx.mapping.names import pattern_of
+from ckptx.mapping.names import parted, pattern_of
 from ckptx.mapping.ops import Columns, Conversion, convert
 from ckptx.mapping.quantization_scales import SCALE_OF_BLOCKS, bases_of_scales
 from ckptx.wording import counted
@@ -178,7 +178,7 @@ class NameRules:
         return known
 
     def _found(self, name: str) -> tuple[Destination | None, str | None]:
-        pattern = pattern_of(name)
+        pattern, indices = parted(name)
         alike = self._alike.get(pattern)
         if alike is None:
             found = self._found_for(name)
@@ -188,7 +188,6 @@ class NameRules:
         plain = None if alike.plain is None else alike.plain[0] + name[alike.plain[1] :]
         if alike.conversion is None:
             return None, plain
-        indices = indices_of(name)
         if alike.in_list:
             return Destination(alike.conversion, indices[:-1], alike.column, indices[-1]), plain
         return Destination(alike.conversion, indices, alike.column), plain
