@@ -79,14 +79,15 @@ def _counted_apart(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, di
     places: set[object] = set()
     apart: dict[object, list[str]] = {}
     for name, entry in view.tensors.items():
-        place = entry.place if entry.numel else name
+        numel = entry.numel
+        place = entry.place if numel else name
         if place in places:
             continue
         places.add(place)
         if name in leaders:
             apart.setdefault((leaders[name], entry.dtype, entry.shape), []).append(name)
         else:
-            count += entry.numel
+            count += numel
     return count, apart
 
 

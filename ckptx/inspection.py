@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -86,22 +85,24 @@ def inspect(
 
 def _groups_of(view: ModelView) -> list[dict[str, Any]]:
     """Tensors and bytes by the first three components of their patterns."""
-    patterns: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
+    sizes: dict[str, list[int]] = {}
     seen: set[object] = set()
     for name, entry in view.tensors.items():
         pattern, nbytes = pattern_of(name), entry.nbytes
-        patterns[pattern] += 1
+        known = sizes.get(pattern)
+        if known is None:
+            known = sizes[pattern] = []
         place = entry.place if nbytes else name
-        if place not in seen:  # a name that shares the bytes of another adds nothing
-            seen.add(place)
-            sizes[pattern] += nbytes
+        if place in seen:
+            nbytes = 0  # a name that shares the bytes of another adds nothing
+        seen.add(place)
+        known.append(nbytes)
     groups: dict[str, dict[str, Any]] = {}
-    for pattern, count in patterns.items():
+    for pattern, each in sizes.items():
         name = ".".join(pattern.split(".")[:3])
         group = groups.setdefault(name, {"pattern": name, "tensors": 0, "bytes": 0})
-        group["tensors"] += count
-        group["bytes"] += sizes[pattern]
+        group["tensors"] += len(each)
+        group["bytes"] += sum(each)
     return list(groups.values())
 
 
