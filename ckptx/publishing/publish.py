@@ -352,7 +352,7 @@ def _layout(plan: CopyPlan) -> str:
 
     def places(chunks: Sequence[Chunk]) -> bytes:
         if not isinstance(chunks, CutChunks):
-            return repr(tuple(chunks)).encode()
+            return repr([(*chunk.region, *chunk[1:]) for chunk in chunks]).encode()
         key = (id(chunks.files), id(chunks.blocks))  # which tensors that are cut alike share
         if key not in known:
             known[key] = leaf_digest(repr((chunks.files, chunks.blocks)).encode())
