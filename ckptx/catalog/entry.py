@@ -185,7 +185,7 @@ class TensorEntry(NamedTuple):
 
     def called(self, name: str) -> TensorEntry:
         """The same tensor under this name."""
-        return self if self.name == name else self._replace(name=name)
+        return self if self.name == name else TensorEntry(name, *self[1:])
 
     @property
     def place(self) -> tuple[str, int]:

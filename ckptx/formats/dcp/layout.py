@@ -77,7 +77,7 @@ def allocate(root: Path, tensors: Iterable[TensorEntry], files: int | None) -> C
         name = f"__{index}_0.distcp"
         at = catalog.files.get(name, 0)
         chunk = Chunk(whole(entry.shape), name, at, length, archive=True)
-        catalog.tensors[entry.name] = entry._replace(chunks=(chunk,))
+        catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, (chunk,), entry.replicas)
         catalog.files[name] = at + length
     return catalog
 
@@ -180,7 +180,7 @@ def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, 
             offsets.append(at)
             filled[block.rank_in_stage] = at + length
         chunks = CutChunks(blocks, files_of[id(blocks)], lengths, offsets, archive=True)
-        catalog.tensors[entry.name] = entry._replace(chunks=chunks, replicas=())
+        catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks)
     return filled
 
 

@@ -93,8 +93,9 @@ def header_of(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
     """The text of the header of a file that holds these tensors one after the other, without padding."""
     rows, at = [], 0
     for entry in shard:
-        rows.append((entry.name, entry.dtype, entry.shape, at, at + entry.nbytes))
-        at += entry.nbytes
+        end = at + entry.nbytes
+        rows.append((entry.name, entry.dtype, entry.shape, at, end))
+        at = end
     return header_text(rows, metadata)
 
 
@@ -103,9 +104,10 @@ def place_file(catalog: Catalog, file: str, shard: list[TensorEntry], text: str)
     prologue = frame_header(text)
     at = len(prologue)
     for entry in shard:
-        chunk = Chunk(whole(entry.shape), file, at, entry.nbytes)
-        catalog.tensors[entry.name] = entry._replace(chunks=(chunk,))
-        at += entry.nbytes
+        name, dtype, shape, _, replicas = entry
+        nbytes = entry.nbytes
+        catalog.tensors[name] = TensorEntry(name, dtype, shape, (Chunk(whole(shape), file, at, nbytes),), replicas)
+        at += nbytes
     catalog.files[file] = at
     return prologue
 
