@@ -63,7 +63,7 @@ def build_model(
     with _building(name, config_dir):
         if edit is not None:
             edit(config)
-        model = _on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
+        model = on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
     model.config.architectures = [name]
     _keep_in_fp32(model)
     _untie(model, untied)
@@ -129,7 +129,8 @@ def _class_and_config(
     return known, known.config_class.from_pretrained(str(config_dir))
 
 
-def _on_meta(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+def on_meta(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    """A model of a class without storage, with the attention that `build_model` describes, in evaluation mode."""
     # sdpa is what transformers takes by itself, and only so it takes eager for a tower without it
     attention = None if attn_implementation == "sdpa" else attn_implementation
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
@@ -303,12 +304,12 @@ def _parameters_on_meta() -> Iterator[None]:
     """Every parameter goes to the meta device when a module registers it; buffers stay where they are made."""
     register = nn.Module.register_parameter
 
-    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(self, name, parameter)
 
-    nn.Module.register_parameter = on_meta
+    nn.Module.register_parameter = register_on_meta
     try:
         yield
     finally:

@@ -1,0 +1,1 @@
+"""Pipeline stages: the model's own forward on each of them, and what must travel between them."""
