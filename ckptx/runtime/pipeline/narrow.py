@@ -19,7 +19,7 @@ Values = dict[str, Any]
 
 # The width of the residual stream. In a part with several of them the first is that of its layers: where a tower has
 # an `embed_dim`, its `hidden_size` is the width of what it feeds.
-_HIDDEN = ("embed_dim", "d_model", "n_embd", "model_dim", "dim", "hidden_size")
+_HIDDEN = ("embed_dim", "d_model", "n_embd", "model_dim", "dim", "hidden_dim", "hidden_size")
 
 # Numbers of heads, and of groups that heads are divided into.
 _HEADS = {
@@ -39,7 +39,7 @@ _HEAD_DIMS = {
     "head_dim", "d_kv", "global_head_dim", "swa_head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim",
     "indexer_head_dim", "rotary_dim", "head_size", "attention_head_size", "resampler_head_dim", "cross_head_dim",
-    "mamba_head_dim", "mamba_d_head", "mamba_headdim",
+    "mamba_head_dim", "mamba_d_head", "mamba_headdim", "dim_head",
 }  # fmt: skip
 _ROPE_COUNTS = ("mrope_section",)  # numbers of frequencies, half a head together
 _ROPE_FACTORS = ("short_factor", "long_factor")  # one number for each frequency
@@ -62,6 +62,9 @@ _STATES = {"state_size", "ssm_state_size", "mamba_d_state", "d_state"}
 
 # Widths of tables with a row for each token and layer, of which a vocabulary makes most of a model.
 _TABLES = {"hidden_size_per_layer_input", "ple_embed_dim"}
+
+# Rows of tables that tokens are hashed into.
+_BUCKETS = {"encoder_hash_byte_group_vocab", "num_hash_buckets", "ngram_vocab_size_base"}
 
 _EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 _CHOSEN = (
@@ -322,8 +325,13 @@ def _hidden_sizes(described: Iterable[_Part]) -> dict[int, int]:
         if part.hidden is not None:
             by_size.setdefault(part.hidden, []).append(part)
     found: dict[int, int] = {}
-    # those of heads first, since they have no choice
-    for old in sorted(by_size, key=lambda each: (not any(map(_is_tied, by_size[each])), each)):
+
+    def turn(size: int) -> tuple[bool, bool, int]:
+        """Those of heads first, since they have no choice; of these the one of a vocabulary, since it costs most."""
+        users = by_size[size]
+        return not any(map(_is_tied, users)), not any("vocab_size" in each.old for each in users), size
+
+    for old in sorted(by_size, key=turn):
         choices = [choice for part in by_size[old] for choice in _choices(part) if choice <= old]
         free = [each for each in choices if each not in found.values()]
         tied = [part for part in by_size[old] if _is_tied(part)]
@@ -382,6 +390,7 @@ def _changes(
         "ranks": lambda old: ranks.get(old, old),
         "states": lambda old: min(old, 8),
         "tables": lambda old: min(old, 4),
+        "buckets": lambda old: min(old, 1024),
         "experts": lambda old: min(old, experts),
     }
 
@@ -405,6 +414,7 @@ _KINDS = {
     **dict.fromkeys(_RANKS, "ranks"),
     **dict.fromkeys(_STATES, "states"),
     **dict.fromkeys(_TABLES, "tables"),
+    **dict.fromkeys(_BUCKETS, "buckets"),
     **dict.fromkeys(_EXPERTS, "experts"),
 }
 

@@ -8,6 +8,7 @@ large one and a few numbers in each, and is compared with it before it is taken.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -36,12 +37,13 @@ _ATTEMPTS = (
 )
 
 _ROWS, _LENGTH = 2, 12
+_SOUND = ("num_mel_bins", "max_source_positions")  # keys of how high a sound is, and of half its length
 _FIRST_WORD = 3  # the ids before are those of padding, begin and end in most vocabularies
 _SEED = 0
 _SPREAD = 0.3
 
 # One of several experts; how many there are is no matter.
-_EXPERT = re.compile(r"(?<=experts)\.\d+(?=\.|$)")
+_EXPERT = re.compile(r"(?<=experts)\.(expert_)?\d+(?=\.|$)")
 
 
 class _Shape(NamedTuple):
@@ -99,29 +101,21 @@ def _found(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTra
         raise UnsupportedError(f"{cls.__name__}: it cannot be built from its config: {_said(error)}") from error
     if large.nbytes <= _SMALL:
         return plain, None
-    spare: list[tuple[Narrowness, PreTrainedConfig]] = []  # above what is aimed at, and still small
-    last = ""
-    for how in _ATTEMPTS:
-        try:
-            tried = narrow(plain, how)
-            shape = _shape_of(tried, cls)
-            last = _difference(large, shape)
-            if not last and shape.nbytes > _AIM:
-                last = f"it has {shape.nbytes // _MIB} MiB of parameters, needed at most {_MOST // _MIB} MiB"
-                spare += [(how, tried)] if shape.nbytes <= _MOST else []
-            if not last:
-                return tried, _run(tried, cls)
-        except Exception as error:  # a config or a model class may raise anything
-            last = _said(error)
-        last = f"{how}: {last}"
-    for how, tried in spare:
-        try:
-            return tried, _run(tried, cls)
-        except Exception as error:  # a model class may raise anything
-            last = f"{how}: {_said(error)}"
+    _check_input(cls, plain)
+    faults: list[str] = []
+    for most in (_AIM, _MOST):
+        for how in _ATTEMPTS:
+            try:
+                tried = narrow(plain, how)
+                fault = _difference(large, _shape_of(tried, cls), most)
+                if not fault:
+                    return tried, _run(tried, cls)
+            except Exception as error:  # a config or a model class may raise anything
+                fault = _said(error)
+            faults.append(f"with {how}: {fault}")
     raise UnsupportedError(
-        f"{cls.__name__}: no small model with its layers can be made, which pipeline stages are found with; "
-        f"last tried was {last}"
+        f"{cls.__name__}: no small model with its layers can be made, by which is found what stages hand on; "
+        f"first tried {faults[0]}; last tried {faults[-1]}"
     )
 
 
@@ -167,13 +161,15 @@ def _without_experts(name: str) -> str:
     return _EXPERT.sub(".*", name)
 
 
-def _difference(large: _Shape, small: _Shape) -> str:
-    """What the small model has and the large one has not, or the other way round; empty when there is nothing."""
+def _difference(large: _Shape, small: _Shape, most: int) -> str:
+    """What the small model has and the large one has not, or lacks, or that it is not small; empty when it is right."""
     for lacks, has, which in ((small, large, "lacks"), (large, small, "has in addition")):
         for those, these in ((lacks.modules, has.modules), (lacks.tensors, has.tensors)):
             missing = sorted(these - those)
             if missing:
                 return f"it {which} {missing[0][0]}, {missing[0][1]}"
+    if small.nbytes > most:
+        return f"it has {small.nbytes // _MIB} MiB of parameters, needed at most {most // _MIB} MiB"
     return ""
 
 
@@ -214,20 +210,33 @@ def _run(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
     return model
 
 
-def _batch(model: Any) -> dict[str, torch.Tensor]:
-    """A text of 2 rows of 12 tokens; for an encoder that listens, sounds as long as it takes them.
+def _check_input(cls: type[PreTrainedModel], config: Any) -> None:
+    """Whether there is something to run a model on.
 
     Raises:
-        UnsupportedError: The model reads neither.
+        UnsupportedError: It neither reads text nor listens to sounds of a length that its config says.
     """
+    bands, length = (getattr(config, key, None) for key in _SOUND)
+    listens = config.is_encoder_decoder and cls.main_input_name == "input_features" and bands and length
+    if not listens and not _reads(cls):
+        raise UnsupportedError(
+            f"{cls.__name__}: its input is {cls.main_input_name}, needed a model that reads text, or an "
+            "encoder-decoder that listens; a small model of it cannot be tried, use it without pipeline stages"
+        )
+
+
+def _reads(cls: type[nn.Module]) -> bool:
+    return "input_ids" in inspect.signature(cls.forward).parameters
+
+
+def _batch(model: Any) -> dict[str, torch.Tensor]:
+    """A text of 2 rows of 12 tokens; for an encoder that listens, a sound as long as it takes them for each."""
     ids = _words(model.config)
     batch = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
-    if model.main_input_name == "input_ids":
+    if _reads(type(model)):
         return {"input_ids": ids, **batch}
-    bands, length = (getattr(model.config, key, None) for key in ("num_mel_bins", "max_source_positions"))
-    if model.main_input_name == "input_features" and batch and bands and length:
-        return {"input_features": torch.linspace(-1, 1, 2 * length).expand(_ROWS, bands, -1).contiguous(), **batch}
-    raise UnsupportedError(f"its input is {model.main_input_name}, needed one that reads text or listens")
+    bands, length = (getattr(model.config, key) for key in _SOUND)
+    return {"input_features": torch.linspace(-1, 1, 2 * length).expand(_ROWS, bands, -1).contiguous(), **batch}
 
 
 def _words(config: Any) -> torch.Tensor:
