@@ -85,6 +85,7 @@ class StageMap:
     Attributes:
         pp: Number of stages.
         counts: Layers of each stage, over all stacks.
+        stacks: In the order they run.
     """
 
     def __init__(self, stacks: Sequence[Stack], pp: int, how: str = "even", subject: str = "this model") -> None:
@@ -107,7 +108,7 @@ class StageMap:
             )
         self.pp = pp
         self.counts = split_layers(sum(stack.count for stack in stacks), pp, how) if stacks else (0,)
-        self._stacks = tuple(stacks)
+        self.stacks = tuple(stacks)
         self._firsts = tuple(accumulate((stack.count for stack in stacks), initial=0))  # global index of layer 0
         self._stage_of_layer = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
         leads = [(f"{stack.path}.", index) for index, stack in enumerate(stacks)]
@@ -132,21 +133,21 @@ class StageMap:
         if layer is not None and self._is_plain[layer[0]]:
             return self._stage(*layer)
         path = self._longest(name)
-        if layer is not None and len(path) <= len(self._stacks[layer[0]].path):
+        if layer is not None and len(path) <= len(self.stacks[layer[0]].path):
             return self._stage(*layer)
         return self._stage_at.get(path, 0)
 
     def is_extra(self, name: str) -> bool:
         """True for a tensor of a layer behind the last one of its stack."""
         layer = self._layer_of(name)
-        return layer is not None and layer[1] >= self._stacks[layer[0]].count
+        return layer is not None and layer[1] >= self.stacks[layer[0]].count
 
     def layers_of(self, stage: int) -> list[tuple[str, int, int]]:
         """The layers of a stage as (path of the stack, first, stop); stacks it has no layer of are left out."""
         begin = sum(self.counts[:stage])
         end = begin + self.counts[stage]
         spans = []
-        for stack, first in zip(self._stacks, self._firsts, strict=False):
+        for stack, first in zip(self.stacks, self._firsts, strict=False):
             low, high = max(begin - first, 0), min(end - first, stack.count)
             if low < high:
                 spans.append((stack.path, low, high))
@@ -154,7 +155,7 @@ class StageMap:
 
     def _stage(self, stack: int, layer: int) -> int:
         """The stage of a layer; of the nearest one before it where there is no such layer."""
-        index = self._firsts[stack] + min(layer, self._stacks[stack].count - 1)
+        index = self._firsts[stack] + min(layer, self.stacks[stack].count - 1)
         return self._stage_of_layer[max(index, 0)] if self._stage_of_layer else 0
 
     def _layer_of(self, name: str) -> tuple[int, int] | None:

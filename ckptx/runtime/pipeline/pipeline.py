@@ -1,0 +1,228 @@
+"""Runs the stages of this rank under a schedule of torch, one step at a time.
+
+Every rank has the inputs of every microbatch. What torch is given is the number of a microbatch, cut from a range: each
+stage looks up what it needs, so that microbatches may have any number of images, in any order of the schedule. The last
+stage computes the loss itself and gives torch a number; logits stay where they were computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from ckptx.layout.stages import StageMap
+from ckptx.runtime.pipeline.carry import Carry
+from ckptx.runtime.pipeline.payload import Place, pack, place_of, places_of, rooms, unpack
+from ckptx.runtime.pipeline.run import StageRun
+from ckptx.runtime.pipeline.schedules import Schedule
+from ckptx.runtime.pipeline.ties import Tie, check_alike, sum_gradients, take_gradients
+
+_logger = logging.getLogger(__name__)
+
+Batch = Mapping[str, Tensor]
+Loss = Callable[[Any, int], Tensor]
+
+
+class Pipeline:
+    """The stages of this rank.
+
+    Attributes:
+        parts: In ascending order of their numbers.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[int, nn.Module],
+        stages: StageMap,
+        carry: Carry,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        loss: Loss,
+        ties: Sequence[Tie] = (),
+    ) -> None:
+        """Args:
+        models: The stages of this rank by number, parallel by now; their `forward` becomes another.
+        stages: How the model is cut.
+        carry: What travels.
+        schedule: In which order.
+        group: The ranks of the pipeline.
+        device: Where the models are.
+        loss: Of what the model gave for a microbatch of this number, as it counts in the step: gradients are those of
+            the sum over the microbatches.
+        ties: From `tied_over`; the gradients of their copies are summed at the end of each step.
+
+        Raises:
+            UnsupportedError: Copies are not cut alike.
+        """
+        self.parts = [StageRun(model, stages, number, carry) for number, model in sorted(models.items())]
+        self._stages, self._schedule, self._group, self._device = stages, schedule, group, device
+        self._loss, self._ties, self._models = loss, ties, dict(models)
+        self._batches: Sequence[Batch] = ()
+        self._places: dict[int, tuple[Place, ...]] = {}
+        self._prepared: tuple[Any, Any] = (None, None)
+        for part in self.parts:
+            part.model.forward = self._forward_of(part, part.model.forward)
+        check_alike(ties, self._models, group)
+
+    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Forward and backward of every microbatch; gradients are added to those that are there.
+
+        Returns:
+            The losses, on the rank that has the last stage; nothing elsewhere.
+        """
+        self._batches = batches
+        runner = self._runner(batches)
+        numbers = torch.arange(len(batches), device=self._device)
+        losses: list[Tensor] = []
+        arguments = (numbers,) if self.parts[0].number == 0 else ()
+        is_last = self.parts[-1].number == self._stages.pp - 1
+        held = take_gradients(self._ties, self._models)
+        runner.step(
+            *arguments, number=numbers, target=numbers if is_last else None, losses=losses if is_last else None,
+            return_outputs=False,
+        )  # fmt: skip
+        self._batches = ()
+        ranks = {number: self._peer(number) for number in range(self._stages.pp)}
+        sum_gradients(self._ties, self._models, ranks, self._group, held)
+        return [each.detach() for each in losses]
+
+    def forward(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Forward alone, one microbatch after another; gives what `step` gives."""
+        losses: list[Tensor] = []
+        with torch.no_grad():
+            for index, batch in enumerate(batches):
+
+                def see(part: StageRun, output: Any, index: int = index) -> None:
+                    if part.number == self._stages.pp - 1:
+                        losses.append(self._loss(output, index))
+
+                self.walk(batch, see)
+        return losses
+
+    def walk(self, batch: Batch, see: Callable[[StageRun, Any], None] | None = None) -> list[list[Place | None]]:
+        """Runs one microbatch forward through all stages, one after another, without a schedule.
+
+        Args:
+            batch: The microbatch.
+            see: Is shown each stage of this rank with what its model gave.
+
+        Returns:
+            For each boundary between stages that this rank knows, what its values take; None for the others.
+        """
+        found: dict[int, list[Place | None]] = {}
+        values: tuple[Any, ...] = ()
+        for part in self.parts:
+            before = self._peer(part.number - 1)
+            if part.number and before != dist.get_rank():
+                values = self._receive(before)
+            if part.number:
+                found[part.number] = list(map(place_of, part.received, values))
+            output, sent = part(part.own_forward, batch, values)
+            if see is not None:
+                see(part, output)
+            if part.sent:
+                found[part.number + 1] = list(map(place_of, part.sent, sent))
+                values = tuple(_detached(each) for each in sent)
+                after = self._peer(part.number + 1)
+                if after != dist.get_rank():
+                    self._send(values, after)
+        return [found.get(number, []) for number in range(self._stages.pp)]
+
+    def _peer(self, stage: int) -> int:
+        """The rank, among all, that has a stage."""
+        size = dist.get_world_size(self._group)
+        return dist.get_global_rank(self._group, self._schedule.rank_of(stage, size)) if stage >= 0 else -1
+
+    def _send(self, values: tuple[Any, ...], rank: int) -> None:
+        said = [(each.cpu(), each.requires_grad) if isinstance(each, Tensor) else (each, False) for each in values]
+        dist.send_object_list([said], dst=rank, group=self._group, device=self._device)
+
+    def _receive(self, rank: int) -> tuple[Any, ...]:
+        said: list[Any] = [None]
+        dist.recv_object_list(said, src=rank, group=self._group, device=self._device)
+        return tuple(
+            value.to(self._device).requires_grad_(is_trained) if isinstance(value, Tensor) else value
+            for value, is_trained in said[0]
+        )
+
+    def _forward_of(self, part: StageRun, own: Callable[..., Any]) -> Callable[..., Any]:
+        part.own_forward = own
+
+        def forward(*payload: Tensor, number: Tensor) -> Any:
+            index = int(number)
+            values = unpack(payload, self._places[part.number]) if part.number else ()
+            output, sent = part(own, self._batches[index], values)
+            if part.number == self._stages.pp - 1:
+                return self._loss(output, index)
+            return pack(sent, self._places[part.number + 1], self._device)
+
+        return forward
+
+    def _runner(self, batches: Sequence[Batch]) -> Any:
+        """The schedule of torch, made anew when something has another shape than in the step before.
+
+        One that exists cannot take other shapes, and its stages drop the gradients of FSDP2 when they begin.
+        """
+        signature = [{name: tuple(value.shape) for name, value in batch.items()} for batch in batches]
+        is_new = torch.tensor(int(signature != self._prepared[0]), device=self._device)
+        if dist.get_world_size() > 1:  # looking at shapes is collective
+            dist.all_reduce(is_new, op=dist.ReduceOp.MAX)
+        if int(is_new):
+            self._measure(batches)
+            self._prepared = signature, self._made(len(batches))
+        return self._prepared[1]
+
+    def _measure(self, batches: Sequence[Batch]) -> None:
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            found = [self.walk(batch) for batch in batches]
+        for part in self.parts:
+            for module in part.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            for number, slots in ((part.number, part.received), (part.number + 1, part.sent)):
+                self._places[number] = places_of(slots, [each[number] for each in found]) if slots else ()
+
+    def _made(self, microbatches: int) -> Any:
+        stages = [
+            _Stage(
+                part.model,
+                part.number,
+                self._stages.pp,
+                self._device,
+                input_args=rooms(self._places[part.number]) if part.number else torch.empty(1, dtype=torch.int64),
+                output_args=rooms(self._places[part.number + 1]) if part.sent else torch.empty(()),
+                group=self._group,
+            )
+            for part in self.parts
+        ]
+        size = dist.get_world_size(self._group)
+        _logger.info("%s: stages %s of %d, %d microbatches", self._schedule.name, [each.number for each in self.parts],
+                     self._stages.pp, microbatches)  # fmt: skip
+        for stage in stages:
+            stage.stage_index_to_group_rank = {
+                number: self._schedule.rank_of(number, size) for number in range(self._stages.pp)
+            }
+        return self._schedule.cls(
+            stages if self._schedule.stages > 1 else stages[0],
+            n_microbatches=microbatches,
+            loss_fn=lambda output, _: output,
+            scale_grads=False,
+        )
+
+
+class _Stage(PipelineStage):  # type: ignore[misc]
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: torch would drop the gradients that FSDP2 has summed up so far."""
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

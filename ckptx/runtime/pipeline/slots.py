@@ -1,0 +1,92 @@
+"""Where a value lies among the arguments of a call: how it is found there, and put there.
+
+    decoder layer 3, its first call, argument "shared_kv_states", key "full_attention", the second of 2
+
+Arguments are one dict: positional ones under their index, the others under their name.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Arguments = dict[Any, Any]
+
+
+class Step(NamedTuple):
+    """One step into a container: a key of a dict (`length` is -1), or an index of a tuple or list of that length."""
+
+    key: Any
+    length: int = -1
+
+
+class Slot(NamedTuple):
+    """A place among the arguments of a call.
+
+    Attributes:
+        point: Canonical name of the module that is called.
+        call: How often it was called before, in one forward pass.
+        steps: From the arguments to the value.
+    """
+
+    point: str
+    call: int
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        inner = "".join(f"[{step.key!r}]" for step in self.steps[1:])
+        number = f", call {self.call + 1}" if self.call else ""
+        return f"{self.point}({self.steps[0].key}{inner}){number}"
+
+
+def leaves(value: Any, steps: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], Any]]:
+    """Everything in nested dicts, tuples and lists that is none of these, with its place."""
+    if isinstance(value, (dict, UserDict)):
+        for key, item in value.items():
+            yield from leaves(item, (*steps, Step(key)))
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*steps, Step(index, len(value))))
+    else:
+        yield steps, value
+
+
+def get(value: Any, steps: tuple[Step, ...]) -> Any:
+    """What lies there; None where nothing does."""
+    for key, length in steps:
+        if isinstance(value, (dict, UserDict)) if length < 0 else isinstance(value, (tuple, list)):
+            value = value.get(key) if length < 0 else value[key] if key < len(value) else None
+        else:
+            return None
+    return value
+
+
+def put(container: Any, steps: tuple[Step, ...], value: Any) -> None:
+    """Puts a value there. Dicts are changed in place, for layers share them; tuples and lists are made anew."""
+    (key, _), *rest = steps
+    if not rest:
+        container[key] = value
+        return
+    inner = container.get(key) if isinstance(container, MutableMapping) else container[key]
+    length = rest[0].length
+    if length < 0:
+        if inner is None:
+            inner = container[key] = {}
+        put(inner, tuple(rest), value)
+        return
+    items = list(inner) if inner is not None else [None] * length
+    put(items, tuple(rest), value)
+    container[key] = items if isinstance(inner, list) else tuple(items)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, bit for bit; NaN is equal to nothing. Of other objects the types are compared."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return bool(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    if type(a) is not type(b):
+        return False
+    return bool(a == b) if isinstance(a, (bool, int, float, str)) else True

@@ -1,0 +1,88 @@
+"""Looks at what the layers of a model, and the modules on the way to them, are given, and changes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ckptx.layout.stages import StageMap
+from ckptx.runtime.layers import submodule
+from ckptx.runtime.pipeline.slots import Arguments
+from ckptx.runtime.pipeline.stage import ways
+
+Call = tuple[str, int]  # the canonical name of a module, and how often it was called before in this forward pass
+Visit = Callable[[Call, Arguments], None]
+See = Callable[[Call, Any], None]
+
+
+def points(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
+    """The modules that are looked at: those on the way to the layers, the layers, and what runs right around them.
+
+    Of a module in wrappers it is the outermost wrapper.
+    """
+    lists = {stack.path for stack in stages.stacks}
+    names = [name for name in ways(stages) if name and name not in lists]
+    for stack in stages.stacks:
+        names += [*stack.before, *(f"{stack.path}.{index}" for index in range(stack.count)), *stack.after]
+    found = {name: submodule(model, name) for name in names}
+    return {name: module for name, module in found.items() if module is not None}
+
+
+class Taps:
+    """Hooks on the points of a model; they do nothing but within `watching`.
+
+    They run before those of wrappers, and not again when activations are recomputed.
+    """
+
+    def __init__(self, model: nn.Module, stages: StageMap) -> None:
+        self._calls: Counter[str] = Counter()
+        self._running: dict[str, int] = {}
+        self._visit: Visit | None = None
+        self._see: See | None = None
+        self._handles = []
+        for name, module in points(model, stages).items():
+            self._handles.append(module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(name)))
+
+    @contextmanager
+    def watching(self, visit: Visit, see: See | None = None) -> Iterator[None]:
+        """For one forward pass.
+
+        Args:
+            visit: Is shown what each call is given, and may change it, in place.
+            see: Is shown what each call gave.
+        """
+        self._calls.clear()
+        self._visit, self._see = visit, see
+        try:
+            yield
+        finally:
+            self._visit = self._see = None
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._visit is None:
+                return None
+            self._running[name] = self._calls[name]
+            self._calls[name] += 1
+            arguments: Arguments = {**dict(enumerate(args)), **kwargs}
+            self._visit((name, self._running[name]), arguments)
+            return tuple(arguments.pop(index) for index in range(len(args))), arguments
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._see is not None:
+                self._see((name, self._running[name]), output)
+
+        return hook
