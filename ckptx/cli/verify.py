@@ -21,7 +21,7 @@ from ckptx.cli.options import (
 from ckptx.cli.output import Output
 
 _RUN = [
-    "run", "tp", "dp_shard", "tp_plan", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope",
+    "run", "tp", "pp", "pp_split", "dp_shard", "dp_replicate", "tp_plan", "schedule", "microbatches", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope",
     "compile", "backward", "trust_remote_code", "strict",
 ]  # fmt: skip
 
@@ -55,7 +55,36 @@ _RUN = [
     show_default="1",
     help="Ranks that share each tensor.",
 )
+@click.option(
+    "--pp",
+    "--pipeline-parallel-size",
+    "pp",
+    type=int,
+    metavar="N",
+    show_default="1",
+    help="Ranks of the pipeline.",
+)
+@click.option(
+    "--pp-split",
+    metavar="even|vllm|titan|hf|a,b,c",
+    show_default="even",
+    help="Layers per stage: by whose rule, or the counts themselves.",
+)
 @click.option("--dp-shard", type=int, metavar="N", show_default="1", help="FSDP ranks inside each TP rank.")
+@click.option("--dp-replicate", type=int, metavar="N", show_default="1", help="Replicas of all of them (HSDP).")
+@click.option(
+    "--schedule",
+    metavar="gpipe|1f1b|interleaved1f1b|...",
+    show_default="1f1b",
+    help="Of the pipeline; also interleavedzerobubble, zbvzerobubble, dualpipev.",
+)
+@click.option(
+    "--microbatches",
+    type=int,
+    metavar="N",
+    show_default="one for each stage",
+    help="Of a step of the pipeline, on each data rank.",
+)
 @click.option(
     "--tp-plan",
     metavar="FILE",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ckptx.errors import CkptxError, Defect, EnvironmentProblem, UsageError
+from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure, UsageError, exit_code_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.launch import is_launched
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major, so that a rank is where `ParallelDims` says
 DATA_DIMS = ("dp_replicate", "dp_shard")  # along which ranks see other data
 _TIMEOUT = timedelta(minutes=10)
+_PATIENCE = timedelta(seconds=5)
+_LAST_WORDS = "ckptx: last words"
 
 _meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
 
@@ -126,6 +128,15 @@ def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
     return mesh
 
 
+def data_index(mesh: DeviceMesh) -> int:
+    """Which of the ranks that see other data this one is."""
+    index = 0
+    for name in DATA_DIMS:
+        if name in (mesh.mesh_dim_names or ()):
+            index = index * mesh[name].size() + mesh[name].get_local_rank()
+    return index
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """What one rank cannot do fails on all of them, with the words of the first that could not."""
@@ -143,6 +154,32 @@ def together() -> Iterator[None]:
     first = next((each for each in said if each is not None), None)
     if first is not None:
         raise first[0](first[1])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What one rank cannot do while others wait for it, as stages of a pipeline do: it says why, and ends.
+
+    The others notice that it is gone, and say its words.
+    """
+    try:
+        yield
+    except Exception as error:
+        store, said = dist.distributed_c10d._get_default_store(), None
+        with suppress(Exception):  # the store may be gone as well
+            if _is_lost(error) or store.check([_LAST_WORDS]):
+                store.wait([_LAST_WORDS], _PATIENCE)
+                said = store.get(_LAST_WORDS).decode(errors="replace").split(":", 1)
+            else:
+                store.set(_LAST_WORDS, f"{exit_code_of(error)}:rank {dist.get_rank()}: {error}")
+        if said is not None:
+            raise PeerFailure(said[1], int(said[0]), is_said=False) from error
+        raise
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether it says that another rank is gone."""
+    return any(words in str(error) for words in ("onnection", "NCCL", "Timed out"))
 
 
 def everywhere(value: Any) -> list[Any]:

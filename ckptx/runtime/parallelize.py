@@ -103,9 +103,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     that no layer holds (embeddings, norms, heads, towers without layers) are in it. What a class keeps in another dtype
     than the rest (routers and gates in float32) is a unit of its own, for FSDP2 gathers a unit as one tensor; layers
     that share parameters (those of Zamba share a transformer) are one unit, for a parameter can be in one alone. On a
-    mesh of one rank nothing is done, unless precisions are mixed, which FSDP2 does too.
+    mesh of one rank nothing is done, unless precisions are mixed, which FSDP2 does too. On a pipeline stage nothing is
+    resharded after forward, or every microbatch would gather every layer again.
     """
     names = mesh.mesh_dim_names or ()
+    reshard = "pp" not in names or mesh["pp"].size() == 1
     replicate = mesh["dp_replicate"].size() if "dp_replicate" in names else 1
     if mesh["dp_shard"].size() * replicate == 1 and mixed_precision is None:
         return 0
@@ -115,9 +117,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     kept = dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
     try:
         for unit in apart:
-            fully_shard(unit, mesh=data, mp_policy=kept, reshard_after_forward=True)
+            fully_shard(unit, mesh=data, mp_policy=kept, reshard_after_forward=reshard)
         for unit in layers:
-            fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedError(

@@ -13,6 +13,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "gloo", "nccl"]
 ActivationCheckpointing = Literal["none", "full", "submodule", "selective"]
 Scope = Literal["all", "language", "vision", "audio"]
+Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
 
 CHOICES = {
     "device": get_args(Device),
@@ -20,6 +21,7 @@ CHOICES = {
     "compute_dtype": get_args(Dtype),
     "activation_checkpointing": get_args(ActivationCheckpointing),
     "ac_scope": get_args(Scope),
+    "schedule": get_args(Schedule),
 }
 
 
@@ -37,7 +39,12 @@ class RunArguments(TypedDict, total=False):
     """Of running the models, see `ckptx.verification.running.verify_running`."""
 
     tp: int | None
+    pp: int | None
+    pp_split: str | None
     dp_shard: int | None
+    dp_replicate: int | None
+    schedule: Schedule | None
+    microbatches: int | None
     tp_plan: str | Path | None
     device: Device | None
     backend: Backend | None

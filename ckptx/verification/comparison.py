@@ -6,7 +6,8 @@ large, nothing could have been found: then it is named as undecided, and never a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,8 +18,6 @@ from torch.nn.functional import log_softmax
 
 from ckptx.catalog.region import Region
 from ckptx.runtime.distributed import Process, broadcast, everywhere, told
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.load import RegionsOf
 from ckptx.runtime.shards import pieces_of
 from ckptx.verification import noise
 from ckptx.verification.execution import Outcome
@@ -44,6 +43,27 @@ class Reference(NamedTuple):
     is_repeatable: bool = True
 
 
+class Held(NamedTuple):
+    """A parameter of this rank.
+
+    Attributes:
+        name: In the whole model; copies of a tied one on several stages have one name.
+        parameter: What this rank has of it.
+        regions: What TP left of it, where its DTensor does not say it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    regions: Sequence[Region] | None
+
+    def distance(self, whole: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """The local part of its gradient, and how far that is from a whole one."""
+        assert self.parameter.grad is not None
+        local = _local(self.parameter.grad)
+        pieces = pieces_of(self.name, self.parameter, self.regions)
+        return local, max((furthest(_at(whole, each.region), _at(local, each.local)) for each in pieces), default=0.0)
+
+
 @dataclass(slots=True)
 class Comparison:
     """What this rank finds; the first rank has the reference and tells it to the others.
@@ -67,7 +87,10 @@ class Comparison:
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def forward(self, expected: Reference | None, found: Outcome, index: int) -> None:
-        """Logits of this rank's batch, and the loss of all."""
+        """Logits of this rank's batches, which begin at `index` of all, and the loss of all.
+
+        A rank without the last stage of a pipeline has none.
+        """
         known = None
         if expected is not None:
             shapes = [(tuple(each.shape), each.dtype) for each in expected.outcome.logits]
@@ -77,23 +100,33 @@ class Comparison:
             broadcast(None if expected is None else expected.outcome.logits[i], shape, dtype, self.process)
             for i, (shape, dtype) in enumerate(shapes)
         ]
-        ours, theirs = found.logits[0], whole[index]
-        ours_loss = sum(everywhere(found.loss)) / self.process.world_size
+        losses = [each for each, is_last in everywhere((found.loss, bool(found.logits))) if is_last]
+        ours_loss = sum(losses) / len(losses)
         limit = 0.0 if self.is_exact else noise.ALLOWED * noise_of_logits
         # A mean can come out the same three times by chance; it is no more exact than its last place for that.
         rounding = noise.rounding(torch.float32, abs(loss))
         limit_of_loss = 0.0 if self.is_exact else max(noise.ALLOWED * noise_of_loss, rounding)
-        distance, deviation = furthest(theirs, ours), _deviation(theirs)
         self.numbers |= {
-            "max_abs": distance,
+            "max_abs": 0.0,
             "max_abs_limit": limit,
-            "logits_deviation": deviation,
-            "kl": _divergence(theirs, ours),
-            "cosine": _cosine(theirs, ours),
+            "logits_deviation": _deviation(whole[index]),
+            "kl": 0.0,
+            "cosine": 1.0,
             "loss": ours_loss,
             "loss_reference": loss,
             "loss_limit": limit_of_loss,
         }
+        for ours, theirs in zip(found.logits, whole[index:], strict=False):
+            self._compare_logits(ours, theirs, limit)
+        if not abs(ours_loss - loss) <= limit_of_loss and not self.rows:
+            self._add("forward", "loss", max_abs=abs(ours_loss - loss), limit=limit_of_loss)
+
+    def _compare_logits(self, ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> None:
+        distance, deviation = furthest(theirs, ours), _deviation(theirs)
+        worst = self.numbers
+        worst["max_abs"] = max(worst["max_abs"], distance)
+        worst["kl"] = max(worst["kl"], _divergence(theirs, ours), key=badness)
+        worst["cosine"] = max(worst["cosine"], _cosine(theirs, ours), key=lambda found: badness(-found))
         for side, logits in (("reference", theirs), ("checkpoint", ours)):
             bad = int((~torch.isfinite(logits)).sum())
             if bad:
@@ -102,11 +135,15 @@ class Comparison:
             self._add("forward", "logits", max_abs=distance, limit=limit)
         elif not limit <= deviation and not self.rows:
             self._doubt("forward", "logits", limit=limit, size=deviation)
-        if not abs(ours_loss - loss) <= limit_of_loss and not self.rows:
-            self._add("forward", "loss", max_abs=abs(ours_loss - loss), limit=limit_of_loss)
 
-    def backward(self, expected: Reference | None, model: nn.Module, regions: RegionsOf | None) -> None:
-        """The part of every gradient that this rank holds."""
+    def backward(self, expected: Reference | None, held: Iterable[Held], copied: Collection[str] = ()) -> None:
+        """The part of every gradient that this rank holds.
+
+        Args:
+            expected: On the first rank.
+            held: The parameters of this rank.
+            copied: Names of those that several stages have: their gradients are summed in another order.
+        """
         known = None
         if expected is not None:
             sizes = {name: _largest(each) for name, each in expected.outcome.gradients.items()}
@@ -116,36 +153,47 @@ class Comparison:
                 for name, each in expected.outcome.gradients.items()
             }
         rows: dict[str, tuple[tuple[int, ...], torch.dtype, float, float, float]] = told(known)
-        ours = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        ours: dict[str, list[Held]] = {}
+        for each in held:
+            ours.setdefault(each.name, []).append(each)
+        here = {name for name, found in ours.items() if any(each.parameter.grad is not None for each in found)}
+        elsewhere = frozenset().union(*everywhere(here))
         largest, worst = 0.0, ("", 0.0)
         for name, (shape, dtype, moved, size, beside_it) in rows.items():
             theirs = broadcast(
                 None if expected is None else expected.outcome.gradients[name], shape, dtype, self.process
             )
-            limit = 0.0 if self.is_exact else max(noise.ALLOWED * moved, noise.rounding(dtype, size))
-            parameter = ours.pop(name, None)
-            if parameter is None or parameter.grad is None:
+            is_exact = self.is_exact and name not in copied
+            limit = 0.0 if is_exact else max(noise.ALLOWED * moved, noise.rounding(dtype, size))
+            if name not in elsewhere or (name in ours and name not in here):
                 self._add("gradients", name, max_abs=size, limit=limit, what="no gradient")
+                ours.pop(name, None)
                 continue
-            local = _local(parameter.grad)
-            pieces = pieces_of(name, parameter, None if regions is None else regions(name))
-            distance = max((furthest(_at(theirs, each.region), _at(local, each.local)) for each in pieces), default=0.0)
-            largest = max(largest, distance)
-            self.gradients[name] = distance, limit
-            if bad := [side for side, each in (("reference", theirs), ("checkpoint", local)) if not _is_finite(each)]:
-                self._add("gradients", name, max_abs=float("inf"), limit=limit, what=f"not finite, {' and '.join(bad)}")
-            elif not self.is_exact and max(size, _largest(local)) <= noise.rounding(dtype, beside_it):
-                continue  # zero but for rounding, as those of key biases are, which softmax does not see
-            elif not distance <= limit:
-                self._add("gradients", name, max_abs=distance, limit=limit)
-            elif limit > size:
-                self._doubt("gradients", name, limit=limit, size=size)
-            if limit and distance / limit > worst[1]:
-                worst = name, distance / limit
-        for name, parameter in ours.items():
-            if parameter.grad is not None and bool(_local(parameter.grad).any()):
-                self._add("gradients", name, max_abs=_largest(_local(parameter.grad)), limit=0.0,
-                          what="the reference has no gradient")  # fmt: skip
+            for each in ours.pop(name, ()):  # none for a parameter of another stage
+                local, distance = each.distance(theirs)
+                largest = max(largest, distance)
+                if distance >= self.gradients.get(name, (0.0, 0.0))[0]:
+                    self.gradients[name] = distance, limit
+                if bad := [
+                    side for side, part in (("reference", theirs), ("checkpoint", local)) if not _is_finite(part)
+                ]:
+                    self._add(
+                        "gradients", name, max_abs=float("inf"), limit=limit, what=f"not finite, {' and '.join(bad)}"
+                    )
+                elif not is_exact and max(size, _largest(local)) <= noise.rounding(dtype, beside_it):
+                    continue  # zero but for rounding, as those of key biases are, which softmax does not see
+                elif not distance <= limit:
+                    self._add("gradients", name, max_abs=distance, limit=limit)
+                elif limit > size:
+                    self._doubt("gradients", name, limit=limit, size=size)
+                if limit and distance / limit > worst[1]:
+                    worst = name, distance / limit
+        for name, found in ours.items():
+            for each in found:
+                gradient = each.parameter.grad
+                if gradient is not None and bool(_local(gradient).any()):
+                    self._add("gradients", name, max_abs=_largest(_local(gradient)), limit=0.0,
+                              what="the reference has no gradient")  # fmt: skip
         self.numbers |= {"gradients": len(rows), "grad_max_abs": largest, "grad_of_limit": list(worst)}
 
     def _add(self, level: str, name: str, **values: Any) -> None:
@@ -164,6 +212,11 @@ def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ..
     if on_disk[0] != name:
         row["model_name"] = name
     return row
+
+
+def badness(value: float) -> tuple[bool, float]:
+    """What to order numbers by: one that is none is the worst; `max` takes what comes first."""
+    return math.isnan(value), value
 
 
 def furthest(a: torch.Tensor, b: torch.Tensor) -> float:

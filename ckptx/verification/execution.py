@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptx.errors import EnvironmentProblem, UnsupportedError
+from ckptx.errors import CkptxError, EnvironmentProblem, UnsupportedError
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.verification.inputs.batch import Inputs
@@ -60,20 +60,13 @@ def run(
     model.zero_grad(set_to_none=True)
     outcome = Outcome()
     for number, inputs in enumerate(batches, 1):
-        try:
+        with failing(model):
             with torch.set_grad_enabled(backward):
                 found = _forward(model, inputs)
-                loss = _loss(found, inputs) / len(batches)
+                loss = loss_of(found, inputs) / len(batches)
             if backward:
                 with _shown(model, see if number == len(batches) else None):
                     loss.backward()
-        except torch.OutOfMemoryError as error:
-            raise EnvironmentProblem(f"{_class_of(model)}: {_brief(error)}; use more ranks") from error
-        except RuntimeError as error:  # a kernel that cannot have these shapes or dtypes
-            raise UnsupportedError(
-                f"{_class_of(model)}: fails when it is run like this: {_brief(error)}; use another layout or "
-                "--compute-dtype, or compare the bytes without --run"
-            ) from error
         outcome.loss += float(loss.detach())
         outcome.logits.append(whole(found.detach()))
     gradients = {
@@ -88,6 +81,22 @@ def run(
             see(name, gradient)
         model.zero_grad(set_to_none=True)
     return outcome
+
+
+@contextmanager
+def failing(model: nn.Module) -> Iterator[None]:
+    """What goes wrong in a kernel, in our words."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EnvironmentProblem(f"{_class_of(model)}: {_brief(error)}; use more ranks") from error
+    except CkptxError:
+        raise
+    except RuntimeError as error:  # a kernel that cannot have these shapes or dtypes
+        raise UnsupportedError(
+            f"{_class_of(model)}: fails when it is run like this: {_brief(error)}; use another layout or "
+            "--compute-dtype, or compare the bytes without --run"
+        ) from error
 
 
 @contextmanager
@@ -187,11 +196,7 @@ def _brief(error: BaseException) -> str:
 
 
 def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
-    device, dtype = _device_of(model), _dtype_of(model)
-    batch = {
-        name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
-        for name, tensor in inputs.batch.items()
-    }
+    batch = arguments(model, inputs)
     try:
         output = model(**batch)
     except (TypeError, AttributeError, ValueError) as error:
@@ -199,6 +204,24 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
             f"{_class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {_brief(error)}; "
             "the bytes can be compared without --run"
         ) from error
+    return compared(model, output)
+
+
+def arguments(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """What to give a model, where it computes and in what it computes in."""
+    device, dtype = _device_of(model), _dtype_of(model)
+    return {
+        name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+        for name, tensor in inputs.batch.items()
+    }
+
+
+def compared(model: nn.Module, output: Any) -> torch.Tensor:
+    """What is compared of an output: logits, or hidden states of a class without a head.
+
+    Raises:
+        UnsupportedError: It has neither.
+    """
     for name in _OUTPUTS:
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(found, torch.Tensor):
@@ -206,7 +229,7 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     raise UnsupportedError(f"{_class_of(model)}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run")
 
 
-def _loss(found: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def loss_of(found: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """Cross entropy of the next token where there are logits for it, else something that every output enters."""
     if found.dim() == 3 and found.shape[:2] == inputs.labels.shape and found.shape[-1] > int(inputs.labels.max()):
         return causal_lm_loss(found, inputs.labels)

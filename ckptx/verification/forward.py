@@ -1,4 +1,4 @@
-"""`verify --run`: what a checkpoint computes under TP x FSDP2, held against the reference model.
+"""`verify --run`: what a checkpoint computes under TP x PP x FSDP2, held against the reference model.
 
 Four levels, the cheap ones first:
 
@@ -15,7 +15,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptx.catalog.region import Region
-from ckptx.errors import UnsupportedError
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.runtime.build import materialize
-from ckptx.runtime.distributed import Process, everywhere, mesh_of, process_group, together
+from ckptx.runtime.distributed import Process, alone, data_index, everywhere, mesh_of, process_group, together
 from ckptx.runtime.ledger import NO_PLACE, UNKNOWN
-from ckptx.runtime.load import RegionsOf
-from ckptx.runtime.parallelize import Parallelized
 from ckptx.verification import execution, memory, noise
 from ckptx.verification.comparison import Comparison, Reference, difference, furthest
 from ckptx.verification.configs import ConfigDifference, compare_configs
 from ckptx.verification.execution import Call, Outcome, observed, run
 from ckptx.verification.inputs import windows
 from ckptx.verification.inputs.batch import Inputs
+from ckptx.verification.loaded import Loaded, in_all
 from ckptx.verification.reached import unreached
 from ckptx.verification.run_report import report_of, worst_by_tensor
 from ckptx.verification.side import RunOptions, Side, both_sides
+from ckptx.verification.staging import stage_the
 
 _MOST_NAMED = 3  # in a note
 
@@ -64,60 +61,62 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         CkptxError: Whatever else is in the way, on whichever rank.
     """
     stopwatch = Stopwatch()
-    if options.dims.pp > 1:
-        raise UnsupportedError("--pp with --run: pipeline stages are not run yet; leave out --pp")
     with process_group(options.device, options.backend) as process:
         mesh = mesh_of(options.dims, process.device.type)
         with together():
             first, second, seen, other = both_sides(reference, checkpoint, options)
-            batches = second.batches(other)
             configs = compare_configs(seen.config, other.config, used=other.tokens_used)
             memory.check(seen, options, process)
+        staging = stage_the(second, process) if options.dims.pp > 1 else None
+        microbatches = staging.microbatches if staging is not None else 1
         with together():
+            batches = second.batches(other, microbatches)
             expected = _run_reference(first, batches, process, options) if process.rank == 0 else None
         with together():
-            model, done, source_of = second.build(mesh)
-            materialize(model, process.device)
-            regions = _regions_of(done)
-            with second.opened() as source:
-                ledger = second.load(model, source, regions)
-        with together(), first.opened() as source:
-            wrong, without_place = first.held_against(model, source, regions)
+            loaded = Loaded(second, mesh, staging)
+            loaded.load(process.device)
+        with together():
+            wrong, without_place = loaded.held_against(first)
             left = _left(without_place)
         rows = _rows_of(configs) if process.rank == 0 else []
-        rows += _added(_left(ledger.unread), left) if process.rank == 0 else []
-        rows += [difference("bytes", process.rank, name, source_of) for name in wrong]
-        index = mesh["dp_shard"].get_local_rank()
-        with together():
-            found = run(model, [batches[index]], backward=options.backward)
-        is_exact = expected is not None and expected.is_repeatable and process.world_size == 1 and not options.compile
-        comparison = Comparison(process, source_of, is_exact)
+        left, added = in_all(everywhere(left)), in_all(everywhere(_left(loaded.unread)))  # on no stage
+        rows += _added(added, left) if process.rank == 0 else []
+        rows += [difference("bytes", process.rank, name, loaded.stored) for name in wrong]
+        index = data_index(mesh) * microbatches
+        own = batches[index : index + microbatches]
+        with together() if staging is None else alone():
+            found = loaded.run(own, backward=options.backward)
+        comparison = Comparison(process, loaded.stored, _is_exact(expected, process, options))
         comparison.forward(expected, found, index)
         if options.backward:
-            comparison.backward(expected, model, regions)
+            comparison.backward(expected, loaded.held(), loaded.copied)
         rows += comparison.rows
         numbers = comparison.numbers
         if expected is not None:
             numbers["unreached"] = unreached(expected.outcome.gradients, seen) if options.backward else None
         expected = None  # its gradients have been compared: the room is for what comes
-        if any(everywhere(any(row["level"] == "forward" for row in rows))):
+        if staging is None and any(everywhere(any(row["level"] == "forward" for row in rows))):
             with together():
-                numbers["first_divergence"] = _first_divergence(first, model, batches[0], process, is_exact=is_exact)
+                numbers["first_divergence"] = _first_divergence(
+                    first, loaded.models[0], batches[0], process, is_exact=comparison.is_exact
+                )
         share = {
             "rows": rows,
             "undecided": comparison.undecided,
-            "dtype": _dtype_of(model),
-            "read": ledger.bytes_read,
-            "nbytes": ledger.nbytes,
+            "dtype": _dtype_of(loaded.models),
+            "read": loaded.bytes_read,
+            "nbytes": loaded.nbytes,
+            "names": loaded.names,
+            "wrapped": loaded.wrapped_layers,
             **numbers,
         }
         share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
-    inputs, name = batches[0], model.config.architectures[0]
+    inputs, name = batches[0], loaded.models[0].config.architectures[0]
     _note(log, name, configs, left, inputs, everyone[0].get("unreached"), first.apart | second.apart)
-    worst = worst_by_tensor(everyone, source_of)
+    worst = worst_by_tensor(everyone, loaded.stored)
     small = {key: [value, windows.SMALL] for key, value in {**seen.windows, **other.windows}.items()}
-    report = report_of(len(ledger.loaded), options, done.wrapped_layers, everyone, inputs, small, worst)
+    report = report_of(options, everyone, inputs, small, worst, staging)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
@@ -192,15 +191,11 @@ def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[
     ]
 
 
-def _regions_of(done: Parallelized) -> RegionsOf | None:
-    layout = done.layout
-    if layout is None:
-        return None
-
-    def regions(name: str) -> list[Region] | None:
-        return layout.local_regions(name) if layout.placements.get(name) is not None else None
-
-    return regions
+def _is_exact(expected: Reference | None, process: Process, options: RunOptions) -> bool:
+    """Whether both sides do the same operations in the same order: stages of a pipeline reorder nothing."""
+    if expected is None or not expected.is_repeatable or options.compile:
+        return False
+    return process.world_size == options.dims.pp
 
 
 def _run_reference(side: Side, batches: Sequence[Inputs], process: Process, options: RunOptions) -> Reference:
@@ -276,6 +271,7 @@ def _observed(model: nn.Module, inputs: Inputs) -> dict[Call, torch.Tensor]:
     return found
 
 
-def _dtype_of(model: nn.Module) -> str:
+def _dtype_of(models: Iterable[nn.Module]) -> str:
     """What the parameters are computed in: "float32", or more than one: "bfloat16 and float32"."""
-    return " and ".join(sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()}))
+    dtypes = {str(each.dtype).removeprefix("torch.") for model in models for each in model.parameters()}
+    return " and ".join(sorted(dtypes))

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite, isnan
+from math import isfinite
 from typing import Any
 
 from ckptx.report.documents.running import RunReport
-from ckptx.verification.comparison import difference
+from ckptx.verification.comparison import badness, difference
 from ckptx.verification.inputs.batch import Inputs
 from ckptx.verification.side import RunOptions
+from ckptx.verification.staging import Staging
 
 
 def report_of(
-    tensors: int,
     options: RunOptions,
-    wrapped_layers: int,
     everyone: list[dict[str, Any]],
     inputs: Inputs,
     small: Mapping[str, Sequence[int]],
     worst: list[dict[str, Any]],
+    staging: Staging | None = None,
 ) -> RunReport:
     """What all ranks found, in one report."""
     dims = options.dims
+    tensors = len({name for share in everyone for name in share["names"]})
+    stages = staging.stages.pp if staging is not None else 1
+    microbatches = staging.microbatches if staging is not None else 1
+    bubble = staging.schedule.bubble_fraction(dims.pp, microbatches) if staging is not None else 0.0
+    layers = sum(share["wrapped"] for share in everyone[:: dims.per_stage])  # of one rank of each pipeline rank
     rows = [row for share in everyone for row in share["rows"]]
     undecided = _once(row for share in everyone for row in share["undecided"])
     first = everyone[0]
@@ -49,8 +54,8 @@ def report_of(
         "max_abs": max(share["max_abs"] for share in everyone),
         "max_abs_limit": first["max_abs_limit"],
         "logits_deviation": first["logits_deviation"],
-        "kl": max((share["kl"] for share in everyone), key=_badness),
-        "cosine": max((share["cosine"] for share in everyone), key=lambda found: _badness(-found)),
+        "kl": max((share["kl"] for share in everyone), key=badness),
+        "cosine": max((share["cosine"] for share in everyone), key=lambda found: badness(-found)),
         "loss": first["loss"],
         "loss_reference": first["loss_reference"],
         "loss_limit": first["loss_limit"],
@@ -66,14 +71,16 @@ def report_of(
         ranks=ranks,
         compared=tensors,
         world_size=dims.world_size,
-        layout={"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard},
-        stages=1,
+        layout={"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate},
+        stages=stages,
+        bubble_fraction=bubble,
+        microbatches=microbatches,
         inputs=list(inputs.kinds),
         tokens=list(inputs.words),
         windows=dict(small),
         unreached=first.get("unreached"),
         compute_dtype=first["dtype"],
-        wrapped_layers=wrapped_layers,
+        wrapped_layers=layers,
         bytes_read_per_rank=[share["read"] for share in everyone],
         **{name: _plain(value) for name, value in found.items()},
     )
@@ -85,11 +92,6 @@ def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         found.setdefault((row["level"], row["name"]), row)
     return list(found.values())
-
-
-def _badness(value: float) -> tuple[bool, float]:
-    """What to order numbers by: on whichever rank one is none, that is the worst; `max` takes what comes first."""
-    return isnan(value), value
 
 
 def worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:

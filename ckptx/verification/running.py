@@ -24,7 +24,12 @@ def verify_running(
     checkpoint: Path,
     *,
     tp: int = 1,
+    pp: int = 1,
+    pp_split: str = "even",
     dp_shard: int = 1,
+    dp_replicate: int = 1,
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
     tp_plan: str | Path | None = None,
     device: str = "auto",
     backend: str = "auto",
@@ -43,7 +48,12 @@ def verify_running(
         reference: What the other should compute.
         checkpoint: What to check.
         tp: Ranks that share each tensor.
+        pp: Ranks of the pipeline; with the schedules that give each rank two stages, half as many as stages.
+        pp_split: Layers of each stage: even, vllm, titan, hf, or the counts with commas between them.
         dp_shard: FSDP ranks inside each TP rank.
+        dp_replicate: Groups of dp_shard ranks that each hold all of it (HSDP).
+        schedule: Of the pipeline: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev.
+        microbatches: Of a step, on each data-parallel rank; as many as there are stages when left out.
         tp_plan: JSON file {"pattern": "style"}, on top of the plan of the model.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
@@ -68,6 +78,7 @@ def verify_running(
         "compute_dtype": compute_dtype,
         "activation_checkpointing": activation_checkpointing,
         "ac_scope": ac_scope,
+        "schedule": schedule,
     }
     for name, value in given.items():
         if value not in CHOICES[name]:
@@ -76,11 +87,22 @@ def verify_running(
         raise UsageError("--ac-scope: says which layers recompute, needed --activation-checkpointing with it")
     if tp_plan is not None and tp == 1:
         raise UsageError("--tp-plan: says how TP cuts tensors, needed --tp 2 or more with it")
-    dims = ParallelDims(tp=tp, dp_shard=dp_shard)
+    for name, is_given in {
+        "pp-split": pp_split != "even",
+        "schedule": schedule != "1f1b",
+        "microbatches": microbatches is not None,
+    }.items():
+        if is_given and pp == 1:
+            raise UsageError(f"--{name}: says how pipeline stages run, needed --pp 2 or more with it")
+    if microbatches is not None and microbatches < 1:
+        raise UsageError(f"--microbatches: {microbatches}, needed 1 or more")
+    dims = ParallelDims(tp=tp, pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     user = dict(read_plan(str(tp_plan))) if tp_plan is not None else None
     log = log or Log()
     if dims.world_size > 1 and not is_launched():
         arguments = ["verify", str(reference), str(checkpoint), "--run", "--tp", str(tp), "--dp-shard", str(dp_shard)]
+        arguments += ["--pp", str(pp), "--pp-split", pp_split, "--dp-replicate", str(dp_replicate)]
+        arguments += [] if microbatches is None else ["--microbatches", str(microbatches)]
         for name, value in given.items():
             arguments += [f"--{name.replace('_', '-')}", value]
         arguments += [] if tp_plan is None else ["--tp-plan", str(tp_plan)]
@@ -106,6 +128,9 @@ def verify_running(
         backward,
         trust_remote_code,
         strict,
+        pp_split,
+        schedule,
+        microbatches,
     )
     return verify_run(reference, checkpoint, options, log)
 

@@ -7,7 +7,7 @@ both, both get two parameters; and windows that no short text would cross are ma
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,9 @@ class RunOptions:
         backward: Compare gradients, too.
         trust_remote_code: Whether Python files of the checkpoints may be executed.
         strict: Whether what could not be decided counts as a difference.
+        pp_split: Layers of each stage, as `StageMap` takes it.
+        schedule: Of the pipeline, by name.
+        microbatches: Of each step of the pipeline, on each data-parallel rank; None for as many as there are stages.
     """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -66,6 +69,9 @@ class RunOptions:
     backward: bool = True
     trust_remote_code: bool = False
     strict: bool = False
+    pp_split: str = "even"
+    schedule: str = "1f1b"
+    microbatches: int | None = None
 
 
 class Seen(NamedTuple):
@@ -94,6 +100,28 @@ class Seen(NamedTuple):
     trained: frozenset[str]
     nbytes: int
     stored_nbytes: int
+
+
+class Built(NamedTuple):
+    """A model, parallel and without storage.
+
+    Attributes:
+        model: On the meta device.
+        done: What was done to it.
+        stored: The names on disk of each tensor of the whole model.
+    """
+
+    model: nn.Module
+    done: Parallelized
+    stored: dict[str, tuple[str, ...]]
+
+    @property
+    def regions(self) -> RegionsOf | None:
+        """What TP left of each parameter on this rank, where its DTensor does not say it."""
+        layout = self.done.layout
+        if layout is None:
+            return None
+        return lambda name: layout.local_regions(name) if layout.placements.get(name) is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +200,15 @@ class Side:
         steer(model, routing_of(model))
         return model
 
-    def batches(self, seen: Seen) -> list[Inputs]:
-        """A batch for each data-parallel rank."""
+    def batches(self, seen: Seen, microbatches: int = 1) -> list[Inputs]:
+        """Batches for each data-parallel rank, those of the first rank first."""
         dims = self.options.dims
         with self.opened() as source:
             config = self.model(source).config.to_dict()  # with the defaults of the class
         length = seen.routing.tokens_needed(config) * 2 // _ROWS  # half of all tokens are sent to experts in turn
         return [
             inputs_for(config, rows=_ROWS, seed=index, shards=dims.tp, at_least=length, is_padded=seen.takes_mask)
-            for index in range(dims.dp_shard)
+            for index in range(dims.dp * microbatches)
         ]
 
     def whole(self, process: Process) -> nn.Module:
@@ -191,14 +219,21 @@ class Side:
             self.load(model, source, None)
         return model
 
-    def build(self, mesh: DeviceMesh) -> tuple[nn.Module, Parallelized, dict[str, tuple[str, ...]]]:
-        """Parallel and without storage; and the names on disk of each tensor."""
+    def build(self, mesh: DeviceMesh, cut: Callable[[nn.Module], None] | None = None) -> Built:
+        """Parallel and without storage.
+
+        Args:
+            mesh: Of all ranks.
+            cut: Makes a pipeline stage of the whole model, in place.
+        """
         options = self.options
         with self.opened() as source:
             assert source.config is not None
             model = self.model(source)
             plan = find_plan(model, source.config, options.tp_plan) if options.dims.tp > 1 else None
             stored = dict(source.stored)
+        if cut is not None:
+            cut(model)
         done = parallelize(
             model,
             mesh,
@@ -207,7 +242,7 @@ class Side:
             scope=options.scope,
             compile=options.compile,
         )
-        return model, done, stored
+        return Built(model, done, stored)
 
     def load(self, model: nn.Module, source: Source, regions: RegionsOf | None) -> LoadLedger:
         """`load_from` with the ties of this side."""

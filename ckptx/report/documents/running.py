@@ -21,7 +21,9 @@ class RunReport(Report):
             deviation of the logits or the largest number of a gradient: nothing could have been found there.
         world_size: Number of ranks.
         layout: The mesh.
-        stages: Pipeline stages.
+        stages: Number of pipeline stages.
+        bubble_fraction: The part of a step in which a rank of the pipeline waits, at best; 0 without a pipeline.
+        microbatches: Of a step, on each data-parallel rank.
         inputs: What the model was given: "text", "image", ...
         tokens: How many different tokens of text, and how many the vocabulary has.
         windows: Windows of attention that were run smaller than the configs say, so that the text crosses them: key ->
@@ -54,6 +56,8 @@ class RunReport(Report):
     world_size: int
     layout: dict[str, int]
     stages: int
+    bubble_fraction: float
+    microbatches: int
     inputs: Sequence[str]
     tokens: Sequence[int]
     windows: dict[str, Sequence[int]]

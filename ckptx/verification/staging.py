@@ -1,0 +1,134 @@
+"""The checkpoint's side as pipeline stages: how it is cut, what travels, and the stages of this rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptx.errors import UnsupportedError
+from ckptx.layout.stages import StageMap
+from ckptx.runtime.distributed import Process, together, told
+from ckptx.runtime.pipeline.carry import Carry, find_carry
+from ckptx.runtime.pipeline.pipeline import Pipeline
+from ckptx.runtime.pipeline.schedules import Schedule, check_schedule, find_schedule
+from ckptx.runtime.pipeline.stage import make_stage
+from ckptx.runtime.pipeline.ties import Tie, tied_over
+from ckptx.runtime.pipeline.tiny import tiny_model
+from ckptx.verification.execution import Outcome, arguments, compared, failing, loss_of, whole
+from ckptx.verification.inputs.batch import Inputs, inputs_for
+from ckptx.verification.side import Built, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How a model is cut into pipeline stages.
+
+    Attributes:
+        schedule: In which order they run.
+        stages: Who has what.
+        carry: What travels.
+        ties: Parameters of several stages.
+        microbatches: Of each step.
+    """
+
+    schedule: Schedule
+    stages: StageMap
+    carry: Carry
+    ties: tuple[Tie, ...]
+    microbatches: int
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Names of copies on later stages -> what the whole model calls them."""
+        return {name: tie.name for tie in self.ties for name in tie.copies.values()}
+
+
+def stage_the(side: Side, process: Process) -> Staging:
+    """Cuts a side; every rank calls it.
+
+    Raises:
+        UnsupportedError: It cannot be cut, or not so.
+        UsageError: Options do not go together.
+    """
+    options = side.options
+    dims, schedule = options.dims, find_schedule(options.schedule)
+    microbatches = options.microbatches or dims.pp * schedule.stages
+    check_schedule(
+        schedule,
+        pp=dims.pp,
+        microbatches=microbatches,
+        data_parallel=dims.dp,
+        activation_checkpointing=options.activation_checkpointing,
+        sequence_parallel=False,
+    )
+    if options.compile:
+        raise UnsupportedError(
+            "--compile: layers of pipeline stages are not compiled, for what they are given is looked at from outside; "
+            "leave out --compile, or --pp"
+        )
+    with side.opened() as source:
+        assert source.architecture is not None and source.config is not None
+        stacks = source.architecture.stacks(source.config)
+        model = side.model(source)
+    stages = StageMap(stacks, dims.pp * schedule.stages, options.pp_split, type(model).__name__)
+    with together():
+        found = _carry_of(model, stages) if process.rank == 0 else None
+    carry: Carry = told(found)
+    return Staging(schedule, stages, carry, tuple(tied_over(model, stages)), microbatches)
+
+
+def _carry_of(model: nn.Module, stages: StageMap) -> Carry:
+    """Found with a small model of the class, on inputs of every kind it takes."""
+    small = tiny_model(model.config, type(model))
+    inputs = inputs_for({**small.config.to_dict(), "architectures": [type(model).__name__]}, rows=2)
+    return find_carry(small, stages, [inputs.batch], lambda output: compared(small, output))
+
+
+class Stages:
+    """The stages of this rank, which together run as one model.
+
+    Attributes:
+        built: By number, in ascending order.
+    """
+
+    def __init__(self, side: Side, mesh: DeviceMesh, staging: Staging) -> None:
+        rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
+        self._staging, self._group, self._device = staging, mesh.get_group("pp"), torch.device(mesh.device_type)
+        self.built: dict[int, Built] = {}
+        for number in staging.schedule.stages_of(rank, size):
+
+            def cut(model: nn.Module, number: int = number) -> None:
+                make_stage(model, staging.stages, number, staging.carry.forms, mesh.device_type)
+
+            self.built[number] = side.build(mesh, cut)
+
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
+        """One step; logits and the loss are there on the ranks that have the last stage."""
+        outcome = Outcome()
+        logits: dict[int, torch.Tensor] = {}
+        models = {number: built.model for number, built in self.built.items()}
+
+        def loss(output: Any, index: int) -> torch.Tensor:
+            found = compared(models[max(models)], output)
+            logits[index] = whole(found.detach())
+            return loss_of(found, batches[index]) / len(batches)
+
+        staging = self._staging
+        for model in models.values():
+            model.eval()
+            model.zero_grad(set_to_none=True)
+        pipeline = Pipeline(
+            models, staging.stages, staging.carry, staging.schedule, self._group, self._device, loss, staging.ties
+        )
+        given = [arguments(model, each) for each in batches]
+        with failing(model):
+            losses = pipeline.step(given) if backward else pipeline.forward(given)
+        outcome.loss = sum(map(float, losses)) if losses else math.nan  # in the order of the reference
+        outcome.logits = [logits[index] for index in sorted(logits)]
+        return outcome
