@@ -21,8 +21,9 @@ from ckptx.cli.options import (
 from ckptx.cli.output import Output
 
 _RUN = [
-    "run", "tp", "pp", "pp_split", "dp_shard", "dp_replicate", "tp_plan", "schedule", "microbatches", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope",
-    "compile", "backward", "trust_remote_code", "strict",
+    "run", "tp", "pp", "pp_split", "dp_shard", "dp_replicate", "tp_plan", "schedule", "microbatches", "device",
+    "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code",
+    "strict",
 ]  # fmt: skip
 
 

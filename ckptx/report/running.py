@@ -11,6 +11,7 @@ from ckptx.report.text import cost
 
 _LEVELS = ("config", "bytes", "forward", "gradients")  # what comes first causes what comes after
 _MOST_OF_A_LEVEL = 8
+_ALWAYS = ("tp", "dp_shard")  # dims of the mesh that are said when they are 1, too
 
 
 def run_text(report: RunReport) -> str:
@@ -20,11 +21,18 @@ def run_text(report: RunReport) -> str:
     if first is not None:
         lines.append(f"first module that differs: {first['module']}, by {_number(first['max_abs'])}")
     layout = report.layout
-    mesh = f"tp {layout['tp']} x dp_shard {layout['dp_shard']}, {counted(report.world_size, 'rank')}"
+    dims = [f"{name} {size}" for name, size in layout.items() if name in _ALWAYS or size > 1]
+    mesh = f"{' x '.join(dims)}, {counted(report.world_size, 'rank')}"
     kinds, tensors = " and ".join(report.inputs), counted(report.tensors, "tensor")
+    each = " on each" if report.stages == 1 else ""
     lines.append(
-        f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors} on each, {human_bytes(report.bytes_read)} read"
+        f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors}{each}, {human_bytes(report.bytes_read)} read"
     )
+    if report.stages > 1:
+        lines.append(
+            f"pipeline   {report.stages} stages, {counted(report.microbatches, 'microbatch')} a step; a "
+            f"rank waits {report.bubble_fraction:.0%} of it at best"
+        )
     for key, (said, run) in report.windows.items():
         lines.append(f"{key} {said:,} run as {run:,} on both sides, so that the text crosses it")
     if report.wrapped_layers:

@@ -67,7 +67,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
             first, second, seen, other = both_sides(reference, checkpoint, options)
             configs = compare_configs(seen.config, other.config, used=other.tokens_used)
             memory.check(seen, options, process)
-        staging = stage_the(second, process) if options.dims.pp > 1 else None
+        staging = stage_the(second, other, process, log) if options.dims.pp > 1 else None
         microbatches = staging.microbatches if staging is not None else 1
         with together():
             batches = second.batches(other, microbatches)
@@ -91,6 +91,8 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         if options.backward:
             comparison.backward(expected, loaded.held(), loaded.copied)
         rows += comparison.rows
+        if staging is not None:
+            rows = [{**row, "stage": staging.stage_of(row)} for row in rows]
         numbers = comparison.numbers
         if expected is not None:
             numbers["unreached"] = unreached(expected.outcome.gradients, seen) if options.backward else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
+from ckptx.report.report import Log
 from ckptx.runtime.distributed import Process, together, told
 from ckptx.runtime.pipeline.carry import Carry, find_carry
 from ckptx.runtime.pipeline.pipeline import Pipeline
@@ -22,7 +23,7 @@ from ckptx.runtime.pipeline.ties import Tie, tied_over
 from ckptx.runtime.pipeline.tiny import tiny_model
 from ckptx.verification.execution import Outcome, arguments, compared, failing, loss_of, whole
 from ckptx.verification.inputs.batch import Inputs, inputs_for
-from ckptx.verification.side import Built, Side
+from ckptx.verification.side import Built, Seen, Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,27 @@ class Staging:
     ties: tuple[Tie, ...]
     microbatches: int
 
+    def stage_of(self, row: Mapping[str, Any]) -> int | None:
+        """The stage of a difference: that of its tensor; the last one of what the whole model gives."""
+        if row["level"] == "config":
+            return None
+        last = self.stages.pp - 1
+        return last if row["level"] == "forward" else self.stages.stage_of(row.get("model_name", row["name"]))
+
     @property
     def copies(self) -> dict[str, str]:
         """Names of copies on later stages -> what the whole model calls them."""
         return {name: tie.name for tie in self.ties for name in tie.copies.values()}
 
 
-def stage_the(side: Side, process: Process) -> Staging:
+def stage_the(side: Side, seen: Seen, process: Process, log: Log) -> Staging:
     """Cuts a side; every rank calls it.
+
+    Args:
+        side: Whose model.
+        seen: What is known of it.
+        process: Of this rank.
+        log: Is told of a pipeline that cannot be filled.
 
     Raises:
         UnsupportedError: It cannot be cut, or not so.
@@ -77,17 +91,25 @@ def stage_the(side: Side, process: Process) -> Staging:
         stacks = source.architecture.stacks(source.config)
         model = side.model(source)
     stages = StageMap(stacks, dims.pp * schedule.stages, options.pp_split, type(model).__name__)
+    if microbatches < stages.pp:
+        log.note(
+            f"--microbatches {microbatches}: do not fill {stages.pp} pipeline stages, so that a rank waits "
+            f"{schedule.bubble_fraction(dims.pp, microbatches):.0%} of a step at best; speed is no matter here"
+        )
     with together():
-        found = _carry_of(model, stages) if process.rank == 0 else None
+        found = _carry_of(model, stages, seen) if process.rank == 0 else None
     carry: Carry = told(found)
     return Staging(schedule, stages, carry, tuple(tied_over(model, stages)), microbatches)
 
 
-def _carry_of(model: nn.Module, stages: StageMap) -> Carry:
-    """Found with a small model of the class, on inputs of every kind it takes."""
+def _carry_of(model: nn.Module, stages: StageMap, seen: Seen) -> Carry:
+    """Found with a small model of the class, on inputs of every kind it takes, with padding and without."""
     small = tiny_model(model.config, type(model))
-    inputs = inputs_for({**small.config.to_dict(), "architectures": [type(model).__name__]}, rows=2)
-    return find_carry(small, stages, [inputs.batch], lambda output: compared(small, output))
+    config = {**small.config.to_dict(), "architectures": model.config.architectures}
+    batches = [
+        inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in {False, seen.takes_mask}
+    ]
+    return find_carry(small, stages, batches, lambda output: compared(small, output))
 
 
 class Stages:

@@ -58,8 +58,8 @@ def _largest(slot: Slot, found: Sequence[Place | None]) -> Place:
     if len({(len(each.shape), each.dtype) for each in there}) > 1:
         forms = " and ".join(sorted({f"{each.dtype} of {len(each.shape)} dims" for each in there}))
         raise UnsupportedError(
-            f"{slot}: found {forms} in the microbatches of one step, needed one form; give microbatches of one kind, or "
-            "leave out --pp"
+            f"{slot}: found {forms} in the microbatches of one step, needed one form; give microbatches of one kind, "
+            "or leave out --pp"
         )
     shape = tuple(max(sizes) for sizes in zip(*(each.shape for each in there), strict=True))
     return Place(shape, there[0].dtype, any(each.is_trained for each in there))

@@ -125,7 +125,7 @@ class Pipeline:
                 values = self._receive(before)
             if part.number:
                 found[part.number] = list(map(place_of, part.received, values))
-            output, sent = part(part.own_forward, batch, values)
+            output, sent = part.model(given=(batch, values))
             if see is not None:
                 see(part, output)
             if part.sent:
@@ -154,9 +154,9 @@ class Pipeline:
         )
 
     def _forward_of(self, part: StageRun, own: Callable[..., Any]) -> Callable[..., Any]:
-        part.own_forward = own
-
-        def forward(*payload: Tensor, number: Tensor) -> Any:
+        def forward(*payload: Tensor, number: Tensor | None = None, given: tuple[Any, ...] = ()) -> Any:
+            if number is None:  # not under a schedule; FSDP2 gathers around this forward all the same
+                return part(own, *given)
             index = int(number)
             values = unpack(payload, self._places[part.number]) if part.number else ()
             output, sent = part(own, self._batches[index], values)

@@ -26,7 +26,6 @@ class StageRun:
 
     def __init__(self, model: nn.Module, stages: StageMap, number: int, carry: Carry) -> None:
         self.model, self.number = model, number
-        self.own_forward: Callable[..., Any] = model.forward
         self.received = carry.slots[number]
         self.sent = carry.slots[number + 1] if number + 1 < stages.pp else ()
         self._taps = Taps(model, stages)

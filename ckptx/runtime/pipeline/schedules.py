@@ -112,8 +112,8 @@ def check_schedule(
     stages = pp * schedule.stages
     if schedule.name == "1F1B" and microbatches < stages:
         raise UsageError(
-            f"{said}: found {microbatches} microbatches for {stages} stages, needed as many at least; give more, or use "
-            "gpipe"
+            f"{said}: found {microbatches} microbatches for {stages} stages, needed as many at least; give more, or "
+            "use gpipe"
         )
     if schedule.name.startswith("Interleaved") and microbatches > pp and microbatches % pp:
         raise UsageError(
