@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import transformers
 from support.large_configs import LARGE, large
 from support.models import EVERY
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.build import on_meta
@@ -105,7 +110,73 @@ def test_a_small_model_runs(name: str) -> None:
     assert logits.std() > 0
 
 
-@pytest.mark.parametrize("name", ["t5-11b", "zamba2-7b", "qwen2.5-vl-72b"])
+class Pretended(TorchDispatchMode):
+    """Values where there are none: a model on the meta device runs wherever its code asks what a tensor holds."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return args[0].dtype is torch.bool or 1
+        if func is torch.ops.aten._grouped_mm.default:  # on meta it takes bfloat16 alone
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return args[0].new_empty((1, args[0].dim()), dtype=torch.long)
+        return func(*args, **(kwargs or {}))
+
+
+def lines_run(config: Any, cls: Any) -> Counter[tuple[str, int]]:
+    """How often each line of transformers' models, masks and positions runs when a model reads a text.
+
+    Without storage, so that the large model runs as well as the small one. Which of its kernels attention takes is left
+    out: it is decided inside of a layer, by how wide heads are.
+    """
+    model = on_meta(cls, copy.deepcopy(config), torch.float32, "sdpa")
+    batch = {key: value.to("meta") for key, value in text_for(model).items()}
+    root = str(Path(transformers.__file__).parent)
+    found: Counter[tuple[str, int]] = Counter()
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            found[frame.f_code.co_filename, frame.f_lineno] += 1
+        return line
+
+    def call(frame: FrameType, event: str, _: Any) -> Any:
+        file = frame.f_code.co_filename
+        return line if file.startswith((f"{root}/models", f"{root}/masking", f"{root}/modeling_rope")) else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        with torch.no_grad(), Pretended():
+            model(**batch)
+    finally:
+        sys.settrace(before)
+    return found
+
+
+QUICK = ("gemma-3n-e4b", "gemma-4-e2b", "t5-11b", "gpt-oss-120b")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LARGE]
+)
+def test_a_small_model_runs_the_same_lines(name: str) -> None:
+    config, cls = large(name)
+    config = tiny._plain(config)
+    expected = lines_run(config, cls)
+    assert sum(expected.values()) > 1000
+    assert lines_run(tiny_config(config, cls), cls) == expected
+
+
+@pytest.mark.parametrize("changes", [{"final_logit_softcapping": None}, {"num_kv_shared_layers": 10}])
+def test_other_lines_are_told_apart(changes: dict[str, Any]) -> None:
+    config, cls = large("gemma-4-e2b")
+    small = tiny_config(config, cls)
+    expected = lines_run(small, cls)
+    vars(small).update(changes)
+    assert lines_run(small, cls) != expected
+
+
+@pytest.mark.parametrize("name", ["t5-11b", "gemma-3n-e4b", "qwen2.5-vl-72b"])
 def test_every_tensor_is_random(name: str) -> None:
     """None of one value throughout, as norms and biases start; the same values each time."""
     config, cls = large(name)

@@ -107,7 +107,7 @@ _GEMMA4 = _text(
 _GEMMA4_SMALL = _text(
     262144, 1536, 6144, 35, 8, 1, head_dim=256, global_head_dim=512, hidden_size_per_layer_input=256,
     vocab_size_per_layer_input=262144, num_kv_shared_layers=20, use_double_wide_mlp=True, sliding_window=512,
-    final_logit_softcapping=30.0,
+    final_logit_softcapping=30.0, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
 )  # fmt: skip
 _GEMMA4_VISION = {
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,

@@ -19,7 +19,7 @@ Values = dict[str, Any]
 
 # The width of the residual stream. In a part with several of them the first is that of its layers: where a tower has
 # an `embed_dim`, its `hidden_size` is the width of what it feeds.
-_HIDDEN = ("embed_dim", "d_model", "n_embd", "model_dim", "dim", "hidden_dim", "hidden_size")
+_HIDDEN = ("embed_dim", "d_model", "n_embd", "model_dim", "emb_dim", "dim", "hidden_dim", "hidden_size")
 
 # Numbers of heads, and of groups that heads are divided into.
 _HEADS = {
