@@ -176,14 +176,14 @@ def test_other_lines_are_told_apart(changes: dict[str, Any]) -> None:
     assert lines_run(small, cls) != expected
 
 
-@pytest.mark.parametrize("name", ["t5-11b", "gemma-3n-e4b", "qwen2.5-vl-72b"])
+@pytest.mark.parametrize("name", ["t5-11b", "gpt-oss-120b", "qwen2.5-vl-72b"])
 def test_every_tensor_is_random(name: str) -> None:
     """None of one value throughout, as norms and biases start; the same values each time."""
     config, cls = large(name)
     model, again = tiny_model(config, cls), tiny_model(config, cls)
     tensors = model.state_dict()
     assert all(each.is_cpu and each.dtype is torch.float32 for each in tensors.values() if each.is_floating_point())
-    constant = [name for name, each in tensors.items() if each.numel() > 1 and each.unique().numel() == 1]
+    constant = [name for name, each in tensors.items() if each.numel() > 1 and each.min() == each.max()]
     assert constant == []
     assert all(torch.equal(each, tensors[name]) for name, each in again.state_dict().items())
 
