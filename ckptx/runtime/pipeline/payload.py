@@ -3,8 +3,10 @@
 Buffers of a pipeline are made once. What differs between microbatches (features of as many images as there are, a mask
 that only some have) is padded to the largest, and its true shape is sent along:
 
-    header      int64 (values, 1 + dims)    -1 for None, else 1; then the true shape
+    header      (values, 1 + dims)      -1 for None, else 1; then the true shape
     values      each of the shape of its `Place`
+
+All of it is floating-point numbers: before torch 2.13 every buffer of a pipeline gets gradients, which no others have.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ class Place(NamedTuple):
 
     @property
     def wire(self) -> torch.dtype:
-        """The dtype it is sent in: bool is not sent by every backend."""
-        return torch.uint8 if self.dtype is torch.bool else self.dtype
+        """The dtype it is sent in, which has all its values."""
+        if self.dtype.is_floating_point:
+            return self.dtype
+        return torch.float64 if self.dtype.itemsize > 2 else torch.float32
 
 
 def places_of(slots: Sequence[Slot], microbatches: Sequence[Sequence[Place | None]]) -> tuple[Place, ...]:
@@ -83,7 +87,7 @@ def place_of(slot: Slot, value: Any) -> Place | None:
 
 def rooms(places: Sequence[Place]) -> tuple[Tensor, ...]:
     """The payload of these places, on the meta device."""
-    header = torch.empty((len(places), 1 + _MOST_DIMS), dtype=torch.int64, device="meta")
+    header = torch.empty((len(places), 1 + _MOST_DIMS), dtype=torch.float64, device="meta")
     values = (torch.empty(each.shape, dtype=each.wire, device="meta", requires_grad=each.is_trained) for each in places)
     return header, *values
 
@@ -98,7 +102,7 @@ def pack(values: Sequence[Any], places: Sequence[Place], device: torch.device) -
             tensors.append(empty.requires_grad_(place.is_trained))
             continue
         rows.append([1, *value.shape, *[_NONE] * (_MOST_DIMS - value.dim())])
-        sent = value.to(place.wire)
+        sent = value.view(torch.float64) if value.dtype is torch.int64 else value.to(place.wire)
         if tuple(sent.shape) != place.shape:
             room = sent.new_zeros(place.shape)
             room[tuple(map(slice, sent.shape))] = sent
@@ -106,26 +110,30 @@ def pack(values: Sequence[Any], places: Sequence[Place], device: torch.device) -
         if sent is value or sent._is_view() or not sent.is_contiguous():
             sent = sent.clone(memory_format=torch.contiguous_format)
         tensors.append(sent)
-    header = torch.empty((len(rows), 1 + _MOST_DIMS), dtype=torch.int64, device=device)  # a view could not be detached
-    return header.copy_(torch.tensor(rows, dtype=torch.int64).reshape(header.shape)), *tensors
+    shape = (len(rows), 1 + _MOST_DIMS)
+    header = torch.empty(shape, dtype=torch.float64, device=device)  # no view: that could not be detached
+    return header.copy_(torch.tensor(rows, dtype=torch.float64).reshape(shape)), *tensors
 
 
 def unpack(payload: Sequence[Tensor], places: Sequence[Place]) -> tuple[Any, ...]:
     """The values of one microbatch, as they were packed."""
-    header, *tensors = payload
-    trained = [index for index, place in enumerate(places) if place.is_trained]
-    arrived = list(tensors)
+    arrived = list(payload)
+    trained = [index for index, tensor in enumerate(payload) if tensor.requires_grad]
     if trained:
-        for index, tensor in zip(trained, _Arrived.apply(*(tensors[index] for index in trained)), strict=True):
+        for index, tensor in zip(trained, _Arrived.apply(*(payload[index] for index in trained)), strict=True):
             arrived[index] = tensor
+    header, *tensors = arrived
     values: list[Any] = []
-    for row, tensor, place in zip(header.tolist(), arrived, places, strict=True):
+    for row, tensor, place in zip(header.detach().tolist(), tensors, places, strict=True):
         if row[0] == _NONE:
             values.append(None)
             continue
-        shape = tuple(row[1 : 1 + len(place.shape)])
+        shape = tuple(map(int, row[1 : 1 + len(place.shape)]))
         value = tensor if shape == place.shape else tensor[tuple(map(slice, shape))].contiguous()
-        values.append(value.to(place.dtype) if place.is_trained else value.detach().to(place.dtype))
+        if not place.is_trained:
+            value = value.detach()
+            value = value.view(torch.int64) if place.dtype is torch.int64 else value.to(place.dtype)
+        values.append(value)
     return tuple(values)
 
 
