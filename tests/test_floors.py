@@ -40,7 +40,8 @@ HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
     "architecture/meta_model", "publishing/processes.py", "runtime/", "robustness/", "verification/forward.py",
     "verification/execution.py", "verification/comparison.py", "verification/noise.py", "verification/inputs/",
-    "verification/memory.py", "verification/reached.py", "verification/routing.py", "verification/side.py",
+    "verification/loaded.py", "verification/memory.py", "verification/reached.py", "verification/routing.py",
+    "verification/side.py", "verification/staging.py",
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ class Words(click.types.StringParamType):
     """
 
     def __init__(self, metavar: str) -> None:
-        self.words = [word for word in metavar.split("|") if re.fullmatch(r"[a-z][a-z0-9]+", word)]
+        self.words = [word for word in metavar.split("|") if re.fullmatch(r"[a-z0-9]{2,}", word)]
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The words that begin like what was typed."""

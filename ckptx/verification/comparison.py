@@ -156,8 +156,7 @@ class Comparison:
         ours: dict[str, list[Held]] = {}
         for each in held:
             ours.setdefault(each.name, []).append(each)
-        here = {name for name, found in ours.items() if any(each.parameter.grad is not None for each in found)}
-        elsewhere = frozenset().union(*everywhere(here))
+        anywhere = frozenset().union(*everywhere(set(ours)))
         largest, worst = 0.0, ("", 0.0)
         for name, (shape, dtype, moved, size, beside_it) in rows.items():
             theirs = broadcast(
@@ -165,7 +164,8 @@ class Comparison:
             )
             is_exact = self.is_exact and name not in copied
             limit = 0.0 if is_exact else max(noise.ALLOWED * moved, noise.rounding(dtype, size))
-            if name not in elsewhere or (name in ours and name not in here):
+            here = ours.get(name, ())
+            if name not in anywhere or any(each.parameter.grad is None for each in here):
                 self._add("gradients", name, max_abs=size, limit=limit, what="no gradient")
                 ours.pop(name, None)
                 continue

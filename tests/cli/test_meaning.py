@@ -40,10 +40,11 @@ MEANING = {
     "reshard": COMMON | MESH | {"to", "base", "files", "optimizer"},
     "diff": HUB | {"as_json"},
     "verify": HUB
-    | (MESH - {"pp", "pp_split"})
+    | MESH
     | {
-        "dtype", "run", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile",
-        "backward", "trust_remote_code", "strict", "as_json", "report_file",
+        "dp_replicate", "schedule", "microbatches", "dtype", "run", "device", "backend", "compute_dtype",
+        "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code", "strict", "as_json",
+        "report_file",
     },
     "env": {"as_json"},
 }  # fmt: skip

@@ -17,7 +17,7 @@ from torch import nn
 from ckptx.catalog.region import Region
 from ckptx.runtime.distributed import Process, process_group
 from ckptx.verification import comparison
-from ckptx.verification.comparison import Comparison, Reference, difference, furthest
+from ckptx.verification.comparison import Comparison, Held, Reference, difference, furthest
 from ckptx.verification.execution import Outcome
 from ckptx.verification.noise import ALLOWED
 
@@ -188,7 +188,7 @@ def test_each_rank_has_its_batch_and_the_loss_is_the_mean_of_all(monkeypatch: py
     said = (2.0, 0.0, 0.0, [(tuple(each.shape), each.dtype) for each in whole])
     sent = iter(whole)
     monkeypatch.setattr(comparison, "told", lambda value: said)
-    monkeypatch.setattr(comparison, "everywhere", lambda value: [3.0, value])
+    monkeypatch.setattr(comparison, "everywhere", lambda value: [(3.0, True), (7.0, False), value])
     monkeypatch.setattr(comparison, "broadcast", lambda tensor, shape, dtype, place: next(sent))
     made = Comparison(Process(1, 2, torch.device("cpu")), {}, False)
     made.forward(None, Outcome([LOGITS + 8], 1.0), 1)
@@ -221,8 +221,25 @@ def backward(
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
     expected = Reference(Outcome(gradients=gradients), 0.0, 0.0, dict.fromkeys(gradients, moved))
-    made.backward(expected, model, regions)
+    held = [Held(name, each, regions and regions(name)) for name, each in model.named_parameters()]
+    made.backward(expected, held)
     return made
+
+
+def test_copies_on_several_stages_are_each_compared_and_not_to_the_last_bit(process: Process) -> None:
+    copies = [Held("a", Two(GRADIENT + each).a, None) for each in (0.0, 2.0**-22, 1.0)]
+    for copied, far in ((("a",), 1), ((), 2)):
+        made = Comparison(process, {}, is_exact=True)
+        made.backward(Reference(Outcome(gradients={"a": GRADIENT}), 0.0, 0.0, {"a": 0.0}), copies, copied)
+        assert [(row["name"], row.get("what")) for row in made.rows] == [("a", None)] * far
+        assert made.gradients["a"][0] == 1.0
+
+
+def test_of_copies_one_without_a_gradient_is_named(process: Process) -> None:
+    copies = [Held("a", Two(each).a, None) for each in (None, GRADIENT.clone())]
+    made = Comparison(process, {}, is_exact=True)
+    made.backward(Reference(Outcome(gradients={"a": GRADIENT}), 0.0, 0.0, {"a": 0.0}), copies, ("a",))
+    assert [row["what"] for row in made.rows] == ["no gradient"]
 
 
 @pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])

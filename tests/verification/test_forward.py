@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +12,12 @@ import torch
 from support.small import PLACE, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
 from torch import nn
 
-from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.report import Log
+from ckptx.layout.stages import Stack, StageMap
+from ckptx.runtime.pipeline.carry import Carry
+from ckptx.runtime.pipeline.schedules import find_schedule
 from ckptx.verification import execution, forward, noise, run_report, side
+from ckptx.verification.staging import Staging
 
 IDS = [[0, 1], [2, 3]]
 
@@ -132,7 +133,7 @@ def share_of(**found: Any) -> dict[str, Any]:
         "rows": [], "undecided": [], "dtype": "float32", "read": 10, "nbytes": 8, "max_abs": 0.0, "max_abs_limit": 1.0,
         "logits_deviation": 3.0, "kl": 0.0, "cosine": 1.0,
         "loss": 2.0, "loss_reference": 2.0, "loss_limit": 0.5, "gradients": 3, "grad_max_abs": 0.0,
-        "grad_of_limit": ["", 0.0], "by_tensor": {},
+        "grad_of_limit": ["", 0.0], "by_tensor": {}, "names": list("abcde"), "wrapped": 0,
     }  # fmt: skip
     return plain | found
 
@@ -140,7 +141,7 @@ def share_of(**found: Any) -> dict[str, Any]:
 def report_of(*shares: dict[str, Any], **settings: bool) -> dict[str, Any]:
     options = side.RunOptions(ParallelDims(tp=2), **settings)
     found: dict[str, Any] = run_report.report_of(
-        5, options, 0, list(shares), inputs_of(IDS), {"sliding_window": [512, 5]}, []
+        options, list(shares), inputs_of(IDS), {"sliding_window": [512, 5]}, []
     ).to_dict()
     json.loads(json.dumps(found, allow_nan=False))
     return found
@@ -204,7 +205,24 @@ def test_each_gradient_is_that_of_the_rank_where_it_is_furthest() -> None:
     assert {row["level"] for row in rows} == {"gradients"}
 
 
-def test_stages_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
-    options = side.RunOptions(ParallelDims(pp=2))
-    with pytest.raises(UnsupportedError, match="--pp"):
-        forward.verify_run(tmp_path / "gone", tmp_path / "gone", options, Log())
+def test_the_layers_of_every_stage_are_counted_once() -> None:
+    """Ranks of one stage wrap the same layers."""
+    dims = ParallelDims(tp=2, pp=2)
+    schedule = find_schedule("1f1b")
+    staging = Staging(schedule, StageMap([Stack("layers", 5)], 2), Carry(((), ()), {}), (), 3)
+    shares = [share_of(wrapped=wrapped, names=names) for wrapped, names in ((3, "ab"), (3, "ab"), (2, "bc"), (2, "bc"))]
+    options = side.RunOptions(dims)
+    found = run_report.report_of(options, shares, inputs_of(IDS), {}, [], staging).to_dict()
+    assert (found["wrapped_layers"], found["compared"], found["stages"], found["microbatches"]) == (5, 3, 2, 3)
+    assert found["bubble_fraction"] == 0.25
+    assert found["layout"] == {"tp": 2, "pp": 2, "dp_shard": 1, "dp_replicate": 1}
+
+
+def test_a_difference_has_the_stage_of_its_tensor() -> None:
+    stages = StageMap([Stack("model.layers", 2, (), ("model.norm", "lm_head"))], 2)
+    staging = Staging(find_schedule("gpipe"), stages, Carry(((), ()), {}), (), 2)
+    for name, stage in (("model.layers.0.a", 0), ("model.layers.1.a", 1), ("lm_head.weight", 1), ("model.x", 0)):
+        assert staging.stage_of({"level": "bytes", "name": name}) == stage
+        assert staging.stage_of({"level": "gradients", "name": "on.disk", "model_name": name}) == stage
+    assert staging.stage_of({"level": "forward", "name": "logits"}) == 1
+    assert staging.stage_of({"level": "config", "name": "hidden_act"}) is None

@@ -21,8 +21,9 @@ A, B = Path("a"), Path("b")
 def report(**changes: Any) -> RunReport:
     made: dict[str, Any] = {
         "command": "verify", "exit": 0, "tensors": 4, "bytes_read": 7, "compared": 4, "world_size": 2,
-        "layout": {"tp": 2, "pp": 1, "dp_shard": 1}, "stages": 1, "inputs": ["text"], "wrapped_layers": 0,
-        "tokens": [24, 99], "windows": {}, "unreached": [],
+        "layout": {"tp": 2, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "stages": 1, "inputs": ["text"],
+        "wrapped_layers": 0,
+        "bubble_fraction": 0.0, "microbatches": 1, "tokens": [24, 99], "windows": {}, "unreached": [],
         "bytes_read_per_rank": [3, 4], "differing": [], "undecided": [], "compute_dtype": "float32", "max_abs": 0.5,
         "max_abs_limit": 1.0, "logits_deviation": 2.0, "kl": 0.0,
         "cosine": "nan", "loss": 1.0, "loss_reference": 1.0, "loss_limit": 0.0, "gradients": 4, "grad_max_abs": 0.0,
@@ -74,10 +75,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 PLAN = {"model.layers.*.mlp.up_proj": "colwise"}
 
 
-@pytest.mark.parametrize(("tp", "dp_shard"), [(2, 1), (1, 3), (2, 2)])
-def test_as_many_ranks_are_started_as_the_mesh_has(launched: Launched, tp: int, dp_shard: int) -> None:
-    verify_running(A, B, tp=tp, dp_shard=dp_shard)
-    assert launched.world_size == tp * dp_shard
+@pytest.mark.parametrize(("tp", "dp_shard", "pp", "replicas"), [(2, 1, 1, 1), (1, 3, 1, 1), (2, 2, 1, 2), (1, 1, 3, 2)])
+def test_as_many_ranks_are_started_as_the_mesh_has(
+    launched: Launched, tp: int, dp_shard: int, pp: int, replicas: int
+) -> None:
+    verify_running(A, B, tp=tp, dp_shard=dp_shard, pp=pp, dp_replicate=replicas)
+    assert launched.world_size == tp * dp_shard * pp * replicas
+    assert (launched.given("--pp"), launched.given("--dp-replicate")) == (str(pp), str(replicas))
     assert launched.arguments[:4] == ["verify", "a", "b", "--run"]
     assert (launched.given("--tp"), launched.given("--dp-shard")) == (str(tp), str(dp_shard))
     assert not {"--compile", "--no-backward", "--trust-remote-code", "--tp-plan", "--strict"} & {*launched.arguments}
@@ -109,7 +113,8 @@ def test_the_command_understands_what_ranks_are_started_with(
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(PLAN))
     given: dict[str, Any] = {
-        "tp": 2, "dp_shard": 3, "tp_plan": str(plan), "device": "cpu", "backend": "gloo", "compute_dtype": "fp16",
+        "tp": 2, "pp": 2, "pp_split": "1,3", "schedule": "gpipe", "microbatches": 5, "dp_replicate": 2,
+        "dp_shard": 3, "tp_plan": str(plan), "device": "cpu", "backend": "gloo", "compute_dtype": "fp16",
         "activation_checkpointing": "selective", "ac_scope": "vision", "compile": True, "backward": False,
         "trust_remote_code": True, "strict": True,
     }  # fmt: skip
@@ -193,6 +198,12 @@ def test_without_torch_the_package_is_named(asked: list[Any], monkeypatch: pytes
         ({"tp_plan": "gone.json", "dp_shard": 2}, ("--tp-plan", "--tp 2")),
         ({"tp_plan": "gone.json", "tp": 2}, ("gone.json",)),
         ({"tp": 0}, ("tp", "0")),
+        ({"pp": 0}, ("pp", "0")),
+        ({"pp_split": "1,1"}, ("--pp-split", "--pp 2")),
+        ({"schedule": "gpipe"}, ("--schedule", "--pp 2")),
+        ({"microbatches": 2}, ("--microbatches", "--pp 2")),
+        ({"pp": 2, "microbatches": 0}, ("--microbatches", "0")),
+        ({"pp": 2, "schedule": "zigzag"}, ("--schedule", '"zigzag"', "zbvzerobubble")),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_before_anything_starts(

@@ -49,7 +49,8 @@ def test_options_reach_the_one_that_has_them(
         (False, {"trust_remote_code": True}, ("--trust-remote-code", "--run")),
         (True, {"dtype": "bf16"}, ("--dtype", "--compute-dtype")),
         (True, {"workers": 2}, ("--workers", "--run")),
-        (True, {"pp": 2}, ("--pp",)),
+        (False, {"pp": 2}, ("--pp", "--run")),
+        (True, {"optimizer": "keep"}, ("--optimizer",)),
         (False, {"nonsense": 0}, ("--nonsense",)),
     ],
 )
