@@ -1,0 +1,115 @@
+"""`verify --run` on ranks of the pool, and what makes it fail on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.pool import GlooPool
+
+from ckptx.errors import CkptxError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.report import Log
+from ckptx.report.running import run_text
+
+
+def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, settings: dict[str, Any]) -> Any:
+    """One rank of `verify --run`: the report, or the class and text of its refusal."""
+    from ckptx.verification.forward import verify_run
+    from ckptx.verification.side import RunOptions
+
+    planted = settings.pop("plant", None)
+    dims = ParallelDims(**{name: settings.pop(name, 1) for name in ("tp", "pp", "dp_shard", "dp_replicate")})
+    options = RunOptions(dims=dims, **settings)
+    try:
+        with _PLANTS[planted]():
+            report = verify_run(Path(reference), Path(checkpoint), options, Log())
+    except CkptxError as error:
+        return type(error).__name__, str(error)
+    document = report.to_dict()
+    json.loads(json.dumps(document, allow_nan=False))
+    return document, run_text(report)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _FlippedSlice:
+    """One bit of what rank 1 loaded changes after loading."""
+
+    def __enter__(self) -> None:
+        from ckptx.verification import side
+
+        self._load = side.load_from
+
+        def load_from(model: Any, source: Any, **settings: Any) -> Any:
+            ledger = self._load(model, source, **settings)
+            name = "model.layers.1.mlp.up_proj.weight"
+            parameter = dict(model.named_parameters()).get(name)
+            if torch.distributed.get_rank() == 1 and hasattr(parameter, "to_local"):
+                local = parameter.to_local().detach().view(torch.int32)  # type: ignore[union-attr]
+                local[0, 0] ^= 1
+            return ledger
+
+        side.load_from = load_from  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        from ckptx.verification import side
+
+        side.load_from = self._load
+
+
+class _ZeroedGradient:
+    """The gradient of one parameter is lost on its way, on every rank that holds some of it."""
+
+    def __enter__(self) -> None:
+        from ckptx.verification import execution
+
+        self._run = execution.run
+
+        def run(model: Any, batches: Any, **settings: Any) -> Any:
+            outcome = self._run(model, batches, **settings)
+            for name, parameter in model.named_parameters():
+                if name == "model.layers.0.self_attn.o_proj.weight" and hasattr(parameter, "to_local"):
+                    parameter.grad = None if parameter.grad is None else parameter.grad * 0
+            return outcome
+
+        execution.run = run
+
+    def __exit__(self, *_: object) -> None:
+        from ckptx.verification import execution
+
+        execution.run = self._run
+
+
+_PLANTS: dict[str | None, Any] = {None: _Nothing, "slice": _FlippedSlice, "gradient": _ZeroedGradient}
+
+
+def verified(
+    pool: GlooPool, reference: Path, checkpoint: Path, tp: int = 2, dp_shard: int = 2, **settings: Any
+) -> tuple[dict[str, Any], str]:
+    options = {"tp": tp, "dp_shard": dp_shard, **settings}
+    ranks = tp * dp_shard * options.get("pp", 1) * options.get("dp_replicate", 1)
+    found = pool.run(verify_on_rank, ranks, str(reference), str(checkpoint), options)
+    assert all(type(each[0]) is type(found[0][0]) for each in found), "one rank fails alone"
+    document, text = found[0]
+    return document, text
+
+
+def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wrapped: int = 0) -> None:
+    assert document["exit"] == 0, text
+    assert (document["differing"], document["world_size"]) == ([], dims.world_size)
+    assert document["wrapped_layers"] == wrapped
+    assert len(document["bytes_read_per_rank"]) == dims.world_size
+    assert document["gradients"] > 0
+    levels = ["config", "bytes", "forward", "gradients"]
+    doubted = {row["level"] for row in document["undecided"]}
+    said = f"equal: {', '.join(level for level in levels if level not in doubted)}"
+    if doubted:
+        assert document["compute_dtype"] == "bfloat16"  # in float32 every limit could refuse
+        said += f"; NOT DECIDED: {', '.join(level for level in levels if level in doubted)}"
+    assert text.splitlines()[-2] == said
