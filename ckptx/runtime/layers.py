@@ -113,6 +113,11 @@ def is_stub(module: nn.Module | None) -> bool:
     return ours and next(module.parameters(), None) is None
 
 
+def has_stubs(model: nn.Module) -> bool:
+    """Whether something in a model stands in for a part of another pipeline stage."""
+    return any(is_stub(module) and not isinstance(module, nn.Identity) for module in model.modules())
+
+
 def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
     """The layers of a model by group, in the order they are stored; see `containers`.
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
-from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.layers import canonical_name, has_stubs
 from ckptx.runtime.ledger import IGNORED, NO_PLACE, UNKNOWN, Loaded, LoadLedger
 from ckptx.runtime.reading import Reading, Source, castable, open_source
 from ckptx.runtime.shards import LocalShard, pieces_of
@@ -194,13 +194,15 @@ def _plan(model: nn.Module, source: Source, regions: RegionsOf | None, tied: Map
     """Which entry fills which tensor; everything that can be refused without reading is refused here."""
     names = _names_by_tensor(model)
     families = _families([*(getattr(model, "all_tied_weights_keys", None) or {}).items(), *tied.items()])
-    optional = _optional(model)
+    optional, parted = _optional(model), has_stubs(model)
     plan, missing, computed = _Plan(), [], list(_computed_buffers(model))
     for tensor, own in names:
         if tensor.is_meta:
             raise UsageError(f"{own[0]}: is on the meta device, needed storage; call materialize first")
         family = list(dict.fromkeys([*own, *(name for each in own for name in families.get(each, ()))]))
         stored = [name for name in family if name in source.tensors]
+        if parted and not {*own}.isdisjoint(stored):
+            stored = [name for name in stored if name in own]  # the other copy is in the files of another stage
         if stored:
             _add(plan, source, tensor, own, stored, regions)
         elif optional.search(own[0]) and not isinstance(tensor, nn.Parameter):

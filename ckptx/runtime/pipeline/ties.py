@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ckptx.errors import UnsupportedError
+from ckptx.errors import InputError, UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.layers import canonical_name
+
+_BAND = 1 << 22  # elements
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tie(NamedTuple):
@@ -118,24 +121,50 @@ def sum_gradients(
             _set_gradient(parameter, total.clone())
 
 
+def _checksum(tensor: Tensor) -> str:
+    """Of its bits; two numbers that depend on all of them and on their places."""
+    found = [0, 0]
+    bits = tensor.contiguous().reshape(-1).view(_BITS[tensor.element_size()])
+    for index, band in enumerate(bits.split(_BAND)):
+        wide = band.to(torch.int64)
+        places = torch.arange(1, len(wide) + 1, device=wide.device)
+        found = [found[0] + int(wide.sum()), found[1] + int((wide * places).sum()) * (2 * index + 1)]
+    return f"{found[0]:x}.{found[1]:x}"
+
+
 def check_alike(ties: Sequence[Tie], models: Mapping[int, nn.Module], group: dist.ProcessGroup) -> None:
-    """Refuses copies that stages cut differently: their gradients could not be summed up part by part.
+    """Refuses copies that stages cut differently, whose gradients could not be summed up part by part, and such that
+    do not hold the same.
 
     Raises:
-        UnsupportedError: There are such copies; on every rank of the pipeline.
+        InputError: Copies hold other values; on every rank of the pipeline.
+        UnsupportedError: They are cut in other ways; likewise.
     """
     mine = {
         tie.name: [_form(_parameter(models[stage], name)) for stage, name in tie.copies.items() if stage in models]
         for tie in ties
     }
-    everyone: list[dict[str, list[str]]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    sums = {
+        tie.name: [
+            _checksum(_local(_parameter(models[stage], name))) for stage, name in tie.copies.items() if stage in models
+        ]
+        for tie in ties
+    }
+    everyone: list[tuple[dict[str, list[str]], dict[str, list[str]]]] = [
+        ({}, {}) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather_object(everyone, (mine, sums), group=group)
     for tie in ties:
-        forms = sorted({form for each in everyone for form in each[tie.name]})
+        forms = sorted({form for each, _ in everyone for form in each[tie.name]})
         if len(forms) > 1:
             raise UnsupportedError(
                 f"{tie.name}: its copies {', '.join(tie.copies.values())} on several pipeline stages are cut in other "
                 f"ways ({' and '.join(forms)}), needed one; give both one style with --tp-plan, or leave out --pp"
+            )
+        if len({each for _, found in everyone for each in found[tie.name]}) > 1:
+            raise InputError(
+                f"{tie.name}: the config ties {' and '.join(tie.copies.values())}, and they hold different values; set "
+                "tie_word_embeddings to false, or use a checkpoint where they are equal"
             )
 
 
