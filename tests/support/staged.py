@@ -1,0 +1,279 @@
+"""Tiny models of six layers, cut into pipeline stages: run one after another, or under a schedule on ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from support.models import EVERY, Inputs, randomise
+from torch import Tensor, nn
+
+from ckptx.architecture.table import find_row
+from ckptx.layout.stages import StageMap
+from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.pipeline.carry import Carry, find_carry, stage_of
+from ckptx.runtime.pipeline.pipeline import Pipeline
+from ckptx.runtime.pipeline.run import StageRun
+from ckptx.runtime.pipeline.schedules import find_schedule
+from ckptx.runtime.pipeline.ties import tied_over
+
+LAYERS = 6
+CUTS = ("balanced", "1 | rest", "rest | 1", "three")
+# Of each kind of carry: the hidden state alone, tied and not; inputs of every layer; keys and values that are shared;
+# streams; an encoder with biases, and one without; states of an image or of a sound; layers that share parameters.
+TWELVE = (
+    "llama-tied", "llama-untied", "gemma4-ple", "gemma4-shared-kv", "gemma3n", "t5", "bart", "whisper", "mllama",
+    "qwen3-vl", "gemma3-vlm", "zamba2",
+)  # fmt: skip
+
+_COUNTS = (
+    "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "n_layers",
+)  # fmt: skip
+_LISTS = (
+    "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layers", "hybrid_layer_ids",
+    "attention_types",
+)  # fmt: skip
+_ABOUT_TOKENS = ("token_type_ids", "mm_token_type_ids", "attention_mask")
+_LAST_WORD = 90  # tokens above stand for images and sounds
+
+
+class Whole(NamedTuple):
+    """What an unsplit model computes.
+
+    Attributes:
+        logits: Of each microbatch.
+        gradients: Of their mean loss, under every name that a parameter has; those that are there.
+    """
+
+    logits: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def deep(name: str, layers: int = LAYERS) -> Any:
+    """The model of a recipe with so many layers in each list of its decoder (and encoder), random, in float32."""
+    torch.manual_seed(0)
+    model = EVERY[name].model()
+    config = copy.deepcopy(model.config)
+    below = [key for key in getattr(config, "sub_configs", {}) if "vision" not in key and "audio" not in key]
+    for each in (config, *(getattr(config, key, None) for key in below)):
+        if each is None:
+            continue
+        for key in _COUNTS:
+            count = getattr(each, key, None)
+            if not isinstance(count, int):
+                continue
+            setattr(each, key, layers)
+            for listed in _LISTS:
+                kinds = getattr(each, listed, None)
+                if isinstance(kinds, list) and len(kinds) == count:
+                    setattr(each, listed, (kinds * layers)[:layers])
+        each.use_cache = False
+    return randomise(type(model)(config).float()).eval()
+
+
+def output_of(found: Any) -> Tensor:
+    """Logits, or the last hidden state of a model without a head."""
+    names = ("logits", "prediction_logits", "last_hidden_state")
+    return next(value for value in (getattr(found, name, None) for name in names) if value is not None)
+
+
+def stages_of(model: Any, pp: int, how: str = "even") -> StageMap:
+    """How a model is cut: by a rule, or by one of `CUTS`."""
+    stacks = find_row(type(model).__name__).architecture_for(model.config.to_dict()).stacks(model.config.to_dict())
+    count = sum(stack.count for stack in stacks)
+    counts = {
+        "balanced": [count - count // 2, count // 2], "1 | rest": [1, count - 1], "rest | 1": [count - 1, 1],
+        "three": [1, count - 3, 2],
+    }.get(how)  # fmt: skip
+    return StageMap(stacks, len(counts), ",".join(map(str, counts))) if counts else StageMap(stacks, pp, how)
+
+
+def microbatches(name: str, count: int, pictured: Sequence[int] | None = None) -> list[Inputs]:
+    """Microbatches of a recipe, each with other tokens; those of `pictured` with an image or a sound, by default all.
+
+    In those without, tokens that stand for one are others.
+    """
+    found = []
+    for index in range(count):
+        batch = dict(EVERY[name].inputs())
+        if pictured is not None and index not in pictured:
+            about = {key: torch.zeros_like(batch[key]) for key in _ABOUT_TOKENS if key in batch}
+            batch = {"input_ids": torch.where(batch["input_ids"] > _LAST_WORD, 7, batch["input_ids"]), **about}
+        for key, value in batch.items():
+            if value.is_floating_point():
+                batch[key] = value * (1 + index / 8)
+            elif key.endswith("input_ids"):
+                batch[key] = torch.where(value > _LAST_WORD, value, (value * 5 + 7 * index) % 80 + 3)
+        found.append(batch)
+    return found
+
+
+def whole_of(model: nn.Module, batches: Sequence[Inputs]) -> Whole:
+    """Forward and backward of the unsplit model; leaves no gradients."""
+    logits = []
+    for batch in batches:
+        logits.append(output_of(model(**batch)))
+        loss_of(logits[-1], len(batches)).backward()
+    gradients = gradients_of(model)
+    model.zero_grad(set_to_none=True)
+    return Whole([each.detach() for each in logits], gradients)
+
+
+def loss_of(logits: Tensor, count: int) -> Tensor:
+    """The part that one of so many microbatches has in the loss."""
+    return logits.float().pow(2).mean() / count
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """By every name of a parameter that has one; whole where FSDP2 has cut it, which is collective."""
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            found[canonical_name(name)] = whole.detach().clone()
+    return found
+
+
+def furthest(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+    """The largest difference, relative to the largest of each; infinite where one is lacking, or there for nothing."""
+    largest = 0.0
+    for name in wanted.keys() | found.keys():
+        if name not in wanted:
+            largest = max(largest, float("inf") if bool(found[name].any()) else 0.0)
+        elif name not in found:
+            largest = max(largest, float("inf") if bool(wanted[name].any()) else 0.0)
+        else:
+            away = (wanted[name] - found[name]).abs().max() / wanted[name].abs().max().clamp_min(1e-30)
+            largest = max(largest, float("inf") if bool(away.isnan()) else float(away))
+    return largest
+
+
+def run_stages(model: nn.Module, stages: StageMap, carry: Carry, batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """The stages one after another in this process, and back; logits and gradients. They share the model's tensors."""
+    parts = [StageRun(stage_of(model, stages, each, carry.forms), stages, each, carry) for each in range(stages.pp)]
+    received: list[tuple[Any, ...]] = [()]
+    output: Any = None
+    all_sent = []
+    for part in parts:
+        output, sent = part(part.model, batch, received[-1])
+        all_sent.append(sent)
+        received.append(
+            tuple(
+                each.detach().clone().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
+                for each in sent
+            )
+        )
+    logits = output_of(output)
+    loss_of(logits, 1).backward()
+    for sent, arrived in reversed(list(zip(all_sent[:-1], received[1:-1], strict=True))):
+        pairs = [
+            (a, b.grad) for a, b in zip(sent, arrived, strict=True) if isinstance(b, Tensor) and b.grad is not None
+        ]
+        torch.autograd.backward([a for a, _ in pairs], [b for _, b in pairs])
+    gradients = gradients_of(model)
+    model.zero_grad(set_to_none=True)
+    return logits.detach(), gradients
+
+
+def compared(name: str, how: str) -> tuple[bool, float, Carry]:
+    """Whether a recipe that is cut so gives the unsplit model's logits, how far its gradients are, what travels."""
+    model = deep(name)
+    (batch,) = microbatches(name, 1)
+    whole = whole_of(model, [batch])
+    stages = stages_of(model, 2, how)
+    carry = find_carry(model, stages, [batch], output_of)
+    logits, gradients = run_stages(model, stages, carry, batch)
+    return torch.equal(logits, whole.logits[0]), furthest(whole.gradients, gradients), carry
+
+
+class Ranked(NamedTuple):
+    """What one rank has of a model under a schedule.
+
+    Attributes:
+        pipeline: Its stages.
+        models: The same, by number.
+        logits: Of each microbatch by its number, on the rank of the last stage; filled by steps.
+        counts: How many microbatches make up the loss; one entry, to be changed.
+    """
+
+    pipeline: Pipeline
+    models: dict[int, nn.Module]
+    logits: dict[int, Tensor]
+    counts: list[int]
+
+
+def ranked(
+    model: nn.Module,
+    schedule: str,
+    batches: Sequence[Inputs],
+    *,
+    mesh: Any = None,
+    how: str = "even",
+    count: int | None = None,
+) -> Ranked:
+    """The stages of this rank, with storage of their own.
+
+    Args:
+        model: Whole.
+        schedule: Its name.
+        batches: For finding what travels.
+        mesh: With the dims "pp" and "dp_shard"; without it all ranks are those of the pipeline.
+        how: It is cut.
+        count: Microbatches that make up the loss; as many as `batches` if not given.
+    """
+    from ckptx.runtime.parallelize import parallelize
+
+    group = dist.group.WORLD if mesh is None else mesh["pp"].get_group()
+    assert group is not None
+    pp, chosen = dist.get_world_size(group), find_schedule(schedule)
+    stages = stages_of(model, pp * chosen.stages, how)
+    carry = find_carry(model, stages, batches, output_of)
+    models = {}
+    for number in chosen.stages_of(dist.get_rank(group), pp):
+        models[number] = copy.deepcopy(stage_of(model, stages, number, carry.forms))
+        if mesh is not None:
+            parallelize(models[number], mesh, None)
+    logits: dict[int, Tensor] = {}
+    counts = [count or len(batches)]
+
+    def loss(found: Any, index: int) -> Tensor:
+        logits[index] = output_of(found).detach()
+        return loss_of(output_of(found), counts[0])
+
+    ties = tied_over(model, stages)
+    pipeline = Pipeline(models, stages, carry, chosen, group, torch.device("cpu"), loss, ties)
+    return Ranked(pipeline, models, logits, counts)
+
+
+def away(run: Ranked, whole: Whole) -> tuple[bool, float]:
+    """Whether all logits that this rank has are those of the unsplit model, and how far its gradients are."""
+    owned: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
+    for model in run.models.values():
+        owned |= gradients_of(model)
+        names = [canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+        wanted |= {name: whole.gradients[name] for name in names if name in whole.gradients}
+    return all(torch.equal(each, whole.logits[index]) for index, each in run.logits.items()), furthest(wanted, owned)
+
+
+def one_step(
+    rank: int, world_size: int, name: str, schedule: str, count: int, pictured: Sequence[int] | None = None
+) -> tuple[bool, float, int, float]:
+    """One step of a recipe: are logits equal, how far are gradients, logits seen here, difference of the loss."""
+    model = deep(name)
+    batches = microbatches(name, count, pictured)
+    whole = whole_of(model, batches)
+    run = ranked(model, schedule, _kinds(batches), count=count)
+    losses = run.pipeline.step(batches)
+    expected = sum(float(loss_of(each, count)) for each in whole.logits)
+    is_equal, gradients = away(run, whole)
+    return is_equal, gradients, len(run.logits), abs(sum(map(float, losses)) - expected) if losses else 0.0
+
+
+def _kinds(batches: Sequence[Inputs]) -> list[Inputs]:
+    """One batch of each kind of arguments."""
+    return list({tuple(sorted(batch)): batch for batch in reversed(batches)}.values())
