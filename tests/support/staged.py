@@ -23,10 +23,10 @@ from ckptx.runtime.pipeline.ties import tied_over
 LAYERS = 6
 CUTS = ("balanced", "1 | rest", "rest | 1", "three")
 # Of each kind of carry: the hidden state alone, tied and not; inputs of every layer; keys and values that are shared;
-# streams; an encoder with biases, and one without; states of an image or of a sound; layers that share parameters.
+# streams; an encoder with biases, and without; states of an image or a sound; images among the tokens.
 TWELVE = (
     "llama-tied", "llama-untied", "gemma4-ple", "gemma4-shared-kv", "gemma3n", "t5", "bart", "whisper", "mllama",
-    "qwen3-vl", "gemma3-vlm", "zamba2",
+    "qwen3-vl", "gemma3-vlm", "qwen2.5-vl",
 )  # fmt: skip
 
 _COUNTS = (
@@ -183,9 +183,9 @@ def compared(name: str, how: str) -> tuple[bool, float, Carry]:
     """Whether a recipe that is cut so gives the unsplit model's logits, how far its gradients are, what travels."""
     model = deep(name)
     (batch,) = microbatches(name, 1)
-    whole = whole_of(model, [batch])
     stages = stages_of(model, 2, how)
-    carry = find_carry(model, stages, [batch], output_of)
+    carry = find_carry(deep(name), stages, [batch], output_of)
+    whole = whole_of(deep(name), [batch])
     logits, gradients = run_stages(model, stages, carry, batch)
     return torch.equal(logits, whole.logits[0]), furthest(whole.gradients, gradients), carry
 
@@ -207,7 +207,7 @@ class Ranked(NamedTuple):
 
 
 def ranked(
-    model: nn.Module,
+    name: str,
     schedule: str,
     batches: Sequence[Inputs],
     *,
@@ -218,7 +218,7 @@ def ranked(
     """The stages of this rank, with storage of their own.
 
     Args:
-        model: Whole.
+        name: Of the recipe.
         schedule: Its name.
         batches: For finding what travels.
         mesh: With the dims "pp" and "dp_shard"; without it all ranks are those of the pipeline.
@@ -230,8 +230,9 @@ def ranked(
     group = dist.group.WORLD if mesh is None else mesh["pp"].get_group()
     assert group is not None
     pp, chosen = dist.get_world_size(group), find_schedule(schedule)
+    model = deep(name)
     stages = stages_of(model, pp * chosen.stages, how)
-    carry = find_carry(model, stages, batches, output_of)
+    carry = find_carry(deep(name), stages, batches, output_of)
     models = {}
     for number in chosen.stages_of(dist.get_rank(group), pp):
         models[number] = copy.deepcopy(stage_of(model, stages, number, carry.forms))
@@ -264,10 +265,9 @@ def one_step(
     rank: int, world_size: int, name: str, schedule: str, count: int, pictured: Sequence[int] | None = None
 ) -> tuple[bool, float, int, float]:
     """One step of a recipe: are logits equal, how far are gradients, logits seen here, difference of the loss."""
-    model = deep(name)
     batches = microbatches(name, count, pictured)
-    whole = whole_of(model, batches)
-    run = ranked(model, schedule, _kinds(batches), count=count)
+    whole = whole_of(deep(name), batches)
+    run = ranked(name, schedule, _kinds(batches), count=count)
     losses = run.pipeline.step(batches)
     expected = sum(float(loss_of(each, count)) for each in whole.logits)
     is_equal, gradients = away(run, whole)

@@ -60,7 +60,8 @@ def find_carry(model: nn.Module, stages: StageMap, batches: Sequence[Batch], out
     """Finds what must travel between the stages of a model.
 
     Args:
-        model: With storage and random values, small, of the class and with the layers of the one that is meant.
+        model: With storage and random values, small, of the class and with the layers of the one that is meant. It has
+            not run before.
         stages: How it is cut.
         batches: Arguments for its forward; what is in none of them (an image, a mask) is not looked at.
         output: Takes from what the model returns what counts.
@@ -71,8 +72,9 @@ def find_carry(model: nn.Module, stages: StageMap, batches: Sequence[Batch], out
     name = type(model).__name__
     with torch.no_grad():
         forms: dict[str, Form] = {}
+        fresh = _shared_copy(model)  # the model may keep what it computed in attributes, which a stage must not find
         recorded = [_record(model, stages, batch, output, forms) for batch in batches]
-        parts = [stage_of(model, stages, number, forms) for number in range(stages.pp)]
+        parts = [stage_of(fresh, stages, number, forms) for number in range(stages.pp)]
         carried: list[tuple[Slot, ...]] = [()] * stages.pp
         for number in range(stages.pp - 1, -1, -1):
             part = _Part(parts[number], stages, number, output, Taps(parts[number], stages))
@@ -89,10 +91,14 @@ def find_carry(model: nn.Module, stages: StageMap, batches: Sequence[Batch], out
 
 def stage_of(model: nn.Module, stages: StageMap, number: int, forms: Mapping[str, Form]) -> nn.Module:
     """A stage that shares the tensors of a whole model."""
-    tensors = [*model.parameters(), *model.buffers()]
-    part = copy.deepcopy(model, {id(each): each for each in tensors})
+    part = _shared_copy(model)
     make_stage(part, stages, number, forms)
     return part
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """A copy with the same parameters and buffers."""
+    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
 
 
 def given_to(stage: int, batch: Batch) -> dict[str, Tensor]:

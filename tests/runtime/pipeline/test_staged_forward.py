@@ -14,6 +14,6 @@ from support.staged import CUTS, compared
 def test_a_model_that_is_cut_computes_what_it_does_in_one_piece(how: str, name: str) -> None:
     is_equal, gradients, carry = compared(name, how)
     assert is_equal, "the same operations on the same bits"
-    assert gradients < 3e-7, "float32; parts of the gradient of a parameter with several uses are summed in another order"
+    assert gradients < 3e-7, "float32; gradients of a parameter with several uses are summed in another order"
     assert carry.slots[0] == ()
     assert all(carry.slots[1:]), "at least the hidden state travels"
