@@ -17,6 +17,7 @@ from ckptx.report.report import Log
 from ckptx.runtime.distributed import Process, together, told
 from ckptx.runtime.pipeline.carry import Carry, find_carry
 from ckptx.runtime.pipeline.pipeline import Pipeline
+from ckptx.runtime.pipeline.rehearsal import rehearse
 from ckptx.runtime.pipeline.schedules import Schedule, check_schedule, find_schedule
 from ckptx.runtime.pipeline.stage import make_stage
 from ckptx.runtime.pipeline.ties import Tie, tied_over
@@ -97,19 +98,25 @@ def stage_the(side: Side, seen: Seen, process: Process, log: Log) -> Staging:
             f"{schedule.bubble_fraction(dims.pp, microbatches):.0%} of a step at best; speed is no matter here"
         )
     with together():
-        found = _carry_of(model, stages, seen) if process.rank == 0 else None
+        found = _carry_of(model, stages, seen, schedule) if process.rank == 0 else None
     carry: Carry = told(found)
     return Staging(schedule, stages, carry, tuple(tied_over(model, stages)), microbatches)
 
 
-def _carry_of(model: nn.Module, stages: StageMap, seen: Seen) -> Carry:
-    """Found with a small model of the class, on inputs of every kind it takes, with padding and without."""
+def _carry_of(model: nn.Module, stages: StageMap, seen: Seen, schedule: Schedule) -> Carry:
+    """Found and tried with a small model of the class, on inputs of every kind it takes, with padding and without."""
     small = tiny_model(model.config, type(model))
     config = {**small.config.to_dict(), "architectures": model.config.architectures}
     batches = [
         inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in {False, seen.takes_mask}
     ]
-    return find_carry(small, stages, batches, lambda output: compared(small, output))
+
+    def output(found: Any) -> torch.Tensor:
+        return compared(small, found)
+
+    carry = find_carry(small, stages, batches, output)
+    rehearse(small, stages, carry, batches, output, split_backward=schedule.splits_backward)
+    return carry
 
 
 class Stages:

@@ -86,10 +86,23 @@ def test_no_values_at_all_are_an_empty_header() -> None:
     assert unpack([header], ()) == ()
 
 
-def test_a_mask_is_sent_as_bytes() -> None:
-    (place,) = places([torch.tensor([True, False])])
-    assert (place.dtype, place.wire) == (torch.bool, torch.uint8)
-    assert pack([torch.tensor([True, False])], (place,), CPU)[1].dtype is torch.uint8
+@pytest.mark.parametrize(
+    ("value", "wire"),
+    [
+        (torch.tensor([True, False]), torch.float32),
+        (torch.tensor([0, 7, 255], dtype=torch.uint8), torch.float32),
+        (torch.tensor([-(2**15), 2**15 - 1], dtype=torch.int16), torch.float32),
+        (torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32), torch.float64),
+        (torch.tensor([-(2**63), 2**63 - 1, 2**53 + 1, 0, -1]), torch.float64),
+    ],
+)
+def test_what_is_no_float_is_sent_as_one_and_comes_back_to_the_last_bit(value: Tensor, wire: torch.dtype) -> None:
+    room = places([value])
+    assert (room[0].dtype, room[0].wire) == (value.dtype, wire)
+    assert pack([value], room, CPU)[1].dtype is wire
+    (found,) = travel([value], room)
+    assert found.dtype is value.dtype
+    assert torch.equal(found, value)
 
 
 @pytest.mark.parametrize(
