@@ -1,0 +1,160 @@
+"""Cuts every tiny model of the tests into pipeline stages, and tables how far it is from one piece, and what travels.
+
+    python benchmarks/stages.py [--parts cuts,schedules] [--results DIR] [MODEL ...]
+
+The first table is of one process that runs the stages one after another. The second is of two gloo ranks that run them
+under the schedules of torch. Not a matter of time but of differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
+MICROBATCHES = 4
+PATIENCE = 20.0  # seconds; where one rank stops, the others wait for what it would have sent
+
+
+def cut(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Every model with every cut, in this process."""
+    from support.staged import CUTS, compared
+
+    from ckptx.errors import CkptxError
+
+    rows = []
+    for name in names:
+        for how in CUTS:
+            row: dict[str, Any] = {"model": name, "cut": how}
+            try:
+                is_equal, gradients, carry = compared(name, how)
+                travels = [[str(slot) for slot in slots] for slots in carry.slots[1:]]
+                row |= {"logits_equal": is_equal, "gradients": gradients, "travels": travels}
+            except CkptxError as error:
+                row |= {"error": str(error)}
+            rows.append(row)
+            print(name, how, row.get("gradients", row.get("error")), file=sys.stderr)
+    return rows
+
+
+def scheduled(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Every model under every schedule, on two ranks."""
+    from support import pool as pools
+    from support.pool import GlooPool, WorkerError
+    from support.staged import one_step
+
+    pools._TIMEOUT = PATIENCE
+    pool = GlooPool()
+    rows = []
+    for name in names:
+        for schedule in SCHEDULES:
+            row: dict[str, Any] = {"model": name, "schedule": schedule}
+            try:
+                found = pool.run(one_step, 2, name, schedule, MICROBATCHES)
+                row |= {
+                    "logits_equal": all(each[0] for each in found) and sum(each[2] for each in found) == MICROBATCHES,
+                    "gradients": max(each[1] for each in found),
+                    "loss": max(each[3] for each in found),
+                }
+            except WorkerError as error:
+                causes = re.findall(r"^\w+Error: ([^.(]*)", str(error), re.MULTILINE)
+                row |= {"error": f"stops: {causes[0].strip() if causes else 'no answer'}"}
+            rows.append(row)
+            print(name, schedule, row.get("gradients", row.get("error")), file=sys.stderr)
+    pool.close()
+    return rows
+
+
+def in_words(travels: Sequence[str]) -> str:
+    """What one stage is sent, counted by argument, which is a name or a position: "argument 0, 2 x position_bias"."""
+    found = (re.sub(r"^.*?\((.*?)(\[.*)?\).*$", r"\1", each) for each in travels)
+    counts = Counter(f"argument {each}" if each.isdecimal() else each for each in found)
+    return ", ".join(f"{count} x `{name}`" if count > 1 else f"`{name}`" for name, count in counts.items())
+
+
+def cell(row: dict[str, Any]) -> str:
+    """One difference of gradients; logits are named where they are not equal."""
+    if "error" in row:
+        return str(row["error"]).replace("|", "\\|")
+    return f"{row['gradients']:.1e}" if row["logits_equal"] else f"LOGITS DIFFER, {row['gradients']:.1e}"
+
+
+def by_model(rows: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows by model, then by cut or schedule."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["model"], {})[row[key]] = row
+    return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many there are, how many have the same logits, and the largest difference of gradients."""
+    run = [row for row in rows if "error" not in row]
+    return {
+        "cases": len(rows),
+        "run": len(run),
+        "logits_equal": sum(row["logits_equal"] for row in run),
+        "gradients": max((row["gradients"] for row in run), default=0.0),
+    }
+
+
+def said(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The summary in a line."""
+    found = summary(rows)
+    return (
+        f"{found['cases']} {name}: {found['run']} run, logits bit-equal in {found['logits_equal']}; the largest "
+        f"relative difference of a gradient is {found['gradients']:.1e}.\n"
+    )
+
+
+def main() -> None:
+    """Cuts, runs, and writes stages.json and stages.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--parts", default="cuts,schedules")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    import torch
+    from support.models import EVERY
+    from support.staged import CUTS, LAYERS, TWELVE
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    tables = []
+    if "cuts" in arguments.parts.split(","):
+        rows = cut(arguments.models or list(EVERY))
+        results["cuts"] = {"summary": summary(rows), "rows": rows}
+        lines = []
+        for name, cuts in by_model(rows, "cut").items():
+            travels = cuts["three"].get("travels", [])
+            lines.append((name, *(cell(cuts[how]) for how in CUTS), "; ".join(map(in_words, travels))))
+        columns = ("model", *(f"gradients: {how.replace('|', 'then')}" for how in CUTS), "what travels, cut in three")
+        title = f"Tiny random models of {LAYERS} layers in a list, cut into stages that run one after another, fp32"
+        tables += [table(title, columns, lines), said("cuts", rows)]
+    if "schedules" in arguments.parts.split(","):
+        rows = scheduled([name for name in TWELVE if name in (arguments.models or TWELVE)])
+        results["schedules"] = {"summary": summary(rows), "rows": rows}
+        lines = [
+            (name, *(cell(found[schedule]) for schedule in SCHEDULES))
+            for name, found in by_model(rows, "schedule").items()
+        ]
+        title = f"Gradients on two gloo ranks, {MICROBATCHES} microbatches, two or four stages, fp32"
+        tables += [table(title, ("model", *SCHEDULES), lines), said("runs", rows)]
+    publish(arguments.results, "stages", results, tables)
+
+
+if __name__ == "__main__":
+    main()
