@@ -9,7 +9,7 @@ from support.models import EVERY
 from support.staged import CUTS, compared
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("how", "name"), list(product(CUTS, EVERY)))
 def test_a_model_that_is_cut_computes_what_it_does_in_one_piece(how: str, name: str) -> None:
     is_equal, gradients, carry = compared(name, how)
