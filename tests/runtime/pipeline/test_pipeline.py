@@ -276,6 +276,27 @@ class Aside(TwoDepths):
         return self.linear(hidden), self.bias(torch.ones(3))
 
 
+class Overlapping(nn.Module):  # type: ignore[misc]
+    """Adds one parameter at two places, and at each of them another one as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        return (hidden + (self.first + self.both) + (self.second + self.both),)
+
+
+def test_torch_counts_gradients_twice_where_uses_of_parameters_overlap() -> None:
+    """In silence."""
+    found = backward_in_two_parts(Overlapping(), torch.ones(2, 3, requires_grad=True))
+    whole = Overlapping()
+    whole(torch.ones(2, 3))[0].sum().backward()
+    wanted = gradients_of(whole)
+    assert torch.equal(found["both"], 2 * wanted["both"])
+    assert max(float((found[name] / wanted[name]).max()) for name in ("first", "second")) == 2
+
+
 def test_torch_frees_what_lies_between_two_uses_of_a_parameter() -> None:
     """Then the gradients of other weights between them cannot be computed; it says so."""
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
