@@ -115,9 +115,11 @@ def check_schedule(
             f"{said}: found {microbatches} microbatches for {stages} stages, needed as many at least; give more, or "
             "use gpipe"
         )
-    if schedule.name.startswith("Interleaved") and microbatches > pp and microbatches % pp:
+    rounds = max(1, microbatches // pp)
+    if schedule.name.startswith("Interleaved") and microbatches % rounds:
         raise UsageError(
-            f"{said}: found {microbatches} microbatches for {pp} ranks of the pipeline, needed a multiple of {pp}"
+            f"{said}: found {microbatches} microbatches for {rounds} rounds over {pp} ranks of the pipeline, needed as "
+            f"many in each; give a multiple of {pp}"
         )
     if schedule.name == "DualPipeV" and microbatches < 2 * pp:
         raise UsageError(
