@@ -15,6 +15,7 @@ from support.runs import assert_equal, verified
 
 import ckptx
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.pipeline.schedules import splits_backward_right
 
 # The hidden state alone, tied and untied; per-layer inputs with shared keys and values; encoder and decoder; images.
 RUN = ("llama-tied", "llama-untied", "gemma4-shared-kv", "t5", "gemma3-vlm", "qwen3-moe")
@@ -80,6 +81,8 @@ def test_tp_fsdp2_and_checkpointing_inside_of_stages_stay_within_their_noise(
 def test_every_schedule_computes_the_same_to_the_last_bit(
     pool: GlooPool, hf_of: Callable[[str], Path], name: str, schedule: str
 ) -> None:
+    if schedule != "interleaved1f1b" and not splits_backward_right():
+        pytest.skip(f"torch {torch.__version__} cannot go backward in two parts, needed 2.13")
     split = "1,1,1,1" if name == "gemma4-shared-kv" else "1,1,1,0"
     document, text = verified(pool, hf_of(name), hf_of(name), 1, 1, pp=2, schedule=schedule, pp_split=split)
     assert_equal(document, text, ParallelDims(pp=2))

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ckptx.errors import UnsupportedError, UsageError
+
+_SPLITS_SINCE = (2, 13)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,12 @@ SCHEDULES = {
 }
 
 
+def splits_backward_right() -> bool:
+    """Whether this torch can run the schedules that split the backward."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= _SPLITS_SINCE
+
+
 def find_schedule(name: str) -> Schedule:
     """The schedule of a name, in any case.
 
@@ -104,6 +113,11 @@ def check_schedule(
         raise UnsupportedError(
             f"{said}: with --activation-checkpointing selective torch goes backward through a layer a second time, "
             "which it cannot; use full, or 1f1b"
+        )
+    if schedule.splits_backward and not splits_backward_right():
+        raise UnsupportedError(
+            f"{said}: torch {torch.__version__} cannot compute gradients of inputs and of weights apart when anything "
+            "that is sent has no gradient, needed torch 2.13; use 1f1b, interleaved1f1b or gpipe"
         )
     if sequence_parallel:
         raise UnsupportedError(
