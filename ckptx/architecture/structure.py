@@ -120,13 +120,20 @@ def _joined_stacks(ours: tuple[StackRule, ...], theirs: tuple[StackRule, ...]) -
     others = {stack.path: stack for stack in theirs}
     return tuple(
         stack._replace(
-            before=tuple(dict.fromkeys((*stack.before, *others[stack.path].before))),
-            after=tuple(dict.fromkeys((*stack.after, *others[stack.path].after))),
+            before=_joined_ends(stack, stack.before, others[stack.path].before),
+            after=_joined_ends(stack, stack.after, others[stack.path].after),
         )
         if stack.path in others
         else stack
         for stack in ours
     )
+
+
+def _joined_ends(stack: StackRule, ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
+    """Both, what lies beside the list of layers before what lies around it, as rows keep them."""
+    lead = stack.path.rpartition(".")[0] + "."
+    names = dict.fromkeys((*ours, *theirs))
+    return tuple(sorted(names, key=lambda name: not name.startswith(lead)))
 
 
 def _of_given(defaults: Mapping[str, int | None]) -> dict[str, int | None]:
