@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ckptx.cli.conversion_options import layout_options
 from ckptx.cli.options import (
     GLOBAL,
     HUB,
@@ -47,31 +48,7 @@ _RUN = [
     help="Cast the reference first, as convert --dtype casts; auto compares as stored.",
 )
 @click.option("--run", is_flag=True, help="Load both into transformers models and compare what they compute.")
-@click.option(
-    "--tp",
-    "--tensor-parallel-size",
-    "tp",
-    type=int,
-    metavar="N",
-    show_default="1",
-    help="Ranks that share each tensor.",
-)
-@click.option(
-    "--pp",
-    "--pipeline-parallel-size",
-    "pp",
-    type=int,
-    metavar="N",
-    show_default="1",
-    help="Ranks of the pipeline.",
-)
-@click.option(
-    "--pp-split",
-    metavar="even|vllm|titan|hf|a,b,c",
-    show_default="even",
-    help="Layers per stage: by whose rule, or the counts themselves.",
-)
-@click.option("--dp-shard", type=int, metavar="N", show_default="1", help="FSDP ranks inside each TP rank.")
+@layout_options
 @click.option("--dp-replicate", type=int, metavar="N", show_default="1", help="Replicas of all of them (HSDP).")
 @click.option(
     "--schedule",
@@ -85,13 +62,6 @@ _RUN = [
     metavar="N",
     show_default="one for each stage",
     help="Of a step of the pipeline, on each data rank.",
-)
-@click.option(
-    "--tp-plan",
-    metavar="FILE",
-    type=click.Path(),
-    show_default="that of the model",
-    help='JSON {"pattern": "style"} in model names; goes before the plan of the model.',
 )
 @click.option("--device", metavar="auto|cpu|cuda", show_default="auto", help="What to compute on.")
 @click.option("--backend", metavar="auto|gloo|nccl", show_default="auto", help="What ranks talk through.")

@@ -18,6 +18,8 @@ from ckptx.runtime.launch import is_launched, launch
 from ckptx.sharding import read_plan
 from ckptx.verification.arguments import CHOICES
 
+_MOST_MICROBATCHES = 1024
+
 
 def verify_running(
     reference: Path,
@@ -94,8 +96,8 @@ def verify_running(
     }.items():
         if is_given and pp == 1:
             raise UsageError(f"--{name}: says how pipeline stages run, needed --pp 2 or more with it")
-    if microbatches is not None and microbatches < 1:
-        raise UsageError(f"--microbatches: {microbatches}, needed 1 or more")
+    if microbatches is not None and not 1 <= microbatches <= _MOST_MICROBATCHES:
+        raise UsageError(f"--microbatches: {microbatches}, needed 1 to {_MOST_MICROBATCHES:,}; logits of each are kept")
     dims = ParallelDims(tp=tp, pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     user = dict(read_plan(str(tp_plan))) if tp_plan is not None else None
     log = log or Log()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,6 @@ from ckptx.layout.parallel_dims import ParallelDims
 # Different builds, in every run: tied, multimodal, shared keys and values, experts, latent attention, Conv1D.
 RUN = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3")
 MORE = tuple(name for name in EVERY if name not in RUN)
-
-
-@pytest.fixture(scope="module")
-def hf_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def hf(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("run") / name
-            write(replace(EVERY[name], dtype=torch.float32), made[name])
-        return made[name]
-
-    return hf
 
 
 @pytest.mark.sampled(1)

@@ -22,19 +22,6 @@ RUN = ("llama-tied", "llama-untied", "gemma4-shared-kv", "t5", "gemma3-vlm", "qw
 MORE = tuple(name for name in EVERY if name not in RUN)
 
 
-@pytest.fixture(scope="module")
-def hf_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def hf(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("stages") / name
-            write(replace(EVERY[name], dtype=torch.float32), made[name])
-        return made[name]
-
-    return hf
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RUN)
 def test_stages_compute_the_same_to_the_last_bit(pool: GlooPool, hf_of: Callable[[str], Path], name: str) -> None:

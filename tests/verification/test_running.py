@@ -202,7 +202,8 @@ def test_without_torch_the_package_is_named(asked: list[Any], monkeypatch: pytes
         ({"pp_split": "1,1"}, ("--pp-split", "--pp 2")),
         ({"schedule": "gpipe"}, ("--schedule", "--pp 2")),
         ({"microbatches": 2}, ("--microbatches", "--pp 2")),
-        ({"pp": 2, "microbatches": 0}, ("--microbatches", "0")),
+        ({"pp": 2, "microbatches": 0}, ("--microbatches", "0", "1 to 1,024")),
+        ({"pp": 2, "microbatches": 10**9}, ("--microbatches", "1000000000", "1 to 1,024")),
         ({"pp": 2, "schedule": "zigzag"}, ("--schedule", '"zigzag"', "zbvzerobubble")),
     ],
 )

@@ -6,8 +6,8 @@ else (NaN, None, another value) than the unsplit model gives, that place is a *w
 A want without which all the stage computes still comes out right is dropped. What remains is what a stage needs from
 those before it; what the one right before it does not have either, that one has to be sent, too.
 
-In the end the stages run with what they send each other, and must give what the unsplit model gives: state that
-travels by another way than arguments, as an attribute that one layer writes and another reads, is noticed there.
+State that travels by another way than arguments, as an attribute that one layer writes and another reads, is refused.
+What the stages then do with what they send each other is tried by `rehearsal`.
 """
 
 from __future__ import annotations

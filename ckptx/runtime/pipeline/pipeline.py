@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.pipeline.carry import Carry
+from ckptx.runtime.pipeline.carry import Batch, Carry
 from ckptx.runtime.pipeline.payload import Place, pack, place_of, places_of, rooms, unpack
 from ckptx.runtime.pipeline.run import StageRun
 from ckptx.runtime.pipeline.schedules import Schedule
@@ -26,7 +26,6 @@ from ckptx.runtime.pipeline.ties import Tie, check_alike, sum_gradients, take_gr
 
 _logger = logging.getLogger(__name__)
 
-Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, int], Tensor]
 
 
