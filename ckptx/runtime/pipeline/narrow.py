@@ -15,107 +15,27 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-Values = dict[str, Any]
-
-# The width of the residual stream. In a part with several of them the first is that of its layers: where a tower has
-# an `embed_dim`, its `hidden_size` is the width of what it feeds.
-_HIDDEN = ("embed_dim", "d_model", "n_embd", "model_dim", "emb_dim", "dim", "hidden_dim", "hidden_size")
-
-# Numbers of heads, and of groups that heads are divided into.
-_HEADS = {
-    "num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads", "num_kv_heads", "n_head_kv",
-    "encoder_attention_heads", "decoder_attention_heads", "encoder_num_attention_heads", "decoder_num_attention_heads",
-    "encoder_num_key_value_heads", "decoder_num_key_value_heads", "attention_heads", "kv_n_heads",
-    "num_global_key_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads", "num_query_groups",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "index_n_heads", "indexer_n_heads",
-    "indexer_kv_heads", "conf_num_attention_heads", "resampler_n_heads", "cross_num_attention_heads",
-    "cross_num_key_value_heads", "num_attention_heads_per_layer", "num_key_value_heads_per_layer",
-    "num_sliding_attention_heads", "mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "mamba_n_groups",
-    "mamba_ngroups", "n_groups", "audio_num_heads",
-}  # fmt: skip
-
-# Widths of one head, and what counts its parts.
-_HEAD_DIMS = {
-    "head_dim", "d_kv", "global_head_dim", "swa_head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim",
-    "indexer_head_dim", "rotary_dim", "head_size", "attention_head_size", "resampler_head_dim", "cross_head_dim",
-    "mamba_head_dim", "mamba_d_head", "mamba_headdim", "dim_head",
-}  # fmt: skip
-_ROPE_COUNTS = ("mrope_section",)  # numbers of frequencies, half a head together
-_ROPE_FACTORS = ("short_factor", "long_factor")  # one number for each frequency
-
-_FEED_FORWARD = {
-    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-    "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "intermediate_size_mlp",
-    "dense_intermediate_size", "prefix_dense_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size",
-    "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "encoder_intermediate_size", "decoder_intermediate_size", "d_ff",
-    "dim_ff", "n_inner", "d_inner", "mlp_dim", "share_expert_dim", "moe_hidden_size", "moe_latent_size",
-    "encoder_linear_units", "decoder_linear_units", "alignment_intermediate_size", "projection_intermediate_size",
-}  # fmt: skip
-
-# Widths of bottlenecks: adapters, latent attention, time steps.
-_RANKS = {
-    "q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank", "adapter_rank", "lora_rank", "embedding_rank",
-    "gated_norm_rank", "hc_lowrank", "time_step_rank", "mamba_dt_rank", "attention_rank", "moe_lora_rank",
-}  # fmt: skip
-_STATES = {"state_size", "ssm_state_size", "mamba_d_state", "d_state"}
-
-# Widths of tables with a row for each token and layer, of which a vocabulary makes most of a model.
-_TABLES = {"hidden_size_per_layer_input", "ple_embed_dim"}
-
-# Rows of tables that tokens are hashed into.
-_BUCKETS = {"encoder_hash_byte_group_vocab", "num_hash_buckets", "ngram_vocab_size_base"}
-
-_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-_CHOSEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "top_k",
-    "experts_per_token", "num_selected_experts",
-)  # fmt: skip
-
-# Widths of what a part gives to another or takes from it, where no hidden size is equal to them.
-_LINKS = {
-    "out_hidden_size", "projection_dim", "projector_input_dim", "projector_output_dim", "vision_output_dim",
-    "output_proj_dims", "output_dim", "encoder_hidden_size", "cross_attention_hidden_size", "embedding_size",
-    "word_embed_proj_dim", "projection_size", "projector_hidden_size", "pooler_hidden_size", "text_hidden_size",
-    "mm_embed_dim", "lm_hidden_size", "audio_hidden_size",
-}  # fmt: skip
-_WIDTH_ENDINGS = ("_size", "_dim", "_dims", "_width")  # a key that ends so may repeat the hidden size of a part
-_NO_WIDTHS = (
-    "vocab_size",
-    "patch_size",
-    "image_size",
-    "kernel_size",
-    "window",
-    "chunk_size",
-    "block_size",
-    "pool_size",
+from ckptx.runtime.pipeline.width_keys import (
+    BUCKETS,
+    CHOSEN,
+    DERIVED,
+    EXPERTS,
+    FEED_FORWARD,
+    HEAD_DIMS,
+    HEADS,
+    HIDDEN,
+    LINKS,
+    NO_WIDTHS,
+    RANKS,
+    ROPE_COUNTS,
+    ROPE_FACTORS,
+    STATES,
+    TABLES,
+    VOCABULARIES,
+    WIDTH_ENDINGS,
+    WORDS,
+    Values,
 )
-
-_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
-_WORDS = 64  # tokens beside those that the config names
-
-
-def _expanded(values: Values) -> int:
-    return int(values.get("expand", values.get("mamba_expand")) * values["hidden_size"])
-
-
-# What a config class works out of other keys when it is made: where it held, it holds in the narrow config.
-_DERIVED: tuple[tuple[str, Callable[[Values], Any]], ...] = (
-    ("intermediate_size", _expanded),
-    ("intermediate_size", lambda values: int(values["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)),
-    ("time_step_rank", lambda values: math.ceil(values["hidden_size"] / 16)),
-    ("mamba_dt_rank", lambda values: math.ceil(values["hidden_size"] / 16)),
-    ("head_dim", lambda values: _expanded(values) / values["num_heads"]),
-    ("mamba_head_dim", lambda values: _expanded(values) / values["mamba_num_heads"]),
-    ("mamba_d_head", lambda values: _expanded(values) / values["mamba_n_heads"]),
-    ("mamba_headdim", lambda values: _expanded(values) / values["n_mamba_heads"]),
-    ("mamba_d_ssm", lambda values: values["mamba_n_heads"] * values["mamba_d_head"]),
-    ("attention_hidden_size", lambda values: 2 * values["hidden_size"]),
-    ("attention_head_dim", lambda values: values["attention_hidden_size"] / values["num_attention_heads"]),
-    ("kv_channels", lambda values: values["hidden_size"] / values["num_attention_heads"]),
-    ("qk_head_dim", lambda values: values["qk_nope_head_dim"] + values["qk_rope_head_dim"]),
-    ("vision_output_dim", lambda values: values["hidden_size"] * (1 + len(values["intermediate_layers_indices"]))),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +87,14 @@ class _Part:
     @property
     def hidden(self) -> int | None:
         """The width of the residual stream, None for a config without layers of its own."""
-        found = (self.old.get(key) for key in _HIDDEN)
+        found = (self.old.get(key) for key in HIDDEN)
         return next((each for each in found if _is_number(each)), None)
 
     @property
     def width_of_head(self) -> int | None:
         """The width of a head where it and the number of heads make the hidden size; None where they do not."""
         heads = next(iter(self.found(("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads"))), None)
-        heads = heads or next(iter(self.found(sorted(_HEADS))), None)
+        heads = heads or next(iter(self.found(sorted(HEADS))), None)
         if self.hidden is None or not heads or self.hidden % heads:
             return None
         width = self.hidden // heads
@@ -201,8 +121,8 @@ def narrow(config: PreTrainedConfig, how: Narrowness) -> PreTrainedConfig:
     nested = list(parts(copied))
     described = [_described(each, how) for each in nested]
     hidden = _hidden_sizes(described) if how.narrow_hidden else {}
-    links = _ranked((number for each in described for number in each.found(sorted(_LINKS))), 56, hidden)
-    vocabulary = max(token_ids(copied), default=0) + 1 + _WORDS if how.cut_vocabulary else None
+    links = _ranked((number for each in described for number in each.found(sorted(LINKS))), 56, hidden)
+    vocabulary = max(token_ids(copied), default=0) + 1 + WORDS if how.cut_vocabulary else None
     for part, known in zip(nested, described, strict=True):
         _adjust_divisor(known, hidden)
         change = _changes(known, hidden, links, how)
@@ -211,7 +131,7 @@ def narrow(config: PreTrainedConfig, how: Narrowness) -> PreTrainedConfig:
         for rope in _rope_dicts(values):
             _narrow_rope(rope, known.divisor)
         if vocabulary is not None:
-            for key in _VOCABULARIES:
+            for key in VOCABULARIES:
                 if _is_number(values.get(key)):
                     values[key] = min(values[key], -(-vocabulary // 64) * 64)
         _derive(known.old, values)
@@ -258,7 +178,7 @@ def _described(part: Any, how: Narrowness) -> _Part:
     old = copy.deepcopy({key: value for key, value in vars(part).items() if not isinstance(value, PreTrainedConfig)})
     spec = old.pop("_heterogeneity_spec", None)
     known = _Part(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
-    known.heads = _fewer(known.found(sorted(_HEADS))) if how.few_heads else {}
+    known.heads = _fewer(known.found(sorted(HEADS))) if how.few_heads else {}
     if how.head_dim is not None:
         known.divisor = _divisor(known, how.head_dim)
     return known
@@ -300,10 +220,10 @@ def _fewer(counts: Iterable[int]) -> dict[int, int]:
 
 def _divisor(part: _Part, least: int) -> int:
     """The power of two that divides all widths of heads, and what counts their parts, and leaves the widest `least`."""
-    widths = part.found(sorted(_HEAD_DIMS)) + ([part.width_of_head] if part.width_of_head else [])
+    widths = part.found(sorted(HEAD_DIMS)) + ([part.width_of_head] if part.width_of_head else [])
     ropes = _rope_dicts(part.old)
-    counts = [number for rope in ropes for key in _ROPE_COUNTS for number in _numbers(rope.get(key))]
-    counts += [len(rope[key]) for rope in ropes for key in _ROPE_FACTORS if isinstance(rope.get(key), list)]
+    counts = [number for rope in ropes for key in ROPE_COUNTS for number in _numbers(rope.get(key))]
+    counts += [len(rope[key]) for rope in ropes for key in ROPE_FACTORS if isinstance(rope.get(key), list)]
     shares = [rope["partial_rotary_factor"] for rope in ropes if rope.get("partial_rotary_factor")]
     shares += [part.old[key] for key in ("partial_rotary_factor", "rotary_pct") if part.old.get(key)]
 
@@ -346,7 +266,7 @@ def _is_tied(part: _Part) -> bool:
 
 def _choices(part: _Part) -> list[int]:
     """Hidden sizes that the heads of a part allow, from the least on."""
-    new = [part.heads.get(each, each) for each in part.found(sorted(_HEADS))]
+    new = [part.heads.get(each, each) for each in part.found(sorted(HEADS))]
     if _is_tied(part):
         old_width, old = part.width_of_head or 1, part.hidden or 1
         heads = part.heads.get(old // old_width, old // old_width)
@@ -378,8 +298,8 @@ def _changes(
     part: _Part, hidden: Mapping[int, int], links: Mapping[int, int], how: Narrowness
 ) -> dict[str, Callable[[int], int]]:
     """What happens to the numbers under each kind of key: "heads", "head dims", ..."""
-    inner = _ranked(part.found(sorted(_FEED_FORWARD)), 32, {})
-    ranks = _ranked(part.found(sorted(_RANKS)), 16, {})
+    inner = _ranked(part.found(sorted(FEED_FORWARD)), 32, {})
+    ranks = _ranked(part.found(sorted(RANKS)), 16, {})
     experts = _experts_needed(part)
     return {
         "hidden": lambda old: hidden.get(old, old),
@@ -397,7 +317,7 @@ def _changes(
 
 def _experts_needed(part: _Part) -> int:
     """Twice as many experts as are chosen, and in each group so many that the groups that are chosen have enough."""
-    chosen = max((each for each in part.found(_CHOSEN) if each > 0), default=1)
+    chosen = max((each for each in part.found(CHOSEN) if each > 0), default=1)
     groups = max(part.found(("n_group", "num_expert_group")), default=1) or 1
     of_groups = max(part.found(("topk_group",)), default=groups) or groups
     if groups == 1:
@@ -406,23 +326,23 @@ def _experts_needed(part: _Part) -> int:
 
 
 _KINDS = {
-    **dict.fromkeys(_LINKS, "links"),
-    **dict.fromkeys(_HIDDEN, "links"),
-    **dict.fromkeys(_HEADS, "heads"),
-    **dict.fromkeys(_HEAD_DIMS, "head dims"),
-    **dict.fromkeys(_FEED_FORWARD, "feed forward"),
-    **dict.fromkeys(_RANKS, "ranks"),
-    **dict.fromkeys(_STATES, "states"),
-    **dict.fromkeys(_TABLES, "tables"),
-    **dict.fromkeys(_BUCKETS, "buckets"),
-    **dict.fromkeys(_EXPERTS, "experts"),
+    **dict.fromkeys(LINKS, "links"),
+    **dict.fromkeys(HIDDEN, "links"),
+    **dict.fromkeys(HEADS, "heads"),
+    **dict.fromkeys(HEAD_DIMS, "head dims"),
+    **dict.fromkeys(FEED_FORWARD, "feed forward"),
+    **dict.fromkeys(RANKS, "ranks"),
+    **dict.fromkeys(STATES, "states"),
+    **dict.fromkeys(TABLES, "tables"),
+    **dict.fromkeys(BUCKETS, "buckets"),
+    **dict.fromkeys(EXPERTS, "experts"),
 }
 
 
 def _mapped(key: str, value: Any, change: Mapping[str, Callable[[int], int]], part: _Part) -> Any:
     """A value as it becomes; lists element by element, what is no whole number as it is."""
     kind = _KINDS.get(key)
-    if kind is None and key.endswith(_WIDTH_ENDINGS) and not any(word in key for word in _NO_WIDTHS):
+    if kind is None and key.endswith(WIDTH_ENDINGS) and not any(word in key for word in NO_WIDTHS):
         kind = "hidden"
     if kind is None or (kind == "head dims" and not _is_divisible(value, part.divisor)):
         return value
@@ -437,17 +357,17 @@ def _is_divisible(value: Any, divisor: int) -> bool:
 
 def _narrow_rope(rope: Values, divisor: int) -> None:
     """Makes what rotary positions say of each frequency that of narrower heads, in place."""
-    for key in _ROPE_COUNTS:
+    for key in ROPE_COUNTS:
         if isinstance(rope.get(key), list | tuple):
             rope[key] = [each // divisor for each in rope[key]]
-    for key in _ROPE_FACTORS:
+    for key in ROPE_FACTORS:
         if isinstance(rope.get(key), list | tuple):
             rope[key] = list(rope[key][::divisor])
 
 
 def _derive(old: Values, values: Values) -> None:
     """Works out again what was worked out of other keys, in place."""
-    for key, work_out in _DERIVED:
+    for key, work_out in DERIVED:
         if _is_number(old.get(key)) and _worked_out(work_out, old) == old[key]:
             derived = _worked_out(work_out, values)
             if derived is not None and derived == int(derived):
