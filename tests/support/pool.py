@@ -6,6 +6,8 @@ workers are forked from it. They are sent functions (by import path) with argume
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORLD_SIZE = 4
+_LAST_WORDS = "last-words"
 _TIMEOUT = 120.0  # seconds that one function may take
 # gloo keeps the threads of a mesh as long as anything remembers it, and torch remembers many; a thousand of them slow
 # the whole machine down, so that a worker with this many is replaced.
@@ -42,6 +45,7 @@ class GlooPool:
     def __init__(self) -> None:
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._stores = tempfile.TemporaryDirectory(prefix="gloo-stores-")
+        self._started = itertools.count()
         self._runs = itertools.count()
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -56,12 +60,12 @@ class GlooPool:
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"world size {world_size}, needed 1 to {MAX_WORLD_SIZE}")
         while len(self._workers) < world_size:
-            self._workers.append(_start())
+            self._workers.append(self._start())
         store = str(Path(self._stores.name, f"store-{next(self._runs)}"))
         members = self._workers[:world_size]
         for rank, (_, pipe) in enumerate(members):
             pipe.send((function, rank, world_size, store, args))
-        answers = [_answer(pipe) for _, pipe in members]
+        answers = [_answer(*member) for member in members]
         failures = [f"rank {rank}:\n{said}" for rank, (ok, said) in enumerate(answers) if not ok]
         if failures or any(_threads_of(process) > _MOST_THREADS for process, _ in members):
             self.stop()
@@ -82,21 +86,21 @@ class GlooPool:
         self.stop()
         self._stores.cleanup()
 
+    def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+        context = fresh()
+        here, there = context.Pipe()
+        last_words = Path(self._stores.name, f"{_LAST_WORDS}-{next(self._started)}")
+        process = context.Process(target=_work, args=(there, last_words), name=str(last_words), daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
 
 def fresh() -> ForkServerContext:
     """To start processes that have imported torch and transformers, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
-
-
-def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    context = fresh()
-    here, there = context.Pipe()
-    process = context.Process(target=_work, args=(there,), daemon=True)
-    process.start()
-    there.close()
-    return process, here
 
 
 def _threads_of(process: multiprocessing.process.BaseProcess) -> int:
@@ -106,21 +110,26 @@ def _threads_of(process: multiprocessing.process.BaseProcess) -> int:
         return 0
 
 
-def _answer(pipe: Connection) -> tuple[bool, Any]:
+def _answer(process: multiprocessing.process.BaseProcess, pipe: Connection) -> tuple[bool, Any]:
     if not pipe.poll(_TIMEOUT):
         return False, f"no answer within {_TIMEOUT:.0f} s"
     try:
         return pipe.recv()
-    except EOFError:
-        return False, "the process ended"
+    except (EOFError, ConnectionError):
+        process.join(1)
+        last_words = Path(process.name)
+        return False, f"ended with {process.exitcode}\n{last_words.read_text() if last_words.exists() else ''}"
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, last_words: Path) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is no garbage, and need not be looked at after each function
+    said = last_words.open("w")
+    faulthandler.enable(said)
     while True:
         try:
             function, rank, world_size, store, args = pipe.recv()
@@ -133,8 +142,10 @@ def _work(pipe: Connection) -> None:
                 torch.manual_seed(0)
                 answer = (True, function(rank, world_size, *args))
             finally:
+                gc.collect()  # sends and receives that a schedule left must not outlive their group
                 dist.destroy_process_group()
                 _forget_meshes()
+                gc.collect()
         except BaseException:  # handed to the test, which fails with it
             answer = (False, traceback.format_exc())
         pipe.send(answer)
