@@ -4,14 +4,16 @@
     DTensor on tp              shards: their powers are summed over tp
     DTensor on dp_shard        shards of FSDP2: over dp_shard
     DTensor on dp_shard, tp    over both; over a mesh dim that has replicas, never
+    of another pipeline stage  the sum of each stage is added up over pp
 
 torch's `clip_grad_norm_` takes gradients of one mesh. Here each mesh dim is reduced once, for all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import inf, prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,11 +35,26 @@ class NonFiniteGradients(CkptxError, RuntimeError):
     """The norm of all gradients is NaN or infinite; a RuntimeError as torch raises, too."""
 
 
+class OverStages(NamedTuple):
+    """Where the rest is of a model that is cut into pipeline stages; `Pipeline.clip_grad_norm` knows it.
+
+    Attributes:
+        group: The ranks of the pipeline.
+        device: What they talk over.
+        copies: Parameters of this rank that are copies of one on an earlier stage: clipped, and not counted again.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    copies: Collection[Tensor] = ()
+
+
 def clip_grad_norm(
-    parameters: nn.Module | Iterable[Tensor],
+    parameters: nn.Module | Iterable[nn.Module] | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    stages: OverStages | None = None,
 ) -> Tensor:
     """Scales all gradients in place by one factor, so that their norm is at most `max_norm`.
 
@@ -46,10 +63,11 @@ def clip_grad_norm(
     parameter with several names. The same bits on every rank, if gradients that ranks have whole are the same.
 
     Args:
-        parameters: A model cut by TP, sharded by FSDP2 or HSDP, or plain; or its parameters.
+        parameters: A model cut by TP, sharded by FSDP2 or HSDP, or plain; the stages of one; or parameters.
         max_norm: Of all gradients as one vector; `inf` to measure alone.
         norm_type: Above 0; `inf` for the largest absolute value.
         error_if_nonfinite: Refuse a norm that is NaN or infinite. Without it, gradients become NaN or 0, as in torch.
+        stages: Where the other stages are, of a model that has several.
 
     Returns:
         The norm before clipping: a plain tensor without dims, in float32, or float64 if a gradient is.
@@ -61,7 +79,11 @@ def clip_grad_norm(
     if not norm_type > 0:
         raise UsageError(f"clip_grad_norm: norm_type is {norm_type}, needed a number above 0, or inf; give 2.0")
     named = _named(parameters)
-    total = _total_norm([each for _, each in named], float(norm_type))
+    copies = {id(each) for each in stages.copies} if stages is not None else set()
+    power = _total_power([each for _, each in named if id(each) not in copies], float(norm_type))
+    if stages is not None:
+        power = _over_stages(power, float(norm_type), stages)
+    total = power if norm_type == inf else power ** (1 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise NonFiniteGradients(_said(named, total, norm_type))
     factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
@@ -116,19 +138,20 @@ def labels_per_rank(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: in
 # ------------------------------------------------------------------------------------------------ norm
 
 
-def _named(parameters: nn.Module | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+def _named(parameters: nn.Module | Iterable[nn.Module] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
     """Those that are trained, each once."""
-    if isinstance(parameters, nn.Module):
-        pairs = [(canonical_name(name), each) for name, each in parameters.named_parameters()]
-    else:
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
-        pairs = [(f"parameter {index} of shape {list(each.shape)}", each) for index, each in enumerate(given)]
+    pairs: list[tuple[str, Tensor]] = []
+    for index, each in enumerate([parameters] if isinstance(parameters, (nn.Module, Tensor)) else parameters):
+        if isinstance(each, nn.Module):
+            pairs += [(canonical_name(name), parameter) for name, parameter in each.named_parameters()]
+        else:
+            pairs.append((f"parameter {index} of shape {list(each.shape)}", each))
     unique = {id(each): (name, each) for name, each in reversed(pairs) if each.requires_grad}
     return list(reversed(unique.values()))
 
 
-def _total_norm(parameters: list[Tensor], norm_type: float) -> Tensor:
-    """The norm over all ranks.
+def _total_power(parameters: list[Tensor], norm_type: float) -> Tensor:
+    """The sum of powers of all elements, over all ranks of the mesh, or the largest absolute value.
 
     Every rank makes the same reductions in the same order, whatever gradients it lacks: what is summed over which
     groups follows from the parameters alone.
@@ -151,7 +174,18 @@ def _total_norm(parameters: list[Tensor], norm_type: float) -> Tensor:
     if not powers:
         return torch.zeros((), dtype=dtype, device=device)
     every = torch.stack([powers[groups] for groups in sorted(powers, key=_names_of)])
-    return every.amax() if norm_type == inf else every.sum() ** (1 / norm_type)
+    return every.amax() if norm_type == inf else every.sum()
+
+
+def _over_stages(power: Tensor, norm_type: float, stages: OverStages) -> Tensor:
+    """Of all stages: added in the order of the ranks, for each rank must get the same bits."""
+    own = torch.tensor([0.0, power.dtype is torch.float64], dtype=torch.float64, device=stages.device)
+    own[0] = power
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(stages.group))]
+    dist.all_gather(found, own, group=stages.group)
+    powers, are_double = torch.stack(found).unbind(1)
+    total = powers.amax() if norm_type == inf else powers.sum()
+    return total if are_double.any() else total.float()
 
 
 def _names_of(groups: _Groups) -> tuple[str, ...]:

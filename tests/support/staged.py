@@ -19,6 +19,7 @@ from ckptx.runtime.pipeline.pipeline import Pipeline
 from ckptx.runtime.pipeline.run import StageRun
 from ckptx.runtime.pipeline.schedules import find_schedule
 from ckptx.runtime.pipeline.ties import tied_over
+from ckptx.verification.execution import whole
 
 LAYERS = 6
 CUTS = ("balanced", "1 | rest", "rest | 1", "three")
@@ -221,11 +222,12 @@ def ranked(
         name: Of the recipe.
         schedule: Its name.
         batches: For finding what travels.
-        mesh: With the dims "pp" and "dp_shard"; without it all ranks are those of the pipeline.
+        mesh: As `mesh_of` made it; without it all ranks are those of the pipeline.
         how: It is cut.
         count: Microbatches that make up the loss; as many as `batches` if not given.
     """
     from ckptx.runtime.parallelize import parallelize
+    from ckptx.runtime.tensor_parallel.plans import find_plan
 
     group = dist.group.WORLD if mesh is None else mesh["pp"].get_group()
     assert group is not None
@@ -233,17 +235,20 @@ def ranked(
     model = deep(name)
     stages = stages_of(model, pp * chosen.stages, how)
     carry = find_carry(deep(name), stages, batches, output_of)
+    is_cut = mesh is not None and mesh["tp"].size() > 1
+    plan = find_plan(model, {**model.config.to_dict(), "architectures": [type(model).__name__]}) if is_cut else None
     models = {}
     for number in chosen.stages_of(dist.get_rank(group), pp):
         models[number] = copy.deepcopy(stage_of(model, stages, number, carry.forms))
         if mesh is not None:
-            parallelize(models[number], mesh, None)
+            parallelize(models[number], mesh, plan)
     logits: dict[int, Tensor] = {}
     counts = [count or len(batches)]
 
     def loss(found: Any, index: int) -> Tensor:
-        logits[index] = output_of(found).detach()
-        return loss_of(output_of(found), counts[0])
+        output = whole(output_of(found))
+        logits[index] = output.detach()
+        return loss_of(output, counts[0])
 
     ties = tied_over(model, stages)
     pipeline = Pipeline(models, stages, carry, chosen, group, torch.device("cpu"), loss, ties)

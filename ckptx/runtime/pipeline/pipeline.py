@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from ckptx.layout.stages import StageMap
+from ckptx.runtime.gradients import OverStages, clip_grad_norm
 from ckptx.runtime.pipeline.carry import Batch, Carry
 from ckptx.runtime.pipeline.payload import Place, pack, place_of, places_of, rooms, unpack
 from ckptx.runtime.pipeline.run import StageRun
 from ckptx.runtime.pipeline.schedules import Schedule
-from ckptx.runtime.pipeline.ties import Tie, check_alike, sum_gradients, take_gradients
+from ckptx.runtime.pipeline.ties import Tie, check_alike, later_copies, sum_gradients, take_gradients
 
 _logger = logging.getLogger(__name__)
 
@@ -105,6 +106,15 @@ class Pipeline:
 
                 self.walk(batch, see)
         return losses
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clips the gradients of all stages by the norm of the whole model's; every rank calls it.
+
+        What ties over stages share counts once. Arguments, what it returns and raises are those of
+        `gradients.clip_grad_norm`; the same bits on every rank of every stage.
+        """
+        stages = OverStages(self._group, self._device, later_copies(self._ties, self._models))
+        return clip_grad_norm(self._models.values(), max_norm, norm_type, error_if_nonfinite, stages)
 
     def walk(self, batch: Batch, see: Callable[[StageRun, Any], None] | None = None) -> list[list[Place | None]]:
         """Runs one microbatch forward through all stages, one after another, without a schedule.

@@ -54,6 +54,16 @@ def tied_over(model: nn.Module, stages: StageMap) -> list[Tie]:
     return found
 
 
+def later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> list[Tensor]:
+    """Every copy but that on the first stage of its tie, of the stages of this rank: what counts once is there."""
+    return [
+        _parameter(models[stage], name)
+        for tie in ties
+        for stage, name in list(tie.copies.items())[1:]
+        if stage in models
+    ]
+
+
 def take_gradients(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> dict[str, Tensor]:
     """Takes from every copy what was summed in earlier steps, which must not be summed again; by name of the tie."""
     held = {}
