@@ -14,14 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.report.report import Log
-from ckptx.runtime.distributed import Process, together, told
-from ckptx.runtime.pipeline.carry import Carry, find_carry
+from ckptx.runtime.distributed import Process
+from ckptx.runtime.pipeline.carry import Carry
+from ckptx.runtime.pipeline.cut import carry_of
 from ckptx.runtime.pipeline.pipeline import Pipeline
-from ckptx.runtime.pipeline.rehearsal import rehearse
 from ckptx.runtime.pipeline.schedules import Schedule, check_schedule, find_schedule
 from ckptx.runtime.pipeline.stage import make_stage
 from ckptx.runtime.pipeline.ties import Tie, tied_over
-from ckptx.runtime.pipeline.tiny import tiny_model
 from ckptx.verification.execution import Outcome, arguments, compared, failing, loss_of, whole
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 from ckptx.verification.side import Built, Seen, Side
@@ -97,26 +96,15 @@ def stage_the(side: Side, seen: Seen, process: Process, log: Log) -> Staging:
             f"--microbatches {microbatches}: do not fill {stages.pp} pipeline stages, so that a rank waits "
             f"{schedule.bubble_fraction(dims.pp, microbatches):.0%} of a step at best; speed is no matter here"
         )
-    with together():
-        found = _carry_of(model, stages, seen, schedule) if process.rank == 0 else None
-    carry: Carry = told(found)
+
+    def batches(small: nn.Module) -> list[dict[str, torch.Tensor]]:
+        config = {**small.config.to_dict(), "architectures": model.config.architectures}
+        return [
+            inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in {False, seen.takes_mask}
+        ]
+
+    carry = carry_of(model, stages, schedule, batches, compared)
     return Staging(schedule, stages, carry, tuple(tied_over(model, stages)), microbatches)
-
-
-def _carry_of(model: nn.Module, stages: StageMap, seen: Seen, schedule: Schedule) -> Carry:
-    """Found and tried with a small model of the class, on inputs of every kind it takes, with padding and without."""
-    small = tiny_model(model.config, type(model))
-    config = {**small.config.to_dict(), "architectures": model.config.architectures}
-    batches = [
-        inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in {False, seen.takes_mask}
-    ]
-
-    def output(found: Any) -> torch.Tensor:
-        return compared(small, found)
-
-    carry = find_carry(small, stages, batches, output)
-    rehearse(small, stages, carry, batches, output, split_backward=schedule.splits_backward)
-    return carry
 
 
 class Stages:
@@ -153,11 +141,11 @@ class Stages:
             model.eval()
             model.zero_grad(set_to_none=True)
         pipeline = Pipeline(
-            models, staging.stages, staging.carry, staging.schedule, self._group, self._device, loss, staging.ties
+            models, staging.stages, staging.carry, staging.schedule, self._group, self._device, staging.ties
         )
         given = [arguments(model, each) for each in batches]
         with failing(model):
-            losses = pipeline.step(given) if backward else pipeline.forward(given)
+            losses = pipeline.step(given, loss) if backward else pipeline.forward(given, loss)
         outcome.loss = sum(map(float, losses)) if losses else math.nan  # in the order of the reference
         outcome.logits = [logits[index] for index in sorted(logits)]
         return outcome

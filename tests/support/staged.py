@@ -15,7 +15,7 @@ from ckptx.architecture.table import find_row
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.pipeline.carry import Carry, find_carry, stage_of
-from ckptx.runtime.pipeline.pipeline import Pipeline
+from ckptx.runtime.pipeline.pipeline import Loss, Pipeline
 from ckptx.runtime.pipeline.run import StageRun
 from ckptx.runtime.pipeline.schedules import find_schedule
 from ckptx.runtime.pipeline.ties import tied_over
@@ -198,13 +198,17 @@ class Ranked(NamedTuple):
         pipeline: Its stages.
         models: The same, by number.
         logits: Of each microbatch by its number, on the rank of the last stage; filled by steps.
-        counts: How many microbatches make up the loss; one entry, to be changed.
+        loss: For steps.
     """
 
     pipeline: Pipeline
     models: dict[int, nn.Module]
     logits: dict[int, Tensor]
-    counts: list[int]
+    loss: Loss
+
+    def step(self, batches: Sequence[Inputs]) -> list[Tensor]:
+        """Of the pipeline."""
+        return self.pipeline.step(batches, self.loss)
 
 
 def ranked(
@@ -243,16 +247,15 @@ def ranked(
         if mesh is not None:
             parallelize(models[number], mesh, plan)
     logits: dict[int, Tensor] = {}
-    counts = [count or len(batches)]
 
     def loss(found: Any, index: int) -> Tensor:
         output = whole(output_of(found))
         logits[index] = output.detach()
-        return loss_of(output, counts[0])
+        return loss_of(output, count or len(batches))
 
     ties = tied_over(model, stages)
-    pipeline = Pipeline(models, stages, carry, chosen, group, torch.device("cpu"), loss, ties)
-    return Ranked(pipeline, models, logits, counts)
+    pipeline = Pipeline(models, stages, carry, chosen, group, torch.device("cpu"), ties)
+    return Ranked(pipeline, models, logits, loss)
 
 
 def away(run: Ranked, whole: Whole) -> tuple[bool, float]:
@@ -273,7 +276,7 @@ def one_step(
     batches = microbatches(name, count, pictured)
     whole = whole_of(deep(name), batches)
     run = ranked(name, schedule, _kinds(batches), count=count)
-    losses = run.pipeline.step(batches)
+    losses = run.step(batches)
     expected = sum(float(loss_of(each, count)) for each in whole.logits)
     is_equal, gradients = away(run, whole)
     return is_equal, gradients, len(run.logits), abs(sum(map(float, losses)) - expected) if losses else 0.0

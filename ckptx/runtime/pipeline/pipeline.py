@@ -45,7 +45,6 @@ class Pipeline:
         schedule: Schedule,
         group: dist.ProcessGroup,
         device: torch.device,
-        loss: Loss,
         ties: Sequence[Tie] = (),
     ) -> None:
         """Args:
@@ -55,8 +54,6 @@ class Pipeline:
         schedule: In which order.
         group: The ranks of the pipeline.
         device: Where the models are.
-        loss: Of what the model gave for a microbatch of this number, as it counts in the step: gradients are those of
-            the sum over the microbatches.
         ties: From `tied_over`; the gradients of their copies are summed at the end of each step.
 
         Raises:
@@ -64,21 +61,27 @@ class Pipeline:
         """
         self.parts = [StageRun(model, stages, number, carry) for number, model in sorted(models.items())]
         self._stages, self._schedule, self._group, self._device = stages, schedule, group, device
-        self._loss, self._ties, self._models = loss, ties, dict(models)
+        self._ties, self._models = ties, dict(models)
         self._batches: Sequence[Batch] = ()
+        self._loss: Loss | None = None
         self._places: dict[int, tuple[Place, ...]] = {}
         self._prepared: tuple[Any, Any] = (None, None)
         for part in self.parts:
             part.model.forward = self._forward_of(part, part.model.forward)
         check_alike(ties, self._models, group)
 
-    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def step(self, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
         """Forward and backward of every microbatch; gradients are added to those that are there.
+
+        Args:
+            batches: The microbatches, without labels; the same on every rank of the pipeline.
+            loss: Of what the model gave for a microbatch of this number, as it counts in the step: gradients are those
+                of the sum over the microbatches. The rank of the last stage calls it.
 
         Returns:
             The losses, on the rank that has the last stage; nothing elsewhere.
         """
-        self._batches = batches
+        self._batches, self._loss = batches, loss
         runner = self._runner(batches)
         numbers = torch.arange(len(batches), device=self._device)
         losses: list[Tensor] = []
@@ -89,20 +92,20 @@ class Pipeline:
             *arguments, number=numbers, target=numbers if is_last else None, losses=losses if is_last else None,
             return_outputs=False,
         )  # fmt: skip
-        self._batches = ()
+        self._batches, self._loss = (), None
         ranks = {number: self._peer(number) for number in range(self._stages.pp)}
         sum_gradients(self._ties, self._models, ranks, self._group, held)
         return [each.detach() for each in losses]
 
-    def forward(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Forward alone, one microbatch after another; gives what `step` gives."""
+    def forward(self, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
+        """Forward alone, one microbatch after another; takes and gives what `step` does."""
         losses: list[Tensor] = []
         with torch.no_grad():
             for index, batch in enumerate(batches):
 
                 def see(part: StageRun, output: Any, index: int = index) -> None:
                     if part.number == self._stages.pp - 1:
-                        losses.append(self._loss(output, index))
+                        losses.append(loss(output, index))
 
                 self.walk(batch, see)
         return losses
@@ -170,6 +173,7 @@ class Pipeline:
             values = unpack(payload, self._places[part.number]) if part.number else ()
             output, sent = part(own, self._batches[index], values)
             if part.number == self._stages.pp - 1:
+                assert self._loss is not None
                 return self._loss(output, index)
             return pack(sent, self._places[part.number + 1], self._device)
 

@@ -206,7 +206,7 @@ def _run(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
     """The model with random weights, after it has read a text."""
     model = _filled(config, cls)
     with torch.no_grad():
-        model(**_batch(model))
+        model(**text_batch(model))
     return model
 
 
@@ -229,7 +229,7 @@ def _reads(cls: type[nn.Module]) -> bool:
     return "input_ids" in inspect.signature(cls.forward).parameters
 
 
-def _batch(model: Any) -> dict[str, torch.Tensor]:
+def text_batch(model: Any) -> dict[str, torch.Tensor]:
     """A text of 2 rows of 12 tokens; for an encoder that listens, a sound as long as it takes them for each."""
     ids = _words(model.config)
     batch = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}

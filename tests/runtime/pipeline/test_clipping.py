@@ -38,7 +38,7 @@ def stepped(name: str, schedule: str, dims: ParallelDims) -> Ranked:
     batches = microbatches(name, COUNT * dims.dp)
     run = ranked(name, schedule, batches[:1], mesh=mesh, count=COUNT)
     begin = COUNT * data_index(mesh)
-    run.pipeline.step(batches[begin : begin + COUNT])
+    run.step(batches[begin : begin + COUNT])
     return run
 
 
@@ -93,7 +93,7 @@ def test_the_norm_is_that_of_the_model_in_one_piece(
     for each in zip(*by_rank, strict=True):
         assert len({total for total, _, _ in each}) == 1, "every rank of every stage clips by the same bits"
         assert max(norm for _, norm, _ in each) < 1e-5, "float32, added in another order"
-        assert max(away for *_, away in each) < 3e-5
+        assert max(away for *_, away in each) < 2e-4, "of the largest of each; TP adds in another order"
 
 
 def counted(rank: int, world_size: int, schedule: str, is_once: bool) -> tuple[float, float]:

@@ -95,7 +95,7 @@ def train(rank: int, world_size: int, schedule: str, is_summed: bool) -> dict[st
         parameters = [each for model in run.models.values() for each in model.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         for _ in range(10):
-            run.pipeline.step(batches)
+            run.step(batches)
             optimizer.step()
             optimizer.zero_grad()
     finally:
@@ -129,7 +129,9 @@ def same(rank: int, world_size: int, name: str) -> tuple[list[float], list[float
     """The losses of a forward alone, and of a step."""
     batches = microbatches(name, 4)
     run = ranked(name, "interleaved1f1b", batches[:1], count=4)
-    return [float(each) for each in run.pipeline.forward(batches)], [float(each) for each in run.pipeline.step(batches)]
+    return [float(each) for each in run.pipeline.forward(batches, run.loss)], [
+        float(each) for each in run.step(batches)
+    ]
 
 
 def test_forward_alone_gives_the_losses_of_a_step(pool: GlooPool) -> None:
@@ -182,7 +184,7 @@ def accumulate(
             for module in (each for model in run.models.values() for each in model.modules()):
                 if reshards and isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(True)
-            run.pipeline.step(batches[own])
+            run.step(batches[own])
             is_equal &= away(run, Whole(whole.logits[own], {}))[0]
         assert run is not None
         return is_equal, away(run, Whole(whole.logits[own], total))[1]

@@ -1,0 +1,144 @@
+"""Cuts a model into pipeline stages: where, what travels between them, and the stages that a rank has."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptx.architecture.find import find_architecture
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.stages import StageMap
+from ckptx.runtime.distributed import together, told
+from ckptx.runtime.pipeline.carry import Batch, Carry, find_carry
+from ckptx.runtime.pipeline.pipeline import Pipeline
+from ckptx.runtime.pipeline.rehearsal import rehearse
+from ckptx.runtime.pipeline.schedules import Schedule, check_schedule, find_schedule
+from ckptx.runtime.pipeline.stage import make_stage
+from ckptx.runtime.pipeline.ties import Tie, tied_over
+from ckptx.runtime.pipeline.tiny import text_batch, tiny_model
+
+Batches = Callable[[nn.Module], Sequence[Batch]]
+Output = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model is cut into pipeline stages.
+
+    Attributes:
+        schedule: In which order they run.
+        stages: Who has what.
+        carry: What travels.
+        ties: Parameters of several stages.
+    """
+
+    schedule: Schedule
+    stages: StageMap
+    carry: Carry
+    ties: tuple[Tie, ...]
+
+    def models(self, whole: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
+        """The stages of this rank by number, without storage: each is to be made parallel, materialized and loaded.
+
+        Args:
+            whole: The model that was cut, on the meta device; stays as it is.
+            mesh: As `mesh_of` made it.
+        """
+        found = {}
+        for number in self.schedule.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size()):
+            found[number] = copy.deepcopy(whole)
+            make_stage(found[number], self.stages, number, self.carry.forms, mesh.device_type)
+        return found
+
+    def pipeline(self, models: Mapping[int, nn.Module], mesh: DeviceMesh) -> Pipeline:
+        """Runs them together; every rank calls it when its stages are loaded.
+
+        Raises:
+            InputError, UnsupportedError: As `Pipeline`.
+        """
+        device = torch.device(mesh.device_type)
+        return Pipeline(models, self.stages, self.carry, self.schedule, mesh.get_group("pp"), device, self.ties)
+
+
+def text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
+    """A text, and one with padding where the class takes a mask."""
+    batch = text_batch(model)
+    if "input_ids" not in batch or "attention_mask" not in inspect.signature(type(model).forward).parameters:
+        return [batch]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -3:] = 0
+    return [batch, {**batch, "attention_mask": mask}]
+
+
+def logits_of(model: nn.Module, output: Any) -> Tensor:
+    """What a language model gives."""
+    found: Tensor = output.logits
+    return found
+
+
+def cut_model(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    dims: ParallelDims,
+    *,
+    microbatches: int,
+    schedule: str = "1f1b",
+    split: str = "even",
+    activation_checkpointing: str = "none",
+    batches: Batches = text_batches,
+    output: Output = logits_of,
+) -> Cut:
+    """Finds out how a model is cut into stages; every rank calls it.
+
+    Args:
+        model: Whole, on the meta device, before anything made it parallel.
+        config: The contents of its `config.json`.
+        dims: Of the mesh.
+        microbatches: Of each step.
+        schedule: Its name, see `schedules`.
+        split: Layers of each stage, see `ckptx.layout.stages`.
+        activation_checkpointing: As `parallelize` will be given it.
+        batches: Makes arguments of each kind that will come (with a mask, with an image) for a small model of the
+            class: what the stages of that one need for them is what these stages send each other.
+        output: Takes from what the model gives what counts.
+
+    Raises:
+        UnsupportedError: It cannot be cut, or not so.
+        UsageError: There is no such schedule or split, or there are too few microbatches.
+    """
+    chosen = find_schedule(schedule)
+    check_schedule(
+        chosen,
+        pp=dims.pp,
+        microbatches=microbatches,
+        data_parallel=dims.dp,
+        activation_checkpointing=activation_checkpointing,
+        sequence_parallel=False,
+    )
+    architecture = find_architecture(config)
+    stacks = architecture.stacks(config) if architecture is not None else ()
+    stages = StageMap(stacks, dims.pp * chosen.stages, split, type(model).__name__)
+    carry = carry_of(model, stages, chosen, batches, output)
+    return Cut(chosen, stages, carry, tuple(tied_over(model, stages)))
+
+
+def carry_of(model: nn.Module, stages: StageMap, schedule: Schedule, batches: Batches, output: Output) -> Carry:
+    """What travels, found and tried with a small model of the class by one rank, and told to all; see `cut_model`."""
+    found = None
+    with together():
+        if dist.get_rank() == 0:
+            small = tiny_model(model.config, type(model))
+            given = batches(small)
+            found = find_carry(small, stages, given, lambda each: output(small, each))
+            split = schedule.splits_backward
+            rehearse(small, stages, found, given, lambda each: output(small, each), split_backward=split)
+    carry: Carry = told(found)
+    return carry
