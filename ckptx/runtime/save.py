@@ -46,7 +46,7 @@ _STATE, _GROUPS = f"{_OPTIMIZER}.state", f"{_OPTIMIZER}.param_groups"
 
 
 def save(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | None,
     path: Path,
     *,
@@ -61,10 +61,11 @@ def save(
     It appears under its name in one step, when all of it is on the disk; a run that fails leaves nothing.
 
     Args:
-        model: Plain, cut by TP, sharded by FSDP2, or a pipeline stage.
-        optimizer: Of this model, made after it was sharded; None saves the model alone.
+        model: Plain, cut by TP, sharded by FSDP2, or a pipeline stage; of a rank that has several stages, all of them.
+        optimizer: Of this model, or of all these stages, made after it was sharded; None saves the model alone.
         path: A directory that is not there yet, or is empty, on a file system that all ranks share.
-        layout: What TP did to the model; needed where it did something.
+        layout: What TP did to the model; needed where it did something. `TensorParallelLayout.together` makes one for
+            several stages.
         step: Stored under "step".
         beside: A checkpoint whose config, tokenizer and the like are copied. None writes the model's own config.
         training_state: What else the run needs to go on, by name: things with a `state_dict`, or plain values (numbers,
@@ -80,8 +81,9 @@ def save(
     """
     if not dist.is_initialized():
         raise UsageError("save: called outside of a process group, needed one; use distributed.process_group")
+    models = [model] if isinstance(model, nn.Module) else list(model)
     with together():
-        state = _state_of(_Names.of(model), optimizer, layout)
+        state = _state_of(_Names.of(models), optimizer, layout)
     aliases = {alias: stored for each in everywhere(state.aliases) for alias, stored in each.items()}
     if step is not None:
         state.tree["step"] = step
@@ -97,26 +99,30 @@ def save(
             _write(state, staged(path)[0], aliases)
         with together():
             if staging is not None:
-                _write_beside(model, staging.output, beside)
+                _write_beside(models[0], staging.output, beside)
                 staging.publish()
 
 
 def load_optimizer(
-    optimizer: Optimizer, model: nn.Module, path: Path, *, layout: TensorParallelLayout | None = None
+    optimizer: Optimizer,
+    model: nn.Module | Sequence[nn.Module],
+    path: Path,
+    *,
+    layout: TensorParallelLayout | None = None,
 ) -> None:
     """Fills an optimizer from a checkpoint of `save`, whatever its mesh was. Each rank reads what it needs, by itself.
 
     Args:
         optimizer: Of this model, with parameters grouped as they were. It need not have taken a step.
-        model: Cut in any way.
+        model: Cut in any way; of a rank that has several stages, all of them.
         path: The checkpoint.
-        layout: What TP did to the model; needed where it did something.
+        layout: As in `save`.
 
     Raises:
         InputError: A parameter of the optimizer is not in the checkpoint.
         UsageError: The optimizer is of another model.
     """
-    names = _Names.of(model)
+    names = _Names.of([model] if isinstance(model, nn.Module) else model)
     filled: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     with open_state(path) as stored:
         keys: dict[str, list[str]] = {}
@@ -178,7 +184,7 @@ def _read_state(
 
 
 class _Names(NamedTuple):
-    """The tensors of a model by name.
+    """The tensors of a model, or of several stages of one, by name.
 
     Attributes:
         values: Each once, under the name that is stored; what modules say of themselves (`get_extra_state`), too.
@@ -189,11 +195,12 @@ class _Names(NamedTuple):
     by_id: dict[int, list[str]]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Names:
-        """Asks for the state dict: that also has FSDP shard again what it left gathered."""
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
+    def of(cls, models: Sequence[nn.Module]) -> _Names:
+        """Asks for state dicts: that also has FSDP shard again what it left gathered."""
+        tied = {name for each in models for name in getattr(each, "all_tied_weights_keys", None) or ()}
+        states = [each.state_dict(keep_vars=True) for each in models]
         found: dict[int, tuple[Any, list[str]]] = {}
-        for full, value in model.state_dict(keep_vars=True).items():
+        for full, value in (item for state in states for item in state.items()):
             found.setdefault(id(value), (value, []))[1].append(canonical_name(full))
         by_id = {key: sorted(names, key=lambda name: name in tied) for key, (_, names) in found.items()}
         return cls({by_id[key][0]: value for key, (value, _) in found.items()}, by_id)

@@ -54,6 +54,20 @@ class TensorParallelLayout:
         """By parameter, None for one that every rank has whole."""
         return {name: decision.placement for name, decision in self.decisions.items()}
 
+    @classmethod
+    def together(cls, layouts: Iterable[TensorParallelLayout | None]) -> TensorParallelLayout | None:
+        """Of several pipeline stages of one model; None without TP."""
+        found = [each for each in layouts if each is not None]
+        if not found:
+            return None
+        return cls(
+            found[0].tp,
+            found[0].rank,
+            {name: decision for each in found for name, decision in each.decisions.items()},
+            {name: shape for each in found for name, shape in each.shapes.items()},
+            tuple(dict.fromkeys(name for each in found for name in each.gathered)),
+        )
+
     def local_regions(self, name: str, rank: int | None = None) -> list[Region] | None:
         """The rectangles of a parameter that a rank holds, one after the other along the dim that is cut.
 

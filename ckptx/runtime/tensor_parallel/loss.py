@@ -6,6 +6,7 @@ logit of the target, which one rank has. The logits themselves are never gathere
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,16 @@ def causal_lm_loss(
     if num_items_in_batch is None:
         return losses.sum() / (targets != ignore_index).sum()
     return losses.sum() / torch.as_tensor(num_items_in_batch, device=losses.device)
+
+
+def token_losses(labels: Sequence[torch.Tensor], items: torch.Tensor) -> Callable[[Any, int], torch.Tensor]:
+    """The loss of each microbatch of a step, for `Pipeline.step`: every label of the step counts the same.
+
+    Args:
+        labels: Of each microbatch, [B, S], as `causal_lm_loss` takes them.
+        items: What each sum is divided by, from `gradients.labels_per_rank` of the same labels.
+    """
+    return lambda output, index: causal_lm_loss(output.logits, labels[index], num_items_in_batch=items)
 
 
 def use_sharded_loss(model: nn.Module) -> None:
