@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from ckptx.architecture.find import find_architecture
+from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.distributed import together, told
 from ckptx.runtime.pipeline.carry import Batch, Carry, find_carry
 from ckptx.runtime.pipeline.pipeline import Pipeline
 from ckptx.runtime.pipeline.rehearsal import rehearse
-from ckptx.runtime.pipeline.schedules import Schedule, check_schedule, find_schedule
+from ckptx.runtime.pipeline.schedules import Schedule, check_schedule, find_schedule, with_fsdp
 from ckptx.runtime.pipeline.stage import make_stage
 from ckptx.runtime.pipeline.ties import Tie, tied_over
 from ckptx.runtime.pipeline.tiny import text_batch, tiny_model
@@ -62,8 +64,12 @@ class Cut:
         """Runs them together; every rank calls it when its stages are loaded.
 
         Raises:
-            InputError, UnsupportedError: As `Pipeline`.
+            InputError, UnsupportedError: As `Pipeline`; and of a schedule that does not go with FSDP2, which mixed
+                precision needs on one data rank, too.
         """
+        is_managed = any(isinstance(each, FSDPModule) for model in models.values() for each in model.modules())
+        if is_managed and self.schedule.splits_backward:
+            raise UnsupportedError(with_fsdp(self.schedule, "it manages these stages"))
         device = torch.device(mesh.device_type)
         return Pipeline(models, self.stages, self.carry, self.schedule, mesh.get_group("pp"), device, self.ties)
 

@@ -137,7 +137,7 @@ class Pipeline:
                 values = self._receive(before)
             if part.number:
                 found[part.number] = list(map(place_of, part.received, values))
-            output, sent = part.model(given=(batch, values))
+            output, sent = part.model(given=(batch, _Sealed(values)))
             if see is not None:
                 see(part, output)
             if part.sent:
@@ -166,18 +166,27 @@ class Pipeline:
         )
 
     def _forward_of(self, part: StageRun, own: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*payload: Tensor, number: Tensor | None = None, given: tuple[Any, ...] = ()) -> Any:
-            if number is None:  # not under a schedule; FSDP2 gathers around this forward all the same
-                return part(own, *given)
+        """What the model is called with in every case, so that FSDP2 gathers and casts around it."""
+
+        def forward(*, given: tuple[Batch, _Sealed]) -> tuple[Any, tuple[Any, ...]]:
+            batch, sealed = given
+            return part(own, batch, sealed.values)
+
+        return forward
+
+    def _chunk_of(self, part: StageRun) -> Callable[..., Any]:
+        """Runs one microbatch under a schedule: from what arrived to what is sent, or to the loss."""
+
+        def run(model: Callable[..., Any], payload: Sequence[Tensor], number: Tensor) -> Any:
             index = int(number)
             values = unpack(payload, self._places[part.number]) if part.number else ()
-            output, sent = part(own, self._batches[index], values)
+            output, sent = model(given=(self._batches[index], _Sealed(values)))
             if part.number == self._stages.pp - 1:
                 assert self._loss is not None
                 return self._loss(output, index)
             return pack(sent, self._places[part.number + 1], self._device)
 
-        return forward
+        return run
 
     def _runner(self, batches: Sequence[Batch]) -> Any:
         """The schedule of torch, made anew when something has another shape than in the step before.
@@ -207,6 +216,7 @@ class Pipeline:
     def _made(self, microbatches: int) -> Any:
         stages = [
             _Stage(
+                self._chunk_of(part),
                 part.model,
                 part.number,
                 self._stages.pp,
@@ -232,7 +242,22 @@ class Pipeline:
         )
 
 
+class _Sealed:
+    """What arrived from another stage, hidden from FSDP2: with mixed precision it casts what a model is given."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
+
+
 class _Stage(PipelineStage):  # type: ignore[misc]
+    def __init__(self, run: Callable[..., Any], *args: Any, **settings: Any) -> None:
+        """With `run` in the place of what torch does with a microbatch: it is given the model, to call it."""
+        super().__init__(*args, **settings)
+        self._run = run
+
+    def forward_maybe_with_nosync(self, *payload: Tensor, number: Tensor) -> Any:
+        return self._run(super().forward_maybe_with_nosync, payload, number)
+
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing: torch would drop the gradients that FSDP2 has summed up so far."""
 

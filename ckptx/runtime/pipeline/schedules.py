@@ -105,10 +105,7 @@ def check_schedule(
     """
     said = f"--schedule {schedule.name.lower()}"
     if schedule.splits_backward and data_parallel > 1:
-        raise UnsupportedError(
-            f"{said}: with FSDP2 (dp_shard x dp_replicate is {data_parallel}) torch gives wrong gradients, for it "
-            "computes those of weights at another time than FSDP2 sums them; use 1f1b, interleaved1f1b or gpipe"
-        )
+        raise UnsupportedError(with_fsdp(schedule, f"dp_shard x dp_replicate is {data_parallel}"))
     if schedule.splits_backward and activation_checkpointing == "selective":
         raise UnsupportedError(
             f"{said}: with --activation-checkpointing selective torch goes backward through a layer a second time, "
@@ -139,3 +136,11 @@ def check_schedule(
         raise UsageError(
             f"{said}: found {microbatches} microbatches for {2 * pp} stages, needed as many at least; use zbvzerobubble"
         )
+
+
+def with_fsdp(schedule: Schedule, why: str) -> str:
+    """Why a schedule that splits the backward is refused with FSDP2."""
+    return (
+        f"--schedule {schedule.name.lower()}: with FSDP2 ({why}) torch gives wrong gradients, for it computes those of "
+        "weights at another time than FSDP2 sums them; use 1f1b, interleaved1f1b or gpipe"
+    )
