@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.report.report import Log
 from ckptx.runtime.distributed import Process
@@ -81,11 +80,6 @@ def stage_the(side: Side, seen: Seen, process: Process, log: Log) -> Staging:
         activation_checkpointing=options.activation_checkpointing,
         sequence_parallel=False,
     )
-    if options.compile:
-        raise UnsupportedError(
-            "--compile: layers of pipeline stages are not compiled, for what they are given is looked at from outside; "
-            "leave out --compile, or --pp"
-        )
     with side.opened() as source:
         assert source.architecture is not None and source.config is not None
         stacks = source.architecture.stacks(source.config)

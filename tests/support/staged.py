@@ -219,7 +219,7 @@ def ranked(
     mesh: Any = None,
     how: str = "even",
     count: int | None = None,
-    mixed_precision: Any = None,
+    **settings: Any,
 ) -> Ranked:
     """The stages of this rank, with storage of their own.
 
@@ -230,7 +230,7 @@ def ranked(
         mesh: As `mesh_of` made it; without it all ranks are those of the pipeline.
         how: It is cut.
         count: Microbatches that make up the loss; as many as `batches` if not given.
-        mixed_precision: For `parallelize`.
+        settings: For `parallelize`.
     """
     from ckptx.runtime.parallelize import parallelize
     from ckptx.runtime.tensor_parallel.plans import find_plan
@@ -247,7 +247,7 @@ def ranked(
     for number in chosen.stages_of(dist.get_rank(group), pp):
         models[number] = copy.deepcopy(stage_of(model, stages, number, carry.forms))
         if mesh is not None:
-            parallelize(models[number], mesh, plan, mixed_precision=mixed_precision)
+            parallelize(models[number], mesh, plan, **settings)
     logits: dict[int, Tensor] = {}
 
     def loss(found: Any, index: int) -> Tensor:

@@ -35,7 +35,8 @@ def points(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
 class Taps:
     """Hooks on the points of a model; they do nothing but within `watching`.
 
-    They run before those of wrappers, and not again when activations are recomputed.
+    They run before those of wrappers, and not again when activations are recomputed. A module that is compiled runs its
+    own hooks within what is compiled, which must not change with what they are told: there they are put around it.
     """
 
     def __init__(self, model: nn.Module, stages: StageMap) -> None:
@@ -43,10 +44,14 @@ class Taps:
         self._running: dict[str, int] = {}
         self._visit: Visit | None = None
         self._see: See | None = None
-        self._handles = []
+        self._handles: list[Any] = []
         for name, module in points(model, stages).items():
-            self._handles.append(module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(name)))
+            before, after = self._before(name), self._after(name)
+            if module._compiled_call_impl is not None:
+                self._handles.append(_AroundCompiled(module, before, after))
+                continue
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
 
     @contextmanager
     def watching(self, visit: Visit, see: See | None = None) -> Iterator[None]:
@@ -86,3 +91,22 @@ class Taps:
                 self._see((name, self._running[name]), output)
 
         return hook
+
+
+class _AroundCompiled:
+    """Hooks around the call of a module that `nn.Module.compile` compiled."""
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., None]) -> None:
+        self._module, self._compiled = module, module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+            output = self._compiled(*args, **kwargs)
+            after(module, args, output)
+            return output
+
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        """Leaves the compiled call alone."""
+        self._module._compiled_call_impl = self._compiled
