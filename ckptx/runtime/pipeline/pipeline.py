@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from ckptx.errors import UsageError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.gradients import OverStages, clip_grad_norm
 from ckptx.runtime.pipeline.carry import Batch, Carry
@@ -80,7 +81,11 @@ class Pipeline:
 
         Returns:
             The losses, on the rank that has the last stage; nothing elsewhere.
+
+        Raises:
+            UsageError: There are labels among the inputs, or ranks of the pipeline have other inputs.
         """
+        self._check(batches)
         self._batches, self._loss = batches, loss
         runner = self._runner(batches)
         numbers = torch.arange(len(batches), device=self._device)
@@ -147,6 +152,27 @@ class Pipeline:
                 if after != dist.get_rank():
                     self._send(values, after)
         return [found.get(number, []) for number in range(self._stages.pp)]
+
+    def _check(self, batches: Sequence[Batch]) -> None:
+        """Refuses what would be trained on in silence, and be wrong."""
+        if any("labels" in batch for batch in batches):
+            raise UsageError(
+                "Pipeline.step: found labels among the inputs, which every stage is given, needed them in the loss "
+                "alone; pass token_losses(labels, items)"
+            )
+        number = torch.zeros((), dtype=torch.int64, device=self._device)
+        for index, batch in enumerate(batches, 1):
+            for name in sorted(batch):
+                if not batch[name].is_floating_point():  # pixels may be on the first stage alone
+                    values = batch[name].to(self._device, torch.int64).flatten()
+                    number += index * (values * torch.arange(1, len(values) + 1, device=self._device)).sum()
+        largest = torch.stack([number, -number])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        if int(largest.sum()):
+            raise UsageError(
+                "Pipeline.step: ranks of one pipeline have other microbatches, needed the same on all of its stages; "
+                "choose them by data_index(mesh), not by rank"
+            )
 
     def _peer(self, stage: int) -> int:
         """The rank, among all, that has a stage."""

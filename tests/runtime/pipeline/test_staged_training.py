@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import stock
 from support.models import load
-from support.pool import GlooPool
+from support.pool import GlooPool, WorkerError
 from support.staged import deep
 from support.tool import ROOT
 from torch import Tensor, nn
@@ -177,6 +177,22 @@ def test_a_loss_that_is_divided_by_microbatch_would_be_seen(pool: GlooPool, tmp_
     found = pool.run(run, 2, tmp_path, ["run"], (on(PP2), CLIPPED, ("token_losses(labels, items)", mean)))
     losses = [float.fromhex(each) for each in found[1][0]]
     assert max(abs(a - b) for a, (b,) in zip(losses, wanted, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("Batches(data_index(mesh))", "Batches(place.rank)"), "ranks of one pipeline have other microbatches"),
+        (('[{"input_ids": ids}', '[{"input_ids": ids, "labels": ids}'), "found labels among the inputs"),
+    ],
+)
+def test_inputs_that_would_be_learned_wrongly_are_refused(
+    pool: GlooPool, tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    write_model(tmp_path, "llama-untied")
+    with pytest.raises(WorkerError, match="UsageError") as caught:
+        pool.run(run, 2, tmp_path, ["run"], (on(PP2), change))
+    assert str(caught.value).count(f"UsageError: Pipeline.step: {said}") == 2
 
 
 @pytest.mark.parametrize(
