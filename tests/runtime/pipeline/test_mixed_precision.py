@@ -113,6 +113,6 @@ def refused(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_mixed_precision_on_one_data_rank_is_fsdp2_as_well(pool: GlooPool) -> None:
+def test_a_split_backward_is_refused_with_mixed_precision_on_one_data_rank_too(pool: GlooPool) -> None:
     for said in pool.run(refused, 2):
         assert said.startswith("--schedule zbvzerobubble: with FSDP2 (it manages these stages)")

@@ -238,7 +238,7 @@ def test_stages_go_on_under_another_layout(pool: GlooPool, tmp_path: Path) -> No
 
 def test_what_an_optimizer_of_stages_knew_one_of_the_whole_model_knows(pool: GlooPool, tmp_path: Path) -> None:
     write_model(tmp_path, "llama-tied")
-    pool.run(run, 2, tmp_path, ["run"], (on(PP2, "zbvzerobubble"),))
+    pool.run(run, 2, tmp_path, ["run"], (on(PP2, "interleaved1f1b"),))
     stored = stock.load(tmp_path / "run" / "step-10")
     model = load(tmp_path / "MODEL", torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
