@@ -6,11 +6,14 @@ gradients is what any computation with these weights must be allowed to differ b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from ckptx.runtime.layers import canonical_name
 
 DRAWS = 3
 ALLOWED = 8  # times the noise
@@ -19,24 +22,44 @@ _BAND = 1 << 22  # elements
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def embeddings_of(model: nn.Module) -> dict[str, str]:
+    """The parameters of every `nn.Embedding`: all names of each -> the first."""
+    own = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own:
+            found[canonical_name(name)] = first.setdefault(id(parameter), canonical_name(name))
+    return found
+
+
 @contextmanager
-def moved_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
-    """Moves every `nn.Embedding` by one unit in the last place; afterwards they are what they were, bit for bit.
+def moved_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Moves every embedding by one unit in the last place; afterwards they are what they were, bit for bit.
 
     No copy is kept: the steps are drawn again to be taken back.
+
+    Args:
+        model: With storage; or a part of a model.
+        draw: Which steps; those of an embedding depend on its first name, too, and on nothing else.
+        embeddings: From `embeddings_of` the model that this is a part of.
     """
-    weights = {id(each.weight): each.weight.detach() for each in model.modules() if isinstance(each, nn.Embedding)}
-    generator = torch.Generator().manual_seed(seed)
+    known = embeddings_of(model) if embeddings is None else embeddings
     done = []
     try:
-        for weight in weights.values():
-            state = generator.get_state()
-            done.append((weight, state, _move(weight, generator)))
+        for name, parameter in model.named_parameters():
+            first = known.get(canonical_name(name))
+            if first is not None:
+                weight = parameter.detach()
+                done.append((weight, first, _move(weight, _steps_of(first, draw))))
         yield
     finally:
-        for weight, state, at_the_edge in done:
-            generator.set_state(state)
-            _move(weight, generator, at_the_edge)
+        for weight, first, at_the_edge in done:
+            _move(weight, _steps_of(first, draw), at_the_edge)
+
+
+def _steps_of(name: str, draw: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"{draw} {name}".encode()))
 
 
 def rounding(dtype: torch.dtype, size: float) -> float:
