@@ -7,40 +7,51 @@ large, nothing could have been found: then it is named as undecided, and never a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import log_softmax
 
 from ckptx.catalog.region import Region
 from ckptx.runtime.distributed import Process, broadcast, everywhere, told
 from ckptx.runtime.shards import pieces_of
-from ckptx.verification import noise
+from ckptx.verification import distances, noise
 from ckptx.verification.execution import Outcome
 
-_BAND = 1 << 22  # elements
+_NONE_HERE = "no gradient"
 
 
 class Reference(NamedTuple):
-    """What the reference computed, and how much its own rounding moves that.
+    """What the reference computed forward, and how much its own rounding moves that.
 
     Attributes:
         outcome: Of the unmoved model.
         logits: Largest difference of logits over all draws.
         loss: Of losses.
-        gradients: Of each gradient.
         is_repeatable: Whether the device gives the same, bit for bit, when it is asked again.
     """
 
     outcome: Outcome
     logits: float
     loss: float
-    gradients: dict[str, float]
     is_repeatable: bool = True
+
+
+class Gradient(NamedTuple):
+    """A gradient of the reference.
+
+    Attributes:
+        name: Of the parameter in the whole model.
+        tensor: Whole.
+        moved: How much the rounding of the reference moves it, over all draws.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    moved: float
 
 
 class Held(NamedTuple):
@@ -61,7 +72,33 @@ class Held(NamedTuple):
         assert self.parameter.grad is not None
         local = _local(self.parameter.grad)
         pieces = pieces_of(self.name, self.parameter, self.regions)
-        return local, max((furthest(_at(whole, each.region), _at(local, each.local)) for each in pieces), default=0.0)
+        return local, max(
+            (distances.furthest(_at(whole, each.region), _at(local, each.local)) for each in pieces), default=0.0
+        )
+
+
+class _Measured(NamedTuple):
+    """A gradient of this rank that was held against that of the reference.
+
+    Attributes:
+        name: Of the parameter.
+        distance: How far it is away.
+        limit: How far it may be.
+        size: The largest number of the reference's.
+        ours: The largest number of this rank's.
+        dtype: Of both.
+        is_exact: Whether they should be equal bit for bit.
+        what: What else is wrong with it.
+    """
+
+    name: str
+    distance: float
+    limit: float
+    size: float
+    ours: float
+    dtype: torch.dtype
+    is_exact: bool
+    what: str = ""
 
 
 @dataclass(slots=True)
@@ -69,9 +106,10 @@ class Comparison:
     """What this rank finds; the first rank has the reference and tells it to the others.
 
     Attributes:
-        place: Of this rank.
+        process: Of this rank.
         stored: Names on disk by name in the model.
-        is_exact: Whether the same operations ran in the same order on both sides.
+        is_exact: Whether the same operations ran in the same order on both sides; the first rank says it.
+        copied: Names of parameters that several stages have: their gradients are summed in another order.
         rows: Differences beyond the limit.
         undecided: What is not further away than its limit, where the limit could not have refused anything.
         numbers: For the report.
@@ -81,10 +119,14 @@ class Comparison:
     process: Process
     stored: dict[str, tuple[str, ...]]
     is_exact: bool
+    copied: Collection[str] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
     undecided: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _held: dict[str, list[Held]] = field(default_factory=dict)
+    _sizes: dict[str, float] = field(default_factory=dict)
+    _measured: list[_Measured] = field(default_factory=list)
 
     def forward(self, expected: Reference | None, found: Outcome, index: int) -> None:
         """Logits of this rank's batches, which begin at `index` of all, and the loss of all.
@@ -94,8 +136,8 @@ class Comparison:
         known = None
         if expected is not None:
             shapes = [(tuple(each.shape), each.dtype) for each in expected.outcome.logits]
-            known = expected.outcome.loss, expected.logits, expected.loss, shapes
-        loss, noise_of_logits, noise_of_loss, shapes = told(known)
+            known = self.is_exact, expected.outcome.loss, expected.logits, expected.loss, shapes
+        self.is_exact, loss, noise_of_logits, noise_of_loss, shapes = told(known)
         whole = [
             broadcast(None if expected is None else expected.outcome.logits[i], shape, dtype, self.process)
             for i, (shape, dtype) in enumerate(shapes)
@@ -109,7 +151,7 @@ class Comparison:
         self.numbers |= {
             "max_abs": 0.0,
             "max_abs_limit": limit,
-            "logits_deviation": _deviation(whole[index]),
+            "logits_deviation": distances.deviation(whole[index]),
             "kl": 0.0,
             "cosine": 1.0,
             "loss": ours_loss,
@@ -122,11 +164,13 @@ class Comparison:
             self._add("forward", "loss", max_abs=abs(ours_loss - loss), limit=limit_of_loss)
 
     def _compare_logits(self, ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> None:
-        distance, deviation = furthest(theirs, ours), _deviation(theirs)
+        distance, deviation = distances.furthest(theirs, ours), distances.deviation(theirs)
         worst = self.numbers
         worst["max_abs"] = max(worst["max_abs"], distance)
-        worst["kl"] = max(worst["kl"], _divergence(theirs, ours), key=badness)
-        worst["cosine"] = max(worst["cosine"], _cosine(theirs, ours), key=lambda found: badness(-found))
+        worst["kl"] = max(worst["kl"], distances.divergence(theirs, ours), key=distances.badness)
+        worst["cosine"] = max(
+            worst["cosine"], distances.cosine(theirs, ours), key=lambda found: distances.badness(-found)
+        )
         for side, logits in (("reference", theirs), ("checkpoint", ours)):
             bad = int((~torch.isfinite(logits)).sum())
             if bad:
@@ -136,71 +180,86 @@ class Comparison:
         elif not limit <= deviation and not self.rows:
             self._doubt("forward", "logits", limit=limit, size=deviation)
 
-    def backward(self, expected: Reference | None, held: Iterable[Held], copied: Collection[str] = ()) -> None:
-        """The part of every gradient that this rank holds.
+    def backward(self, expected: Sequence[Gradient] | None, held: Iterable[Held]) -> None:
+        """Holds the part of some gradients that this rank has against those of the reference, and drops it.
+
+        Every rank calls it as often as the reference has some; `settle` ends it.
 
         Args:
             expected: On the first rank.
-            held: The parameters of this rank.
-            copied: Names of those that several stages have: their gradients are summed in another order.
+            held: Parameters of this rank whose gradients are there now, and were not in a call before.
         """
+        for each in held:
+            self._held.setdefault(each.name, []).append(each)
+        anywhere = frozenset().union(*everywhere(set(self._held)))
         known = None
         if expected is not None:
-            sizes = {name: _largest(each) for name, each in expected.outcome.gradients.items()}
-            beside = _largest_beside(sizes)
-            known = {
-                name: (tuple(each.shape), each.dtype, expected.gradients[name], sizes[name], beside[name])
-                for name, each in expected.outcome.gradients.items()
-            }
-        rows: dict[str, tuple[tuple[int, ...], torch.dtype, float, float, float]] = told(known)
-        ours: dict[str, list[Held]] = {}
-        for each in held:
-            ours.setdefault(each.name, []).append(each)
-        anywhere = frozenset().union(*everywhere(set(ours)))
-        largest, worst = 0.0, ("", 0.0)
-        for name, (shape, dtype, moved, size, beside_it) in rows.items():
-            theirs = broadcast(
-                None if expected is None else expected.outcome.gradients[name], shape, dtype, self.process
-            )
-            is_exact = self.is_exact and name not in copied
+            known = [
+                (each.name, tuple(each.tensor.shape), each.tensor.dtype, each.moved, distances.largest(each.tensor))
+                for each in expected
+            ]
+        for number, (name, shape, dtype, moved, size) in enumerate(told(known)):
+            theirs = broadcast(None if expected is None else expected[number].tensor, shape, dtype, self.process)
+            is_exact = self.is_exact and name not in self.copied
             limit = 0.0 if is_exact else max(noise.ALLOWED * moved, noise.rounding(dtype, size))
-            here = ours.get(name, ())
+            self._sizes[name] = size
+            here = self._held.pop(name, ())  # nothing of a parameter of another stage
             if name not in anywhere or any(each.parameter.grad is None for each in here):
-                self._add("gradients", name, max_abs=size, limit=limit, what="no gradient")
-                ours.pop(name, None)
+                self._measured.append(_Measured(name, size, limit, size, 0.0, dtype, is_exact, _NONE_HERE))
                 continue
-            for each in ours.pop(name, ()):  # none for a parameter of another stage
-                local, distance = each.distance(theirs)
-                largest = max(largest, distance)
-                if distance >= self.gradients.get(name, (0.0, 0.0))[0]:
-                    self.gradients[name] = distance, limit
-                if bad := [
-                    side for side, part in (("reference", theirs), ("checkpoint", local)) if not _is_finite(part)
-                ]:
-                    self._add(
-                        "gradients", name, max_abs=float("inf"), limit=limit, what=f"not finite, {' and '.join(bad)}"
-                    )
-                elif not is_exact and max(size, _largest(local)) <= noise.rounding(dtype, beside_it):
-                    continue  # zero but for rounding, as those of key biases are, which softmax does not see
-                elif not distance <= limit:
-                    self._add("gradients", name, max_abs=distance, limit=limit)
-                elif limit > size:
-                    self._doubt("gradients", name, limit=limit, size=size)
-                if limit and distance / limit > worst[1]:
-                    worst = name, distance / limit
-        for name, found in ours.items():
+            for each in here:
+                self._measured.append(_measure(each, theirs, _Measured(name, 0.0, limit, size, 0.0, dtype, is_exact)))
+                each.parameter.grad = None
+
+    def leftover(self) -> None:
+        """Names what this rank has gradients of, and the reference was not asked for or has none."""
+        for name, found in self._held.items():
             for each in found:
                 gradient = each.parameter.grad
                 if gradient is not None and bool(_local(gradient).any()):
-                    self._add("gradients", name, max_abs=_largest(_local(gradient)), limit=0.0,
+                    self._add("gradients", name, max_abs=distances.largest(_local(gradient)), limit=0.0,
                               what="the reference has no gradient")  # fmt: skip
-        self.numbers |= {"gradients": len(rows), "grad_max_abs": largest, "grad_of_limit": list(worst)}
+        self._held.clear()
+
+    def settle(self) -> None:
+        """Decides about the gradients, now that the sizes of all of them are known."""
+        beside = _largest_beside(self._sizes)
+        worst, largest = ("", 0.0), 0.0
+        for each in self._measured:
+            name, distance, limit = each.name, each.distance, each.limit
+            if each.what:
+                self._add("gradients", name, max_abs=distance, limit=limit, what=each.what)
+            if each.what == _NONE_HERE:
+                continue
+            largest = max(largest, distance)
+            if distance >= self.gradients.get(name, (0.0, 0.0))[0]:
+                self.gradients[name] = distance, limit
+            if not each.what:
+                if not each.is_exact and max(each.size, each.ours) <= noise.rounding(each.dtype, beside[name]):
+                    continue  # zero but for rounding, as those of key biases are, which softmax does not see
+                if not distance <= limit:
+                    self._add("gradients", name, max_abs=distance, limit=limit)
+                elif limit > each.size:
+                    self._doubt("gradients", name, limit=limit, size=each.size)
+            if limit and distance / limit > worst[1]:
+                worst = name, distance / limit
+        self.numbers |= {"gradients": len(self._sizes), "grad_max_abs": largest, "grad_of_limit": list(worst)}
+        self._measured.clear()
 
     def _add(self, level: str, name: str, **values: Any) -> None:
         self.rows.append({**difference(level, self.process.rank, name, self.stored), **values})
 
     def _doubt(self, level: str, name: str, **values: Any) -> None:
         self.undecided.append({**difference(level, self.process.rank, name, self.stored), **values})
+
+
+def _measure(held: Held, whole: torch.Tensor, known: _Measured) -> _Measured:
+    local, distance = held.distance(whole)
+    known = known._replace(distance=distance, ours=distances.largest(local))
+    bad = [side for side, part in (("reference", whole), ("checkpoint", local)) if not distances.is_finite(part)]
+    if bad:
+        return known._replace(distance=math.inf, what=f"not finite, {' and '.join(bad)}")
+    return known
 
 
 def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -214,27 +273,6 @@ def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ..
     return row
 
 
-def badness(value: float) -> tuple[bool, float]:
-    """What to order numbers by: one that is none is the worst; `max` takes what comes first."""
-    return math.isnan(value), value
-
-
-def furthest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest absolute difference; infinite where one is not finite and the other differs."""
-    return max((_furthest(*pair) for pair in zip(_bands(a), _bands(b), strict=True)), default=0.0)
-
-
-def _furthest(a: torch.Tensor, b: torch.Tensor) -> float:
-    same = (a == b) | (a.isnan() & b.isnan())
-    distance = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
-    return float(distance.masked_fill(same, 0.0).max())
-
-
-def _bands(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Its elements, some at a time: what is done with them in float64 takes little memory then."""
-    yield from () if not tensor.numel() else tensor.reshape(-1).split(_BAND)
-
-
 def _largest_beside(sizes: dict[str, float]) -> dict[str, float]:
     """The largest number among the gradients of a module and of those beside it, as of all that an attention has."""
     scopes = {name: ".".join(name.split(".")[:-2]) for name in sizes}
@@ -244,45 +282,9 @@ def _largest_beside(sizes: dict[str, float]) -> dict[str, float]:
     return {name: found[scope] for name, scope in scopes.items()}
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return all(bool(band.isfinite().all()) for band in _bands(tensor))
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return max((float(band.abs().max()) for band in _bands(tensor)), default=0.0)
-
-
 def _at(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor[tuple(slice(begin, begin + size) for begin, size in zip(*region, strict=True))]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean KL divergence of the distributions over the last dim, in nats."""
-    width = reference.shape[-1]
-    rows = max(1, _BAND // width)
-    bands = zip(reference.reshape(-1, width).split(rows), other.reshape(-1, width).split(rows), strict=True)
-    return float(sum(_total_divergence(*band) for band in bands) / (reference.numel() // width))
-
-
-def _total_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    p, q = (log_softmax(each.double(), -1) for each in (reference, other))
-    return float((p.exp() * (p - q)).sum())
-
-
-def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    ab, aa, bb = (_product(*pair) for pair in ((a, b), (a, a), (b, b)))
-    return float(ab / (aa * bb) ** 0.5) if aa and bb else float(aa == bb)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> float:
-    return sum(float(x.double() @ y.double()) for x, y in zip(_bands(a), _bands(b), strict=True))
-
-
-def _deviation(tensor: torch.Tensor) -> float:
-    """Standard deviation of all elements."""
-    mean = sum(float(band.double().sum()) for band in _bands(tensor)) / tensor.numel()
-    return float((sum(float((band.double() - mean).square().sum()) for band in _bands(tensor)) / tensor.numel()) ** 0.5)

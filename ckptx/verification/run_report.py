@@ -7,7 +7,8 @@ from math import isfinite
 from typing import Any
 
 from ckptx.report.documents.running import RunReport
-from ckptx.verification.comparison import badness, difference
+from ckptx.verification.comparison import difference
+from ckptx.verification.distances import badness
 from ckptx.verification.inputs.batch import Inputs
 from ckptx.verification.side import RunOptions
 from ckptx.verification.staging import Staging

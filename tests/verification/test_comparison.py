@@ -16,8 +16,9 @@ from torch import nn
 
 from ckptx.catalog.region import Region
 from ckptx.runtime.distributed import Process, process_group
-from ckptx.verification import comparison
-from ckptx.verification.comparison import Comparison, Held, Reference, difference, furthest
+from ckptx.verification import comparison, distances
+from ckptx.verification.comparison import Comparison, Gradient, Held, Reference, difference
+from ckptx.verification.distances import furthest
 from ckptx.verification.execution import Outcome
 from ckptx.verification.noise import ALLOWED
 
@@ -88,11 +89,11 @@ def test_divergence_and_cosine() -> None:
     """Of (1/2, 1/2) from (1/4, 3/4), averaged with a row of no divergence; of (1, 0, 1, 0) and (0, 0, 1, 0)."""
     p, q = torch.tensor([[[0.5, 0.5], [0.1, 0.9]]]).log(), torch.tensor([[[0.25, 0.75], [0.1, 0.9]]]).log()
     expected = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-    assert comparison._divergence(p, q + 5) == pytest.approx(expected / 2, rel=1e-5)  # a constant changes no chance
-    assert comparison._divergence(q, p) != pytest.approx(expected / 2, rel=1e-2)
+    assert distances.divergence(p, q + 5) == pytest.approx(expected / 2, rel=1e-5)  # a constant changes no chance
+    assert distances.divergence(q, p) != pytest.approx(expected / 2, rel=1e-2)
     a, b = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 0.0], [1.0, 0.0]])
-    assert comparison._cosine(a, b) == pytest.approx(1 / math.sqrt(2))
-    assert comparison._cosine(a, -3 * a) == pytest.approx(-1)
+    assert distances.cosine(a, b) == pytest.approx(1 / math.sqrt(2))
+    assert distances.cosine(a, -3 * a) == pytest.approx(-1)
 
 
 @settings(max_examples=50, deadline=None)
@@ -117,7 +118,7 @@ def forward(
     noise_of_loss: float = 0.125, expected: torch.Tensor = LOGITS, expected_loss: float = 2.0,
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"logits": ("logits",)}, exact)
-    made.forward(Reference(Outcome([expected], expected_loss), noise, noise_of_loss, {}), Outcome([found], loss), 0)
+    made.forward(Reference(Outcome([expected], expected_loss), noise, noise_of_loss), Outcome([found], loss), 0)
     return made
 
 
@@ -185,7 +186,7 @@ def test_a_loss_that_is_no_number_differs(process: Process) -> None:
 def test_each_rank_has_its_batch_and_the_loss_is_the_mean_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of two, which is told what the reference computed; rank 0 had a loss of 3."""
     whole = [LOGITS, LOGITS + 8]
-    said = (2.0, 0.0, 0.0, [(tuple(each.shape), each.dtype) for each in whole])
+    said = (False, 2.0, 0.0, 0.0, [(tuple(each.shape), each.dtype) for each in whole])
     sent = iter(whole)
     monkeypatch.setattr(comparison, "told", lambda value: said)
     monkeypatch.setattr(comparison, "everywhere", lambda value: [(3.0, True), (7.0, False), value])
@@ -220,25 +221,28 @@ def backward(
     **gradients: torch.Tensor,
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
-    expected = Reference(Outcome(gradients=gradients), 0.0, 0.0, dict.fromkeys(gradients, moved))
     held = [Held(name, each, regions and regions(name)) for name, each in model.named_parameters()]
-    made.backward(expected, held)
+    made.backward([Gradient(name, each, moved) for name, each in gradients.items()], held)
+    made.leftover()
+    made.settle()
     return made
 
 
 def test_copies_on_several_stages_are_each_compared_and_not_to_the_last_bit(process: Process) -> None:
-    copies = [Held("a", Two(GRADIENT + each).a, None) for each in (0.0, 2.0**-22, 1.0)]
     for copied, far in ((("a",), 1), ((), 2)):
-        made = Comparison(process, {}, is_exact=True)
-        made.backward(Reference(Outcome(gradients={"a": GRADIENT}), 0.0, 0.0, {"a": 0.0}), copies, copied)
+        copies = [Held("a", Two(GRADIENT + each).a, None) for each in (0.0, 2.0**-22, 1.0)]
+        made = Comparison(process, {}, is_exact=True, copied=copied)
+        made.backward([Gradient("a", GRADIENT, 0.0)], copies)
+        made.settle()
         assert [(row["name"], row.get("what")) for row in made.rows] == [("a", None)] * far
         assert made.gradients["a"][0] == 1.0
 
 
 def test_of_copies_one_without_a_gradient_is_named(process: Process) -> None:
     copies = [Held("a", Two(each).a, None) for each in (None, GRADIENT.clone())]
-    made = Comparison(process, {}, is_exact=True)
-    made.backward(Reference(Outcome(gradients={"a": GRADIENT}), 0.0, 0.0, {"a": 0.0}), copies, ("a",))
+    made = Comparison(process, {}, is_exact=True, copied=("a",))
+    made.backward([Gradient("a", GRADIENT, 0.0)], copies)
+    made.settle()
     assert [row["what"] for row in made.rows] == ["no gradient"]
 
 
@@ -253,6 +257,22 @@ def test_a_gradient_may_be_as_far_away_as_its_limit(process: Process, exact: boo
         assert made.gradients == {"a": (limit + further, limit), "b": (0.0, limit)}
         assert (made.numbers["gradients"], made.numbers["grad_max_abs"]) == (2, limit + further)
         assert made.numbers["grad_of_limit"] == (["", 0.0] if exact else ["a", (limit + further) / limit])
+
+
+def test_gradients_may_come_in_portions_in_any_order(process: Process) -> None:
+    """Whether one is zero but for rounding depends on those beside it, which may come later."""
+    tiny = torch.full((2,), EPS)
+    large = torch.tensor([1.0, 2.0])
+    for order in ((0, 1), (1, 0)):
+        made = Comparison(process, {}, is_exact=False)
+        for number in order:
+            name, gradient = (("layer.k.bias", tiny), ("layer.q.bias", large))[number]
+            held = Held(name, nn.Parameter(torch.zeros(2)), None)
+            held.parameter.grad = gradient * (3 if number == 0 else 1)
+            made.backward([Gradient(name, gradient, 0.0)], [held])
+        made.leftover()
+        made.settle()
+        assert (made.rows, made.undecided, made.numbers["gradients"]) == ([], [], 2)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -292,10 +312,13 @@ def test_a_rank_is_held_against_the_rows_that_it_has(process: Process) -> None:
     model.a = nn.Parameter(torch.zeros(2, 2))
     model.a.grad = local
     assert backward(process, model, regions=lambda name: held, a=GRADIENT).rows == []
+    assert model.a.grad is None  # it has been compared, and takes memory no more
     other = GRADIENT.clone()
     other[1] = 1e6
+    model.a.grad = local
     assert backward(process, model, regions=lambda name: held, a=other).rows == []
     local[1, 0] += 3
+    model.a.grad = local
     made = backward(process, model, regions=lambda name: held, a=other)
     assert [(row["name"], row["max_abs"]) for row in made.rows] == [("disk.a", 3)]
 
@@ -372,12 +395,12 @@ def test_bands_change_no_number(process: Process, monkeypatch: pytest.MonkeyPatc
     a, b = (torch.randn(3, 5, 7, generator=generator) for _ in range(2))
 
     def numbers() -> list[float]:
-        return [furthest(a, b), comparison._divergence(a, b), comparison._cosine(a, b), comparison._deviation(a)]
+        return [furthest(a, b), distances.divergence(a, b), distances.cosine(a, b), distances.deviation(a)]
 
     whole = numbers()
     assert whole[3] == pytest.approx(float(a.double().std(correction=0)))
     for band in (1, 7, 16, 104, 105):
-        monkeypatch.setattr(comparison, "_BAND", band)
+        monkeypatch.setattr(distances, "_BAND", band)
         assert numbers() == pytest.approx(whole)
 
 
