@@ -22,9 +22,9 @@ from ckptx.cli.options import (
 from ckptx.cli.output import Output
 
 _RUN = [
-    "run", "tp", "pp", "pp_split", "dp_shard", "dp_replicate", "tp_plan", "schedule", "microbatches", "device",
-    "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code",
-    "strict",
+    "run", "tp", "pp", "pp_split", "dp_shard", "dp_replicate", "tp_plan", "schedule", "microbatches",
+    "reference_memory", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile",
+    "backward", "trust_remote_code", "strict",
 ]  # fmt: skip
 
 
@@ -62,6 +62,12 @@ _RUN = [
     metavar="N",
     show_default="one for each stage",
     help="Of a step of the pipeline, on each data rank.",
+)
+@click.option(
+    "--reference-memory",
+    metavar="SIZE",
+    show_default="what is free",
+    help="The reference may take; in pieces, if need be. On one rank: both sides.",
 )
 @click.option("--device", metavar="auto|cpu|cuda", show_default="auto", help="What to compute on.")
 @click.option("--backend", metavar="auto|gloo|nccl", show_default="auto", help="What ranks talk through.")

@@ -33,6 +33,8 @@ def run_text(report: RunReport) -> str:
             f"pipeline   {report.stages} stages, {counted(report.microbatches, 'microbatch')} a step; a "
             f"rank waits {report.bubble_fraction:.0%} of it at best"
         )
+    if report.reference_pieces > 1:
+        lines.append(f"reference  in {report.reference_pieces} pieces, one after another")
     for key, (said, run) in report.windows.items():
         lines.append(f"{key} {said:,} run as {run:,} on both sides, so that the text crosses it")
     if report.wrapped_layers:

@@ -45,6 +45,7 @@ class RunArguments(TypedDict, total=False):
     dp_replicate: int | None
     schedule: Schedule | None
     microbatches: int | None
+    reference_memory: int | str | None
     tp_plan: str | Path | None
     device: Device | None
     backend: Backend | None

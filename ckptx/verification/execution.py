@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ def run(
     """
     model.eval()
     model.zero_grad(set_to_none=True)
+    parameters = {canonical_name(name): each for name, each in model.named_parameters() if each.requires_grad}
     outcome = Outcome()
     for number, inputs in enumerate(batches, 1):
         with failing(model):
@@ -65,7 +66,7 @@ def run(
                 found = _forward(model, inputs)
                 loss = loss_of(found, inputs) / len(batches)
             if backward:
-                with _shown(model, see if number == len(batches) else None):
+                with shown(parameters if see is not None and number == len(batches) else {}, see):
                     loss.backward()
         outcome.loss += float(loss.detach())
         outcome.logits.append(whole(found.detach()))
@@ -100,8 +101,8 @@ def failing(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _shown(model: nn.Module, see: Callable[[str, torch.Tensor], None] | None) -> Iterator[None]:
-    """Shows each gradient as it is accumulated, and drops it."""
+def shown(parameters: Mapping[str, nn.Parameter], see: Callable[[str, torch.Tensor], None] | None) -> Iterator[None]:
+    """Shows the gradient of each of these as it is accumulated, by the name given here, and drops it."""
 
     def hook(name: str) -> Callable[[torch.Tensor], None]:
         def after(parameter: torch.Tensor) -> None:
@@ -112,11 +113,7 @@ def _shown(model: nn.Module, see: Callable[[str, torch.Tensor], None] | None) ->
 
         return after
 
-    handles = []
-    if see is not None:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(hook(canonical_name(name))))
+    handles = [each.register_post_accumulate_grad_hook(hook(name)) for name, each in parameters.items()]
     try:
         yield
     finally:
@@ -151,15 +148,30 @@ class Call(NamedTuple):
     number: int
 
 
+See = Callable[[Call, torch.Tensor], None]
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of activations, gathered when it is sharded. Every rank that has a part must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def observed(model: nn.Module, inputs: Inputs, see: Callable[[Call, torch.Tensor], None]) -> None:
-    """Runs one batch forward and shows the first tensor each call of a module gives, in the order in which they end.
+def observed(model: nn.Module, inputs: Inputs, see: See) -> None:
+    """Runs one batch forward and shows the first tensor each call of a module gives, in the order in which they end."""
+    with watched(model, see), torch.no_grad():
+        _forward(model, inputs)
+
+
+@contextmanager
+def watched(model: nn.Module, see: See, unless: Collection[str] = ()) -> Iterator[None]:
+    """Shows what calls of modules give within the block.
 
     A wrapper and what is inside of it are one module.
+
+    Args:
+        model: What is called, itself not shown.
+        see: Is shown each call, and the first tensor it gave.
+        unless: Canonical names of modules that are not shown.
     """
     calls: Counter[str] = Counter()
 
@@ -176,10 +188,11 @@ def observed(model: nn.Module, inputs: Inputs, see: Callable[[Call, torch.Tensor
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules.setdefault(canonical_name(name), module)  # a wrapper comes before what is inside of it
-    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items() if name]
+    handles = [
+        module.register_forward_hook(hook(name)) for name, module in modules.items() if name and name not in unless
+    ]
     try:
-        with torch.no_grad():
-            _forward(model, inputs)
+        yield
     finally:
         for handle in handles:
             handle.remove()

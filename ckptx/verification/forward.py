@@ -15,31 +15,28 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.runtime.distributed import Process, alone, data_index, everywhere, mesh_of, process_group, together
+from ckptx.runtime.distributed import Process, alone, data_index, everywhere, mesh_of, process_group, together, told
 from ckptx.runtime.ledger import NO_PLACE, UNKNOWN
-from ckptx.verification import execution, memory, noise
-from ckptx.verification.comparison import Comparison, Reference, difference, furthest
+from ckptx.verification.comparison import Comparison, Reference, difference
 from ckptx.verification.configs import ConfigDifference, compare_configs
-from ckptx.verification.execution import Call, Outcome, observed, run
+from ckptx.verification.divergence import first_divergence
 from ckptx.verification.inputs import windows
 from ckptx.verification.inputs.batch import Inputs
-from ckptx.verification.loaded import Loaded, in_all
-from ckptx.verification.reached import unreached
+from ckptx.verification.loaded import AtOnce, InTurn, Loaded, in_all
+from ckptx.verification.notes import note
+from ckptx.verification.reached import Reached
+from ckptx.verification.reference import Running, reference_of
 from ckptx.verification.run_report import report_of, worst_by_tensor
-from ckptx.verification.side import RunOptions, Side, both_sides
+from ckptx.verification.side import RunOptions, Seen, both_sides
 from ckptx.verification.staging import stage_the
-
-_MOST_NAMED = 3  # in a note
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:
@@ -66,109 +63,60 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         with together():
             first, second, seen, other = both_sides(reference, checkpoint, options)
             configs = compare_configs(seen.config, other.config, used=other.tokens_used)
-            memory.check(seen, options, process)
         staging = stage_the(second, other, process, log) if options.dims.pp > 1 else None
         microbatches = staging.microbatches if staging is not None else 1
         with together():
             batches = second.batches(other, microbatches)
-            expected = _run_reference(first, batches, process, options) if process.rank == 0 else None
+            running = reference_of(first, seen, batches, process) if process.rank == 0 else None
+            expected = running.forward() if running is not None else None
         with together():
-            loaded = Loaded(second, mesh, staging)
-            loaded.load(process.device)
+            loaded: Loaded = AtOnce(second, mesh, staging)
+            if running is not None and running.cut is not None and process.world_size == 1:
+                loaded = InTurn(second, mesh, running.cut, process.device)
+            loaded.load(first, process.device)
+            record = loaded.record
         with together():
-            wrong, without_place = loaded.held_against(first)
-            left = _left(without_place)
+            left = _left(record.without_place)
         rows = _rows_of(configs) if process.rank == 0 else []
-        left, added = in_all(everywhere(left)), in_all(everywhere(_left(loaded.unread)))  # on no stage
+        left, added = in_all(everywhere(left)), in_all(everywhere(_left(record.unread)))  # on no stage
         rows += _added(added, left) if process.rank == 0 else []
-        rows += [difference("bytes", process.rank, name, loaded.stored) for name in wrong]
+        rows += [difference("bytes", process.rank, name, record.stored) for name in record.wrong]
         index = data_index(mesh) * microbatches
         own = batches[index : index + microbatches]
         with together() if staging is None else alone():
             found = loaded.run(own, backward=options.backward)
-        comparison = Comparison(process, loaded.stored, _is_exact(expected, process, options))
+        comparison = Comparison(process, record.stored, _is_exact(expected, process, options), loaded.copied)
         comparison.forward(expected, found, index)
-        if options.backward:
-            comparison.backward(expected, loaded.held(), loaded.copied)
+        expected = None
+        not_reached = _compare_gradients(comparison, running, loaded, seen) if options.backward else None
         rows += comparison.rows
         if staging is not None:
             rows = [{**row, "stage": staging.stage_of(row)} for row in rows]
-        numbers = comparison.numbers
-        if expected is not None:
-            numbers["unreached"] = unreached(expected.outcome.gradients, seen) if options.backward else None
-        expected = None  # its gradients have been compared: the room is for what comes
-        if staging is None and any(everywhere(any(row["level"] == "forward" for row in rows))):
-            with together():
-                numbers["first_divergence"] = _first_divergence(
-                    first, loaded.models[0], batches[0], process, is_exact=comparison.is_exact
-                )
+        numbers = {
+            **comparison.numbers,
+            "unreached": not_reached,
+            "pieces": running.pieces if running is not None else 1,
+        }
+        if any(everywhere(any(row["level"] == "forward" for row in rows))):
+            numbers["first_divergence"] = _first_divergence(running, loaded, batches[0], is_exact=comparison.is_exact)
         share = {
             "rows": rows,
             "undecided": comparison.undecided,
-            "dtype": _dtype_of(loaded.models),
-            "read": loaded.bytes_read,
-            "nbytes": loaded.nbytes,
-            "names": loaded.names,
-            "wrapped": loaded.wrapped_layers,
+            "dtype": " and ".join(sorted(record.dtypes)),
+            "read": record.bytes_read,
+            "nbytes": record.nbytes,
+            "names": record.names,
+            "wrapped": record.wrapped_layers,
             **numbers,
         }
         share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
-    inputs, name = batches[0], loaded.models[0].config.architectures[0]
-    _note(log, name, configs, left, inputs, everyone[0].get("unreached"), first.apart | second.apart)
-    worst = worst_by_tensor(everyone, loaded.stored)
+    inputs = batches[0]
+    note(log, record.architecture, configs, left, inputs, everyone[0].get("unreached"), first.apart | second.apart)
+    worst = worst_by_tensor(everyone, record.stored)
     small = {key: [value, windows.SMALL] for key, value in {**seen.windows, **other.windows}.items()}
     report = report_of(options, everyone, inputs, small, worst, staging)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
-
-
-def _note(
-    log: Log,
-    name: str,
-    configs: Sequence[ConfigDifference],
-    left: Mapping[str, str],
-    inputs: Inputs,
-    not_reached: Sequence[Mapping[str, Any]] | None,
-    apart: frozenset[str],
-) -> None:
-    """What was not compared, or is no difference though it looks like one."""
-    noted = [
-        f"{each.key} ({each.reference} in the reference, {each.checkpoint} in the checkpoint)"
-        for each in configs
-        if each.is_noted
-    ]
-    if noted:
-        log.note(f"configs differ in what changes nothing that is compared: {', '.join(noted)}")
-    if apart:
-        log.note(
-            f"one checkpoint ties {_some(sorted(apart))}, the other stores it by itself: both ran with a parameter of "
-            "its own, so that training goes on with two in one and with one in the other"
-        )
-    if left:
-        log.note(
-            "the reference has tensors that its class does not compute with, and they were not compared: "
-            f"{_some([f'{each} ({reason})' for each, reason in left.items()])}"
-        )
-    if inputs.missing:
-        log.note(
-            f"{name}: no {' and no '.join(inputs.missing)} among the inputs, for ckptx does not know the form that "
-            "this class takes; what works on them was compared by its bytes alone"
-        )
-    if not_reached:
-        said = [
-            f"{row['name']} of {_experts(row['experts'])}" if "experts" in row else str(row["name"])
-            for row in not_reached
-        ]
-        log.note(f"{name}: no gradient reaches {_some(said)}; how these compute was compared forward at most")
-
-
-def _experts(numbers: Sequence[int]) -> str:
-    return f"expert {numbers[0]}" if len(numbers) == 1 else f"experts {_some([*map(str, numbers)])}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def _rows_of(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
@@ -179,9 +127,9 @@ def _rows_of(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
     ]
 
 
-def _left(found: Mapping[str, str]) -> dict[str, str]:
+def _left(found: Mapping[str, str] | None) -> dict[str, str]:
     """Of what nothing read, what would be of a model."""
-    return {name: reason for name, reason in found.items() if reason in (NO_PLACE, UNKNOWN)}
+    return {name: reason for name, reason in (found or {}).items() if reason in (NO_PLACE, UNKNOWN)}
 
 
 def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -200,80 +148,34 @@ def _is_exact(expected: Reference | None, process: Process, options: RunOptions)
     return process.world_size == options.dims.pp
 
 
-def _run_reference(side: Side, batches: Sequence[Inputs], process: Process, options: RunOptions) -> Reference:
-    """The reference on one device, and with its embeddings moved by one unit in the last place.
-
-    Of the moved runs only distances are kept, each taken when its gradient is complete.
-    """
-    model = side.whole(process)
-    outcome = run(model, batches, backward=options.backward)
-    is_repeatable = process.device.type == "cpu" or _is_repeated(model, batches, outcome, options)
-    moved = Reference(outcome, 0.0, 0.0, dict.fromkeys(outcome.gradients, 0.0), is_repeatable)
-    for draw in range(noise.DRAWS):
-        distances = dict.fromkeys(outcome.gradients, 0.0)
-
-        def measure(name: str, gradient: torch.Tensor, distances: dict[str, float] = distances) -> None:
-            distances[name] = furthest(outcome.gradients[name], gradient)
-
-        with noise.moved_embeddings(model, draw):
-            other = run(model, batches, backward=options.backward, see=measure)
-        moved = Reference(
-            outcome,
-            max(moved.logits, *(furthest(a, b) for a, b in zip(outcome.logits, other.logits, strict=True))),
-            max(moved.loss, abs(outcome.loss - other.loss)),
-            {name: max(before, distances[name]) for name, before in moved.gradients.items()},
-            is_repeatable,
-        )
-    return moved
-
-
-def _is_repeated(model: nn.Module, batches: Sequence[Inputs], outcome: Outcome, options: RunOptions) -> bool:
-    """Whether the device gives the same again, bit for bit."""
-    differing: list[str] = []
-
-    def compare(name: str, gradient: torch.Tensor) -> None:
-        if not torch.equal(outcome.gradients[name], gradient):
-            differing.append(name)
-
-    again = run(model, batches, backward=options.backward, see=compare)
-    logits = all(torch.equal(a, b) for a, b in zip(outcome.logits, again.logits, strict=True))
-    return not differing and logits and outcome.loss == again.loss
+def _compare_gradients(
+    comparison: Comparison, reference: Running | None, loaded: Loaded, seen: Seen
+) -> list[dict[str, Any]]:
+    """Holds gradients against those of the reference, as these come; gives what `unreached` says of them."""
+    portions = reference.gradients() if reference is not None else None
+    reached = Reached(seen)
+    for number in itertools.count():
+        with together():
+            portion = next(portions, None) if portions is not None else None
+        if not told(portion is not None):
+            break
+        with loaded.held(number) as held:
+            comparison.backward(portion, held)
+            if not loaded.is_whole:
+                comparison.leftover()
+        reached.look({each.name: each.tensor for each in portion or ()})
+    comparison.leftover()
+    comparison.settle()
+    return reached.rows()
 
 
 def _first_divergence(
-    side: Side, model: nn.Module, inputs: Inputs, process: Process, *, is_exact: bool
+    reference: Running | None, loaded: Loaded, inputs: Inputs, *, is_exact: bool
 ) -> dict[str, Any] | None:
-    """The first module, in the order of the reference, whose output is further away than its noise allows.
-
-    Outputs are compared where they have the shape of the reference's: not inside of modules that TP cuts, and not
-    where experts get other tokens. Every rank runs the same batch as the reference.
-    """
-    ours = _observed(model, inputs)
-    if process.rank:
-        return None
-    reference = side.whole(process)
-    seen = _observed(reference, inputs)
-    with noise.moved_embeddings(reference, 0):
-        other = _observed(reference, inputs)
-    for call, output in seen.items():
-        found, moved = ours.get(call), other.get(call)
-        if found is None or moved is None or not found.shape == moved.shape == output.shape:
-            continue
-        limit = 0.0 if is_exact else noise.ALLOWED * furthest(output, moved)
-        distance = furthest(output, found)
-        if not distance <= limit:
-            return {"module": call.module, "max_abs": distance, "limit": limit}
-    return None
-
-
-def _observed(model: nn.Module, inputs: Inputs) -> dict[Call, torch.Tensor]:
-    """What each call of a module gave, whole, on the CPU, as it was before anything was added to it in place."""
-    found: dict[Call, torch.Tensor] = {}
-    observed(model, inputs, lambda call, output: found.__setitem__(call, execution.whole(output).to("cpu", copy=True)))
-    return found
-
-
-def _dtype_of(models: Iterable[nn.Module]) -> str:
-    """What the parameters are computed in: "float32", or more than one: "bfloat16 and float32"."""
-    dtypes = {str(each.dtype).removeprefix("torch.") for model in models for each in model.parameters()}
-    return " and ".join(sorted(dtypes))
+    """On the first rank; every rank runs the same batch as the reference."""
+    with together():
+        ours = list(loaded.observed(inputs)) if loaded.is_whole else loaded.observed(inputs)
+    with together():
+        if reference is None:
+            return None
+        return first_divergence(reference.observed(inputs), iter(ours), is_exact=is_exact)

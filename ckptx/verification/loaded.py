@@ -1,8 +1,11 @@
-"""The checkpoint's side as this rank has it: one model, or the stages of a pipeline that are here."""
+"""The checkpoint's side as this rank has it: one model, the stages of a pipeline that are here, or piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -10,25 +13,108 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.runtime.build import materialize
 from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.pipeline.stage import make_stage
 from ckptx.verification import execution
 from ckptx.verification.comparison import Held
+from ckptx.verification.divergence import Outputs, kept
 from ckptx.verification.execution import Outcome
 from ckptx.verification.inputs.batch import Inputs
 from ckptx.verification.side import Built, Side
 from ckptx.verification.staging import Stages, Staging
+from ckptx.verification.walk import Lane, Pieces, Walk, release, share
 
 
-class Loaded:
-    """The parts of the model on this rank, and what loading them did.
+@dataclass(slots=True)
+class Record:
+    """What loading did, on this rank.
 
     Attributes:
         stored: The names on disk of each tensor of the whole model.
-        copied: Names of parameters that several stages have.
+        architecture: Name of the class.
+        dtypes: What the parameters are computed in.
         wrapped_layers: Layers of this rank that recompute activations.
         names: Of what was loaded.
+        wrong: Of these, what is not what the reference has.
         unread: What no part of this rank has a place for, with the reason.
+        without_place: Of what the reference stores, what no part of this rank has a place for.
         bytes_read: From the files.
         nbytes: Of what was loaded.
+    """
+
+    stored: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    architecture: str = ""
+    dtypes: set[str] = field(default_factory=set)
+    wrapped_layers: int = 0
+    names: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    unread: dict[str, str] | None = None
+    without_place: dict[str, str] | None = None
+    bytes_read: int = 0
+    nbytes: int = 0
+
+    def load(self, side: Side, built: Built, reference: Side, device: torch.device, copies: Mapping[str, str]) -> None:
+        """Gives a part storage and its values, and holds them against those of the reference.
+
+        Raises:
+            InputError, UnsupportedError: As `load_from`.
+        """
+        materialize(built.model, device)
+        with side.opened() as source:
+            ledger = side.load(built.model, source, built.regions)
+        with reference.opened() as source:
+            wrong, without_place = reference.held_against(built.model, source, built.regions)
+        self.stored, self.architecture = built.stored, built.model.config.architectures[0]
+        self.dtypes |= {str(each.dtype).removeprefix("torch.") for each in built.model.parameters()}
+        self.wrapped_layers += built.done.wrapped_layers
+        self.names += [copies.get(name, name) for name in ledger.loaded]
+        self.wrong += wrong
+        self.unread = _in_both(self.unread, ledger.unread)
+        self.without_place = _in_both(self.without_place, without_place)
+        self.bytes_read += ledger.bytes_read
+        self.nbytes += ledger.nbytes
+
+
+class Loaded(Protocol):
+    """The checkpoint's side on this rank.
+
+    Attributes:
+        record: What loading it did.
+        copied: Names of parameters that several stages have, whose gradients are summed in another order.
+        is_whole: Whether all gradients are there at once.
+    """
+
+    record: Record
+    copied: frozenset[str]
+    is_whole: bool
+
+    def load(self, reference: Side, device: torch.device) -> None:
+        """Gives every part storage, and its values; see `Record.load`."""
+        ...
+
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
+        """One step on these batches.
+
+        Raises:
+            UnsupportedError, EnvironmentProblem: As `execution.run`.
+        """
+        ...
+
+    @contextmanager
+    def held(self, number: int) -> Iterator[Iterator[Held]]:
+        """Parameters of this rank with their gradients, within the block; of all that it has, those that come as the
+        `number`th portion.
+        """
+        ...
+
+    def observed(self, inputs: Inputs) -> Iterator[Outputs]:
+        """What calls of modules give, of one part after another, in the order of the model."""
+        ...
+
+
+class AtOnce(Loaded):
+    """One model, or the stages of a pipeline that are here: all of it is there, with all gradients after a step.
+
+    Gradients of copies on several stages are summed up.
     """
 
     def __init__(self, side: Side, mesh: DeviceMesh, staging: Staging | None) -> None:
@@ -36,64 +122,93 @@ class Loaded:
         self._stages = Stages(side, mesh, staging) if staging is not None else None
         self._built: list[Built] = [side.build(mesh)] if self._stages is None else list(self._stages.built.values())
         self._copies: Mapping[str, str] = staging.copies if staging is not None else {}
-        self.copied = frozenset(self._copies.values())
-        self.stored = self._built[0].stored
-        self.wrapped_layers = sum(each.done.wrapped_layers for each in self._built)
-        self.names: list[str] = []
-        self.unread: dict[str, str] = {}
-        self.bytes_read = self.nbytes = 0
+        self.copied, self.is_whole = frozenset(self._copies.values()), True
+        self.record = Record()
 
-    @property
-    def models(self) -> list[nn.Module]:
-        """In the order of their stages."""
-        return [each.model for each in self._built]
-
-    def load(self, device: torch.device) -> None:
-        """Gives every part storage, and its values.
-
-        Raises:
-            InputError, UnsupportedError: As `load_from`.
-        """
-        unread = []
+    def load(self, reference: Side, device: torch.device) -> None:
         for built in self._built:
-            materialize(built.model, device)
-            with self._side.opened() as source:
-                ledger = self._side.load(built.model, source, built.regions)
-            self.names += [self._copies.get(name, name) for name in ledger.loaded]
-            self.bytes_read += ledger.bytes_read
-            self.nbytes += ledger.nbytes
-            unread.append(ledger.unread)
-        self.unread = in_all(unread)
-
-    def held_against(self, other: Side) -> tuple[list[str], dict[str, str]]:
-        """As `Side.held_against`, of all parts together."""
-        wrong, without_place = [], []
-        with other.opened() as source:
-            for built in self._built:
-                names, left = other.held_against(built.model, source, built.regions)
-                wrong += names
-                without_place.append(left)
-        return wrong, in_all(without_place)
+            self.record.load(self._side, built, reference, device, self._copies)
 
     def run(self, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
-        """One step on these batches; gradients stay with the parameters, summed over copies of tied ones.
-
-        Raises:
-            UnsupportedError, EnvironmentProblem: As `execution.run`.
-        """
         if self._stages is None:
-            return execution.run(self.models[0], batches, backward=backward)
+            return execution.run(self._built[0].model, batches, backward=backward)
         return self._stages.run(batches, backward=backward)
 
-    def held(self) -> Iterator[Held]:
-        """Every parameter of this rank."""
-        for built in self._built:
-            for found, parameter in built.model.named_parameters():
-                own = canonical_name(found)
-                regions = None if built.regions is None else built.regions(own)
-                yield Held(self._copies.get(own, own), parameter, regions)
+    @contextmanager
+    def held(self, number: int) -> Iterator[Iterator[Held]]:
+        yield (each for built in self._built if not number for each in _held(built, self._copies))
+
+    def observed(self, inputs: Inputs) -> Iterator[Outputs]:
+        if self._stages is not None:
+            yield from self._stages.observed(inputs)
+            return
+        found: Outputs = {}
+        with kept(self._built[0].model, found):
+            execution.run(self._built[0].model, [inputs], backward=False)
+        yield found
+
+
+class InTurn(Loaded):
+    """Pieces that are built, loaded, run and released one after another, on one rank."""
+
+    def __init__(self, side: Side, mesh: DeviceMesh, cut: Pieces, device: torch.device) -> None:
+        self._side, self._mesh, self._cut, self._device = side, mesh, cut, device
+        self._copies = {name: tie.name for tie in cut.ties for name in tie.copies.values()}
+        self.copied, self.is_whole = frozenset[str](), False  # summed as in one piece
+        self._walk: Walk | None = None
+        self.record = Record()
+
+    def load(self, reference: Side, device: torch.device) -> None:
+        for number in range(self._cut.stages.pp):
+            built = self._build(number, {})
+            self.record.load(self._side, built, reference, device, self._copies)
+            release(built.model)
+
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
+        outcome, lane = Outcome(), Lane()
+        self._walk = Walk(self._cut, batches, [lane], self._open, self._device)
+        self._walk.forward(lambda _, logits: outcome.logits.append(logits), backward=backward)
+        outcome.loss = lane.loss
+        return outcome
+
+    @contextmanager
+    def held(self, number: int) -> Iterator[Iterator[Held]]:
+        assert self._walk is not None
+        with self._walk.backward(self._cut.last - number) as part:
+            later = {tie.copies.get(part.number) for tie in self._cut.ties if part.number != min(tie.copies)}
+            found = ((canonical_name(name), each) for name, each in part.model.named_parameters())
+            yield (Held(self._copies.get(name, name), each, None) for name, each in found if name not in later)
+
+    def observed(self, inputs: Inputs) -> Iterator[Outputs]:
+        for (found,) in Walk(self._cut, [inputs], [Lane()], self._open, self._device).observed():
+            yield found
+
+    def _build(self, number: int, shared: Mapping[str, nn.Parameter]) -> Built:
+        def cut(model: nn.Module) -> None:
+            make_stage(model, self._cut.stages, number, self._cut.carry.forms, self._device)
+            share(model, shared)
+
+        return self._side.build(self._mesh, cut)
+
+    def _open(self, number: int, shared: Mapping[str, nn.Parameter]) -> nn.Module:
+        built = self._build(number, shared)
+        materialize(built.model, self._device)
+        with self._side.opened() as source:
+            self._side.load(built.model, source, built.regions)
+        return built.model
+
+
+def _held(built: Built, copies: Mapping[str, str]) -> Iterator[Held]:
+    for found, parameter in built.model.named_parameters():
+        name = canonical_name(found)
+        regions = None if built.regions is None else built.regions(name)
+        yield Held(copies.get(name, name), parameter, regions)
 
 
 def in_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """What is in each of them."""
     return {name: reason for name, reason in found[0].items() if all(name in each for each in found)}
+
+
+def _in_both(before: dict[str, str] | None, found: Mapping[str, str]) -> dict[str, str]:
+    return dict(found) if before is None else in_all([before, found])

@@ -1,49 +1,56 @@
-"""How much memory `verify --run` takes at least, asked before anything has storage.
+"""How much memory `verify --run` may take, asked before anything has storage.
 
-A process that the kernel ends for want of memory says nothing. So what certainly does not fit is refused with numbers.
+A process that the kernel ends for want of memory says nothing.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
-from ckptx.errors import EnvironmentProblem
 from ckptx.report.report import human_bytes
 from ckptx.runtime.distributed import Process
 from ckptx.verification.side import RunOptions, Seen
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_USED = 0.9  # of what is free: what is not counted needs room, too
 
 
-def check(seen: Seen, options: RunOptions, process: Process) -> None:
-    """Refuses to run what the memory of rank 0 cannot hold; other ranks ask nothing.
+def limit_of_pieces(seen: Seen, options: RunOptions, process: Process) -> int | None:
+    """What the reference may take, in bytes, where it must run in pieces; None where it may run as a whole.
 
-    Raises:
-        EnvironmentProblem: The weights of the reference and their gradients take more than there is.
+    On one rank that is for both sides together.
     """
-    free = _free(process.device) if process.rank == 0 else None
-    needed = needed_bytes(seen.nbytes, backward=options.backward)
-    if free is None or needed <= free:
-        return
+    whole = needed_bytes(seen.nbytes, backward=options.backward)
+    if options.reference_memory is not None:
+        return None if whole <= options.reference_memory else options.reference_memory
+    free = _free(process.device)
+    if free is None:
+        return None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if process.device.type == "cpu" else 1
+    dims = options.dims
+    others = whole * here // (dims.tp * dims.pp * dims.dp_shard)  # the checkpoint, with its gradients
+    if max(whole, seen.nbytes * options.backward + others) <= free:
+        return None
+    return int(max(0, free - others if dims.world_size > 1 else free) * _USED)
+
+
+def ways_to_take_less(seen: Seen, options: RunOptions) -> list[str]:
+    """Options with which a run takes less, each with what the reference takes in one piece then."""
     ways = []
     if options.backward:
-        ways.append(f"--no-backward ({human_bytes(needed_bytes(seen.nbytes, backward=False))})")
+        ways.append(f"--no-backward ({human_bytes(needed_bytes(seen.nbytes, backward=False))} in one piece)")
     if options.dtype == "fp32" and seen.stored_nbytes < seen.nbytes:
         as_stored = needed_bytes(seen.stored_nbytes, backward=options.backward)
-        ways.append(f"--compute-dtype auto, which finds less ({human_bytes(as_stored)})")
-    raise EnvironmentProblem(
-        f"{seen.config['architectures'][0]}: rank 0 computes the reference in one piece, which takes at least "
-        f"{human_bytes(needed)} for weights{' and gradients' if options.backward else ''}, and "
-        f"{human_bytes(free)} are free on {process.device}; use {', '.join([*ways, 'a machine with more'])}, or "
-        "compare the bytes without --run"
-    )
+        ways.append(f"--compute-dtype auto, which finds less ({human_bytes(as_stored)} in one piece)")
+    return ways
 
 
 def needed_bytes(weights: int, *, backward: bool) -> int:
-    """What rank 0 holds at once: the weights, and as many gradients."""
+    """What a model in one piece holds at once: the weights, and as many gradients."""
     return weights * 2 if backward else weights
 
 

@@ -76,6 +76,7 @@ def report_of(
         stages=stages,
         bubble_fraction=bubble,
         microbatches=microbatches,
+        reference_pieces=first["pieces"],
         inputs=list(inputs.kinds),
         tokens=list(inputs.words),
         windows=dict(small),

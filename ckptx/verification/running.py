@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptx.errors import PeerFailure, UsageError, missing_package
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options import parse_size
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.launch import is_launched, launch
@@ -32,6 +33,7 @@ def verify_running(
     dp_replicate: int = 1,
     schedule: str = "1f1b",
     microbatches: int | None = None,
+    reference_memory: int | str | None = None,
     tp_plan: str | Path | None = None,
     device: str = "auto",
     backend: str = "auto",
@@ -56,6 +58,8 @@ def verify_running(
         dp_replicate: Groups of dp_shard ranks that each hold all of it (HSDP).
         schedule: Of the pipeline: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev.
         microbatches: Of a step, on each data-parallel rank; as many as there are stages when left out.
+        reference_memory: What the reference may take, as `8GB` or in bytes, beside what any process takes; on one rank
+            both sides together. It runs in pieces where it takes more as a whole. What is free when left out.
         tp_plan: JSON file {"pattern": "style"}, on top of the plan of the model.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
@@ -71,7 +75,8 @@ def verify_running(
     Raises:
         UsageError: An option has a value it cannot have.
         UnsupportedError: The class cannot run like that.
-        EnvironmentProblem: torch or transformers are missing, or there is no such device.
+        EnvironmentProblem: torch or transformers are missing, there is no such device, or the reference takes more
+            memory than it may in any number of pieces; the message names the least.
         InputError: A checkpoint is damaged or incomplete.
     """
     given: dict[str, Any] = {
@@ -98,6 +103,7 @@ def verify_running(
             raise UsageError(f"--{name}: says how pipeline stages run, needed --pp 2 or more with it")
     if microbatches is not None and not 1 <= microbatches <= _MOST_MICROBATCHES:
         raise UsageError(f"--microbatches: {microbatches}, needed 1 to {_MOST_MICROBATCHES:,}; logits of each are kept")
+    memory = None if reference_memory is None else parse_size(reference_memory, "--reference-memory")
     dims = ParallelDims(tp=tp, pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     user = dict(read_plan(str(tp_plan))) if tp_plan is not None else None
     log = log or Log()
@@ -105,6 +111,7 @@ def verify_running(
         arguments = ["verify", str(reference), str(checkpoint), "--run", "--tp", str(tp), "--dp-shard", str(dp_shard)]
         arguments += ["--pp", str(pp), "--pp-split", pp_split, "--dp-replicate", str(dp_replicate)]
         arguments += [] if microbatches is None else ["--microbatches", str(microbatches)]
+        arguments += [] if memory is None else ["--reference-memory", str(memory)]
         for name, value in given.items():
             arguments += [f"--{name.replace('_', '-')}", value]
         arguments += [] if tp_plan is None else ["--tp-plan", str(tp_plan)]
@@ -133,6 +140,7 @@ def verify_running(
         pp_split,
         schedule,
         microbatches,
+        memory,
     )
     return verify_run(reference, checkpoint, options, log)
 

@@ -7,7 +7,7 @@ both, both get two parameters; and windows that no short text would cross are ma
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.stages import Stack
 from ckptx.runtime.build import build_model, materialize, read_config
 from ckptx.runtime.distributed import Process
 from ckptx.runtime.ledger import LoadLedger
@@ -56,6 +57,8 @@ class RunOptions:
         pp_split: Layers of each stage, as `StageMap` takes it.
         schedule: Of the pipeline, by name.
         microbatches: Of each step of the pipeline, on each data-parallel rank; None for as many as there are stages.
+        reference_memory: Bytes that the reference may take, with its gradients; on one rank both sides together.
+            It runs in pieces where it would take more as a whole. None for what is free.
     """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -72,6 +75,7 @@ class RunOptions:
     pp_split: str = "even"
     schedule: str = "1f1b"
     microbatches: int | None = None
+    reference_memory: int | None = None
 
 
 class Seen(NamedTuple):
@@ -199,6 +203,12 @@ class Side:
         )
         steer(model, routing_of(model))
         return model
+
+    def stacked(self) -> tuple[nn.Module, Sequence[Stack]]:
+        """On the meta device, with its lists of layers."""
+        with self.opened() as source:
+            assert source.architecture is not None and source.config is not None
+            return self.model(source), source.architecture.stacks(source.config)
 
     def batches(self, seen: Seen, microbatches: int = 1) -> list[Inputs]:
         """Batches for each data-parallel rank, those of the first rank first."""

@@ -23,7 +23,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
 from ckptx.runtime.distributed import Process, mesh_of, process_group
 from ckptx.runtime.parallelize import _of_other_dtype
-from ckptx.verification import forward, side
+from ckptx.verification import forward, reference, side
 from ckptx.verification.execution import Outcome
 from ckptx.verification.inputs.batch import inputs_for
 
@@ -129,9 +129,9 @@ def test_a_device_other_than_the_cpu_is_asked_twice(
 ) -> None:
     """NaN is equal to nothing: what gives it cannot be said to be repeatable."""
     asked = Wandering(what, by)
-    monkeypatch.setattr(forward, "run", asked)
-    reference: Any = SimpleNamespace(whole=lambda place: torch.nn.Linear(1, 1))
-    found = forward._run_reference(reference, [], Process(0, 1, torch.device(device)), side.RunOptions())
+    monkeypatch.setattr(reference, "run", asked)
+    made: Any = SimpleNamespace(whole=lambda place: torch.nn.Linear(1, 1))
+    found = reference.InOnePiece(made, [], Process(0, 1, torch.device(device)), backward=True).forward()
     assert found.is_repeatable is expected
     assert asked.runs == runs
 

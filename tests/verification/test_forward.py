@@ -16,7 +16,10 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.runtime.pipeline.carry import Carry
 from ckptx.runtime.pipeline.schedules import find_schedule
-from ckptx.verification import execution, forward, noise, run_report, side
+from ckptx.verification import divergence, execution, noise, run_report, side
+from ckptx.verification.comparison import Reference
+from ckptx.verification.divergence import Outputs
+from ckptx.verification.reference import InOnePiece
 from ckptx.verification.staging import Staging
 
 IDS = [[0, 1], [2, 3]]
@@ -30,7 +33,12 @@ def side_of(model: nn.Module) -> Any:
 def first_divergence(
     reference: nn.Module, model: nn.Module, ids: Sequence[Sequence[int]] = IDS, *, is_exact: bool = True
 ) -> dict[str, Any] | None:
-    return forward._first_divergence(side_of(reference), model, inputs_of(ids), PLACE, is_exact=is_exact)
+    ours: Outputs = {}
+    with divergence.kept(model, ours):
+        execution.run(model, [inputs_of(ids)], backward=False)
+    side: Any = side_of(reference)
+    found = InOnePiece(side, [], PLACE, False).observed(inputs_of(ids))
+    return divergence.first_divergence(found, iter([ours]), is_exact=is_exact)
 
 
 # ------------------------------------------------------------------------------------------- the first that differs
@@ -81,21 +89,25 @@ def test_experts_that_get_other_tokens_are_not_compared(ids: list[list[int]]) ->
 # ------------------------------------------------------------------------------------------- the noise of a reference
 
 
-def reference_of(model: nn.Module, *, backward: bool = True) -> Any:
-    options = side.RunOptions(backward=backward)
-    return forward._run_reference(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], PLACE, options)
+def reference_of(model: nn.Module, *, backward: bool = True) -> tuple[Reference, dict[str, float]]:
+    """What it gives forward, and how much noise moves its gradients."""
+    running = InOnePiece(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], PLACE, backward)
+    found = running.forward()
+    (portion,) = running.gradients()
+    return found, {each.name: each.moved for each in portion}
 
 
 def test_noise_is_how_far_the_outputs_of_moved_embeddings_are() -> None:
     """Embeddings of 3 move by one ULP, and outputs by 4; the gradient 2 * e * s^2 / 8 / 2 of an embedding by 2."""
-    found = reference_of(Scaled())
+    found, gradients = reference_of(Scaled())
     assert (found.outcome.loss, found.logits) == (144, 4 * ULP)
-    assert found.gradients.keys() == {"embed.weight", "scale"}
-    assert found.gradients["embed.weight"] == 2 * ULP
+    assert gradients.keys() == {"embed.weight", "scale"}
+    assert gradients["embed.weight"] == 2 * ULP
     assert found.is_repeatable
 
 
-def test_noise_is_the_largest_of_all_draws() -> None:
+def test_noise_is_the_largest_of_all_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "DRAWS", 9)
     model, batches = Scaled(), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])]
     expected = execution.run(model, batches, backward=True)
     expected.gradients = {name: each.clone() for name, each in expected.gradients.items()}
@@ -105,14 +117,14 @@ def test_noise_is_the_largest_of_all_draws() -> None:
             other = execution.run(model, batches, backward=True)
         losses.append(abs(other.loss - expected.loss))
         scales.append(float((other.gradients["scale"] - expected.gradients["scale"]).abs().max()))
-    found = reference_of(Scaled())
-    assert (found.loss, found.gradients["scale"]) == (max(losses), max(scales))
+    found, gradients = reference_of(Scaled())
+    assert (found.loss, gradients["scale"]) == (max(losses), max(scales))
     assert len(set(losses)) > 1, "else any draw would do"
 
 
 def test_without_a_backward_pass_there_are_no_gradients() -> None:
-    found = reference_of(Scaled(), backward=False)
-    assert (found.logits, found.gradients, found.outcome.gradients) == (4 * ULP, {}, {})
+    found, gradients = reference_of(Scaled(), backward=False)
+    assert (found.logits, gradients, found.outcome.gradients) == (4 * ULP, {}, {})
 
 
 def test_a_model_without_embeddings_has_no_noise() -> None:
@@ -120,8 +132,8 @@ def test_a_model_without_embeddings_has_no_noise() -> None:
     weight = model.embed.weight
     del model.embed
     model.embed = lambda ids: weight[ids]  # type: ignore[assignment]  # a function is called as a module is
-    found = reference_of(model)
-    assert (found.logits, found.loss, found.gradients) == (0, 0, {"scale": 0})
+    found, gradients = reference_of(model)
+    assert (found.logits, found.loss, gradients) == (0, 0, {"scale": 0})
 
 
 # ------------------------------------------------------------------------------------------- the report of all ranks
@@ -133,7 +145,7 @@ def share_of(**found: Any) -> dict[str, Any]:
         "rows": [], "undecided": [], "dtype": "float32", "read": 10, "nbytes": 8, "max_abs": 0.0, "max_abs_limit": 1.0,
         "logits_deviation": 3.0, "kl": 0.0, "cosine": 1.0,
         "loss": 2.0, "loss_reference": 2.0, "loss_limit": 0.5, "gradients": 3, "grad_max_abs": 0.0,
-        "grad_of_limit": ["", 0.0], "by_tensor": {}, "names": list("abcde"), "wrapped": 0,
+        "grad_of_limit": ["", 0.0], "by_tensor": {}, "names": list("abcde"), "wrapped": 0, "pieces": 1,
     }  # fmt: skip
     return plain | found
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ckptx.verification.reached import unreached
+from ckptx.verification.reached import Reached
 from ckptx.verification.routing import Routing
 from ckptx.verification.side import Seen
 
@@ -12,6 +14,14 @@ from ckptx.verification.side import Seen
 def seen(*names: str, experts: int = 3) -> Seen:
     routing = Routing({"mlp.experts": experts}, {})
     return Seen({}, frozenset(), {}, {}, frozenset(names), routing, True, frozenset(names), 0, 0)
+
+
+def unreached(gradients: dict[str, torch.Tensor], known: Seen) -> list[dict[str, Any]]:
+    """Of gradients that come one by one."""
+    found = Reached(known)
+    for name, each in gradients.items():
+        found.look({name: each})
+    return found.rows()
 
 
 def test_a_parameter_without_a_gradient_or_with_zeros_was_not_reached() -> None:

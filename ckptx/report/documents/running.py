@@ -24,6 +24,7 @@ class RunReport(Report):
         stages: Number of pipeline stages.
         bubble_fraction: The part of a step in which a rank of the pipeline waits, at best; 0 without a pipeline.
         microbatches: Of a step, on each data-parallel rank.
+        reference_pieces: In how many the reference ran, one after another; 1 is as a whole.
         inputs: What the model was given: "text", "image", ...
         tokens: How many different tokens of text, and how many the vocabulary has.
         windows: Windows of attention that were run smaller than the configs say, so that the text crosses them: key ->
@@ -58,6 +59,7 @@ class RunReport(Report):
     stages: int
     bubble_fraction: float
     microbatches: int
+    reference_pieces: int
     inputs: Sequence[str]
     tokens: Sequence[int]
     windows: dict[str, Sequence[int]]

@@ -137,14 +137,21 @@ def cut_model(
 
 
 def carry_of(model: nn.Module, stages: StageMap, schedule: Schedule, batches: Batches, output: Output) -> Carry:
-    """What travels, found and tried with a small model of the class by one rank, and told to all; see `cut_model`."""
+    """`carry_found` by one rank, and told to all."""
     found = None
     with together():
         if dist.get_rank() == 0:
-            small = tiny_model(model.config, type(model))
-            given = batches(small)
-            found = find_carry(small, stages, given, lambda each: output(small, each))
-            split = schedule.splits_backward
-            rehearse(small, stages, found, given, lambda each: output(small, each), split_backward=split)
+            found = carry_found(model, stages, batches, output, split_backward=schedule.splits_backward)
     carry: Carry = told(found)
     return carry
+
+
+def carry_found(
+    model: nn.Module, stages: StageMap, batches: Batches, output: Output, *, split_backward: bool = False
+) -> Carry:
+    """What travels, found and tried with a small model of the class; see `cut_model`."""
+    small = tiny_model(model.config, type(model))
+    given = batches(small)
+    found = find_carry(small, stages, given, lambda each: output(small, each))
+    rehearse(small, stages, found, given, lambda each: output(small, each), split_backward=split_backward)
+    return found

@@ -19,7 +19,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.pipeline.carry import Batch, Carry, stage_of
-from ckptx.runtime.pipeline.run import StageRun
+from ckptx.runtime.pipeline.run import StageRun, apart, go_back, gradients_of, received
 from ckptx.runtime.pipeline.slots import is_same
 
 _APART = 1e-5  # of the largest number of a gradient, in float32: what is summed in another order is nearer by far
@@ -87,14 +87,9 @@ def _forward(
         found, values = part(part.model, batch, given[-1])
         if part is parts[-1]:
             return given, sent, output(found)
-        values = tuple(each.clone() if isinstance(each, Tensor) else each for each in values)  # what is sent is no view
-        sent.append(values)
-        given.append(tuple(_leaf(each) for each in values))
+        sent.append(apart(values))
+        given.append(received(sent[-1]))
     raise AssertionError("no stages")
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _backward(
@@ -103,15 +98,9 @@ def _backward(
     """From the last stage to the first."""
     later: list[Callable[[], Any]] = []
     for part in reversed(parts):
-        pairs = [(each, None) for each in sent[part.number]]
+        outputs, gradients = list(sent[part.number]), None
         if part is not parts[-1]:
-            pairs = [
-                (value, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
-                for value, leaf in zip(sent[part.number], given[part.number + 1], strict=True)
-                if isinstance(value, Tensor) and value.requires_grad
-            ]
-        outputs = [value for value, _ in pairs]
-        gradients = None if part is parts[-1] else [gradient for _, gradient in pairs]
+            outputs, gradients = go_back(outputs, gradients_of(given[part.number + 1]))
         inputs = [each for each in given[part.number] if isinstance(each, Tensor) and each.requires_grad]
         if split and part.number:
             _, groups = stage_backward_input(outputs, gradients, inputs, part.model.parameters())

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ckptx.layout.stages import StageMap
@@ -56,6 +57,39 @@ class StageRun:
         with self._taps.watching(visit):
             output = forward(**given_to(self.number, batch))
         return output, tuple(found.get(slot) for slot in self.sent)
+
+
+def apart(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What is sent, which must be no view."""
+    return tuple(each.clone() if isinstance(each, Tensor) else each for each in values)
+
+
+def received(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What a stage is given, as the leaves of a graph of its own, whose gradients are for the stage before."""
+    return tuple(
+        each.detach().clone().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
+        for each in values
+    )
+
+
+def go_back(sent: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Where the backward pass of a stage begins, and with what: of all that it sent, what has a gradient.
+
+    Args:
+        sent: By the stage.
+        gradients: Of what the next one made of it with `received`; None counts as zeros.
+    """
+    pairs = [
+        (value, gradient if gradient is not None else torch.zeros_like(value))
+        for value, gradient in zip(sent, gradients, strict=True)
+        if isinstance(value, Tensor) and value.requires_grad
+    ]
+    return [value for value, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def gradients_of(given: Sequence[Any]) -> list[Tensor | None]:
+    """Those that the backward pass left at `received` values."""
+    return [each.grad if isinstance(each, Tensor) else None for each in given]
 
 
 def _by_call(slots: Sequence[Slot]) -> dict[Call, list[Slot]]:

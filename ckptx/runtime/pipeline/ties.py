@@ -57,7 +57,7 @@ def tied_over(model: nn.Module, stages: StageMap) -> list[Tie]:
 def later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> list[Tensor]:
     """Every copy but that on the first stage of its tie, of the stages of this rank: what counts once is there."""
     return [
-        _parameter(models[stage], name)
+        parameter_of(models[stage], name)
         for tie in ties
         for stage, name in list(tie.copies.items())[1:]
         if stage in models
@@ -70,7 +70,7 @@ def take_gradients(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> dict
     for tie in ties:
         for stage, name in tie.copies.items():
             if stage in models:
-                parameter = _parameter(models[stage], name)
+                parameter = parameter_of(models[stage], name)
                 if parameter.grad is not None:
                     held[tie.name] = _local(parameter.grad)
                     parameter.grad = None
@@ -101,7 +101,7 @@ def sum_gradients(
         ranks = [rank_of[stage] for stage in tie.copies]
         if here not in ranks:
             continue
-        own = {stage: _parameter(models[stage], name) for stage, name in tie.copies.items() if stage in models}
+        own = {stage: parameter_of(models[stage], name) for stage, name in tie.copies.items() if stage in models}
         like = next(iter(own.values()))
         if not like.requires_grad:
             continue
@@ -151,12 +151,14 @@ def check_alike(ties: Sequence[Tie], models: Mapping[int, nn.Module], group: dis
         UnsupportedError: They are cut in other ways; likewise.
     """
     mine = {
-        tie.name: [_form(_parameter(models[stage], name)) for stage, name in tie.copies.items() if stage in models]
+        tie.name: [_form(parameter_of(models[stage], name)) for stage, name in tie.copies.items() if stage in models]
         for tie in ties
     }
     sums = {
         tie.name: [
-            _checksum(_local(_parameter(models[stage], name))) for stage, name in tie.copies.items() if stage in models
+            _checksum(_local(parameter_of(models[stage], name)))
+            for stage, name in tie.copies.items()
+            if stage in models
         ]
         for tie in ties
     }
@@ -183,7 +185,8 @@ def _form(parameter: Tensor) -> str:
     return f"{tuple(_local(parameter).shape)}{placed}"
 
 
-def _parameter(model: nn.Module, name: str) -> Tensor:
+def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of a stage by one of its names, without wrappers."""
     return next(each for other, each in model.named_parameters(remove_duplicate=False) if canonical_name(other) == name)
 
 

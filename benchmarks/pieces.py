@@ -1,0 +1,154 @@
+"""Peak memory of a reference in pieces, against the same reference as a whole.
+
+    python benchmarks/pieces.py [--ram /dev/shm] [--results DIR]
+
+Llamas of 0.7 B parameters stored in bfloat16, run as stored: one with an untied head, one tied, and one with the large
+vocabulary of Llama 3. Each run is a process of its own that does what rank 0 does with its reference, and nothing else:
+forward, gradients and noise, of one batch and of two. What it takes is its peak RSS above that before the model was
+built. A digest of logits, loss, gradients and noise says whether the results are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import HERE, publish, table
+
+_MODEL = """
+import json, sys, torch, transformers
+config = transformers.LlamaConfig(**json.loads(sys.argv[2]))
+torch.manual_seed(0)
+transformers.utils.logging.disable_progress_bar()
+torch.set_default_dtype(torch.bfloat16)
+transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+"""
+_LLAMA = {
+    "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 18, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 32000,
+}  # fmt: skip
+_MODELS = {
+    "untied, 32,000 words": {**_LLAMA, "tie_word_embeddings": False},
+    "tied, 32,000 words": {**_LLAMA, "num_hidden_layers": 19, "tie_word_embeddings": True},
+    "tied, 128,256 words": {**_LLAMA, "num_hidden_layers": 15, "tie_word_embeddings": True, "vocab_size": 128256},
+}
+_PIECES = (1, 2, 6, 12)
+_BATCHES = (1, 2)
+_MIB = 1 << 20
+
+
+def peak_rss() -> int:
+    """Bytes of this process at its peak so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
+    """What a process finds that runs the reference alone."""
+    import torch
+
+    from ckptx.layout.stages import StageMap
+    from ckptx.runtime.distributed import Process
+    from ckptx.verification.budget import Budget
+    from ckptx.verification.reference import InOnePiece, InPieces, cut_into
+    from ckptx.verification.side import RunOptions, Side
+
+    torch.set_num_threads(2)
+    process = Process(0, 1, torch.device("cpu"))
+    side = Side(path, path, RunOptions(device="cpu", dtype="auto"))
+    seen = side.look()
+    batches = side.batches(seen, count)
+    model, stacks = side.stacked()
+    budget = Budget(model, stacks, batches, backward=True, both=False)
+    running: Any = InOnePiece(side, batches, process, backward=True)
+    expected = budget.whole
+    if pieces > 1:
+        stages = StageMap(stacks, pieces)
+        expected = budget.needed(stages)
+        running = InPieces(side, batches, process, cut_into(model, stages, seen), backward=True)
+    base = peak_rss()
+    found = running.forward()
+    digests = {f"logits {index}": _digest(each) for index, each in enumerate(found.outcome.logits)}
+    digests["loss"] = found.outcome.loss.hex()
+    digests["noise"] = repr((found.logits, found.loss))
+    for portion in running.gradients():
+        digests |= {each.name: f"{_digest(each.tensor)} {each.moved!r}" for each in portion}
+    said = json.dumps(digests, sort_keys=True)
+    return {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "peak": peak_rss() - base,
+        "expected": expected,
+        "tensors": len(digests),
+        "digest": hashlib.sha256(said.encode()).hexdigest(),
+        "seconds": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
+    }
+
+
+def _digest(tensor: Any) -> str:
+    import torch
+
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def measured(path: Path, pieces: int, batches: int) -> dict[str, Any]:
+    """`run_one` in a process of its own."""
+    command = [sys.executable, __file__, "--work", str(path), "--pieces", str(pieces), "--batches", str(batches)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    found: dict[str, Any] = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    return found
+
+
+def main() -> None:
+    """Measures, and writes pieces.json and pieces.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    for name, kind in {"--work": Path, "--pieces": int, "--batches": int}.items():
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work is not None:
+        print(json.dumps(run_one(arguments.work, arguments.pieces, arguments.batches)))
+        return
+    rows: list[dict[str, Any]] = []
+    for name, config in _MODELS.items():
+        with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
+            subprocess.run([sys.executable, "-c", _MODEL, directory, json.dumps(config)], check=True)
+            for batches in _BATCHES:
+                whole = None
+                for pieces in _PIECES:
+                    found = measured(Path(directory), pieces, batches)
+                    whole = whole or found
+                    rows.append(
+                        {
+                            "model": name,
+                            "batches": batches,
+                            "pieces": pieces,
+                            **found,
+                            "of_whole": found["peak"] / whole["peak"],
+                            "is_equal": found["digest"] == whole["digest"],
+                            "time": found["seconds"] / whole["seconds"],
+                        }
+                    )
+                    print(rows[-1], file=sys.stderr)
+    lines = [
+        (
+            f"{row['model']}, {row['parameters'] / 1e9:.2f} B", row["batches"], row["pieces"],
+            f"{row['peak'] / _MIB:,.0f} MiB", f"{row['of_whole']:.0%}", f"{row['expected'] / _MIB:,.0f} MiB",
+            f"{row['tensors']} equal" if row["is_equal"] else "DIFFERENT", f"{row['time']:.2f} x",
+        )
+        for row in rows
+    ]  # fmt: skip
+    columns = ("model", "batches", "pieces", "peak above base", "of the whole", "expected", "results", "CPU time")
+    title = "The reference of `verify --run`, in pieces; bfloat16 as stored"
+    publish(arguments.results, "pieces", {"rows": rows}, [table(title, columns, lines)])
+
+
+if __name__ == "__main__":
+    main()
