@@ -38,10 +38,11 @@ MEETINGS = {("verification", "difference"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
-    "architecture/meta_model", "publishing/processes.py", "runtime/", "robustness/", "verification/forward.py",
-    "verification/execution.py", "verification/comparison.py", "verification/noise.py", "verification/inputs/",
-    "verification/loaded.py", "verification/memory.py", "verification/reached.py", "verification/routing.py",
-    "verification/side.py", "verification/staging.py",
+    "architecture/meta_model", "publishing/processes.py", "runtime/", "robustness/", "verification/budget.py",
+    "verification/comparison.py", "verification/distances.py", "verification/divergence.py",
+    "verification/execution.py", "verification/forward.py", "verification/inputs/", "verification/loaded.py",
+    "verification/memory.py", "verification/noise.py", "verification/reached.py", "verification/reference.py",
+    "verification/routing.py", "verification/side.py", "verification/staging.py", "verification/walk.py",
 )  # fmt: skip
 
 

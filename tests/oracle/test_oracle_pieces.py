@@ -1,4 +1,4 @@
-"""`verify --run --reference-memory`: the same answers from a reference, or from both sides, that is never there whole."""
+"""`verify --run --reference-memory`: the same answers from a reference, or two sides, of which a piece is there."""
 
 from __future__ import annotations
 
