@@ -38,7 +38,7 @@ class OutputError(CkptxError):
 
 
 class SpaceError(CkptxError):
-    """There is not enough space for the output."""
+    """There is not enough space: on a disk for the output, or in memory for models."""
 
     exit_code = 6
 

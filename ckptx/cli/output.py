@@ -27,6 +27,7 @@ from ckptx.report.report import Log, Report, Stopwatch, human_bytes
 from ckptx.untrusted.printable import lines, one_line, shown
 
 _SECONDS_BETWEEN_LINES = 10.0
+_PUBLISHING = ("convert hf2dcp", "convert dcp2hf", "reshard")  # commands that make a checkpoint
 R = TypeVar("R", bound=Report)
 
 
@@ -76,10 +77,12 @@ class Output:
             raised, failure = error, str(error)
             self._trace(error)
         except MemoryError as error:
-            raised, failure = error, "out of memory; run with a smaller --max-memory"
+            way = "run with a smaller --max-memory" if command in _PUBLISHING else "use a machine with more"
+            raised, failure = error, f"out of memory; {way}"
             self._trace(error)
         except (KeyboardInterrupt, Terminated) as error:
-            raised, failure = error, "interrupted; nothing was published, run again with --resume to continue"
+            further = "; nothing was published, run again with --resume to continue" if command in _PUBLISHING else ""
+            raised, failure = error, f"interrupted{further}"
         except Exception as error:  # a defect: said as one, with its cause, and never as a difference found
             raised, failure = error, f"internal error: {type(error).__name__}: {error}; please report it"
             self._trace(error)

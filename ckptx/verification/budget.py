@@ -16,7 +16,7 @@ from functools import cached_property
 
 from torch import nn
 
-from ckptx.errors import EnvironmentProblem
+from ckptx.errors import SpaceError
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.report.report import human_bytes
 from ckptx.runtime.layers import canonical_name
@@ -54,7 +54,7 @@ class Budget:
         """The fewest pieces that stay below a limit, in bytes.
 
         Raises:
-            EnvironmentProblem: There is no such number; the message names the least limit.
+            SpaceError: There is no such number; the message names the least limit.
         """
         layers = sum(stack.count for stack in self.stacks)
         least: int | None = None
@@ -66,12 +66,12 @@ class Budget:
             least = needed if least is None else min(least, needed)
         name, ways = type(self.model).__name__, ", ".join([*self.ways, "a machine with more"])
         if least is None:
-            raise EnvironmentProblem(
+            raise SpaceError(
                 f"{name}: the reference takes {human_bytes(self.whole)} in one piece and may take "
                 f"{human_bytes(limit)}; found {counted(layers, 'layer')}, needed two or more to run it in pieces; use "
                 f"{ways}, or compare the bytes without --run"
             )
-        raise EnvironmentProblem(
+        raise SpaceError(
             f"{name}: the reference may take {human_bytes(limit)}, needed {human_bytes(least)} at least, in up to "
             f"{layers} pieces; use --reference-memory {-(-least // 10**6)}MB, {ways}, or compare the bytes without "
             "--run"

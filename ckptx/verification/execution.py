@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptx.errors import CkptxError, EnvironmentProblem, UnsupportedError
+from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.verification.inputs.batch import Inputs
 
+_NO_MEMORY = "can't allocate memory"  # as the allocator of CPUs says it
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 
@@ -54,7 +55,7 @@ def run(
 
     Raises:
         UnsupportedError: The class gives nothing that can be compared, or cannot run on these inputs.
-        EnvironmentProblem: There is not enough memory.
+        SpaceError: There is not enough memory.
     """
     model.eval()
     model.zero_grad(set_to_none=True)
@@ -89,15 +90,21 @@ def failing(model: nn.Module) -> Iterator[None]:
     """What goes wrong in a kernel, in our words."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise EnvironmentProblem(f"{_class_of(model)}: {_brief(error)}; use more ranks") from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _out_of_memory(model, error) from error
     except CkptxError:
         raise
     except RuntimeError as error:  # a kernel that cannot have these shapes or dtypes
+        if _NO_MEMORY in str(error):
+            raise _out_of_memory(model, error) from error
         raise UnsupportedError(
             f"{_class_of(model)}: fails when it is run like this: {_brief(error)}; use another layout or "
             "--compute-dtype, or compare the bytes without --run"
         ) from error
+
+
+def _out_of_memory(model: nn.Module, error: BaseException) -> SpaceError:
+    return SpaceError(f"{_class_of(model)}: {_brief(error)}; use more ranks, or a smaller --reference-memory")
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     Raises:
         UnsupportedError: The class cannot run like that; the message says why.
         InputError: A checkpoint is incomplete.
-        EnvironmentProblem: There is not enough memory; the message says how much it takes.
+        SpaceError: There is not enough memory; the message says how much it takes.
         CkptxError: Whatever else is in the way, on whichever rank.
     """
     stopwatch = Stopwatch()

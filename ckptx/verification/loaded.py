@@ -95,7 +95,7 @@ class Loaded(Protocol):
         """One step on these batches.
 
         Raises:
-            UnsupportedError, EnvironmentProblem: As `execution.run`.
+            UnsupportedError, SpaceError: As `execution.run`.
         """
         ...
 

@@ -41,7 +41,7 @@ def reference_of(side: Side, seen: Seen, batches: Sequence[Inputs], process: Pro
         process: Where it runs.
 
     Raises:
-        EnvironmentProblem: It takes too much in any number of pieces; the message names the least.
+        SpaceError: It takes too much in any number of pieces; the message names the least.
         UnsupportedError: It would have to be cut, and cannot be.
     """
     options = side.options

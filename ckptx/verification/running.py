@@ -75,8 +75,8 @@ def verify_running(
     Raises:
         UsageError: An option has a value it cannot have.
         UnsupportedError: The class cannot run like that.
-        EnvironmentProblem: torch or transformers are missing, there is no such device, or the reference takes more
-            memory than it may in any number of pieces; the message names the least.
+        EnvironmentProblem: torch or transformers are missing, or there is no such device.
+        SpaceError: The reference takes more memory than it may in any number of pieces; the message names the least.
         InputError: A checkpoint is damaged or incomplete.
     """
     given: dict[str, Any] = {

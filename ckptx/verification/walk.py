@@ -116,7 +116,7 @@ class Walk:
             backward: Keep what the backward pass begins with.
 
         Raises:
-            UnsupportedError, EnvironmentProblem: As `execution.run`.
+            UnsupportedError, SpaceError: As `execution.run`.
         """
         for lane in self._lanes:
             lane.given[0] = [()] * len(self._batches)

@@ -15,7 +15,7 @@ from support.pool import GlooPool
 from support.runs import assert_equal, verified
 
 import ckptx
-from ckptx.errors import EnvironmentProblem, UsageError
+from ckptx.errors import SpaceError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 
 _SMALL = 13_000_000  # a bound that takes several pieces
@@ -80,7 +80,7 @@ def test_without_a_backward_pass_too(pool: GlooPool, hf: Path) -> None:
 
 def test_the_least_is_named_and_is_enough(pool: GlooPool, hf: Path) -> None:
     for error, said in pool.run(_refused, 1, str(hf), 10**6):
-        assert error == "EnvironmentProblem"
+        assert error == "SpaceError"
         least = re.search(r"needed .* at least, in up to 8 pieces; use --reference-memory (\d+)MB", said)
         assert least is not None, said
     found, text = verified(pool, hf, hf, 1, 1, reference_memory=int(least[1]) * 10**6)
@@ -97,7 +97,7 @@ def _refused(rank: int, world_size: int, path: str, memory: int) -> tuple[str, s
 def test_a_size_is_a_size(hf: Path) -> None:
     with pytest.raises(UsageError, match='--reference-memory: "lots" is not a size'):
         ckptx.verify(hf, hf, run=True, reference_memory="lots")
-    with pytest.raises(EnvironmentProblem, match=r"may take 1\.00 MiB"):
+    with pytest.raises(SpaceError, match=r"may take 1\.00 MiB"):
         ckptx.verify(hf, hf, run=True, device="cpu", reference_memory="1MiB")
 
 

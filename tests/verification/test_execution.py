@@ -12,7 +12,7 @@ from support.small import Looped, Scaled, inputs_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ckptx.errors import CkptxError, EnvironmentProblem, UnsupportedError
+from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 from ckptx.verification.execution import Call, observed, run
 from ckptx.verification.inputs.batch import Inputs
 
@@ -156,7 +156,8 @@ def test_logits_that_are_none_are_passed_over() -> None:
         (ValueError("size 8, needed 16\nmore"), UnsupportedError, ("input_ids", "size 8, needed 16")),
         (RuntimeError("mat1 and mat2"), UnsupportedError, ("mat1 and mat2", "--compute-dtype", "--run")),
         (RuntimeError(), UnsupportedError, ("RuntimeError",)),
-        (torch.OutOfMemoryError("tried 9 GiB"), EnvironmentProblem, ("tried 9 GiB", "ranks")),
+        (torch.OutOfMemoryError("tried 9 GiB"), SpaceError, ("tried 9 GiB", "ranks")),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), SpaceError, ("can't allocate", "ranks")),
         (ones("scores"), UnsupportedError, ("logits", "last_hidden_state", "--run")),
         (SimpleNamespace(), UnsupportedError, ("logits", "last_hidden_state", "--run")),
     ],
