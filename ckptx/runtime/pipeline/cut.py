@@ -25,7 +25,7 @@ from ckptx.runtime.pipeline.rehearsal import rehearse
 from ckptx.runtime.pipeline.schedules import Schedule, check_schedule, find_schedule, with_fsdp
 from ckptx.runtime.pipeline.stage import make_stage
 from ckptx.runtime.pipeline.ties import Tie, tied_over
-from ckptx.runtime.pipeline.tiny import text_batch, tiny_model
+from ckptx.runtime.pipeline.tiny import text_for, tiny_model
 
 Batches = Callable[[nn.Module], Sequence[Batch]]
 Output = Callable[[nn.Module, Any], Tensor]
@@ -74,9 +74,9 @@ class Cut:
         return Pipeline(models, self.stages, self.carry, self.schedule, mesh.get_group("pp"), device, self.ties)
 
 
-def text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
+def text_fores(model: nn.Module) -> list[dict[str, Tensor]]:
     """A text, and one with padding where the class takes a mask."""
-    batch = text_batch(model)
+    batch = text_for(model)
     if "input_ids" not in batch or "attention_mask" not in inspect.signature(type(model).forward).parameters:
         return [batch]
     mask = torch.ones_like(batch["input_ids"])
@@ -99,7 +99,7 @@ def cut_model(
     schedule: str = "1f1b",
     split: str = "even",
     activation_checkpointing: str = "none",
-    batches: Batches = text_batches,
+    batches: Batches = text_fores,
     output: Output = logits_of,
 ) -> Cut:
     """Finds out how a model is cut into stages; every rank calls it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from torch.distributed.pipelining import PipelineStage
 from ckptx.errors import UsageError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.gradients import OverStages, clip_grad_norm
+from ckptx.runtime.mixed_inputs import MixedInputs
 from ckptx.runtime.pipeline.carry import Batch, Carry
 from ckptx.runtime.pipeline.payload import Place, pack, place_of, places_of, rooms, unpack
 from ckptx.runtime.pipeline.run import StageRun
 from ckptx.runtime.pipeline.schedules import Schedule
 from ckptx.runtime.pipeline.ties import Tie, check_alike, later_copies, sum_gradients, take_gradients
+from ckptx.runtime.pipeline.tiny import text_for
 
 _logger = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class Pipeline:
         self._loss: Loss | None = None
         self._places: dict[int, tuple[Place, ...]] = {}
         self._prepared: tuple[Any, Any] = (None, None)
+        self._mixed = [MixedInputs(part.model) for part in self.parts]
         for part in self.parts:
             part.model.forward = self._forward_of(part, part.model.forward)
         check_alike(ties, self._models, group)
@@ -87,12 +91,17 @@ class Pipeline:
         """
         self._check(batches)
         self._batches, self._loss = batches, loss
+        is_mixed = self._gather_mixed(batches)
         runner = self._runner(batches)
         numbers = torch.arange(len(batches), device=self._device)
         losses: list[Tensor] = []
         arguments = (numbers,) if self.parts[0].number == 0 else ()
         is_last = self.parts[-1].number == self._stages.pp - 1
         held = take_gradients(self._ties, self._models)
+        if is_mixed:
+            self._gather()
+            for each in self._mixed:
+                each.add_zeros(is_reduced=False)
         runner.step(
             *arguments, number=numbers, target=numbers if is_last else None, losses=losses if is_last else None,
             return_outputs=False,
@@ -105,6 +114,7 @@ class Pipeline:
     def forward(self, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
         """Forward alone, one microbatch after another; takes and gives what `step` does."""
         losses: list[Tensor] = []
+        self._gather_mixed(batches)
         with torch.no_grad():
             for index, batch in enumerate(batches):
 
@@ -173,6 +183,22 @@ class Pipeline:
                 "Pipeline.step: ranks of one pipeline have other microbatches, needed the same on all of its stages; "
                 "choose them by data_index(mesh), not by rank"
             )
+
+    def _gather_mixed(self, batches: Sequence[Batch]) -> bool:
+        """Gathers what data ranks differ in calling, where they do; whether they do."""
+        if not self._mixed[0].differ(batches):
+            return False
+        if not self._mixed[0].is_prepared:
+            with ExitStack() as stack:
+                for each in self._mixed:
+                    stack.enter_context(each.preparing())
+                self.walk(text_for(self.parts[0].model))
+        self._gather()
+        return True
+
+    def _gather(self) -> None:
+        for each in self._mixed:
+            each.gather()
 
     def _peer(self, stage: int) -> int:
         """The rank, among all, that has a stage."""

@@ -206,7 +206,7 @@ def _run(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
     """The model with random weights, after it has read a text."""
     model = _filled(config, cls)
     with torch.no_grad():
-        model(**text_batch(model))
+        model(**text_for(model))
     return model
 
 
@@ -229,14 +229,19 @@ def _reads(cls: type[nn.Module]) -> bool:
     return "input_ids" in inspect.signature(cls.forward).parameters
 
 
-def text_batch(model: Any) -> dict[str, torch.Tensor]:
-    """A text of 2 rows of 12 tokens; for an encoder that listens, a sound as long as it takes them for each."""
-    ids = _words(model.config)
+def text_for(model: Any) -> dict[str, torch.Tensor]:
+    """A text of 2 rows of 12 tokens; for an encoder that listens, a sound as long as it takes them for each.
+
+    On the device of the model, which has a config, and in its dtype; the same for every model of that config.
+    """
+    like = next(model.parameters())
+    ids = _words(model.config).to(like.device)
     batch = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
     if _reads(type(model)):
         return {"input_ids": ids, **batch}
     bands, length = (getattr(model.config, key) for key in _SOUND)
-    return {"input_features": torch.linspace(-1, 1, 2 * length).expand(_ROWS, bands, -1).contiguous(), **batch}
+    sound = torch.linspace(-1, 1, 2 * length, dtype=like.dtype, device=like.device)
+    return {"input_features": sound.expand(_ROWS, bands, -1).contiguous(), **batch}
 
 
 def _words(config: Any) -> torch.Tensor:
