@@ -8,7 +8,8 @@ in one order; but a rank without images calls no tower, and would take the next 
     meanwhile   no rank gathers any of it, or reduces gradients of it, whatever it calls, and how often
     after       zeros are added to its gradients, so that every rank has them; all ranks reduce them, in one order
 
-No rank computes anything for it: the zeros are exact, and so are the gradients.
+No rank computes anything for it: the zeros are exact, and so are the gradients. What is called everywhere may have
+parameters that only images reach (experts of their own): torch fills in their gradients, from 2.13 on.
 """
 
 from __future__ import annotations
@@ -66,19 +67,22 @@ class MixedInputs:
             UnsupportedError: The model does not run on text alone, by which is found what text does not call.
         """
         sync_gradients(self._model, is_last)
-        if not self.differ([batch]):
+        if self.differ([batch]):
+            if not self.is_prepared:
+                with self.preparing():
+                    self._model(**text_for(self._model))
+            self.gather()
+            self.fill(True)
+            with self._held():
+                yield
+            if torch.is_grad_enabled():
+                self.add_zeros(is_reduced=True)
+            for unit in self._units():
+                unit.reshard()
+        else:
             yield
-            return
-        if not self.is_prepared:
-            with self.preparing():
-                self._model(**text_for(self._model))
-        self.gather()
-        with self._held():
-            yield
-        if torch.is_grad_enabled():
-            self.add_zeros(is_reduced=True)
-        for unit in self._units():
-            unit.reshard()
+        if is_last:
+            self.fill(False)
 
     def differ(self, batches: Sequence[Batch]) -> bool:
         """Whether data ranks have arguments of different names in these microbatches; each of them asks."""
@@ -157,7 +161,7 @@ class MixedInputs:
             unit.set_reshard_after_backward(False, recurse=False)
         for unit in apart:
             unit.set_reshard_after_forward(False, recurse=False)
-        called = [each for each in root.modules() if isinstance(each, FSDPModule) and each not in self._units()]
+        called = self._called()
         for unit in called:  # the one before it in the forward pass may be another on each rank; the root is there
             unit.set_modules_to_backward_prefetch([root])
         yield
@@ -169,8 +173,20 @@ class MixedInputs:
             unit.set_requires_gradient_sync(True, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
 
+    def fill(self, is_filled: bool) -> None:
+        """Whether what all data ranks call has zeros for gradients that some of them do not reach."""
+        for unit in self._called() if self.is_prepared else ():
+            if hasattr(unit, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+                unit.set_reduce_scatter_unused_params(is_filled, recurse=False)
+
     def _units(self) -> list[FSDPModule]:
+        """What not all data ranks may call, and the root, of which they may reach other parameters."""
         return [self._model, *(self._apart or ())]
+
+    def _called(self) -> list[FSDPModule]:
+        """The other units."""
+        units = self._units()
+        return [each for each in self._model.modules() if isinstance(each, FSDPModule) and each not in units]
 
 
 class _Zero(torch.autograd.Function):  # type: ignore[misc]

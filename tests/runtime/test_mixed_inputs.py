@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import EVERY, Inputs
+from support.models import EVERY, Inputs, randomise
 from support.pool import GlooPool
 from support.staged import (
     Whole,
@@ -22,7 +22,9 @@ from support.staged import (
     ranked,
     whole_of,
 )
+from support.vision_models import tiny
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
@@ -30,8 +32,10 @@ from ckptx.runtime.distributed import data_index, mesh_of
 from ckptx.runtime.gradients import clip_grad_norm
 from ckptx.runtime.mixed_inputs import MixedInputs
 from ckptx.runtime.parallelize import parallelize
+from ckptx.runtime.pipeline.tiny import text_for
 from ckptx.runtime.tensor_parallel.plans import find_plan
 from ckptx.verification.execution import whole
+from ckptx.verification.inputs.batch import inputs_for
 
 CLOSE = 3e-7  # float32: gradients of data ranks are summed in another order
 WIDE = 1e-6  # of Mllama, whose tower rounds otherwise under FSDP2, also with images on all ranks
@@ -126,6 +130,31 @@ def norms(rank: int, world_size: int, name: str, pictured: list[int]) -> tuple[f
 def test_tensor_parallel_ranks_have_the_inputs_of_their_data_rank(pool: GlooPool, name: str) -> None:
     for found, expected in pool.run(norms, 4, name, [0]):
         assert found == pytest.approx(expected, rel=1e-5)  # float32: sums in another order
+
+
+def with_experts_for_images(rank: int, world_size: int, pictured: list[int]) -> tuple[bool, float]:
+    """Three microbatches of a model whose layers have experts that only tokens of images are sent to."""
+    model = randomise(tiny("ernie4_5_vl_moe").float()).eval()
+    image = inputs_for({**model.config.to_dict(), "architectures": [type(model).__name__]}).batch
+    batches = [image if number in pictured else text_for(model) for number in range(6)]
+    unsplit = whole_of(model, batches)
+    parallelize(model, mesh_of(FSDP, "cpu"), None)
+    mixed, is_equal = MixedInputs(model), True
+    for number in range(3):
+        with mixed.microbatch(batches[2 * number + rank], is_last=number == 2):
+            logits = output_of(model(**batches[2 * number + rank]))
+            is_equal &= torch.equal(logits.detach(), unsplit.logits[2 * number + rank])
+            loss_of(logits, 3).backward()
+    return is_equal, furthest(unsplit.gradients, gradients_of(model))
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch fills in gradients from 2.13 on"
+)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("pictured", [[4], [0], [1, 4]], ids=str)
+def test_experts_for_images_in_layers_that_all_ranks_call(pool: GlooPool, pictured: list[int]) -> None:
+    assert_right(pool.run(with_experts_for_images, 2, pictured))
 
 
 def in_stages(

@@ -98,9 +98,10 @@ class Pipeline:
         arguments = (numbers,) if self.parts[0].number == 0 else ()
         is_last = self.parts[-1].number == self._stages.pp - 1
         held = take_gradients(self._ties, self._models)
-        if is_mixed:
-            self._gather()
-            for each in self._mixed:
+        for each in self._mixed:
+            each.fill(is_mixed)
+            if is_mixed:
+                each.gather()
                 each.add_zeros(is_reduced=False)
         runner.step(
             *arguments, number=numbers, target=numbers if is_last else None, losses=losses if is_last else None,
@@ -193,12 +194,9 @@ class Pipeline:
                 for each in self._mixed:
                     stack.enter_context(each.preparing())
                 self.walk(text_for(self.parts[0].model))
-        self._gather()
-        return True
-
-    def _gather(self) -> None:
         for each in self._mixed:
             each.gather()
+        return True
 
     def _peer(self, stage: int) -> int:
         """The rank, among all, that has a stage."""
