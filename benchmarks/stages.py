@@ -1,14 +1,16 @@
 """Cuts every tiny model of the tests into pipeline stages, and tables how far it is from one piece, and what travels.
 
-    python benchmarks/stages.py [--parts cuts,schedules] [--results DIR] [MODEL ...]
+    python benchmarks/stages.py [--parts cuts,schedules,images] [--results DIR] [MODEL ...]
 
 The first table is of one process that runs the stages one after another. The second is of two gloo ranks that run them
-under the schedules of torch. Not a matter of time but of differences.
+under the schedules of torch. The next two are of microbatches that have no image (or sound), one, and three. Not a
+matter of time but of differences. Parts that are not run stay as they are in DIR.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 import sys
@@ -25,6 +27,7 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 MICROBATCHES = 4
+PICTURED = ("gemma3-vlm", "qwen3-vl", "mllama", "gemma4-audio")
 PATIENCE = 20.0  # seconds; where one rank stops, the others wait for what it would have sent
 
 
@@ -49,9 +52,32 @@ def cut(names: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def scheduled(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Every model under every schedule, on two ranks."""
+def pictured(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Every model with every cut, in this process, over microbatches with other numbers of images."""
+    from support.microbatches import pictures_of
+    from support.staged import CUTS, compared_in_microbatches
+
+    from ckptx.errors import CkptxError
+
+    rows = []
+    for name in names:
+        pictures = pictures_of(name)
+        counts = [pictures.count(index) for index in range(max(pictures) + 1)]
+        for how in CUTS:
+            row: dict[str, Any] = {"model": name, "cut": how, "images": counts}
+            try:
+                row["logits_equal"], row["gradients"] = compared_in_microbatches(name, how, pictures)
+            except CkptxError as error:
+                row["error"] = str(error)
+            rows.append(row)
+            print(name, how, row.get("gradients", row.get("error")), file=sys.stderr)
+    return rows
+
+
+def scheduled(names: Sequence[str], *, are_pictured: bool = False) -> list[dict[str, Any]]:
+    """Every model under every schedule, on two ranks; with other numbers of images in each microbatch, or not."""
     from support import pool as pools
+    from support.microbatches import pictures_of
     from support.pool import GlooPool, WorkerError
     from support.staged import one_step
 
@@ -62,7 +88,8 @@ def scheduled(names: Sequence[str]) -> list[dict[str, Any]]:
         for schedule in SCHEDULES:
             row: dict[str, Any] = {"model": name, "schedule": schedule}
             try:
-                found = pool.run(one_step, 2, name, schedule, MICROBATCHES)
+                pictures = pictures_of(name) if are_pictured else None
+                found = pool.run(one_step, 2, name, schedule, MICROBATCHES, pictures)
                 row |= {
                     "logits_equal": all(each[0] for each in found) and sum(each[2] for each in found) == MICROBATCHES,
                     "gradients": max(each[1] for each in found),
@@ -119,40 +146,68 @@ def said(name: str, rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def tables_of(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The table of a part, and its summary."""
+    from support.staged import CUTS, LAYERS
+
+    titles = {
+        "cuts": f"Tiny random models of {LAYERS} layers in a list, cut into stages that run one after another, fp32",
+        "schedules": f"Gradients on two gloo ranks, {MICROBATCHES} microbatches, two or four stages, fp32",
+        "images": "The same cuts, gradients of microbatches with other numbers of images or sounds, fp32",
+        "pictured": "Such microbatches on two gloo ranks, gradients, two or four stages, fp32",
+    }
+    by_cut = "cut" in rows[0]
+    lines, found = [], by_model(rows, "cut" if by_cut else "schedule")
+    for name, each in found.items():
+        line = [name, *(cell(each[how]) for how in (CUTS if by_cut else SCHEDULES))]
+        if part == "cuts":
+            line.append("; ".join(map(in_words, each["three"].get("travels", []))))
+        if part == "images":
+            line.insert(1, ", ".join(map(str, each["three"]["images"])))
+        lines.append(tuple(line))
+    columns = [f"gradients: {how.replace('|', 'then')}" for how in CUTS] if by_cut else list(SCHEDULES)
+    if part == "cuts":
+        columns.append("what travels, cut in three")
+    if part == "images":
+        columns.insert(0, "images of each")
+    return [table(titles[part], ("model", *columns), lines), said("cuts" if by_cut else "runs", rows)]
+
+
 def main() -> None:
     """Cuts, runs, and writes stages.json and stages.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
-    parser.add_argument("--parts", default="cuts,schedules")
+    parser.add_argument("--parts", default="cuts,schedules,images")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     import torch
+    from support.microbatches import MULTIMODAL
     from support.models import EVERY
-    from support.staged import CUTS, LAYERS, TWELVE
+    from support.staged import TWELVE
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    tables = []
-    if "cuts" in arguments.parts.split(","):
-        rows = cut(arguments.models or list(EVERY))
-        results["cuts"] = {"summary": summary(rows), "rows": rows}
-        lines = []
-        for name, cuts in by_model(rows, "cut").items():
-            travels = cuts["three"].get("travels", [])
-            lines.append((name, *(cell(cuts[how]) for how in CUTS), "; ".join(map(in_words, travels))))
-        columns = ("model", *(f"gradients: {how.replace('|', 'then')}" for how in CUTS), "what travels, cut in three")
-        title = f"Tiny random models of {LAYERS} layers in a list, cut into stages that run one after another, fp32"
-        tables += [table(title, columns, lines), said("cuts", rows)]
-    if "schedules" in arguments.parts.split(","):
-        rows = scheduled([name for name in TWELVE if name in (arguments.models or TWELVE)])
-        results["schedules"] = {"summary": summary(rows), "rows": rows}
-        lines = [
-            (name, *(cell(found[schedule]) for schedule in SCHEDULES))
-            for name, found in by_model(rows, "schedule").items()
-        ]
-        title = f"Gradients on two gloo ranks, {MICROBATCHES} microbatches, two or four stages, fp32"
-        tables += [table(title, ("model", *SCHEDULES), lines), said("runs", rows)]
+
+    def asked(names: Sequence[str]) -> list[str]:
+        return [name for name in names if name in (arguments.models or names)]
+
+    run: dict[str, list[dict[str, Any]]] = {}
+    parts = arguments.parts.split(",")
+    if "cuts" in parts:
+        run["cuts"] = cut(asked(list(EVERY)))
+    if "schedules" in parts:
+        run["schedules"] = scheduled(asked(TWELVE))
+    if "images" in parts:
+        run["images"] = pictured(asked(MULTIMODAL))
+        run["pictured"] = scheduled(asked(PICTURED), are_pictured=True)
+    before = arguments.results / "stages.json"
+    known = json.loads(before.read_text()) if before.exists() else {}
+    results, tables = {}, []
+    for part in ("cuts", "schedules", "images", "pictured"):
+        rows = run.get(part) or known.get(part, {}).get("rows")
+        if rows:
+            results[part] = {"summary": summary(rows), "rows": rows}
+            tables += tables_of(part, rows)
     publish(arguments.results, "stages", results, tables)
 
 

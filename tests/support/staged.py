@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from support.microbatches import kinds, microbatches
 from support.models import EVERY, Inputs, randomise
 from torch import Tensor, nn
 
@@ -37,8 +38,6 @@ _LISTS = (
     "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layers", "hybrid_layer_ids",
     "attention_types",
 )  # fmt: skip
-_ABOUT_TOKENS = ("token_type_ids", "mm_token_type_ids", "attention_mask")
-_LAST_WORD = 90  # tokens above stand for images and sounds
 
 
 class Whole(NamedTuple):
@@ -92,26 +91,6 @@ def stages_of(model: Any, pp: int, how: str = "even") -> StageMap:
     return StageMap(stacks, len(counts), ",".join(map(str, counts))) if counts else StageMap(stacks, pp, how)
 
 
-def microbatches(name: str, count: int, pictured: Sequence[int] | None = None) -> list[Inputs]:
-    """Microbatches of a recipe, each with other tokens; those of `pictured` with an image or a sound, by default all.
-
-    In those without, tokens that stand for one are others.
-    """
-    found = []
-    for index in range(count):
-        batch = dict(EVERY[name].inputs())
-        if pictured is not None and index not in pictured:
-            about = {key: torch.zeros_like(batch[key]) for key in _ABOUT_TOKENS if key in batch}
-            batch = {"input_ids": torch.where(batch["input_ids"] > _LAST_WORD, 7, batch["input_ids"]), **about}
-        for key, value in batch.items():
-            if value.is_floating_point():
-                batch[key] = value * (1 + index / 8)
-            elif key.endswith("input_ids"):
-                batch[key] = torch.where(value > _LAST_WORD, value, (value * 5 + 7 * index) % 80 + 3)
-        found.append(batch)
-    return found
-
-
 def whole_of(model: nn.Module, batches: Sequence[Inputs]) -> Whole:
     """Forward and backward of the unsplit model; leaves no gradients."""
     logits = []
@@ -153,8 +132,14 @@ def furthest(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float
     return largest
 
 
-def run_stages(model: nn.Module, stages: StageMap, carry: Carry, batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """The stages one after another in this process, and back; logits and gradients. They share the model's tensors."""
+def run_stages(
+    model: nn.Module, stages: StageMap, carry: Carry, batch: Inputs, count: int = 1
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One of so many microbatches through the stages, one after another in this process, and back.
+
+    Returns:
+        Logits, and gradients, which are added to those that the model has; the stages share its tensors.
+    """
     parts = [StageRun(stage_of(model, stages, each, carry.forms), stages, each, carry) for each in range(stages.pp)]
     received: list[tuple[Any, ...]] = [()]
     output: Any = None
@@ -169,15 +154,13 @@ def run_stages(model: nn.Module, stages: StageMap, carry: Carry, batch: Inputs) 
             )
         )
     logits = output_of(output)
-    loss_of(logits, 1).backward()
+    loss_of(logits, count).backward()
     for sent, arrived in reversed(list(zip(all_sent[:-1], received[1:-1], strict=True))):
         pairs = [
             (a, b.grad) for a, b in zip(sent, arrived, strict=True) if isinstance(b, Tensor) and b.grad is not None
         ]
         torch.autograd.backward([a for a, _ in pairs], [b for _, b in pairs])
-    gradients = gradients_of(model)
-    model.zero_grad(set_to_none=True)
-    return logits.detach(), gradients
+    return logits.detach(), gradients_of(model)
 
 
 def compared(name: str, how: str) -> tuple[bool, float, Carry]:
@@ -189,6 +172,18 @@ def compared(name: str, how: str) -> tuple[bool, float, Carry]:
     whole = whole_of(deep(name), [batch])
     logits, gradients = run_stages(model, stages, carry, batch)
     return torch.equal(logits, whole.logits[0]), furthest(whole.gradients, gradients), carry
+
+
+def compared_in_microbatches(name: str, how: str, pictured: Sequence[int]) -> tuple[bool, float]:
+    """As `compared`, over microbatches with other numbers of images: one more of them than the last that has any."""
+    batches = microbatches(name, max(pictured) + 1, pictured)
+    model = deep(name)
+    stages = stages_of(model, 2, how)
+    carry = find_carry(deep(name), stages, kinds(batches), output_of)
+    whole = whole_of(deep(name), batches)
+    found = [run_stages(model, stages, carry, batch, len(batches)) for batch in batches]
+    is_equal = all(torch.equal(logits, right) for (logits, _), right in zip(found, whole.logits, strict=True))
+    return is_equal, furthest(whole.gradients, found[-1][1])
 
 
 class Ranked(NamedTuple):
@@ -277,13 +272,8 @@ def one_step(
     """One step of a recipe: are logits equal, how far are gradients, logits seen here, difference of the loss."""
     batches = microbatches(name, count, pictured)
     whole = whole_of(deep(name), batches)
-    run = ranked(name, schedule, _kinds(batches), count=count)
+    run = ranked(name, schedule, kinds(batches), count=count)
     losses = run.step(batches)
     expected = sum(float(loss_of(each, count)) for each in whole.logits)
     is_equal, gradients = away(run, whole)
     return is_equal, gradients, len(run.logits), abs(sum(map(float, losses)) - expected) if losses else 0.0
-
-
-def _kinds(batches: Sequence[Inputs]) -> list[Inputs]:
-    """One batch of each kind of arguments."""
-    return list({tuple(sorted(batch)): batch for batch in reversed(batches)}.values())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.microbatches import pictures_of
 from support.pool import GlooPool
 from support.staged import (
     TWELVE,
@@ -75,13 +76,13 @@ def test_three_ranks_of_a_pipeline(pool: GlooPool, schedule: str, name: str) -> 
     ("name", "schedule"),
     list(
         product(
-            ("gemma3-vlm", "qwen3-vl", "llava", "qwen2.5-vl", "mllama"),
+            ("gemma3-vlm", "qwen3-vl", "llava", "qwen2.5-vl", "mllama", "gemma4-audio"),
             ("gpipe", "1f1b", "interleaved1f1b", "zbvzerobubble"),
         )
     ),
 )
 def test_images_in_some_microbatches_and_none_in_others(pool: GlooPool, name: str, schedule: str) -> None:
-    assert_right(pool.run(one_step, 2, name, schedule, 4, (1, 2)), 4)
+    assert_right(pool.run(one_step, 2, name, schedule, 4, pictures_of(name)), 4)
 
 
 def train(rank: int, world_size: int, schedule: str, is_summed: bool) -> dict[str, Tensor]:
