@@ -74,6 +74,22 @@ def test_compiled_layers_of_stages_stay_within_their_noise(
     assert 0 < document["max_abs"] < document["max_abs_limit"], "inductor reorders what eager mode does not"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gemma4-shared-kv", {"activation_checkpointing": "full"}),
+        ("gemma4-vlm", {"activation_checkpointing": "selective", "plant": "images in some"}),
+    ],
+)
+def test_eight_ranks_of_tp_stages_and_fsdp2_stay_within_their_noise(
+    pool: GlooPool, hf_of: Callable[[str], Path], name: str, settings: dict[str, object]
+) -> None:
+    test_tp_fsdp2_and_checkpointing_inside_of_stages_stay_within_their_noise(
+        pool, hf_of, name, {"tp": 2, "dp_shard": 2}, settings
+    )
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"])
 @pytest.mark.parametrize("name", ["gemma4-shared-kv", "mllama"])
@@ -101,6 +117,13 @@ def test_a_difference_is_named_with_its_stage(pool: GlooPool, hf_of: Callable[[s
     assert (document["exit"], rows["bytes", name], rows["forward", "logits"]) == (1, 1, 1)
     assert rows["gradients", "model.layers.0.self_attn.q_proj.weight"] == 0
     assert text.startswith(f"bytes: {name}: is not what the reference has (rank 1)")
+
+
+def test_one_unit_in_the_last_place_is_a_difference(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
+    """Also on the ranks that do not have the reference."""
+    document, _ = verified(pool, hf_of("llama-tied"), hf_of("llama-tied"), 1, 1, pp=2, plant="last place")
+    (row,) = document["differing"]
+    assert (document["exit"], row["level"], row["rank"], row["limit"]) == (1, "forward", 1, 0)
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])

@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-MAX_WORLD_SIZE = 4
+MAX_WORLD_SIZE = 8
 _LAST_WORDS = "last-words"
 _TIMEOUT = 120.0  # seconds that one function may take
 # gloo keeps the threads of a mesh as long as anything remembers it, and torch remembers many; a thousand of them slow

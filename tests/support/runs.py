@@ -86,7 +86,53 @@ class _ZeroedGradient:
         execution.run = self._run
 
 
-_PLANTS: dict[str | None, Any] = {None: _Nothing, "slice": _FlippedSlice, "gradient": _ZeroedGradient}
+class _LastPlace:
+    """Logits of the last stage are one unit in the last place away."""
+
+    def __enter__(self) -> None:
+        from ckptx.verification import staging
+
+        self._whole = staging.whole
+        staging.whole = lambda tensor: torch.nextafter(self._whole(tensor), torch.tensor(torch.inf))
+
+    def __exit__(self, *_: object) -> None:
+        from ckptx.verification import staging
+
+        staging.whole = self._whole
+
+
+class _ImagesInSome:
+    """Of four microbatches, the first and the last have images: two data ranks have them at other places."""
+
+    def __enter__(self) -> None:
+        from ckptx.verification.side import Side
+
+        self._batches = Side.batches
+
+        def batches(side: Side, *settings: Any) -> Any:
+            found = self._batches(side, *settings)
+            return [each if index % 4 in (0, 3) else _without_images(each) for index, each in enumerate(found)]
+
+        Side.batches = batches  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        from ckptx.verification.side import Side
+
+        Side.batches = self._batches  # type: ignore[method-assign]
+
+
+def _without_images(inputs: Any) -> Any:
+    """The same text, with a token of text in the place of each that stands for an image."""
+    kept = {name: value for name, value in inputs.batch.items() if value.shape == inputs.labels.shape}
+    kept |= {name: torch.zeros_like(value) for name, value in kept.items() if name.endswith("token_type_ids")}
+    kept["input_ids"] = torch.where(inputs.labels == -100, 7, kept["input_ids"])
+    return inputs._replace(batch=kept, kinds=("text",))
+
+
+_PLANTS: dict[str | None, Any] = {
+    None: _Nothing, "slice": _FlippedSlice, "gradient": _ZeroedGradient, "last place": _LastPlace,
+    "images in some": _ImagesInSome,
+}  # fmt: skip
 
 
 def verified(
