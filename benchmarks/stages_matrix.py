@@ -1,0 +1,128 @@
+"""Runs `verify --run` on tiny models in stages under TP and FSDP2, and tables how near to its limit anything comes.
+
+    python benchmarks/stages_matrix.py [--results DIR] [MODEL ...]
+
+tp 2 x pp 2 x dp_shard 2 on 8 gloo ranks in float32, with every kind of activation checkpointing; pp 2, and tp 2 x pp
+2, in bfloat16 as stored. Models that look at images have them in some microbatches, and the two data ranks in others.
+Not a matter of time but of differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
+
+MODELS = (
+    "llama-tied", "llama-untied", "qwen2", "qwen3", "gemma3", "gemma3-vlm", "gemma4", "gemma4-ple", "gemma4-shared-kv",
+    "gemma4-vlm", "mixtral", "qwen3-moe", "phi3",
+)  # fmt: skip
+LAYERS = 4
+ALL = {"tp": 2, "pp": 2, "dp_shard": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "all": ALL,
+    "all, full": {**ALL, "activation_checkpointing": "full"},
+    "all, selective": {**ALL, "activation_checkpointing": "selective"},
+    "bf16, pp 2": {"tp": 1, "pp": 2, "dp_shard": 1, "dtype": "auto"},
+    "bf16, tp 2 x pp 2": {"tp": 2, "pp": 2, "dp_shard": 1, "dtype": "auto"},
+}
+_KEPT = (
+    "exit", "max_abs", "max_abs_limit", "grad_max_abs", "grad_of_limit", "wrapped_layers", "compute_dtype", "differing",
+)  # fmt: skip
+
+
+def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
+    """One model, one way to run it."""
+    from support.runs import verified
+
+    settings = dict(CASES[case])
+    path = written(name, work, is_stored_in_bf16="dtype" in settings)
+    row: dict[str, Any] = {"model": name, "case": case}
+    if name.endswith("vlm"):
+        settings["plant"] = "images in some"
+    document, text = verified(pool, path, path, **settings)
+    if not isinstance(document, dict):
+        return {**row, "error": text.replace(f"{work}/", "")}
+    row |= {key: document[key] for key in _KEPT} | {"undecided": len(document["undecided"])}
+    if "activation_checkpointing" in settings:
+        mode = settings["activation_checkpointing"]
+        row["unsplit_wrapped_layers"] = verified(pool, path, path, 1, 1, activation_checkpointing=mode)[0][
+            "wrapped_layers"
+        ]
+    return row
+
+
+def written(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
+    """Where a model of a recipe lies; it is written when it is first asked for."""
+    from support.staged import deep
+
+    path = work / f"{name}{'-bf16' if is_stored_in_bf16 else ''}"
+    if not path.exists():
+        model = deep(name, LAYERS)
+        (model.bfloat16() if is_stored_in_bf16 else model).save_pretrained(path)
+    return path
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    """Whether everything is within its limit, and as many layers are wrapped as without stages."""
+    wrapped = row.get("unsplit_wrapped_layers")
+    return row.get("exit") == 0 and (wrapped is None or row["wrapped_layers"] == wrapped > 0)
+
+
+def cell(row: dict[str, Any]) -> str:
+    """How much of their limit logits and a gradient take, and how many layers are wrapped."""
+    if "error" in row:
+        return str(row["error"]).replace("|", "\\|")
+    share = row["max_abs"] / row["max_abs_limit"] if row["max_abs_limit"] else 0.0
+    exact = row["max_abs"] == row["max_abs_limit"] == 0
+    said = f"{'bit-equal' if exact else f'{share:.0%}'}, {row['grad_of_limit'][1]:.0%}"
+    if "unsplit_wrapped_layers" in row:
+        said += f", {row['wrapped_layers']} of {row['unsplit_wrapped_layers']} wrapped"
+    if row["undecided"]:
+        said += f", {row['undecided']} not decided"
+    return said if is_right(row) else f"DIFFERENT: {said}"
+
+
+def main() -> None:
+    """Runs all, and writes stages_matrix.json and stages_matrix.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    import torch
+    import transformers
+    from support.pool import GlooPool
+
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    names = arguments.models or list(MODELS)
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    pool = GlooPool()
+    with tempfile.TemporaryDirectory(prefix="ckptx-stages-") as directory:
+        for name in names:
+            for case in CASES:
+                row = run(pool, name, case, Path(directory))
+                rows.setdefault(name, {})[case] = row
+                print(name, case, cell(row), file=sys.stderr)
+    pool.close()
+    every = [row for cases in rows.values() for row in cases.values()]
+    lines = [(name, *(cell(cases[case]) for case in CASES)) for name, cases in rows.items()]
+    right = sum(map(is_right, every))
+    title = f"Models of {LAYERS} layers at tp 2 x pp 2 x dp_shard 2 (all) and in bf16: logits, gradients of their limit"
+    said = f"{len(every)} runs: {right} within their limits.\n"
+    publish(arguments.results, "stages_matrix", {"rows": every}, [table(title, ("model", *CASES), lines), said])
+    sys.exit(right != len(every))
+
+
+if __name__ == "__main__":
+    main()
