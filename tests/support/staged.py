@@ -267,12 +267,18 @@ def away(run: Ranked, whole: Whole) -> tuple[bool, float]:
 
 
 def one_step(
-    rank: int, world_size: int, name: str, schedule: str, count: int, pictured: Sequence[int] | None = None
+    rank: int,
+    world_size: int,
+    name: str,
+    schedule: str,
+    count: int,
+    pictured: Sequence[int] | None = None,
+    how: str = "even",
 ) -> tuple[bool, float, int, float]:
     """One step of a recipe: are logits equal, how far are gradients, logits seen here, difference of the loss."""
     batches = microbatches(name, count, pictured)
     whole = whole_of(deep(name), batches)
-    run = ranked(name, schedule, kinds(batches), count=count)
+    run = ranked(name, schedule, kinds(batches), how=how, count=count)
     losses = run.step(batches)
     expected = sum(float(loss_of(each, count)) for each in whole.logits)
     is_equal, gradients = away(run, whole)

@@ -13,8 +13,10 @@ What the stages then do with what they send each other is tried by `rehearsal`.
 from __future__ import annotations
 
 import copy
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from ckptx.runtime.pipeline.stage import Form, Stub, form_of, make_stage, ways
 from ckptx.runtime.pipeline.taps import Call, See, Taps, Visit, points
 
 Batch = Mapping[str, Tensor]
+Kind = frozenset[str]  # the names of the arguments of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,30 @@ class Carry:
     Attributes:
         slots: Of each stage, what it gets from the one before it; nothing for the first.
         forms: What its layers, and modules after the last of them, answer.
+        of_kind: Which of the slots are for a kind of batch, where kinds take other ways through the layers, as text
+            goes by one that looks at images. Empty where all slots are for all.
     """
 
     slots: tuple[tuple[Slot, ...], ...]
     forms: Mapping[str, Form]
+    of_kind: Mapping[Kind, tuple[tuple[Slot, ...], ...]] = field(default_factory=dict)
+
+    def slots_for(self, batch: Batch) -> tuple[tuple[Slot, ...], ...]:
+        """The slots of each stage for a batch.
+
+        Raises:
+            UnsupportedError: Nothing is known of its kind.
+        """
+        if not self.of_kind:
+            return self.slots
+        found = self.of_kind.get(frozenset(batch))
+        if found is None:
+            kinds = " or ".join(", ".join(sorted(each)) for each in self.of_kind)
+            raise UnsupportedError(
+                f"pipeline stages: found a microbatch of {', '.join(sorted(batch))}, needed one of {kinds}, of which "
+                "it is known what travels; show find_carry one of each kind"
+            )
+        return found
 
 
 class Recorded(NamedTuple):
@@ -69,6 +92,23 @@ def find_carry(model: nn.Module, stages: StageMap, batches: Sequence[Batch], out
     Raises:
         UnsupportedError: The stages cannot be made to compute what the model does.
     """
+    kinds: dict[Kind, list[Batch]] = {}
+    for batch in batches:
+        kinds.setdefault(frozenset(batch), []).append(batch)
+    apart = [_shared_copy(model) for _ in kinds]  # as for `fresh` in `_find`
+    try:
+        return _find(model, stages, batches, output)
+    except UnsupportedError:
+        if len(kinds) == 1:
+            raise
+    found = {kind: _find(each, stages, those, output) for each, (kind, those) in zip(apart, kinds.items(), strict=True)}
+    of_kind = {kind: each.slots for kind, each in found.items()}
+    slots = tuple(tuple(dict.fromkeys(chain(*those))) for those in zip(*of_kind.values(), strict=True))
+    return Carry(slots, dict(ChainMap(*(dict(each.forms) for each in found.values()))), of_kind)
+
+
+def _find(model: nn.Module, stages: StageMap, batches: Sequence[Batch], output: Callable[[Any], Tensor]) -> Carry:
+    """One set of slots for all batches."""
     name = type(model).__name__
     with torch.no_grad():
         forms: dict[str, Form] = {}

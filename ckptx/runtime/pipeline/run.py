@@ -26,7 +26,7 @@ class StageRun:
     """
 
     def __init__(self, model: nn.Module, stages: StageMap, number: int, carry: Carry) -> None:
-        self.model, self.number = model, number
+        self.model, self.number, self._carry = model, number, carry
         self.received = carry.slots[number]
         self.sent = carry.slots[number + 1] if number + 1 < stages.pp else ()
         self._taps = Taps(model, stages)
@@ -45,18 +45,21 @@ class StageRun:
         Returns:
             What the model gave (NaN but on the last stage), and what is to be sent, in the order of `sent`.
         """
+        slots = self._carry.slots_for(batch)
+        mine, theirs = set(slots[self.number]), set(slots[self.number + 1] if self.sent else ())
         given = dict(zip(self.received, values, strict=True))
         found: dict[Slot, Any] = {}
 
         def visit(call: Call, arguments: Arguments) -> None:
             for slot in self._into.get(call, ()):
-                put(arguments, slot.steps, given[slot])
+                if slot in mine:
+                    put(arguments, slot.steps, given[slot])
             for slot in self._out_of.get(call, ()):
                 found[slot] = get(arguments, slot.steps)
 
         with self._taps.watching(visit):
             output = forward(**given_to(self.number, batch))
-        return output, tuple(found.get(slot) for slot in self.sent)
+        return output, tuple(found.get(slot) if slot in theirs else None for slot in self.sent)
 
 
 def apart(values: Sequence[Any]) -> tuple[Any, ...]:

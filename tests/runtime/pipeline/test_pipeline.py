@@ -85,6 +85,10 @@ def test_images_in_some_microbatches_and_none_in_others(pool: GlooPool, name: st
     assert_right(pool.run(one_step, 2, name, schedule, 4, pictures_of(name)), 4)
 
 
+def test_text_that_goes_by_the_first_layer_of_a_stage(pool: GlooPool) -> None:
+    assert_right(pool.run(one_step, 2, "mllama", "1f1b", 4, pictures_of("mllama"), "1 | rest"), 4)
+
+
 def train(rank: int, world_size: int, schedule: str, is_summed: bool) -> dict[str, Tensor]:
     """Ten steps of AdamW; the copies of the tied parameter that are here, by name."""
     sum_gradients = under_test.sum_gradients
