@@ -112,10 +112,10 @@ class MixedInputs:
             with torch.no_grad():
                 yield
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0][:160]
             raise UnsupportedError(
-                f"{type(self._model).__name__}: fails on text alone ({str(error).splitlines()[0][:160]}), by which is "
-                "found what data ranks without images and sounds leave out; give every data rank the same kinds of "
-                "inputs"
+                f"{type(self._model).__name__}: fails on text alone ({said}), by which is found what data ranks "
+                "without images and sounds leave out; give every data rank the same kinds of inputs"
             ) from error
         finally:
             for handle in handles:
