@@ -43,8 +43,8 @@ MEANING = {
     | MESH
     | {
         "dp_replicate", "schedule", "microbatches", "reference_memory", "dtype", "run", "device", "backend",
-        "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code", "strict", "as_json",
-        "report_file",
+        "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code", "strict",
+        "as_json", "report_file",
     },
     "env": {"as_json"},
 }  # fmt: skip

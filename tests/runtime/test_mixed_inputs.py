@@ -172,8 +172,8 @@ def in_stages(
         for key, gradient in unsplit.gradients.items():
             total[key] = total[key] + gradient if key in total else gradient
         own = slice(here, here + 4)
-        forward = run.pipeline.forward(batches[own])
-        losses = run.pipeline.step(batches[own])
+        forward = run.pipeline.forward(batches[own], run.loss)
+        losses = run.step(batches[own])
         assert list(map(float, forward)) == list(map(float, losses))
         is_equal &= away(run, Whole(unsplit.logits[own], {}))[0]
     return is_equal, away(run, Whole(unsplit.logits[own], total))[1], list(map(float, losses))
