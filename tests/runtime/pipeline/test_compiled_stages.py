@@ -124,6 +124,7 @@ def test_compiled_stages_under_tp_and_fsdp2(pool: GlooPool, dims: ParallelDims, 
         assert gradients < 2e-5, "TP adds in another order"
 
 
+@pytest.mark.slow
 def test_hooks_are_not_traced(pool: GlooPool) -> None:
     """Planted: put where hooks usually are, they are frames that the compiler looks at, with all that they refer to."""
     around, within = (

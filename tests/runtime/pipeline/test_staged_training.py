@@ -132,7 +132,7 @@ def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float) ->
     [
         ("llama-tied", PP2, "1f1b", 2, 1),
         ("llama-tied", PP2_TP2, "1f1b", 4, 1),
-        ("llama-tied", PP2_DP2, "1f1b", 4, 2),
+        pytest.param("llama-tied", PP2_DP2, "1f1b", 4, 2, marks=pytest.mark.slow),
         pytest.param("llama-tied", PP2, "zbvzerobubble", 2, 1, marks=pytest.mark.slow),
         pytest.param("llama-tied", PP2_TP2, "interleaved1f1b", 4, 1, marks=pytest.mark.slow),
         pytest.param("llama-untied", PP2_DP2, "interleaved1f1b", 4, 2, marks=pytest.mark.slow),
@@ -199,7 +199,7 @@ def test_inputs_that_would_be_learned_wrongly_are_refused(
     ("dims", "schedule", "ranks"),
     [
         (PP2, "1f1b", 2),
-        (PP2_TP2, "1f1b", 4),
+        pytest.param(PP2_TP2, "1f1b", 4, marks=pytest.mark.slow),
         pytest.param(PP2, "zbvzerobubble", 2, marks=pytest.mark.slow),
         pytest.param(PP2_DP2, "1f1b", 4, marks=pytest.mark.slow),
         pytest.param(PP2_TP2, "interleaved1f1b", 4, marks=pytest.mark.slow),
@@ -228,6 +228,7 @@ def test_an_optimizer_that_is_not_restored_would_be_seen(pool: GlooPool, tmp_pat
     assert again[1][0][1:] != first[1][0][6:]
 
 
+@pytest.mark.slow
 def test_stages_go_on_under_another_layout(pool: GlooPool, tmp_path: Path) -> None:
     write_model(tmp_path, "llama-tied")
     first = pool.run(run, 2, tmp_path, ["run"], (on(PP2),))
