@@ -35,13 +35,18 @@ _LLAMA = {
     "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 18, "num_attention_heads": 16,
     "num_key_value_heads": 8, "vocab_size": 32000,
 }  # fmt: skip
+_TIED = "tied, 32,000 words"
 _MODELS = {
     "untied, 32,000 words": {**_LLAMA, "tie_word_embeddings": False},
-    "tied, 32,000 words": {**_LLAMA, "num_hidden_layers": 19, "tie_word_embeddings": True},
+    _TIED: {**_LLAMA, "num_hidden_layers": 19, "tie_word_embeddings": True},
     "tied, 128,256 words": {**_LLAMA, "num_hidden_layers": 15, "tie_word_embeddings": True, "vocab_size": 128256},
 }
-_PIECES = (1, 2, 6, 12)
-_BATCHES = (1, 2)
+_RUNS = {
+    (_TIED, 1): (1, 2, 6, 12),
+    (_TIED, 2): (1, 12),
+    ("untied, 32,000 words", 1): (1, 12),
+    ("tied, 128,256 words", 1): (1, 12),
+}  # of a model and a number of batches, in how many pieces
 _MIB = 1 << 20
 
 
@@ -120,9 +125,9 @@ def main() -> None:
     for name, config in _MODELS.items():
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             subprocess.run([sys.executable, "-c", _MODEL, directory, json.dumps(config)], check=True)
-            for batches in _BATCHES:
+            for batches in (count for model, count in _RUNS if model == name):
                 whole = None
-                for pieces in _PIECES:
+                for pieces in _RUNS[name, batches]:
                     found = measured(Path(directory), pieces, batches)
                     whole = whole or found
                     rows.append(
