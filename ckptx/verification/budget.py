@@ -1,10 +1,13 @@
 """How many pieces the reference of `verify --run` is cut into, so that it takes no more memory than it may.
 
-weights                      of a piece, and of the last one beside the first where they share a parameter
-gradients                    of the piece; once more while batches are added up for the moved embeddings
-activations                  of one batch through the piece, by the widths of its matrices
-between pieces               what each is given, of every batch and lane
-logits                       of every batch, and some copies of one in float32
+What is counted, where it is most:
+
+    weights          of a piece, and of the last one beside the first where they share a parameter
+    gradients        of the piece; once more while batches are added up for the moved embeddings
+    activations      of one batch through the piece, by the widths of its matrices
+    between pieces   what each is given, of every batch and lane
+    logits           of every batch, and some copies of one in float32
+    comparing        some elements at a time, in float64
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ from ckptx.report.report import human_bytes
 from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.pipeline.ties import tied_over
 from ckptx.verification import noise
+from ckptx.verification.distances import BAND
 from ckptx.verification.inputs.batch import Inputs
 from ckptx.wording import counted
 
 _LANES = 1 + noise.DRAWS
 _COPIES = 4  # of the logits of one batch, in float32: themselves, softmax, their gradient, what noise made of them
+_TO_COMPARE = 40  # bytes: both in float64, their difference, its magnitude, and that without NaN
 _PER_WIDTH = 3  # activations for each input and output of a matrix: before, after, and what is between
 
 
@@ -92,9 +97,8 @@ class Budget:
 
     @cached_property
     def whole(self) -> int:
-        """Weights of the whole model, and as many gradients."""
-        weights = sum(_bytes_of(each) for _, each in self._parameters)
-        return weights * 2 if self.backward else weights
+        """Bytes at the peak, in one piece."""
+        return self.needed(StageMap(self.stacks, 1))
 
     def needed(self, stages: StageMap) -> int:
         """Bytes at the peak, when it is cut like this."""
@@ -109,21 +113,22 @@ class Budget:
                     width = sum(parameter.shape[-2:]) * _PER_WIDTH
                     activations[stage] += tokens * min(width, parameter.numel()) * max(parameter.element_size(), 2)
         shared, kept, last = Counter[int](), 0, stages.pp - 1
+        again = len(self.batches) > 1
         for tie in tied_over(self.model, stages) if self.backward else ():
             parameter = next(each for names, each in self._parameters if tie.name in names)
             if len(tie.copies) == 2 and last in tie.copies:
-                shared[min(tie.copies)] = weights[last]  # without the tied one, and the gradient of that
+                shared[min(tie.copies)] = weights[last] - _bytes_of(parameter)  # which is there once
             else:
                 kept += _bytes_of(parameter) * _LANES * len(self.batches)
-        again = len(self.batches) > 1
         peaks = []
         for stage in range(stages.pp):
             own = weights[stage] + activations[stage] + shared[stage]
-            if self.backward:
-                own += weights[stage] + (weights[stage] if again else largest[stage])
+            if self.backward:  # what is largest is tied, perhaps: its gradient comes from two places
+                own += weights[stage] + largest[stage] + (weights[stage] if again else largest[stage])
             second = 3 * weights[stage] + activations[stage] if self.both and self.backward else 0
             peaks.append(max(own, second))
-        return max(peaks) + kept + self._between(stages, tokens)
+        compared = max((each.numel() for _, each in self._parameters), default=0)
+        return max(peaks) + kept + self._between(stages, tokens) + min(compared, BAND) * _TO_COMPARE
 
     def _between(self, stages: StageMap, tokens: int) -> int:
         """Hidden states and logits."""

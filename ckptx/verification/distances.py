@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import log_softmax
 
-_BAND = 1 << 22  # elements
+BAND = 1 << 20  # elements
 
 
 def badness(value: float) -> tuple[bool, float]:
@@ -29,7 +29,7 @@ def _furthest(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _bands(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Its elements, some at a time: what is done with them in float64 takes little memory then."""
-    yield from () if not tensor.numel() else tensor.reshape(-1).split(_BAND)
+    yield from () if not tensor.numel() else tensor.reshape(-1).split(BAND)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -45,7 +45,7 @@ def largest(tensor: torch.Tensor) -> float:
 def divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
     """Mean KL divergence of the distributions over the last dim, in nats."""
     width = reference.shape[-1]
-    rows = max(1, _BAND // width)
+    rows = max(1, BAND // width)
     bands = zip(reference.reshape(-1, width).split(rows), other.reshape(-1, width).split(rows), strict=True)
     return float(sum(_total_divergence(*band) for band in bands) / (reference.numel() // width))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,23 +20,35 @@ _CGROUP = Path("/sys/fs/cgroup")
 _USED = 0.9  # of what is free: what is not counted needs room, too
 
 
-def limit_of_pieces(seen: Seen, options: RunOptions, process: Process) -> int | None:
-    """What the reference may take, in bytes, where it must run in pieces; None where it may run as a whole.
+class Allowed(NamedTuple):
+    """What the reference may take, in bytes, beside what any process takes; None is anything.
 
     On one rank that is for both sides together.
+
+    Attributes:
+        whole: In one piece.
+        pieces: In pieces, which run while the checkpoint is there, with its gradients.
     """
-    whole = needed_bytes(seen.nbytes, backward=options.backward)
+
+    whole: int | None
+    pieces: int | None
+
+
+def allowed(seen: Seen, options: RunOptions, process: Process) -> Allowed:
+    """What the user says, or what is free."""
     if options.reference_memory is not None:
-        return None if whole <= options.reference_memory else options.reference_memory
+        return Allowed(options.reference_memory, options.reference_memory)
     free = _free(process.device)
     if free is None:
-        return None
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if process.device.type == "cpu" else 1
+        return Allowed(None, None)
+    free = int(free * _USED)
     dims = options.dims
-    others = whole * here // (dims.tp * dims.pp * dims.dp_shard)  # the checkpoint, with its gradients
-    if max(whole, seen.nbytes * options.backward + others) <= free:
-        return None
-    return int(max(0, free - others if dims.world_size > 1 else free) * _USED)
+    if dims.world_size == 1:
+        return Allowed(free, free)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if process.device.type == "cpu" else 1
+    others = needed_bytes(seen.nbytes, backward=options.backward) * here // (dims.tp * dims.pp * dims.dp_shard)
+    kept = seen.nbytes if options.backward else 0  # gradients of the whole reference, until they are compared
+    return Allowed(free if kept + others <= free else 0, max(0, free - others))
 
 
 def ways_to_take_less(seen: Seen, options: RunOptions) -> list[str]:

@@ -45,13 +45,13 @@ def reference_of(side: Side, seen: Seen, batches: Sequence[Inputs], process: Pro
         UnsupportedError: It would have to be cut, and cannot be.
     """
     options = side.options
-    limit = memory.limit_of_pieces(seen, options, process)
-    if limit is None:
-        return InOnePiece(side, batches, process, options.backward)
+    limits = memory.allowed(seen, options, process)
     model, stacks = side.stacked()
     ways = memory.ways_to_take_less(seen, options)
     budget = Budget(model, stacks, batches, options.backward, process.world_size == 1, ways)
-    return InPieces(side, batches, process, cut_into(model, budget.cut(limit), seen), backward=options.backward)
+    if limits.whole is None or limits.pieces is None or budget.whole <= limits.whole:
+        return InOnePiece(side, batches, process, options.backward)
+    return InPieces(side, batches, process, cut_into(model, budget.cut(limits.pieces), seen), backward=options.backward)
 
 
 def cut_into(model: nn.Module, stages: StageMap, seen: Seen) -> Pieces:

@@ -400,7 +400,7 @@ def test_bands_change_no_number(process: Process, monkeypatch: pytest.MonkeyPatc
     whole = numbers()
     assert whole[3] == pytest.approx(float(a.double().std(correction=0)))
     for band in (1, 7, 16, 104, 105):
-        monkeypatch.setattr(distances, "_BAND", band)
+        monkeypatch.setattr(distances, "BAND", band)
         assert numbers() == pytest.approx(whole)
 
 

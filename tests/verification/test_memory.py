@@ -27,34 +27,29 @@ def has_10_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_free", lambda device: 10 * GIB)
 
 
-def limit_of(nbytes: int, ranks: int = 1, **options: Any) -> int | None:
+def allowed(nbytes: int, ranks: int = 1, **options: Any) -> tuple[int | None, int | None]:
     """Of a model with so many GiB of weights, on so many ranks of TP."""
     settings = RunOptions(dims=ParallelDims(tp=ranks), **options)
-    return memory.limit_of_pieces(seen(nbytes * GIB, nbytes * GIB // 2), settings, Process(0, ranks, CPU))
+    return tuple(memory.allowed(seen(nbytes * GIB, nbytes * GIB // 2), settings, Process(0, ranks, CPU)))
 
 
 @pytest.mark.usefixtures("has_10_gib")
-@pytest.mark.parametrize(
-    ("nbytes", "options", "limit"),
-    [
-        (3, {}, None),  # gradients of the reference, beside the checkpoint with its own
-        (4, {}, 9), (6, {"backward": False}, None), (11, {"backward": False}, 9),
-        (4, {"reference_memory": 8 * GIB}, None), (4, {"reference_memory": 7 * GIB}, 7),
-        (40, {"reference_memory": 40 * GIB, "backward": False}, None),  # the user may know better
-    ],
-)  # fmt: skip
-def test_a_reference_that_does_not_fit_runs_in_pieces(nbytes: int, options: dict[str, Any], limit: int | None) -> None:
-    assert limit_of(nbytes, **options) == (None if limit is None else limit * GIB)
+def test_a_reference_may_take_nine_tenths_of_what_is_free_or_what_the_user_says() -> None:
+    assert allowed(99) == (9 * GIB, 9 * GIB)
+    assert allowed(99, reference_memory=20 * GIB) == (20 * GIB, 20 * GIB)  # the user may know better
+    assert allowed(99, ranks=4, reference_memory=20 * GIB) == (20 * GIB, 20 * GIB)
 
 
 @pytest.mark.usefixtures("has_10_gib")
 def test_the_ranks_of_this_machine_need_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks each holds half of the weights, and as much gradients; on one machine both, else one."""
-    assert limit_of(6, ranks=2) == int((10 - 6) * GIB * 0.9)
-    assert limit_of(4, ranks=2) is None
+    assert allowed(4, ranks=2) == (9 * GIB, 5 * GIB)
+    assert allowed(6, ranks=2) == (0, 3 * GIB), "gradients of the reference would not fit beside a rank"
+    assert allowed(6, ranks=2, backward=False) == (9 * GIB, 6 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert limit_of(4, ranks=2) == int((10 - 8) * GIB * 0.9)
-    assert limit_of(6, ranks=2) == 0
+    assert allowed(3, ranks=2) == (9 * GIB, 3 * GIB)
+    assert allowed(4, ranks=2) == (0, 1 * GIB)
+    assert allowed(6, ranks=2) == (0, 0)
 
 
 def test_only_what_would_help_is_advised() -> None:
@@ -74,7 +69,7 @@ def test_what_is_free_here_is_known() -> None:
 def test_where_nobody_says_what_is_free_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "gone")
     assert memory._free(CPU) is None
-    assert limit_of(1 << 30) is None
+    assert allowed(1 << 30) == (None, None)
 
 
 @pytest.mark.parametrize(("limit", "free"), [("max", None), (str(7 * GIB), 4 * GIB)])
