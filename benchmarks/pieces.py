@@ -85,6 +85,7 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
     digests["noise"] = repr((found.logits, found.loss))
     for portion in running.gradients():
         digests |= {each.name: f"{_digest(each.tensor)} {each.moved!r}" for each in portion}
+        del portion  # as verify does
     said = json.dumps(digests, sort_keys=True)
     return {
         "parameters": sum(each.numel() for each in model.parameters()),

@@ -32,6 +32,7 @@ from ckptx.wording import counted
 _LANES = 1 + noise.DRAWS
 _COPIES = 4  # of the logits of one batch, in float32: themselves, softmax, their gradient, what noise made of them
 _TO_COMPARE = 40  # bytes: both in float64, their difference, its magnitude, and that without NaN
+_LOST = 1.05  # to what is between tensors in memory
 _PER_WIDTH = 3  # activations for each input and output of a matrix: before, after, and what is between
 
 
@@ -128,7 +129,8 @@ class Budget:
             second = 3 * weights[stage] + activations[stage] if self.both and self.backward else 0
             peaks.append(max(own, second))
         compared = max((each.numel() for _, each in self._parameters), default=0)
-        return max(peaks) + kept + self._between(stages, tokens) + min(compared, BAND) * _TO_COMPARE
+        counted = max(peaks) + kept + self._between(stages, tokens) + min(compared, BAND) * _TO_COMPARE
+        return int(counted * _LOST)
 
     def _between(self, stages: StageMap, tokens: int) -> int:
         """Hidden states and logits."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import log_softmax
 
-BAND = 1 << 20  # elements
+BAND = 1 << 16  # elements: what is made of them stays in the cache
 
 
 def badness(value: float) -> tuple[bool, float]:

@@ -164,6 +164,7 @@ def _compare_gradients(
             if not loaded.is_whole:
                 comparison.leftover()
         reached.look({each.name: each.tensor for each in portion or ()})
+        portion = None  # the next one needs the room
     comparison.leftover()
     comparison.settle()
     return reached.rows()

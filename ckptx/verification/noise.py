@@ -18,7 +18,7 @@ from ckptx.runtime.layers import canonical_name
 DRAWS = 3
 ALLOWED = 8  # times the noise
 
-_BAND = 1 << 20  # elements
+_BAND = 1 << 16  # elements
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
