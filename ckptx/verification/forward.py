@@ -36,7 +36,7 @@ from ckptx.verification.reached import Reached
 from ckptx.verification.reference import Running, reference_of
 from ckptx.verification.run_report import report_of, worst_by_tensor
 from ckptx.verification.side import RunOptions, Seen, both_sides
-from ckptx.verification.staging import stage_the
+from ckptx.verification.staging import stage_of, stage_the
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:
@@ -63,35 +63,33 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         with together():
             first, second, seen, other = both_sides(reference, checkpoint, options)
             configs = compare_configs(seen.config, other.config, used=other.tokens_used)
-        staging = stage_the(second, other, process, log) if options.dims.pp > 1 else None
-        microbatches = staging.microbatches if staging is not None else 1
+        cut = stage_the(second, other, log) if options.dims.pp > 1 else None
+        microbatches = cut.microbatches if cut is not None else 1
         with together():
             batches = second.batches(other, microbatches)
             running = reference_of(first, seen, batches, process) if process.rank == 0 else None
             expected = running.forward() if running is not None else None
         with together():
-            loaded: Loaded = AtOnce(second, mesh, staging)
+            loaded: Loaded = AtOnce(second, mesh, cut)
             if running is not None and running.cut is not None and process.world_size == 1:
                 loaded = InTurn(second, mesh, running.cut, process.device)
             loaded.load(first, process.device)
             record = loaded.record
-        with together():
-            left = _left(record.without_place)
         rows = _rows_of(configs) if process.rank == 0 else []
-        left, added = in_all(everywhere(left)), in_all(everywhere(_left(record.unread)))  # on no stage
+        left, added = (in_all(everywhere(_left(each))) for each in (record.without_place, record.unread))  # on no stage
         rows += _added(added, left) if process.rank == 0 else []
         rows += [difference("bytes", process.rank, name, record.stored) for name in record.wrong]
         index = data_index(mesh) * microbatches
         own = batches[index : index + microbatches]
-        with together() if staging is None else alone():
+        with together() if cut is None else alone():
             found = loaded.run(own, backward=options.backward)
         comparison = Comparison(process, record.stored, _is_exact(expected, process, options), loaded.copied)
         comparison.forward(expected, found, index)
         expected = None
         not_reached = _compare_gradients(comparison, running, loaded, seen) if options.backward else None
         rows += comparison.rows
-        if staging is not None:
-            rows = [{**row, "stage": staging.stage_of(row)} for row in rows]
+        if cut is not None:
+            rows = [{**row, "stage": stage_of(cut, row)} for row in rows]
         numbers = {
             **comparison.numbers,
             "unreached": not_reached,
@@ -115,7 +113,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     note(log, record.architecture, configs, left, inputs, everyone[0].get("unreached"), first.apart | second.apart)
     worst = worst_by_tensor(everyone, record.stored)
     small = {key: [value, windows.SMALL] for key, value in {**seen.windows, **other.windows}.items()}
-    report = report_of(options, everyone, inputs, small, worst, staging)
+    report = report_of(options, everyone, inputs, small, worst, cut)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
@@ -150,8 +148,8 @@ def _is_exact(expected: Reference | None, process: Process, options: RunOptions)
 
 def _compare_gradients(
     comparison: Comparison, reference: Running | None, loaded: Loaded, seen: Seen
-) -> list[dict[str, Any]]:
-    """Holds gradients against those of the reference, as these come; gives what `unreached` says of them."""
+) -> list[dict[str, Any]] | None:
+    """Holds gradients against those of the reference, as these come; on its rank, gives what no gradient reached."""
     portions = reference.gradients() if reference is not None else None
     reached = Reached(seen)
     for number in itertools.count():
@@ -167,7 +165,7 @@ def _compare_gradients(
         portion = None  # the next one needs the room
     comparison.leftover()
     comparison.settle()
-    return reached.rows()
+    return reached.rows() if reference is not None else None
 
 
 def _first_divergence(

@@ -13,15 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.runtime.build import materialize
 from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.pipeline.cut import Cut
 from ckptx.runtime.pipeline.stage import make_stage
+from ckptx.runtime.release import release
 from ckptx.verification import execution
 from ckptx.verification.comparison import Held
 from ckptx.verification.divergence import Outputs, kept
 from ckptx.verification.execution import Outcome
 from ckptx.verification.inputs.batch import Inputs
 from ckptx.verification.side import Built, Side
-from ckptx.verification.staging import Stages, Staging
-from ckptx.verification.walk import Lane, Pieces, Walk, release, share
+from ckptx.verification.staging import Stages
+from ckptx.verification.walk import Lane, Pieces, Walk, share
 
 
 @dataclass(slots=True)
@@ -117,11 +119,11 @@ class AtOnce(Loaded):
     Gradients of copies on several stages are summed up.
     """
 
-    def __init__(self, side: Side, mesh: DeviceMesh, staging: Staging | None) -> None:
+    def __init__(self, side: Side, mesh: DeviceMesh, cut: Cut | None) -> None:
         self._side = side
-        self._stages = Stages(side, mesh, staging) if staging is not None else None
+        self._stages = Stages(side, mesh, cut) if cut is not None else None
         self._built: list[Built] = [side.build(mesh)] if self._stages is None else list(self._stages.built.values())
-        self._copies: Mapping[str, str] = staging.copies if staging is not None else {}
+        self._copies: Mapping[str, str] = cut.copies if cut is not None else {}
         self.copied, self.is_whole = frozenset(self._copies.values()), True
         self.record = Record()
 

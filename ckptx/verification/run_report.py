@@ -7,11 +7,11 @@ from math import isfinite
 from typing import Any
 
 from ckptx.report.documents.running import RunReport
+from ckptx.runtime.pipeline.cut import Cut
 from ckptx.verification.comparison import difference
 from ckptx.verification.distances import badness
 from ckptx.verification.inputs.batch import Inputs
 from ckptx.verification.side import RunOptions
-from ckptx.verification.staging import Staging
 
 
 def report_of(
@@ -20,14 +20,14 @@ def report_of(
     inputs: Inputs,
     small: Mapping[str, Sequence[int]],
     worst: list[dict[str, Any]],
-    staging: Staging | None = None,
+    cut: Cut | None = None,
 ) -> RunReport:
     """What all ranks found, in one report."""
     dims = options.dims
     tensors = len({name for share in everyone for name in share["names"]})
-    stages = staging.stages.pp if staging is not None else 1
-    microbatches = staging.microbatches if staging is not None else 1
-    bubble = staging.schedule.bubble_fraction(dims.pp, microbatches) if staging is not None else 0.0
+    stages = cut.stages.pp if cut is not None else 1
+    microbatches = cut.microbatches if cut is not None else 1
+    bubble = cut.schedule.bubble_fraction(dims.pp, microbatches) if cut is not None else 0.0
     layers = sum(share["wrapped"] for share in everyone[:: dims.per_stage])  # of one rank of each pipeline rank
     rows = [row for share in everyone for row in share["rows"]]
     undecided = _once(row for share in everyone for row in share["undecided"])

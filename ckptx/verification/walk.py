@@ -13,10 +13,9 @@ in a whole model: the results are the same, bit for bit.
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,13 +27,11 @@ from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.pipeline.carry import Carry
 from ckptx.runtime.pipeline.run import StageRun, apart, go_back, gradients_of, received
 from ckptx.runtime.pipeline.ties import Tie, parameter_of
+from ckptx.runtime.release import release, return_memory
 from ckptx.verification import noise
 from ckptx.verification.divergence import Outputs, kept
 from ckptx.verification.execution import compared, failing, loss_of, shown, whole
 from ckptx.verification.inputs.batch import Inputs
-
-_MMAP_THRESHOLD = -3  # of mallopt, in glibc
-_LARGE = 1 << 20  # bytes
 
 See = Callable[["Lane", str, Tensor], None]
 
@@ -106,7 +103,7 @@ class Walk:
             }
             for each in batches
         ]
-        _return_memory()
+        return_memory()
 
     def forward(self, see: Callable[[Lane, Tensor], None], *, backward: bool) -> None:
         """Runs everything forward.
@@ -297,22 +294,6 @@ class Walk:
         return noise.moved_embeddings(model, lane.draw, known)
 
 
-def release(model: nn.Module, shared: Iterable[nn.Parameter] = ()) -> None:
-    """Takes storage and gradients from a model, which cannot be used then; models are full of cycles, and might stay.
-
-    Args:
-        model: Of which nothing is needed any more.
-        shared: Parameters that others use, too.
-    """
-    others = {id(each) for each in shared}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in others:
-            tensor.grad = None
-            tensor.data = tensor.new_empty(0)
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def share(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Puts parameters of another model in the place of those of these names, which have no storage yet."""
     for name, parameter in parameters.items():
@@ -321,9 +302,3 @@ def share(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
             for leaf, each in module._parameters.items():
                 if each is own:
                     module._parameters[leaf] = parameter
-
-
-def _return_memory() -> None:
-    """Lets the C library give large tensors back as soon as they are released, rather than keep room for others."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)

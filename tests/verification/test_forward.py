@@ -15,12 +15,13 @@ from torch import nn
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.runtime.pipeline.carry import Carry
+from ckptx.runtime.pipeline.cut import Cut
 from ckptx.runtime.pipeline.schedules import find_schedule
 from ckptx.verification import divergence, execution, noise, run_report, side
 from ckptx.verification.comparison import Reference
 from ckptx.verification.divergence import Outputs
 from ckptx.verification.reference import InOnePiece
-from ckptx.verification.staging import Staging
+from ckptx.verification.staging import stage_of
 
 IDS = [[0, 1], [2, 3]]
 
@@ -221,10 +222,10 @@ def test_the_layers_of_every_stage_are_counted_once() -> None:
     """Ranks of one stage wrap the same layers."""
     dims = ParallelDims(tp=2, pp=2)
     schedule = find_schedule("1f1b")
-    staging = Staging(schedule, StageMap([Stack("layers", 5)], 2), Carry(((), ()), {}), (), 3)
+    cut = Cut(schedule, StageMap([Stack("layers", 5)], 2), Carry(((), ()), {}), (), 3)
     shares = [share_of(wrapped=wrapped, names=names) for wrapped, names in ((3, "ab"), (3, "ab"), (2, "bc"), (2, "bc"))]
     options = side.RunOptions(dims)
-    found = run_report.report_of(options, shares, inputs_of(IDS), {}, [], staging).to_dict()
+    found = run_report.report_of(options, shares, inputs_of(IDS), {}, [], cut).to_dict()
     assert (found["wrapped_layers"], found["compared"], found["stages"], found["microbatches"]) == (5, 3, 2, 3)
     assert found["bubble_fraction"] == 0.25
     assert found["layout"] == {"tp": 2, "pp": 2, "dp_shard": 1, "dp_replicate": 1}
@@ -232,9 +233,9 @@ def test_the_layers_of_every_stage_are_counted_once() -> None:
 
 def test_a_difference_has_the_stage_of_its_tensor() -> None:
     stages = StageMap([Stack("model.layers", 2, (), ("model.norm", "lm_head"))], 2)
-    staging = Staging(find_schedule("gpipe"), stages, Carry(((), ()), {}), (), 2)
+    cut = Cut(find_schedule("gpipe"), stages, Carry(((), ()), {}), (), 2)
     for name, stage in (("model.layers.0.a", 0), ("model.layers.1.a", 1), ("lm_head.weight", 1), ("model.x", 0)):
-        assert staging.stage_of({"level": "bytes", "name": name}) == stage
-        assert staging.stage_of({"level": "gradients", "name": "on.disk", "model_name": name}) == stage
-    assert staging.stage_of({"level": "forward", "name": "logits"}) == 1
-    assert staging.stage_of({"level": "config", "name": "hidden_act"}) is None
+        assert stage_of(cut, {"level": "bytes", "name": name}) == stage
+        assert stage_of(cut, {"level": "gradients", "name": "on.disk", "model_name": name}) == stage
+    assert stage_of(cut, {"level": "forward", "name": "logits"}) == 1
+    assert stage_of(cut, {"level": "config", "name": "hidden_act"}) is None

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from ckptx.architecture.find import find_architecture
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.stages import StageMap
+from ckptx.layout.stages import Stack, StageMap
 from ckptx.runtime.distributed import together, told
 from ckptx.runtime.pipeline.carry import Batch, Carry, find_carry
 from ckptx.runtime.pipeline.pipeline import Pipeline
@@ -40,12 +40,19 @@ class Cut:
         stages: Who has what.
         carry: What travels.
         ties: Parameters of several stages.
+        microbatches: Of each step.
     """
 
     schedule: Schedule
     stages: StageMap
     carry: Carry
     ties: tuple[Tie, ...]
+    microbatches: int
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Names of copies on later stages -> what the whole model calls them."""
+        return {name: tie.name for tie in self.ties for name in tie.copies.values()}
 
     def models(self, whole: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
         """The stages of this rank by number, without storage: each is to be made parallel, materialized and loaded.
@@ -120,20 +127,47 @@ def cut_model(
         UnsupportedError: It cannot be cut, or not so.
         UsageError: There is no such schedule or split, or there are too few microbatches.
     """
+    architecture = find_architecture(config)
+    stacks = architecture.stacks(config) if architecture is not None else ()
+    return cut_stacks(
+        model,
+        stacks,
+        dims,
+        microbatches=microbatches,
+        schedule=schedule,
+        split=split,
+        activation_checkpointing=activation_checkpointing,
+        batches=batches,
+        output=output,
+    )
+
+
+def cut_stacks(
+    model: nn.Module,
+    stacks: Sequence[Stack],
+    dims: ParallelDims,
+    *,
+    microbatches: int | None,
+    schedule: str,
+    split: str,
+    activation_checkpointing: str,
+    batches: Batches,
+    output: Output,
+) -> Cut:
+    """`cut_model` where the layers are known; without a number of microbatches there is one for each stage."""
     chosen = find_schedule(schedule)
+    number = microbatches or dims.pp * chosen.stages
     check_schedule(
         chosen,
         pp=dims.pp,
-        microbatches=microbatches,
+        microbatches=number,
         data_parallel=dims.dp,
         activation_checkpointing=activation_checkpointing,
         sequence_parallel=False,
     )
-    architecture = find_architecture(config)
-    stacks = architecture.stacks(config) if architecture is not None else ()
     stages = StageMap(stacks, dims.pp * chosen.stages, split, type(model).__name__)
     carry = carry_of(model, stages, chosen, batches, output)
-    return Cut(chosen, stages, carry, tuple(tied_over(model, stages)))
+    return Cut(chosen, stages, carry, tuple(tied_over(model, stages)), number)
 
 
 def carry_of(model: nn.Module, stages: StageMap, schedule: Schedule, batches: Batches, output: Output) -> Carry:
