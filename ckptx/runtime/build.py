@@ -102,7 +102,8 @@ def _building(name: str, config_dir: Path) -> Iterator[None]:
     except UnsupportedError:
         raise
     except Exception as error:  # a config or a model class may raise anything
-        said = (str(error).splitlines() or [""])[0]
+        first, *more = str(error).splitlines() or [""]
+        said = f"{first} {more[0].strip()}" if first.endswith(":") and more else first  # what comes after is the reason
         raise UnsupportedError(
             f"{name}: transformers {transformers.__version__} cannot build it from {config_dir / 'config.json'}: "
             f"{type(error).__name__}: {said}"

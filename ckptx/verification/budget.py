@@ -134,8 +134,10 @@ class Budget:
 
     def _between(self, stages: StageMap, tokens: int) -> int:
         """Hidden states and logits."""
-        embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
-        weight = getattr(embedding, "weight", None)
+        try:
+            weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        except (AttributeError, NotImplementedError):  # a class that only listens, or of another library
+            weight = None
         if weight is None or weight.dim() != 2:
             return 0
         words, width = weight.shape

@@ -233,6 +233,11 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
         ({"architectures": ["FutureForCausalLM"]}, UnsupportedError, "FutureForCausalLM: .* has no such class"),
         ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedError, "is quantized"),
         ({"num_attention_heads": 0}, UnsupportedError, "LlamaForCausalLM: transformers .* cannot build it"),
+        (
+            {"num_attention_heads": 7},
+            UnsupportedError,
+            r"cannot build it .*Error: .*[^:]$",
+        ),  # with the reason, not its lead
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused(

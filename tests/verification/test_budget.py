@@ -132,3 +132,16 @@ def test_more_batches_take_more(tmp_path: Path) -> None:
     stages = StageMap(budget_of(side, seen, 1).stacks, 4)
     one, two, three = (budget_of(side, seen, count).needed(stages) for count in (1, 2, 3))
     assert one < two < three
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, AttributeError])
+def test_a_class_without_an_embedding_takes_something_too(tmp_path: Path, error: type[Exception]) -> None:
+    class Listens(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3, device="meta")
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            raise error
+
+    assert Budget(Listens(), [], [], True, False).whole > 4 * (9 + 3) * 2
