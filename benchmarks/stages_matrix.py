@@ -3,8 +3,8 @@
     python benchmarks/stages_matrix.py [--results DIR] [MODEL ...]
 
 tp 2 x pp 2 x dp_shard 2 on 8 gloo ranks in float32, with every kind of activation checkpointing; pp 2, and tp 2 x pp
-2, in bfloat16 as stored. Models that look at images have them in some microbatches, and the two data ranks in others.
-Not a matter of time but of differences.
+2, in bfloat16 as stored. Each model with its head tied, and not, whatever its recipe says. Models that look at images
+have them in some microbatches, and the two data ranks in others. Not a matter of time but of differences.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
-MODELS = (
-    "llama-tied", "llama-untied", "qwen2", "qwen3", "gemma3", "gemma3-vlm", "gemma4", "gemma4-ple", "gemma4-shared-kv",
-    "gemma4-vlm", "mixtral", "qwen3-moe", "phi3",
+_RECIPES = (
+    "llama-tied", "qwen3", "gemma3", "gemma3-vlm", "gemma4", "gemma4-ple", "gemma4-shared-kv", "gemma4-vlm", "mixtral",
+    "qwen3-moe", "phi3",
 )  # fmt: skip
+MODELS = tuple(f"{name} {how}" for name in _RECIPES for how in ("tied", "untied"))
 LAYERS = 4
 ALL = {"tp": 2, "pp": 2, "dp_shard": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
     settings = dict(CASES[case])
     path = written(name, work, is_stored_in_bf16="dtype" in settings)
     row: dict[str, Any] = {"model": name, "case": case}
-    if name.endswith("vlm"):
+    if "vlm" in name:
         settings["plant"] = "images in some"
     document, text = verified(pool, path, path, **settings)
     if not isinstance(document, dict):
@@ -62,12 +63,19 @@ def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
 
 
 def written(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
-    """Where a model of a recipe lies; it is written when it is first asked for."""
+    """Where a model lies, of "RECIPE tied" or "RECIPE untied"; it is written when it is first asked for."""
+    from support.models import randomise
     from support.staged import deep
 
-    path = work / f"{name}{'-bf16' if is_stored_in_bf16 else ''}"
+    path = work / f"{name.replace(' ', '-')}{'-bf16' if is_stored_in_bf16 else ''}"
     if not path.exists():
-        model = deep(name, LAYERS)
+        recipe, how = name.split()
+        model: Any = deep(recipe, LAYERS)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = how == "tied"
+        model = randomise(type(model)(model.config).float()).eval()
+        weights = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+        assert (weights[0] is weights[1]) == (how == "tied"), name
         (model.bfloat16() if is_stored_in_bf16 else model).save_pretrained(path)
     return path
 
