@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.models import RECIPES, assert_same_outputs, build, load, outputs, read_file, write
-from support.pool import GlooPool, WorkerError
+from support.pool import MAX_WORLD_SIZE, GlooPool, WorkerError
 from support.slow import slow_but
 from support.stock import assert_same_tensors
 
@@ -83,5 +84,22 @@ def test_pool_runs_raises_and_recovers() -> None:
         pool.run(_die, 1)
     assert pool.run(_sum, 2) == [3.0, 3.0]
     with pytest.raises(ValueError, match="world size"):
-        pool.run(_sum, 5)
+        pool.run(_sum, MAX_WORLD_SIZE + 1)
+    pool.close()
+
+
+def _killed_once(rank: int, world_size: int, marker: str) -> float:
+    if rank == 1 and not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return _sum(rank, world_size)
+
+
+def test_what_a_signal_ended_runs_again_and_says_so(tmp_path: Path) -> None:
+    pool = GlooPool()
+    with pytest.warns(UserWarning, match=r"(?s)a worker died in _killed_once.*rank 1:\nended with -11") as said:
+        assert pool.run(_killed_once, 2, str(tmp_path / "marker")) == [3.0, 3.0]
+    words = str(said[0].message)
+    assert words.index("rank 1") < words.index("rank 0"), "the rank that died comes first"
+    assert "_killed_once" in words.partition("rank 1")[2], "and says where it was"
     pool.close()

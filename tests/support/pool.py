@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -26,6 +27,9 @@ _TIMEOUT = 120.0  # seconds that one function may take
 # gloo keeps the threads of a mesh as long as anything remembers it, and torch remembers many; a thousand of them slow
 # the whole machine down, so that a worker with this many is replaced.
 _MOST_THREADS = 120
+# What gloo says on a rank whose peer has gone, and how much of that is worth reading.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SHORT = 700
 # What most functions import; importing starts no thread, so that a fork has all there is.
 _PRELOADED = [
     "torch.distributed.checkpoint",
@@ -37,6 +41,10 @@ _PRELOADED = [
 
 class WorkerError(AssertionError):
     """A function failed in a worker; carries the traceback from there."""
+
+
+class WorkerDied(WorkerError):
+    """A signal ended a worker; carries the signal and where the worker was."""
 
 
 class GlooPool:
@@ -55,10 +63,19 @@ class GlooPool:
             What each rank returned, by rank.
 
         Raises:
-            WorkerError: A rank failed or took too long; the pool starts afresh.
+            WorkerError: A rank failed or took too long; the pool starts afresh. Of a rank that a signal ended (a crash
+                of native code, a machine without memory) nothing is known about the function: it gets one more run,
+                and pytest's summary shows a warning.
         """
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"world size {world_size}, needed 1 to {MAX_WORLD_SIZE}")
+        try:
+            return self._run(function, world_size, *args)
+        except WorkerDied as died:
+            warnings.warn(f"a worker died in {function.__name__}, which runs again: {died}", stacklevel=2)
+            return self._run(function, world_size, *args)
+
+    def _run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         while len(self._workers) < world_size:
             self._workers.append(self._start())
         store = str(Path(self._stores.name, f"store-{next(self._runs)}"))
@@ -66,11 +83,11 @@ class GlooPool:
         for rank, (_, pipe) in enumerate(members):
             pipe.send((function, rank, world_size, store, args))
         answers = [_answer(*member) for member in members]
-        failures = [f"rank {rank}:\n{said}" for rank, (ok, said) in enumerate(answers) if not ok]
-        if failures or any(_threads_of(process) > _MOST_THREADS for process, _ in members):
+        died = any(process.exitcode is not None and process.exitcode < 0 for process, _ in members)
+        if not all(ok for ok, _ in answers) or any(_threads_of(process) > _MOST_THREADS for process, _ in members):
             self.stop()
-        if failures:
-            raise WorkerError("\n".join(failures))
+        if not all(ok for ok, _ in answers):
+            raise (WorkerDied if died else WorkerError)(_said_by_all(answers))
         return [value for _, value in answers]
 
     def stop(self) -> None:
@@ -101,6 +118,17 @@ def fresh() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+def _said_by_all(answers: list[tuple[bool, Any]]) -> str:
+    """What ranks said: first those that failed by themselves, in short those that only lost the connection to them."""
+    lost = [not ok and any(each in said for each in _LOST) for ok, said in answers]
+    found = []
+    for rank in sorted(range(len(answers)), key=lambda rank: (answers[rank][0], lost[rank])):
+        ok, said = answers[rank]
+        text = f"gave {said!r:.300}" if ok else f"... {said[-_SHORT:]}" if lost[rank] else said
+        found.append(f"rank {rank}:\n{text}")
+    return "\n".join(found)
 
 
 def _threads_of(process: multiprocessing.process.BaseProcess) -> int:
