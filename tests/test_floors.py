@@ -27,6 +27,7 @@ FLOORS = (
     ("view", "publishing"),
     ("runtime", "report", "sharding", "options", "counting", "fit"),
     ("conversion", "inspection", "difference", "verification"),
+    ("training",),
     ("robustness",),
     ("cli", "__main__"),
     ("__init__",),  # the Python API names what it offers
@@ -38,7 +39,7 @@ MEETINGS = {("verification", "difference"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
-    "architecture/meta_model", "publishing/processes.py", "runtime/", "robustness/", "verification/budget.py",
+    "architecture/meta_model", "publishing/processes.py", "runtime/", "robustness/", "training/", "verification/budget.py",
     "verification/comparison.py", "verification/distances.py", "verification/divergence.py",
     "verification/execution.py", "verification/forward.py", "verification/inputs/", "verification/loaded.py",
     "verification/memory.py", "verification/noise.py", "verification/reached.py", "verification/reference.py",
@@ -108,7 +109,7 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [
-        ("storage/x.py", "from ckptx.cli.main import main", "storage (floor 3) imports cli (floor 11)"),
+        ("storage/x.py", "from ckptx.cli.main import main", "storage (floor 3) imports cli (floor 12)"),
         ("formats/x.py", "import ckptx.transfer.plan", "formats (floor 6) imports transfer (floor 6)"),
         ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
         ("storage/x.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),

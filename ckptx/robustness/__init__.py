@@ -1,0 +1,1 @@
+"""Proves that what a training run saved can be read back, exported, re-laid and resumed, with nothing lost in silence."""

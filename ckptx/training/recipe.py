@@ -1,0 +1,229 @@
+"""What a training run is made of: the nouns of a recipe, with what each key means.
+
+A recipe is YAML with one block for each class here; `recipe_file` reads it, and refuses what has no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptx.layout.parallel_dims import ParallelDims
+
+Freezable = Literal["embeddings", "vision", "audio", "language"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBlock:
+    """The model that is trained.
+
+    Attributes:
+        pretrained: A directory or a Hub id; None where `config` says all there is to know.
+        revision: Of the Hub id.
+        config: Keys of config.json, `architectures` and `model_type` among them. With `pretrained`, they replace those
+            of the checkpoint; without, the weights are random.
+        shrunk: Random weights in narrow layers, and few of them: what a CPU can train of a large model. Its layers are
+            of the same kinds, in the same order.
+        dtype: Of the parameters: float32 or bfloat16.
+        attn_implementation: eager, sdpa, ...; None is what transformers chooses.
+        freeze: What is not trained.
+        trust_remote_code: Run code from the checkpoint for an unknown class.
+    """
+
+    pretrained: str | None = None
+    revision: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    shrunk: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attn_implementation: str | None = None
+    freeze: Sequence[Freezable] = ()
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataBlock:
+    """What it is trained on.
+
+    Attributes:
+        dataset: synthetic_text and synthetic_images make what the others read: questions with answers, and with images.
+        path: Of a data set on the Hub, or its local snapshot; None is its public id.
+        split: As `datasets` names it.
+        samples: The first so many of it, or how many are made.
+        sequence_length: Tokens of a sample, padding included; what is longer is cut.
+    """
+
+    dataset: Literal["synthetic_text", "synthetic_images", "squad", "medpix"] = "synthetic_text"
+    path: str | None = None
+    split: str = "train"
+    samples: int | None = None
+    sequence_length: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBlock:
+    """How long, and in which portions.
+
+    Attributes:
+        steps: Where the run stops.
+        total_steps: Where its schedule ends; None is `steps`.
+        save_at: The steps after which it saves; the last step is always saved.
+        global_batch: Samples of a step.
+        local_batch: Samples of one forward pass on a data rank; with a pipeline, of all microbatches of one schedule.
+        microbatch: Samples of a microbatch of the pipeline.
+        seed: Of random numbers, and of the order of the data.
+        dropout: Of every kind the config has; None leaves what it says.
+        clip: The largest norm of all gradients; None clips nothing.
+    """
+
+    steps: int = 6
+    total_steps: int | None = None
+    save_at: Sequence[int] = (3,)
+    global_batch: int = 8
+    local_batch: int = 2
+    microbatch: int = 1
+    seed: int = 1111
+    dropout: float | None = None
+    clip: float | None = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBlock:
+    """torch's Adam or AdamW."""
+
+    name: Literal["adamw", "adam"] = "adamw"
+    lr: float = 1e-3
+    betas: Sequence[float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleBlock:
+    """The learning rate over the steps: after a linear warm-up, a cosine down to `min_lr`, or the same throughout."""
+
+    decay: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutBlock:
+    """The mesh, as `ckptx verify --run` takes it.
+
+    Attributes:
+        tp: Ranks that share each tensor.
+        pp: Ranks of the pipeline.
+        dp_shard: FSDP2 ranks; None is as many as the ranks there are allow.
+        dp_replicate: Replicas of all of them.
+        pp_split: Layers of each stage: even, vllm, titan, hf, or counts with commas.
+        schedule: Of the pipeline.
+        activation_checkpointing: What layers recompute.
+        ac_scope: Which layers.
+        param_dtype: What FSDP2 computes in; None is that of the parameters.
+        reduce_dtype: What it sums gradients in; None is that of the parameters.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp_shard: int | None = None
+    dp_replicate: int = 1
+    pp_split: str = "even"
+    schedule: str = "1f1b"
+    activation_checkpointing: Literal["none", "full", "submodule", "selective"] = "none"
+    ac_scope: Literal["all", "language", "vision", "audio"] = "all"
+    param_dtype: Literal["float32", "bfloat16"] | None = None
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The mesh, where `dp_shard` is known; `recipe_file` fills it in."""
+        return ParallelDims(
+            tp=self.tp, pp=self.pp, dp_shard=1 if self.dp_shard is None else self.dp_shard,
+            dp_replicate=self.dp_replicate,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointBlock:
+    """How it saves.
+
+    Attributes:
+        asynchronous: Write in the background, while the next steps run.
+        keep: How many published steps stay; None is all of them.
+    """
+
+    asynchronous: bool = False
+    keep: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignBlock:
+    """A trainer that is not ours, and where it leaves what it did.
+
+    Attributes:
+        command: What to run, in a shell's words. `{steps}`: where it stops; `{total_steps}`: where its schedule ends;
+            `{save_at}`: the step after which it saves; `{out}`: where; `{resume}`: the checkpoint it goes on from, see
+            `resume`; `{python}`: the interpreter of this process; `{recipe}`: the folder of the recipe.
+        resume: What stands for `{resume}` when it goes on from `{checkpoint}`; it is empty when it starts.
+        checkpoint: Where, below `{out}`, the checkpoint of step `{step}` is.
+        losses: Where, below `{out}`, its losses are: a file of JSON lines, a text with `pattern`, a folder of
+            TensorBoard files, or a trainer_state.json.
+        losses_kind: Which of them.
+        pattern: A regular expression with groups `step` and `loss`.
+        step_key: The name of the step in JSON lines.
+        loss_key: The name of the loss; in TensorBoard, the tag.
+        zero_steps: Whether it can go on for no step and save again.
+        environment: Variables for the command.
+    """
+
+    command: str
+    resume: str = "{checkpoint}"
+    checkpoint: str = "step-{step}"
+    losses: str = "losses.jsonl"
+    losses_kind: Literal["jsonl", "regex", "tensorboard", "trainer_state"] = "jsonl"
+    pattern: str | None = None
+    step_key: str = "step"
+    loss_key: str = "loss"
+    zero_steps: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksBlock:
+    """What robustness does with it.
+
+    Attributes:
+        layouts: Other meshes that what was saved is taken to.
+        sharded: Whether parameters must be sharded; None does not ask.
+        loss_times_noise: How many times the noise measured a loss may be away.
+        logits_times_noise: The same for logits.
+    """
+
+    layouts: Sequence[LayoutBlock] = ()
+    sharded: bool | None = None
+    loss_times_noise: float = 8.0
+    logits_times_noise: float = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All of it.
+
+    Attributes:
+        name: Of the file, without its ending.
+        description: One line.
+        train: Set for a trainer that is not ours; `model`, `data`, `optimizer` and `schedule` then say nothing.
+    """
+
+    name: str
+    description: str = ""
+    model: ModelBlock = field(default_factory=ModelBlock)
+    data: DataBlock = field(default_factory=DataBlock)
+    training: TrainingBlock = field(default_factory=TrainingBlock)
+    optimizer: OptimizerBlock = field(default_factory=OptimizerBlock)
+    schedule: ScheduleBlock = field(default_factory=ScheduleBlock)
+    layout: LayoutBlock = field(default_factory=LayoutBlock)
+    checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
+    checks: ChecksBlock = field(default_factory=ChecksBlock)
+    train: ForeignBlock | None = None
