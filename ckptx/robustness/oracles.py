@@ -2,6 +2,8 @@
 
 A moment is a set of items, each with the digest of its bytes, under the oracle that speaks of it:
 
+    readable     what was published opens, and is complete
+    sharded      parameters are cut over ranks, where the recipe says so
     finite       no NaN; no infinity in a parameter, a moment or a loss
     names        the same names; no wrapper of FSDP2, compile or checkpointing in one; heads tied as the table says
     model        parameters and persistent buffers
@@ -14,6 +16,7 @@ A moment is a set of items, each with the digest of its bytes, under the oracle 
     replicas     what ranks hold whole, against each other
     batch        the samples of the next step, by rank
     rate         the learning rate of the next step
+    memory       what a phase leaves in the process, against what a released warm-up left
 
 Loss and logits come last, and against the noise that was measured in the same run.
 """
@@ -25,10 +28,10 @@ from math import isfinite, nan
 from typing import Any, NamedTuple
 
 EXACT = (
-    "finite", "names", "model", "moments", "adam step", "group", "scheduler", "step", "samples", "rng", "replicas",
-    "batch", "rate",
+    "readable", "sharded", "finite", "names", "model", "moments", "adam step", "group", "scheduler", "step", "samples",
+    "rng", "replicas", "batch", "rate",
 )  # fmt: skip
-MEASURED = ("loss", "logits")
+MEASURED = ("loss", "logits", "memory")
 ORDER = (*EXACT, *MEASURED)
 _SHOWN = 8  # items that a row of the report names
 
@@ -114,6 +117,33 @@ def compare(reference: Sequence[Items], found: Sequence[Items], oracles: Iterabl
             if was != now:
                 differences.setdefault(oracle, []).append(Difference(oracle, item, rank, was, now))
     return [Verdict(oracle, compared[oracle], differences.get(oracle, ())) for oracle in ORDER if oracle in compared]
+
+
+def replicas(by_rank: Sequence[Mapping[tuple[str, str], str]]) -> Verdict:
+    """What ranks hold alike, against the first that has it."""
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    compared, differences = 0, []
+    for rank, held in enumerate(by_rank):
+        for key, found in held.items():
+            if key not in first:
+                first[key] = rank, found
+                continue
+            compared += 1
+            if first[key][1] != found:
+                differences.append(Difference("replicas", key[0], rank, f"as on rank {first[key][0]}", "other bytes"))
+    return Verdict("replicas", compared, differences)
+
+
+def all_finite(by_rank: Sequence[Items]) -> Verdict:
+    """No NaN anywhere, no infinity in what is trained."""
+    compared, differences = 0, []
+    for rank, items in enumerate(by_rank):
+        for (oracle, name), said in items.items():
+            if oracle == "finite":
+                compared += 1
+                if said != "finite":
+                    differences.append(Difference("finite", name, rank, "finite", said))
+    return Verdict("finite", compared, differences)
 
 
 def measured(oracle: str, pairs: Iterable[tuple[float, float]], noise: float, times: float, default: float) -> Verdict:

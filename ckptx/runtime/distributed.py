@@ -58,7 +58,7 @@ def device_of(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Process]:
+def process_group(device: str = "auto", backend: str = "auto", store: dist.Store | None = None) -> Iterator[Process]:
     """This process in its group, which ends with the block unless it was there before.
 
     A process that nobody launched is a group of its own.
@@ -66,6 +66,7 @@ def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Proce
     Args:
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl; auto is nccl on CUDA and gloo on CPU.
+        store: Where the ranks meet; the one of whoever launched them when left out.
 
     Raises:
         EnvironmentProblem: There is no such device or backend.
@@ -81,7 +82,9 @@ def process_group(device: str = "auto", backend: str = "auto") -> Iterator[Proce
         raise EnvironmentProblem("--backend nccl: needs CUDA devices, found none; use gloo")
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
-    if is_launched():
+    if store is not None:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    elif is_launched():
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)

@@ -1,0 +1,393 @@
+"""Faults to plant: each changes state or files as a real defect did somewhere, and nothing else.
+
+What an oracle says of them is the proof that it can say no. Oracles and phases know nothing of this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptx.errors import UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.robustness.runs import Event, Run
+from ckptx.robustness.session import Planted
+
+_kept: list[Any] = []  # by faults that do not let go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One defect.
+
+    Attributes:
+        says: What it does, in a sentence.
+        oracle: The one that has to name it.
+        phase: Where.
+        run: In which run: straight, resumed (in new processes), resumed-2, ...
+        event: At which moment of it.
+        plant: What it does there, on every rank, to the trainer.
+        alter: Or how it changes the run.
+        published: Or what it does to the folder of the run when that is over.
+        needs: Sizes of the mesh without which there is nothing to plant it in.
+    """
+
+    says: str
+    oracle: str
+    phase: int = 6
+    run: str = "resumed"
+    event: str = "resumed"
+    plant: Event | None = None
+    alter: Callable[[Run], Run] | None = None
+    published: Callable[[Path], None] | None = None
+    needs: Mapping[str, int] = field(default_factory=dict)
+
+    def planted(self) -> Planted:
+        """For a session."""
+        return Planted(
+            events={self.run: {self.event: self.plant}} if self.plant is not None else {},
+            altered={self.run: self.alter} if self.alter is not None else {},
+            published={self.run: self.published} if self.published is not None else {},
+        )
+
+
+# ------------------------------------------------------------------------------------------ the optimizer
+
+
+def _states(trainer: Any) -> list[dict[str, Any]]:
+    return [trainer.optimizer.state[each] for each in _trained(trainer) if each in trainer.optimizer.state]
+
+
+def _trained(trainer: Any) -> list[Any]:
+    return [each for group in trainer.optimizer.param_groups for each in group["params"]]
+
+
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def one_moment_lost(trainer: Any) -> None:
+    _local(_states(trainer)[-1]["exp_avg"]).zero_()
+
+
+def all_moments_lost(trainer: Any) -> None:
+    for state in _states(trainer):
+        _local(state["exp_avg"]).zero_()
+        _local(state["exp_avg_sq"]).zero_()
+
+
+def optimizer_fresh(trainer: Any) -> None:
+    trainer.optimizer.state.clear()
+
+
+def adam_step_reset(trainer: Any) -> None:
+    for state in _states(trainer):
+        state["step"].zero_()
+
+
+def adam_step_off_by_one(trainer: Any) -> None:
+    for state in _states(trainer):
+        state["step"].add_(1)
+
+
+def moments_through_bf16(trainer: Any) -> None:
+    for state in _states(trainer):
+        for name in ("exp_avg", "exp_avg_sq"):
+            _local(state[name]).copy_(_local(state[name]).bfloat16())
+
+
+def nan_in_a_moment(trainer: Any) -> None:
+    value = next(each for each in (_local(state["exp_avg"]) for state in _states(trainer)) if each.numel())
+    value.view(-1)[0] = float("nan")
+
+
+def weight_decay_lost(trainer: Any) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+
+
+def rate_wrong(trainer: Any) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 1.05
+
+
+def scheduler_off_by_one(trainer: Any) -> None:
+    trainer.scheduler.last_epoch += 1
+
+
+def scheduler_reset(trainer: Any) -> None:
+    trainer.scheduler.last_epoch = 0
+
+
+# -------------------------------------------------------------------------------------------- the counters
+
+
+def step_reset(trainer: Any) -> None:
+    trainer.done = 0
+
+
+def data_restarted(trainer: Any) -> None:
+    trainer.sampler.samples = 0
+
+
+class _Moved:
+    """A data set of which every sample is another one."""
+
+    def __init__(self, dataset: Any, by: int) -> None:
+        self._dataset, self._by = dataset, by
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[(index + self._by) % len(self._dataset)]
+
+
+def data_off_by_one(trainer: Any) -> None:
+    trainer.dataset = _Moved(trainer.dataset, 1)
+
+
+def data_ranks_swapped(trainer: Any) -> None:
+    """Each data rank sees what the next one should."""
+    trainer.data_rank = (trainer.data_rank + 1) % trainer.recipe.layout.dims.dp
+
+
+# -------------------------------------------------------------------------------------------- random numbers
+
+
+def rng_stale(trainer: Any) -> None:
+    """Those of the first step."""
+    from ckptx.runtime.randomness import seed
+
+    seed(trainer.recipe.training.seed, trainer.assembled.mesh)
+
+
+def rng_of_rank_0(trainer: Any) -> None:
+    from ckptx.runtime.distributed import told
+
+    trainer.random.load_state_dict(told(trainer.random.state_dict()))
+
+
+def rng_before_the_iterator(trainer: Any) -> None:
+    """One draw after it was restored, as `iter` of a DataLoader makes."""
+    import torch
+
+    torch.empty((), dtype=torch.int64).random_()
+
+
+# -------------------------------------------------------------------------------------------- the model
+
+
+def _parameters(trainer: Any) -> list[tuple[str, Any]]:
+    return list(trainer.assembled.parameters())
+
+
+def _matrix(trainer: Any) -> Any:
+    """Of a matrix in the middle, what this rank has."""
+    found = [_local(each) for _, each in _parameters(trainer) if each.dim() == 2 and len(_local(each)) > 1]
+    return found[len(found) // 2]
+
+
+def rows_swapped(trainer: Any) -> None:
+    values = _matrix(trainer)
+    values[[0, 1]] = values[[1, 0]].clone()
+
+
+def shards_swapped(trainer: Any) -> None:
+    """Neighbours in the world exchange what they have of one matrix."""
+    from ckptx.runtime.distributed import everywhere
+
+    values = _matrix(trainer)
+    others = everywhere(values.cpu().clone())
+    other = others[trainer.place.rank ^ 1] if trainer.place.rank ^ 1 < len(others) else values
+    if other.shape == values.shape:
+        values.copy_(other)
+
+
+def _older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
+    """What parameters of these names were in another checkpoint."""
+    before = [(name, _local(each), _local(each).clone()) for name, each in _parameters(trainer)]
+    trainer.assembled.load(path)
+    for name, values, own in before:
+        if not is_meant(name):
+            values.copy_(own)
+
+
+def one_rank_old(trainer: Any) -> None:
+    last = trainer.place.rank == trainer.place.world_size - 1
+    _older(trainer, trainer.source, lambda _: last)
+
+
+def one_rank_one_step_old(trainer: Any) -> None:
+    steps = sorted(trainer.resumed_from.parent.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
+    before = steps[steps.index(trainer.resumed_from) - 1]
+    last = trainer.place.rank == trainer.place.world_size - 1
+    _older(trainer, before, lambda _: last)
+
+
+def head_stale(trainer: Any) -> None:
+    names = [name for name, each in _parameters(trainer) if each.dim() == 2]
+    heads = [name for name in names if "lm_head" in name] or names[-1:]
+    _older(trainer, trainer.source, lambda name: name in heads)
+
+
+def norm_stale(trainer: Any) -> None:
+    norms = [name for name, each in _parameters(trainer) if each.dim() == 1 and "norm" in name]
+    _older(trainer, trainer.source, lambda name: name in norms[-1:])
+
+
+def weights_through_bf16(trainer: Any) -> None:
+    for _, each in _parameters(trainer):
+        _local(each).copy_(_local(each).bfloat16())
+
+
+def nan_in_a_row(trainer: Any) -> None:
+    _matrix(trainer)[0] = float("nan")
+
+
+def replicas_drifted(trainer: Any) -> None:
+    """What TP ranks hold whole is trained on in one of them as it should not be."""
+    if trainer.assembled.mesh["tp"].get_local_rank():
+        for name, each in _parameters(trainer):
+            if each.dim() == 1 and "norm" in name:
+                _local(each).mul_(1 + 1e-3)
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def _data_files(folder: Path) -> list[Path]:
+    steps = sorted(folder.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
+    return sorted((each for step in steps for each in step.glob("*.distcp")), key=lambda each: -each.stat().st_size)
+
+
+def shard_truncated(folder: Path) -> None:
+    for each in _data_files(folder):
+        os.truncate(each, each.stat().st_size // 2)
+
+
+def byte_changed(folder: Path) -> None:
+    """One bit in the middle of each file of tensors."""
+    for each in _data_files(folder):
+        with each.open("r+b") as stream:
+            stream.seek(each.stat().st_size // 2)
+            byte = stream.read(1)
+            stream.seek(-1, os.SEEK_CUR)
+            stream.write(bytes([byte[0] ^ 1]))
+
+
+def metadata_missing(folder: Path) -> None:
+    for each in folder.glob("step-*/.metadata"):
+        each.unlink()
+
+
+# -------------------------------------------------------------------------------------------- the mesh, the process
+
+
+def unsharded(run: Run) -> Run:
+    """Every rank holds all of it."""
+    layout = run.recipe.layout
+    whole = replace(layout, dp_shard=1, dp_replicate=(layout.dp_shard or 1) * layout.dp_replicate)
+    return replace(run, layout=whole)
+
+
+def model_pinned(trainer: Any) -> None:
+    _kept.append((trainer.assembled.models, [each.detach() for _, each in _parameters(trainer)]))
+
+
+def group_leaked(trainer: Any) -> None:
+    """A group of processes that nobody ends."""
+    import torch.distributed as dist
+
+    store = dist.PrefixStore("leaked", dist.distributed_c10d._get_default_store())
+    _kept.append(dist.ProcessGroupGloo(store, trainer.place.rank, trainer.place.world_size))
+
+
+FAULTS: Mapping[str, Fault] = {
+    "one_moment_lost": Fault(says="one first moment is zeros after a resume", oracle="moments", plant=one_moment_lost),
+    "all_moments_lost": Fault(says="all moments are zeros after a resume", oracle="moments", plant=all_moments_lost),
+    "optimizer_fresh": Fault(says="the optimizer begins anew", oracle="moments", plant=optimizer_fresh),
+    "adam_step_reset": Fault(says="Adam counts its steps from 0 again", oracle="adam step", plant=adam_step_reset),
+    "adam_step_off_by_one": Fault(says="Adam is one step ahead", oracle="adam step", plant=adam_step_off_by_one),
+    "moments_through_bf16": Fault(
+        says="moments went through bfloat16", oracle="moments", plant=moments_through_bf16
+    ),
+    "nan_in_a_moment": Fault(says="one number of a moment is NaN", oracle="finite", plant=nan_in_a_moment),
+    "weight_decay_lost": Fault(says="weight decay is 0 after a resume", oracle="group", plant=weight_decay_lost),
+    "rate_wrong": Fault(says="the next rate is 5 % higher", oracle="rate", plant=rate_wrong),
+    "scheduler_off_by_one": Fault(says="the scheduler is a step ahead", oracle="scheduler", plant=scheduler_off_by_one),
+    "scheduler_reset": Fault(says="the scheduler begins anew", oracle="scheduler", plant=scheduler_reset),
+    "step_reset": Fault(says="the step is counted from 0 again", oracle="step", plant=step_reset),
+    "data_restarted": Fault(says="the data begins anew", oracle="samples", plant=data_restarted),
+    "data_off_by_one": Fault(says="every sample is the one after it", oracle="batch", plant=data_off_by_one),
+    "data_ranks_swapped": Fault(
+        says="data ranks see each other's samples", oracle="batch", plant=data_ranks_swapped, needs={"dp": 2}
+    ),
+    "rng_stale": Fault(says="random numbers are those of the first step", oracle="rng", plant=rng_stale),
+    "rng_of_rank_0": Fault(
+        says="every rank has the random numbers of rank 0", oracle="rng", plant=rng_of_rank_0, needs={"dp": 2}
+    ),
+    "rng_before_the_iterator": Fault(
+        says="an iterator is made after random numbers were restored", oracle="rng", plant=rng_before_the_iterator
+    ),
+    "rows_swapped": Fault(says="two rows of a matrix are swapped", oracle="model", plant=rows_swapped),
+    "shards_swapped": Fault(
+        says="two ranks have each other's part of a matrix", oracle="model", plant=shards_swapped, needs={"ranks": 2}
+    ),
+    "one_rank_old": Fault(says="one rank has the weights of the beginning", oracle="model", plant=one_rank_old),
+    "one_rank_one_step_old": Fault(
+        says="one rank has the weights of a step before", oracle="model", run="resumed-2", plant=one_rank_one_step_old
+    ),
+    "head_stale": Fault(says="the head is that of the beginning", oracle="model", plant=head_stale),
+    "norm_stale": Fault(says="one norm is that of the beginning", oracle="model", plant=norm_stale),
+    "weights_through_bf16": Fault(says="weights went through bfloat16", oracle="model", plant=weights_through_bf16),
+    "nan_in_a_row": Fault(says="a row of a matrix is NaN", oracle="finite", plant=nan_in_a_row),
+    "replicas_drifted": Fault(
+        says="what TP ranks hold alike drifts apart while training", oracle="replicas", phase=2, run="straight",
+        event="stepped", plant=replicas_drifted, needs={"tp": 2},
+    ),
+    "shard_truncated": Fault(
+        says="files of tensors end too early", oracle="readable", phase=3, run="straight", published=shard_truncated
+    ),
+    "byte_changed": Fault(
+        says="one bit of each file of tensors is another", oracle="readable", phase=3, run="straight",
+        published=byte_changed,
+    ),
+    "metadata_missing": Fault(
+        says="saved steps lack their metadata", oracle="readable", phase=3, run="straight", published=metadata_missing
+    ),
+    "unsharded": Fault(
+        says="every rank trains the whole model", oracle="sharded", phase=1, run="straight", alter=unsharded,
+        needs={"dp_shard": 2},
+    ),
+    "model_pinned": Fault(
+        says="something keeps the model after it was released", oracle="memory", phase=1, run="straight",
+        event="stepped", plant=model_pinned,
+    ),
+    "group_leaked": Fault(
+        says="a group of processes is never ended", oracle="memory", phase=1, run="straight", event="loaded",
+        plant=group_leaked,
+    ),
+}  # fmt: skip
+
+
+def find_fault(name: str, dims: ParallelDims) -> Fault:
+    """A fault by its name.
+
+    Raises:
+        UsageError: There is none of this name, or nothing to plant it in on this mesh.
+    """
+    if name not in FAULTS:
+        near = difflib.get_close_matches(name, FAULTS, 1, 0.5)
+        offered = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"--inject {name}: no such fault; {offered}--inject list has all of them")
+    sizes = {"tp": dims.tp, "dp": dims.dp, "dp_shard": dims.dp_shard, "ranks": dims.world_size}
+    for axis, least in FAULTS[name].needs.items():
+        if sizes[axis] < least:
+            way = {"tp": "layout.tp=2", "ranks": "layout.dp_shard=2"}.get(axis, "layout.dp_shard=2")
+            raise UsageError(f"--inject {name}: found {axis} {sizes[axis]}, needed {least}; use --set {way}")
+    return FAULTS[name]

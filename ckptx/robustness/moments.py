@@ -1,0 +1,124 @@
+"""A moment of a run as items with digests: what this rank has of model, optimizer, random numbers and data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ckptx.runtime.layers import canonical_name
+from ckptx.training.trainer import Trainer
+
+_ADAM_STEP = "step"
+
+
+def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, str], str]:
+    """The items of this rank; nothing of the run moves on.
+
+    Args:
+        trainer: Between two steps.
+        with_batch: Whether there is a next step to look at.
+    """
+    found: dict[tuple[str, str], str] = {}
+    for name, value in _model(trainer):
+        found["model", name] = digest(value)
+        found["finite", name] = finite(value, may_be_infinite=not isinstance(value, torch.nn.Parameter))
+        found["names", name] = "there"
+    names = {id(parameter): name for name, parameter in trainer.assembled.parameters()}
+    for group in trainer.optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for key, value in trainer.optimizer.state.get(parameter, {}).items():
+                if key == _ADAM_STEP:
+                    found["adam step", name] = repr(float(value))
+                else:
+                    found["moments", f"{name}.{key}"] = digest(value)
+                    found["finite", f"{name}.{key}"] = finite(value)
+            for key, value in group.items():
+                if key not in ("params", "lr"):
+                    found["group", f"{name}.{key}"] = _said(value)
+        found["rate", "lr"] = repr(float(group["lr"]))
+    for key, value in trainer.scheduler.state_dict().items():
+        found["scheduler", key] = _said(value)
+    found["step", "step"] = str(trainer.done)
+    for key, value in trainer.sampler.state_dict().items():
+        found["samples", key] = _said(value)
+    for kind, value in trainer.random.state_dict().items():
+        found["rng", kind] = _said(value)
+    if with_batch:
+        for index, batch in enumerate(trainer.next_batches()):
+            for name, value in batch.items():
+                found["batch", f"microbatch {index}: {name}"] = digest(value)
+    return found
+
+
+def held_whole(trainer: Trainer) -> dict[tuple[str, str], str]:
+    """What of the model this rank has: (name, which part of it) -> digest; ranks with the same part must agree."""
+    layout = trainer.assembled.layout
+    found = {}
+    for name, value in _model(trainer):
+        regions = layout.local_regions(name) if layout is not None else None
+        part = "whole" if regions is None else "; ".join(f"{each.offsets}+{each.sizes}" for each in regions)
+        found[trainer.assembled.whole_name(name), f"{part}{_place_of(value)}"] = digest(value)
+    return found
+
+
+def digest(value: Any) -> str:
+    """Of the bytes, dtype and shape that this rank has of a tensor."""
+    if not isinstance(value, Tensor):
+        return _said(value)
+    local = _local(value).detach().contiguous()
+    found = xxhash.xxh3_128(f"{local.dtype} {tuple(local.shape)}".encode())
+    if local.numel():
+        found.update(memoryview(local.reshape(-1).view(torch.uint8).cpu().numpy()))
+    return found.hexdigest()
+
+
+def finite(value: Any, *, may_be_infinite: bool = False) -> str:
+    """ "finite", or what it has that is not; buffers of limits may be infinite."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return "finite"
+    local = _local(value).detach()
+    count = int(local.isnan().sum())
+    infinite = 0 if may_be_infinite else int(local.isinf().sum())
+    said = [f"{number} {word}" for number, word in ((count, "NaN"), (infinite, "infinite")) if number]
+    return ", ".join(said) or "finite"
+
+
+def _model(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    for model in trainer.assembled.models:
+        for name, value in model.state_dict(keep_vars=True).items():
+            yield canonical_name(name), value
+
+
+def _local(value: Tensor) -> Tensor:
+    found: Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    return found
+
+
+def _place_of(value: Any) -> str:
+    """Which part of it a DTensor holds here."""
+    if not isinstance(value, DTensor):
+        return ""
+    coordinate = value.device_mesh.get_coordinate() or ()
+    parts = [
+        f"{placement} at {at}"
+        for placement, at in zip(value.placements, coordinate, strict=True)
+        if not placement.is_replicate()
+    ]
+    return f" {parts}" if parts else ""
+
+
+def _said(value: Any) -> str:
+    """A plain value as a text; tensors in it by their digests."""
+    if isinstance(value, Tensor):
+        return digest(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_said(value[key])}" for key in sorted(value, key=repr)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_said, value)) + "]"
+    return repr(value)

@@ -1,0 +1,335 @@
+"""The phases: each proves one thing about what a training run saves, and says what it compared.
+
+0 source parity   the runtime computes what stock transformers computes
+1 straight run    twice the same; and the noise, by which later phases judge losses and logits
+2 replicas        what ranks hold alike is alike, and what was saved loads to the same logits
+3 save again      saved, loaded and saved again is the same, in the foreground and in the background
+4 export          as plain files it computes the same in stock transformers
+5 other layouts   cut for other meshes it is the same, to the bit, and trains the same, within the noise
+6 resume          what goes on is what never stopped: to the bit, also in new processes, twice, past an epoch
+7 kills           what is killed while it saves leaves the last good step, and nothing that looks like one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptx.conversion.convert import convert
+from ckptx.conversion.reshard import reshard
+from ckptx.errors import InputError, UsageError
+from ckptx.formats.registry import open_checkpoint
+from ckptx.robustness.oracles import (
+    Difference,
+    Verdict,
+    all_finite,
+    compare,
+    measured,
+    replicas,
+)
+from ckptx.robustness.ranks import Ranks
+from ckptx.robustness.runs import Logits, Outcome, away
+from ckptx.robustness.session import DRAWS, Session, of_steps
+from ckptx.training.recipe import ChecksBlock
+from ckptx.verification.bits import verify
+
+_DEFAULTS = ChecksBlock()
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a phase found.
+
+    Attributes:
+        verdicts: Of its oracles.
+        notes: What the user should know.
+        skipped: Why it did not run, or None.
+    """
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    skipped: str | None = None
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Around what reads a checkpoint: one that cannot be read is a finding."""
+        try:
+            yield
+        except InputError as error:
+            self.verdicts.append(Verdict("readable", 1, [Difference("readable", what, None, "loads", str(error))]))
+        else:
+            self.verdicts.append(Verdict("readable", 1))
+
+
+class Phase(NamedTuple):
+    """One of them.
+
+    Attributes:
+        number: As `--phases` chooses it.
+        name: In a word or two.
+        title: What it proves.
+        run: Does it.
+    """
+
+    number: int
+    name: str
+    title: str
+    run: Callable[[Session], Findings]
+
+
+def source_parity(session: Session) -> Findings:
+    """Phase 0."""
+    reference, noise = session.ask("source_logits", session.recipe, session.source, DRAWS)
+    found = session.ask("runtime_logits", session.run_of())
+    return Findings([_logits(session, reference, found, noise)])
+
+
+def straight_run(session: Session) -> Findings:
+    """Phase 1."""
+    straight, again = session.straight, session.again
+    found = Findings([_sharded(session, straight)] if session.recipe.checks.sharded is not None else [])
+    found.verdicts += _finite(straight)
+    if session.is_exact:
+        for step in session.stops:
+            found.verdicts += compare(straight.items[step], again.items[step])
+        found.verdicts.append(_losses(session, straight, again, noise=0.0))
+    else:
+        found.notes.append("two runs alike need not have the same bits on this device; their difference is noise")
+    noise = session.noise
+    found.notes.append(f"noise: loss {max(noise['loss'].values()):.3g}, logits {max(noise['logits'].values()):.3g}")
+    return _merged(found)
+
+
+def replicas_and_reference(session: Session) -> Findings:
+    """Phase 2."""
+    straight, last = session.straight, session.stops[-1]
+    found = Findings([replicas(straight.held[step]) for step in session.stops])
+    with found.reading(f"step-{last}"):
+        logits = session.ask("runtime_logits", session.run_of(resumed=session.saved("straight", last)))
+        noise = 0.0 if session.is_exact else session.noise_of("logits")
+        found.verdicts.append(_logits(session, session.reference_logits, logits, noise))
+    return _merged(found)
+
+
+def save_again(session: Session) -> Findings:
+    """Phase 3."""
+    step = session.boundary
+    first = session.saved("straight", step)
+    found = Findings()
+    for name, is_asynchronous in (("saved-again", False), ("saved-again-async", True)):
+        recipe = replace(session.recipe, checkpoint=replace(session.recipe.checkpoint, asynchronous=is_asynchronous))
+        with found.reading(f"step-{step}"):
+            run = session.run_of(resumed=first, until=0, saves={step: session.saved(name, step)}, looks=[step])
+            outcome = session.train(name, replace(run, recipe=recipe))
+            found.verdicts += compare(session.straight.items[step], outcome.items[step])
+            found.verdicts.append(_same_files(first, session.saved(name, step)))
+    return _merged(found)
+
+
+def export(session: Session) -> Findings:
+    """Phase 4."""
+    last = session.stops[-1]
+    checkpoint, exported = session.saved("straight", last), session.out / "export"
+    found = Findings()
+    with found.reading(f"step-{last}"):
+        convert("dcp2hf", checkpoint, exported, base=str(session.source), overwrite=True)
+        found.verdicts.append(_names(session.source, exported))
+        found.verdicts.append(_same_bytes(checkpoint, exported))
+        logits, _ = session.ask("source_logits", session.recipe, exported, 0)
+        found.verdicts.append(_logits(session, session.reference_logits, logits, session.noise_of("logits")))
+    return _merged(found)
+
+
+def other_layouts(session: Session) -> Findings:
+    """Phase 5."""
+    step, found = session.boundary, Findings()
+    checkpoint = session.saved("straight", step)
+    layouts = session.recipe.checks.layouts
+    if not layouts:
+        return Findings(skipped="the recipe names no other layouts; add checks.layouts")
+    steady = replace(session.recipe, training=replace(session.recipe.training, dropout=0.0))
+    base: Outcome | None = None
+    for number, layout in enumerate(layouts, 1):
+        words = session.on(layout)
+        if not session.ranks.can_have(layout.dims.world_size):
+            found.notes.append(f"{words}: not run, it needs {layout.dims.world_size} ranks and there are others")
+            continue
+        with found.reading(f"step-{step} on {words}"):
+            if base is None:
+                run = replace(session.run_of(resumed=checkpoint), recipe=steady)
+                base = session.train("without-dropout", run)
+            cut, saved = session.out / f"layout-{number}-cut", session.out / f"layout-{number}-saved"
+            dims = layout.dims
+            reshard(checkpoint, cut, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
+            found.verdicts.append(_same_bytes(checkpoint, cut, words))
+            run = replace(session.run_of(resumed=cut, saves={step: saved}, layout=layout), recipe=steady)
+            outcome = session.train(f"layout-{number}", run)
+            found.verdicts.append(_same_bytes(checkpoint, saved, words))
+            found.verdicts.append(_losses(session, base, outcome, session.noise_of("loss")))
+    return _merged(found)
+
+
+def resume(session: Session) -> Findings:
+    """Phase 6."""
+    found = Findings()
+    noise = 0.0 if session.is_exact else session.noise_of("loss")
+    steps = [each for each in session.stops if each < session.recipe.training.steps]
+    for number, step in enumerate(steps, 1):
+        later = [each for each in session.stops if each > step]
+        run = session.run_of(resumed=session.saved("straight", step), looks=later)
+        with found.reading(f"step-{step}"):
+            if number > 1:
+                outcome = session.train(f"resumed-{number}", run)
+            else:  # in interpreters of their own, which have nothing of the run before
+                with Ranks(device=session.device, backend=session.backend, is_fresh=True) as fresh:
+                    outcome = session.train("resumed", run, fresh)
+            at_start = compare(session.straight.items[step], outcome.start)
+            found.verdicts += at_start
+            if session.is_exact and all(each.ok for each in at_start):  # what comes later follows from the start
+                for each in later:
+                    found.verdicts += compare(session.straight.items[each], outcome.items[each])
+            found.verdicts += _finite(outcome)
+            found.verdicts.append(_losses(session, session.straight, outcome, noise))
+    return _merged(found)
+
+
+PHASES: tuple[Phase, ...] = (
+    Phase(0, "source parity", "the runtime computes what stock transformers computes", source_parity),
+    Phase(1, "straight run", "two runs alike are alike, and what noise is", straight_run),
+    Phase(2, "replicas", "what ranks hold alike is alike, and loads to the same logits", replicas_and_reference),
+    Phase(3, "save again", "saved, loaded and saved again is the same", save_again),
+    Phase(4, "export", "plain files compute the same in stock transformers", export),
+    Phase(5, "other layouts", "cut for another mesh it is the same, and trains the same", other_layouts),
+    Phase(6, "resume", "what goes on is what never stopped", resume),
+)
+
+
+# --------------------------------------------------------------------------------------------- verdicts
+
+
+def _merged(found: Findings) -> Findings:
+    """One verdict for each oracle: of several comparisons, the worst measure and all differences."""
+    by_oracle: dict[str, list[Verdict]] = {}
+    for each in found.verdicts:
+        by_oracle.setdefault(each.oracle, []).append(each)
+    verdicts = []
+    for oracle, several in by_oracle.items():
+        worst = next((each for each in several if not each.ok), None) or max(
+            several, key=lambda each: -1.0 if each.value is None else each.value
+        )
+        verdicts.append(
+            worst._replace(
+                oracle=oracle,
+                compared=sum(each.compared for each in several),
+                differences=[difference for each in several for difference in each.differences],
+            )
+        )
+    return replace(found, verdicts=verdicts)
+
+
+def _finite(outcome: Outcome) -> list[Verdict]:
+    verdicts = [all_finite(items) for items in (outcome.start, *outcome.items.values())]
+    losses = [
+        Difference("finite", f"loss of step {step}", None, "finite", str(loss))
+        for step, loss in outcome.losses.items()
+        if loss - loss != 0
+    ]
+    return [*verdicts, Verdict("finite", len(outcome.losses), losses)]
+
+
+def _sharded(session: Session, outcome: Outcome) -> Verdict:
+    parts, every = outcome.sharded
+    is_sharded, wanted = parts > 0, session.recipe.checks.sharded
+    words = {True: "sharded", False: "whole on every rank"}
+    differences = (
+        [Difference("sharded", f"{parts} of {every} parameters", None, words[bool(wanted)], words[is_sharded])]
+        if is_sharded != wanted
+        else []
+    )
+    return Verdict("sharded", every, differences)
+
+
+def _losses(session: Session, reference: Outcome, found: Outcome, noise: float) -> Verdict:
+    steps = sorted(found.losses)
+    times = session.recipe.checks.loss_times_noise
+    pairs = zip(of_steps(reference.losses, steps), of_steps(found.losses, steps), strict=True)
+    return measured("loss", pairs, noise, times, _DEFAULTS.loss_times_noise)
+
+
+def _logits(session: Session, reference: Logits, found: Logits, noise: float) -> Verdict:
+    times = session.recipe.checks.logits_times_noise
+    return Verdict(
+        "logits", len(reference), value=away(reference, found), limit=times * noise, times_noise=times,
+        is_widened=times > _DEFAULTS.logits_times_noise,
+    )  # fmt: skip
+
+
+def _same_bytes(reference: Path, found: Path, where: str = "") -> Verdict:
+    """Every tensor of two checkpoints, in whatever format and layout."""
+    report = verify(reference, found)
+    lead = f"{where}: " if where else ""
+    differences = [
+        Difference(
+            _oracle_of(str(row["name"])), f"{lead}{row['name']}", None, "the same", str(row.get("kind", "differs"))
+        )
+        for row in report.differing
+    ]
+    return Verdict("model", report.compared, differences)
+
+
+def _names(reference: Path, found: Path) -> Verdict:
+    """The names in two checkpoints of one format: none new, none of a wrapper, none lost; a tied head as it was."""
+    before, after = (set(open_checkpoint(each).tensors) for each in (reference, found))
+    differences = [Difference("names", name, None, "there", "not there") for name in sorted(before - after)]
+    differences += [Difference("names", name, None, "not there", "there") for name in sorted(after - before)]
+    return Verdict("names", len(before | after), differences)
+
+
+def _oracle_of(name: str) -> str:
+    return "moments" if ".exp_avg" in name else "model"
+
+
+def _same_files(reference: Path, found: Path) -> Verdict:
+    """Every file of two folders, byte for byte."""
+    names = sorted({each.name for folder in (reference, found) for each in folder.iterdir()})
+    differences = []
+    for name in names:
+        first, second = reference / name, found / name
+        if not (first.is_file() and second.is_file()):
+            here = "there" if first.is_file() else "not there"
+            differences.append(Difference("names", name, None, here, "there" if second.is_file() else "not there"))
+        elif not _are_equal(first, second):
+            differences.append(Difference("model", name, None, "the same bytes", "other bytes"))
+    return Verdict("model", len(names), differences)
+
+
+def _are_equal(first: Path, second: Path) -> bool:
+    size = 1 << 20
+    with first.open("rb") as one, second.open("rb") as other:
+        while True:
+            a, b = one.read(size), other.read(size)
+            if a != b:
+                return False
+            if not a:
+                return True
+
+
+def chosen(text: str | None) -> Sequence[Phase]:
+    """The phases that `--phases` names: numbers and ranges with commas between them, or names."""
+    if text is None:
+        return PHASES
+    known = {str(each.number): each for each in PHASES} | {each.name: each for each in PHASES}
+    numbers: set[int] = set()
+    for part in (each.strip() for each in text.split(",")):
+        first, dash, last = part.partition("-")
+        if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last) <= PHASES[-1].number:
+            numbers |= set(range(int(first), int(last) + 1))
+        elif part in known:
+            numbers.add(known[part].number)
+        else:
+            names = ", ".join(f"{each.number} ({each.name})" for each in PHASES)
+            raise UsageError(f"--phases {text}: found {part!r}, needed some of {names}; give numbers, as 0-3,6")
+    return [each for each in PHASES if each.number in numbers]

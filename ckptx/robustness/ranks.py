@@ -1,0 +1,340 @@
+"""The ranks of a run: processes that live for several phases, forked from one that has imported, measured after each.
+
+    this process     imports no torch, has no group, touches no device; it waits, and judges
+      the nursery    imports once, before it has a thread; multiprocessing's fork server
+        rank 0..n    forked from it; each phase is a world of its own that ends with the phase
+
+Imports take several times as long as what a small recipe computes. Under torchrun each of its processes has one rank
+below it, and a rank that is killed is not the process that torchrun watches.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
+from ckptx.runtime.launch import is_launched
+
+_IMPORTED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "ckptx.robustness.tasks",
+]
+_GRACE = 30.0  # seconds that the others get to end once a rank has failed or died
+
+
+class Residue(NamedTuple):
+    """What a rank still has when a phase is over and its world has ended.
+
+    Attributes:
+        tensor_bytes: Of tensors that are alive, each storage once.
+        threads: Of the process.
+    """
+
+    tensor_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a task on one rank.
+
+    Attributes:
+        value: What it returned.
+        residue: What it left.
+        died: The signal that ended the process, where one did.
+    """
+
+    value: Any = None
+    residue: Residue | None = None
+    died: int | None = None
+
+
+class Settings(NamedTuple):
+    """What each rank is told when it starts.
+
+    Attributes:
+        device: auto, cpu or cuda.
+        backend: auto, gloo or nccl.
+        directory: Where the ranks of this machine meet.
+        is_launched: Whether somebody else, as torchrun, launched the processes above the ranks.
+    """
+
+    device: str
+    backend: str
+    directory: str
+    is_launched: bool
+
+
+class Ranks:
+    """The ranks of this machine, or under torchrun the one below this process."""
+
+    def __init__(self, *, device: str = "auto", backend: str = "auto", is_fresh: bool = False) -> None:
+        """Nothing is started before the first task.
+
+        Args:
+            device: auto, cpu or cuda.
+            backend: auto, gloo or nccl.
+            is_fresh: Each rank is an interpreter of its own, which imports everything itself.
+        """
+        self._is_fresh = is_fresh
+        self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._directory = tempfile.TemporaryDirectory(prefix="ckptx-ranks-")
+        self._settings = Settings(device, backend, self._directory.name, is_launched())
+        self._worlds = itertools.count()
+
+    def run(
+        self, task: str | Callable[..., Any], *args: Any, world_size: int, may_die: bool = False
+    ) -> dict[int, Answer]:
+        """Calls `task(place, *args)` on every rank, in a world of its own; gives the answers of the ranks here.
+
+        Args:
+            task: A function of a module, or its name in `ckptx.robustness.tasks`, which need not be imported here.
+            args: Are pickled.
+            world_size: Number of ranks; under torchrun that of torchrun.
+            may_die: A rank that a signal ends is an answer, and no failure; what the others say then is none either.
+
+        Raises:
+            CkptxError: As a rank raised it.
+            PeerFailure: A rank died.
+        """
+        here = [int(os.environ["RANK"])] if self._settings.is_launched else list(range(world_size))
+        world = next(self._worlds)
+        for rank in here:
+            if rank not in self._workers or not self._workers[rank][0].is_alive():
+                self._workers[rank] = self._start(rank)
+        said = pickle.dumps((task, args, world_size, world))
+        for rank in here:
+            self._workers[rank][1].send_bytes(said)
+        answers = self._answers(here)
+        failed = {rank: value for rank, (value, _) in answers.items() if isinstance(value, BaseException)}
+        died = {rank: value for rank, value in failed.items() if isinstance(value, _Died)}
+        if failed:
+            self._stop(here)
+        if failed and not (may_die and died):
+            raise _first(failed)
+        return {
+            rank: Answer(died=value.signal)
+            if isinstance(value, _Died)
+            else Answer()
+            if isinstance(value, BaseException)
+            else Answer(value, residue)
+            for rank, (value, residue) in answers.items()
+        }
+
+    def can_have(self, world_size: int) -> bool:
+        """Whether there can be so many ranks: under torchrun only as many as it started."""
+        return not self._settings.is_launched or world_size == int(os.environ["WORLD_SIZE"])
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._stop(list(self._workers))
+        self._directory.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
+        context: Any = multiprocessing.get_context("spawn" if self._is_fresh else "forkserver")
+        if not self._is_fresh:
+            context.set_forkserver_preload(_IMPORTED)
+        here, there = context.Pipe()
+        arguments = (there, rank, self._settings)
+        process: BaseProcess = context.Process(target=_work, args=arguments, name=f"ckptx-rank-{rank}", daemon=True)
+        with _nobodys_script(), _environment():
+            process.start()
+        there.close()
+        return process, here
+
+    def _answers(self, ranks: Sequence[int]) -> dict[int, tuple[Any, Residue | None]]:
+        """What each rank sent, or how it ended; when one has failed the others have a while."""
+        waiting = {self._workers[rank][1]: rank for rank in ranks}
+        found: dict[int, tuple[Any, Residue | None]] = {}
+        is_failing = False
+        while waiting:
+            ready = wait(list(waiting), _GRACE if is_failing else None)
+            if not ready or any(isinstance(value, _Died) for value, _ in found.values()):
+                break  # what others say of one that died is known
+            for each in ready:
+                assert isinstance(each, Connection)
+                rank = waiting.pop(each)
+                found[rank] = self._received(rank)
+                is_failing = is_failing or isinstance(found[rank][0], BaseException)
+        for rank in waiting.values():
+            found[rank] = (PeerFailure(f"rank {rank}: gave no answer when another had ended", 7, is_said=False), None)
+        return found
+
+    def _received(self, rank: int) -> tuple[Any, Residue | None]:
+        process, pipe = self._workers[rank]
+        try:
+            is_fine, value, residue = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process.join(_GRACE)
+            code = process.exitcode
+            if code is not None and code < 0:
+                return _Died(rank, -code), None
+            return EnvironmentProblem(
+                f"rank {rank}: ended with code {code} and without a word; look at its output"
+            ), None
+        return (value, residue) if is_fine else (_as_error(value), None)
+
+    def _stop(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if rank not in self._workers:
+                continue
+            process, pipe = self._workers.pop(rank)
+            pipe.close()
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+class _Died(PeerFailure):
+    """A signal ended a rank."""
+
+    def __init__(self, rank: int, signal: int) -> None:
+        super().__init__(f"rank {rank}: ended by signal {signal}; look at its output", 7, is_said=False)
+        self.signal = signal
+
+
+def _first(failed: Mapping[int, BaseException]) -> BaseException:
+    """Why it failed: who failed by itself, before those who only lost the connection to another."""
+    errors = [failed[rank] for rank in sorted(failed)]
+    return min(errors, key=lambda each: (not isinstance(each, _Died), isinstance(each, PeerFailure)))
+
+
+def _as_error(said: tuple[type[BaseException] | None, str, str]) -> BaseException:
+    cls, text, trace = said
+    if cls is None or not issubclass(cls, CkptxError):
+        error: BaseException = Defect(text)
+    elif issubclass(cls, PeerFailure):
+        error = PeerFailure(text, 7, is_said=False)
+    else:
+        error = cls(text)
+    error.__cause__ = RuntimeError(trace)
+    return error
+
+
+@contextmanager
+def _nobodys_script() -> Iterator[None]:
+    """Keeps multiprocessing from importing the script that started this process into every rank."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What nursery and ranks inherit, where nobody said otherwise: one thread each, as ranks share the cores."""
+    given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    missing = [name for name in given if name not in os.environ]
+    os.environ.update({name: given[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+# ---------------------------------------------------------------------------------------------- in a rank
+
+
+def _work(pipe: Connection, rank: int, settings: Settings) -> None:
+    """What a rank does: one task after another, until nobody asks any more."""
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            said = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        pipe.send_bytes(_done(said, rank, settings))
+
+
+def _done(said: bytes, rank: int, settings: Settings) -> bytes:
+    """One task, in a world that ends with it."""
+    import traceback
+
+    from ckptx.runtime.distributed import alone, process_group
+
+    try:
+        task, args, world_size, world = pickle.loads(said)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        if not settings.is_launched:
+            os.environ["LOCAL_RANK"] = str(rank)
+        store = _store(settings, rank, world, world_size)
+        if isinstance(task, str):
+            task = getattr(importlib.import_module("ckptx.robustness.tasks"), task)
+        with process_group(settings.device, settings.backend, store) as place, alone():
+            value = task(place, *args)
+        del args, place, store
+        return pickle.dumps((True, value, _residue()))
+    except BaseException as error:
+        cls = type(error) if isinstance(error, CkptxError) else None
+        text = str(error) if cls is not None else f"{type(error).__name__}: {error}; please report this"
+        return pickle.dumps((False, (cls, text, traceback.format_exc()), None))
+
+
+def _store(settings: Settings, rank: int, world: int, world_size: int) -> Any:
+    """Where the ranks of a world meet: in a file, or at the address of who launched them, under a name of their own."""
+    import torch.distributed as dist
+
+    if not settings.is_launched:
+        return dist.FileStore(str(Path(settings.directory, f"world-{world}")), world_size)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not is_of_agent and not _hosted:
+        _hosted.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False))
+    store = _hosted[0] if _hosted else dist.TCPStore(address, port, is_master=False)
+    return dist.PrefixStore(f"ckptx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/world-{world}", store)
+
+
+_hosted: list[Any] = []  # the store of rank 0, where no agent has one
+
+
+def _residue() -> Residue:
+    """What is still alive in this process; garbage is collected first."""
+    import torch
+
+    gc.collect()
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):  # isinstance would ask a proxy of torch, which warns
+            storage = getattr(each, "_local_tensor", each).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return Residue(sum(storages.values()), _threads())
+
+
+def _threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()

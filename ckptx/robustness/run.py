@@ -1,0 +1,180 @@
+"""`ckptx robustness`: a recipe is read, its phases run on shared ranks, and what they found becomes a report."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptx.errors import OutputError
+from ckptx.report.documents.robustness import RobustnessReport
+from ckptx.report.report import Log, Stopwatch
+from ckptx.robustness.oracles import Difference, Verdict, plain_number
+from ckptx.robustness.phases import Findings, Phase, chosen
+from ckptx.robustness.ranks import Ranks, Residue
+from ckptx.robustness.session import Planted, Session
+from ckptx.runtime.launch import is_launched
+from ckptx.training.recipe import Recipe
+from ckptx.training.recipe_file import find_recipe, read_recipe
+
+_SHOWN = 200  # rows of differences in a report
+
+
+def robustness(
+    recipe: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    phases: str | None = None,
+    inject: str | None = None,
+    out: str | Path | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+    gpu_memory: int | str | None = None,
+    log: Log | None = None,
+) -> RobustnessReport:
+    """Trains, saves, loads, exports, re-lays, resumes and kills what a recipe says, and names what differs.
+
+    Args:
+        recipe: The name of a shipped recipe, or a file.
+        settings: Changes to it, as "layout.tp=2".
+        phases: Which, as "0-3,6"; all when left out.
+        inject: The name of a fault to plant; the phases that can name it run.
+        out: A folder for all that is written, absent or empty; a temporary one, which stays if something differs, when
+            left out.
+        device: auto, cpu or cuda.
+        backend: auto, gloo or nccl.
+        gpu_memory: What a GPU may use, as "80GB"; all of it when left out.
+        log: Has what the user should know, when an error is raised, too.
+
+    Returns:
+        The report; `exit` is 1 if something differs.
+
+    Raises:
+        UsageError: An option or a key of the recipe has no meaning.
+        UnsupportedError: The model cannot run like that.
+        EnvironmentProblem: A package, a device or a rank is missing.
+    """
+    stopwatch, log = Stopwatch(), log or Log()
+    path = find_recipe(recipe)
+    read = read_recipe(path, settings, int(os.environ["WORLD_SIZE"]) if is_launched() else None)
+    wanted, planted = chosen(phases), Planted()
+    with ExitStack() as stack:
+        folder = _folder(out, stack)
+        report = _report(read, path, settings, inject, folder)
+        ranks = stack.enter_context(Ranks(device=device, backend=backend))
+        session = Session(
+            recipe=read, source=folder / "source", out=folder, ranks=ranks, device=device, backend=backend,
+            is_exact=True, log=log, planted=planted,
+        )  # fmt: skip
+        session.source, kind = session.ask("prepared", read, session.source)
+        session.is_exact = kind == "cpu"
+        found = _run(session, wanted)
+    return stopwatch.stop(replace(report, **found, warnings=log.notes))
+
+
+def _run(session: Session, phases: Sequence[Phase]) -> dict[str, Any]:
+    """The phases one after another; fields of the report."""
+    rows: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
+    baseline = _baseline(session)
+    for phase in phases:
+        begin = time.perf_counter()
+        found = phase.run(session)
+        found.verdicts.append(_memory(session, baseline))
+        rows.append(_row(phase, found, time.perf_counter() - begin, _most(session.residues), baseline))
+        session.residues.clear()
+        differences += [
+            {"phase": phase.number, **each._asdict()} for verdict in found.verdicts for each in verdict.differences
+        ]
+    ok = all(row["ok"] is not False for row in rows)
+    return {
+        "exit": 0 if ok else 1,
+        "phases": rows,
+        "noise": session.noise_found,
+        "losses": [
+            {"run": name, "steps": list(losses), "losses": [plain_number(each) for each in losses.values()]}
+            for name, losses in session.losses.items()
+        ],
+        "differing": differences[:_SHOWN],
+    }
+
+
+def _row(phase: Phase, found: Findings, seconds: float, residue: Residue, baseline: Residue) -> dict[str, Any]:
+    is_run = found.skipped is None
+    return {
+        "name": phase.name,
+        "number": phase.number,
+        "title": phase.title,
+        "ok": all(each.ok for each in found.verdicts) if is_run else None,
+        "seconds": round(seconds, 3),
+        "oracles": [each.row() for each in found.verdicts],
+        "notes": [*found.notes, *([found.skipped] if found.skipped else [])],
+        "memory": {
+            "tensor_bytes": residue.tensor_bytes,
+            "threads": residue.threads,
+            "baseline_tensor_bytes": baseline.tensor_bytes,
+            "baseline_threads": baseline.threads,
+        },
+    }
+
+
+def _baseline(session: Session) -> Residue:
+    """What is left of a run of one step that was released: the least that a process which has trained has."""
+    session.ask("train", session.run_of(until=1))
+    found = _most(session.residues)
+    session.residues.clear()
+    return found
+
+
+def _most(residues: Sequence[Residue]) -> Residue:
+    return Residue(
+        max((each.tensor_bytes for each in residues), default=0), max((each.threads for each in residues), default=0)
+    )
+
+
+def _memory(session: Session, baseline: Residue) -> Verdict:
+    """Whether the ranks gave back what a phase took."""
+    found = _most(session.residues)
+    differences = [
+        Difference("memory", name.replace("_", " "), None, f"at most {most}", str(left))
+        for name, most, left in zip(Residue._fields, baseline, found, strict=True)
+        if left > most
+    ]
+    return Verdict("memory", 2 * len(session.residues), differences)
+
+
+def _folder(out: str | Path | None, stack: ExitStack) -> Path:
+    """Where everything is written."""
+    if out is None:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptx-robustness-")))
+    folder = Path(out)
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise OutputError(
+                f"{folder}: holds other files, needed a folder that is absent or empty; use another --out"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be written: {error.strerror}; use another --out") from error
+    return folder.resolve()
+
+
+def _report(recipe: Recipe, path: Path, settings: Sequence[str], inject: str | None, out: Path) -> RobustnessReport:
+    dims = recipe.layout.dims
+    return RobustnessReport(
+        command="robustness",
+        recipe=recipe.name,
+        recipe_file=str(path),
+        settings=dict(each.partition("=")[::2] for each in settings),
+        injected=inject,
+        out=str(out),
+        world_size=dims.world_size,
+        layout={"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate},
+        trainer="ckptx",
+        phases=[],
+    )

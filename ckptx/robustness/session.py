@@ -1,0 +1,187 @@
+"""What the phases of one run share: the recipe, the ranks, and what earlier phases found, each found once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptx.errors import Defect
+from ckptx.report.report import Log
+from ckptx.robustness.oracles import distance, largest
+from ckptx.robustness.ranks import Ranks, Residue
+from ckptx.robustness.runs import Event, Logits, Outcome, Run, away
+from ckptx.training.recipe import LayoutBlock, Recipe
+
+DRAWS = 3  # runs with the embedding moved by one unit in the last place
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """What a fault does, by the run that it does it in; nothing is planted where all of it is empty.
+
+    Attributes:
+        events: What is called at moments of a run, on its ranks.
+        altered: What makes another run of it.
+        published: What is called with its folder, when it is over.
+    """
+
+    events: Mapping[str, Mapping[str, Event]] = field(default_factory=dict)
+    altered: Mapping[str, Callable[[Run], Run]] = field(default_factory=dict)
+    published: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Session:
+    """One `ckptx robustness`.
+
+    Attributes:
+        recipe: What is trained, its mesh filled in.
+        source: The checkpoint it begins with.
+        out: Where everything is written.
+        ranks: Live over the phases.
+        device: auto, cpu or cuda, as the ranks were given it.
+        backend: auto, gloo or nccl.
+        is_exact: Whether two runs alike are expected to have the same bits, as on a CPU.
+        log: What the user should know.
+        planted: A fault, or nothing.
+        losses: Of each run, by its name.
+        residues: What ranks held after each task since it was last looked at.
+    """
+
+    recipe: Recipe
+    source: Path
+    out: Path
+    ranks: Ranks
+    device: str
+    backend: str
+    is_exact: bool
+    log: Log
+    planted: Planted = field(default_factory=Planted)
+    losses: dict[str, Mapping[int, float]] = field(default_factory=dict)
+    residues: list[Residue] = field(default_factory=list)
+    _found: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the recipe's mesh."""
+        return self.recipe.layout.dims.world_size
+
+    @property
+    def boundary(self) -> int:
+        """The step that resumed runs go on from."""
+        return self.recipe.training.save_at[0]
+
+    def ask(self, task: str, *args: Any, world_size: int | None = None, ranks: Ranks | None = None) -> Any:
+        """What a task found; each rank knows what all of them found."""
+        answers = (ranks or self.ranks).run(task, *args, world_size=world_size or self.world_size)
+        if ranks is None:
+            self.residues += [each.residue for each in answers.values() if each.residue is not None]
+        return next(iter(answers.values())).value
+
+    def train(self, name: str, run: Run, ranks: Ranks | None = None) -> Outcome:
+        """One run of the trainer, under a name that its losses and its faults go by."""
+        run = replace(run, events=self.planted.events.get(name, {}), lines=self.out / f"{name}.jsonl")
+        if name in self.planted.altered:
+            run = self.planted.altered[name](run)
+        layout = run.layout or run.recipe.layout
+        outcome = self.ask("train", run, world_size=layout.dims.world_size, ranks=ranks)
+        assert isinstance(outcome, Outcome)
+        self.losses[name] = outcome.losses
+        self.log.note(*outcome.notes)
+        if name in self.planted.published:
+            self.planted.published[name](self.folder(name))
+        return outcome
+
+    def folder(self, name: str) -> Path:
+        """Where a run saves."""
+        return self.out / name
+
+    def saved(self, name: str, step: int) -> Path:
+        """Where a run saves after a step."""
+        return self.folder(name) / f"step-{step}"
+
+    def run_of(self, **settings: Any) -> Run:
+        """A run of the recipe to its end, with some settings."""
+        given: dict[str, Any] = {"until": self.recipe.training.steps, **settings}
+        return Run(recipe=self.recipe, source=self.source, **given)
+
+    @property
+    def stops(self) -> list[int]:
+        """Steps after which the straight run saves: as the recipe says, one after the first of these, and the last."""
+        training = self.recipe.training
+        return sorted({*training.save_at, min(self.boundary + 1, training.steps), training.steps})
+
+    @property
+    def straight(self) -> Outcome:
+        """The run that does not stop; everything else is held against it."""
+        if "straight" not in self._found:
+            saves = {step: self.saved("straight", step) for step in self.stops}
+            run = self.run_of(saves=saves, looks=self.stops, probes=True, printed=False)
+            self._found["straight"] = self.train("straight", run)
+        found = self._found["straight"]
+        assert isinstance(found, Outcome)
+        return found
+
+    @property
+    def again(self) -> Outcome:
+        """The same once more, without saving."""
+        if "again" not in self._found:
+            self._found["again"] = self.train("again", self.run_of(looks=self.stops, probes=True))
+        found = self._found["again"]
+        assert isinstance(found, Outcome)
+        return found
+
+    @property
+    def noise(self) -> Mapping[str, Mapping[str, float]]:
+        """What differences mean nothing: of two runs alike, and of runs from an embedding moved a little."""
+        if "noise" not in self._found:
+            repeated = _differences(self.straight, self.again)
+            moved = [
+                _differences(self.straight, self.train(f"moved-{draw}", self.run_of(moved=draw, probes=True)))
+                for draw in range(DRAWS)
+            ]
+            self._found["noise"] = {
+                kind: {"repeated": repeated[kind], "moved": largest(each[kind] for each in moved)} for kind in repeated
+            }
+        found: Mapping[str, Mapping[str, float]] = self._found["noise"]
+        return found
+
+    @property
+    def noise_found(self) -> Mapping[str, Mapping[str, float]]:
+        """The noise, if a phase needed it."""
+        found: Mapping[str, Mapping[str, float]] = self._found.get("noise", {})
+        return found
+
+    def noise_of(self, kind: str) -> float:
+        """The larger of the two."""
+        return largest(self.noise[kind].values())
+
+    @property
+    def reference_logits(self) -> Logits:
+        """Of the model as the straight run left it."""
+        if self.straight.logits is None:
+            raise Defect("robustness: no rank of the straight run had logits, needed those of the last stage")
+        return self.straight.logits
+
+    def on(self, layout: LayoutBlock) -> str:
+        """A layout in words."""
+        sizes = {
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "dp_shard": layout.dp_shard or 1,
+            "dp_replicate": layout.dp_replicate,
+        }
+        return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def _differences(reference: Outcome, found: Outcome) -> dict[str, float]:
+    losses = [distance(reference.losses[step], found.losses[step]) for step in reference.losses]
+    logits = away(reference.logits or (), found.logits or ())
+    return {"loss": largest(losses), "logits": logits}
+
+
+def of_steps(losses: Mapping[int, float], steps: Sequence[int]) -> list[float]:
+    """Losses of these steps, NaN where there is none."""
+    return [losses.get(step, float("nan")) for step in steps]

@@ -1,0 +1,212 @@
+"""What ranks do in a phase: each function here runs on every rank, and returns what all of them found.
+
+A rank builds what it needs, and gives all of it back before it answers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptx.robustness.moments import held_whole, items_of
+from ckptx.robustness.runs import Logits, Outcome, Run, away
+from ckptx.runtime.build import read_config
+from ckptx.runtime.distributed import Process, everywhere, together, told
+from ckptx.training.data import Dataset, collate, open_dataset
+from ckptx.training.recipe import Recipe
+from ckptx.training.source import prepare_source
+from ckptx.training.trainer import StepRecord, Trainer
+
+_PROBED = 2  # samples that logits are compared on
+LABELS = "labels"
+
+
+def prepared(place: Process, recipe: Recipe, directory: Path) -> tuple[Path, str]:
+    """The checkpoint that a recipe begins with, written by rank 0 where it has none, and the kind of the device."""
+    found: Path | None = None
+    with together():
+        if place.rank == 0:
+            found = prepare_source(recipe, directory)
+    source: Path = told(found)
+    return source, place.device.type
+
+
+def train(place: Process, run: Run) -> Outcome:
+    """One run, from its beginning or from a checkpoint."""
+    dataset = opened(run.recipe, run.source)
+    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
+    try:
+        return _trained(place, run, trainer, dataset)
+    finally:
+        trainer.release()
+
+
+def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Outcome:
+    if run.resumed is not None:
+        with together():
+            trainer.resume(run.resumed)
+    if run.moved is not None:
+        move(trainer, run.moved)
+    looks: dict[int, list[Any]] = {}
+    losses: dict[int, float] = {}
+
+    def pause() -> None:
+        """What is done between two steps."""
+        if trainer.done in run.saves:
+            trainer.save(run.saves[trainer.done])
+        if trainer.done in run.looks:
+            looks[trainer.done] = everywhere((items_of(trainer), held_whole(trainer)))
+
+    start = everywhere(items_of(trainer)) if run.looks else []
+    pause()
+    while trainer.done < run.until:
+        record = trainer.step()
+        losses[record.step] = record.loss
+        if place.rank == 0:
+            _tell(run, record)
+        pause()
+    sharded = everywhere(_sharded(trainer))
+    logits = probed(trainer, dataset) if run.probes else None
+    return Outcome(
+        losses=losses,
+        start=start,
+        items={step: [items for items, _ in found] for step, found in looks.items()},
+        held={step: [held for _, held in found] for step, found in looks.items()},
+        logits=logits,
+        sharded=(max(parts for parts, _ in sharded), max(count for _, count in sharded)),
+        wrapped_layers=max(everywhere(trainer.assembled.wrapped_layers)),
+        notes=list(dict.fromkeys(note for each in everywhere(trainer.notes) for note in each)),
+    )
+
+
+def _tell(run: Run, record: StepRecord) -> None:
+    if run.printed:
+        print(record.line(), flush=True)
+    if run.lines is not None:
+        with run.lines.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(asdict(record)) + "\n")
+
+
+def source_logits(place: Process, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:
+    """What stock transformers computes on rank 0, and how far that moves with the embedding, by one unit in the last
+    place: the noise of the logits.
+    """
+    found: tuple[Logits, float] | None = None
+    with together():
+        if place.rank == 0:
+            found = _stock(recipe, path, place, draws)
+    answer: tuple[Logits, float] = told(found)
+    return answer
+
+
+def _stock(recipe: Recipe, path: Path, place: Process, draws: int) -> tuple[Logits, float]:
+    _, cls, _ = read_config(path, trust_remote_code=recipe.model.trust_remote_code)
+    model: Any = cls.from_pretrained(
+        path,
+        dtype=getattr(torch, recipe.model.dtype),
+        attn_implementation=recipe.model.attn_implementation or "sdpa",
+        local_files_only=True,
+    )
+    model = model.to(place.device).eval()
+    batches = probe(recipe, open_dataset(recipe, path), place)  # on this rank alone
+
+    def logits() -> Logits:
+        with torch.no_grad():
+            return [model(**each).logits.float().cpu().numpy() for each in batches]
+
+    reference = logits()
+    noise = 0.0
+    table = model.get_input_embeddings().weight
+    kept = table.detach().clone()
+    for draw in range(draws):
+        with torch.no_grad():
+            table.copy_(moved(kept, draw))
+        noise = max(noise, away(reference, logits()))
+    return reference, noise
+
+
+def runtime_logits(place: Process, run: Run) -> Logits | None:
+    """What the runtime computes on the mesh, of the source or of a checkpoint."""
+    dataset = opened(run.recipe, run.source)
+    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
+    try:
+        if run.resumed is not None:
+            trainer.resume(run.resumed)
+        return probed(trainer, dataset)
+    finally:
+        trainer.release()
+
+
+def opened(recipe: Recipe, source: Path) -> Dataset:
+    """The data; what one rank cannot open fails on all."""
+    with together():
+        return open_dataset(recipe, source)
+
+
+def probe(recipe: Recipe, dataset: Dataset, place: Process) -> list[dict[str, Tensor]]:
+    """The first samples, one by one, without labels: the same on every rank."""
+    dtype = getattr(torch, recipe.model.dtype)
+    found = []
+    for index in range(min(_PROBED, len(dataset))):
+        batch = {name: value for name, value in collate([dataset[index]]).items() if name != LABELS}
+        found.append(
+            {
+                name: value.to(place.device, dtype if value.is_floating_point() else value.dtype)
+                for name, value in batch.items()
+            }
+        )
+    return found
+
+
+def probed(trainer: Trainer, dataset: Dataset) -> Logits | None:
+    """Logits of the probe, from the first rank that has them."""
+    given = trainer.logits(probe(trainer.recipe, dataset, trainer.place))
+    own = None if given is None else [each.numpy() for each in given]
+    return next((each for each in everywhere(own) if each is not None), None)
+
+
+def move(trainer: Trainer, draw: int) -> None:
+    """Moves the token table by one unit in the last place, here and there, on each rank that has a part of it."""
+    table = _token_table(trainer)
+    for name, parameter in trainer.assembled.parameters():
+        if name in table:
+            local = getattr(parameter, "_local_tensor", parameter)
+            with torch.no_grad():
+                local.copy_(moved(local, draw))
+
+
+def _token_table(trainer: Trainer) -> set[str]:
+    """The names of what is given `input_ids`, from the first stage."""
+    own: set[str] = set()
+    for model in trainer.assembled.models:
+        table = getattr(model.get_input_embeddings(), "weight", None)
+        own |= {trainer.assembled.whole_name(name) for name, each in model.named_parameters() if each is table}
+    return {name for each in everywhere(own) for name in each}
+
+
+def moved(values: Tensor, draw: int) -> Tensor:
+    """Values of which every one is the next that its dtype has, up or down, as a draw says."""
+    generator = torch.Generator().manual_seed(draw)
+    up = torch.rand(values.shape, generator=generator) < 0.5
+    toward = torch.where(up, torch.inf, -torch.inf).to(values.device, values.dtype)
+    if values.dtype is torch.bfloat16:  # torch has no nextafter for it on every device
+        bits = values.view(torch.int16)
+        step = torch.where((values > 0) == up.to(values.device), 1, -1).to(torch.int16)
+        return torch.where(values == 0, values, (bits + step).view(torch.bfloat16))
+    return torch.nextafter(values, toward)
+
+
+def _sharded(trainer: Trainer) -> tuple[int, int]:
+    """Parameters of which a rank has only a part, and all."""
+    layout = trainer.assembled.layout
+    parts = every = 0
+    for name, parameter in trainer.assembled.parameters():
+        regions = layout.local_regions(name) if layout is not None else None
+        is_cut = hasattr(parameter, "placements") and any(not each.is_replicate() for each in parameter.placements)
+        parts, every = parts + int(is_cut or regions is not None), every + 1
+    return parts, every

@@ -1,0 +1,166 @@
+"""The model of a recipe on this rank: built, frozen in part, cut into stages, made parallel, and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ckptx.architecture.find import find_architecture
+from ckptx.formats.hf.reader import read_json
+from ckptx.runtime.build import build_model, materialize
+from ckptx.runtime.distributed import Process, mesh_of
+from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.load import load
+from ckptx.runtime.mixed_inputs import MixedInputs
+from ckptx.runtime.parallelize import parallelize
+from ckptx.runtime.pipeline.cut import Cut, cut_model
+from ckptx.runtime.pipeline.pipeline import Pipeline
+from ckptx.runtime.release import release
+from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
+from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
+from ckptx.training.frozen import freeze
+from ckptx.training.recipe import LayoutBlock, Recipe
+from ckptx.verification.inputs.batch import inputs_for
+
+
+@dataclass(slots=True)
+class Assembled:
+    """What a rank trains.
+
+    Attributes:
+        stages: Its models: one, or the stages of a pipeline that it has, by number.
+        layouts: What TP did to each; None where it did nothing.
+        mesh: Of all ranks.
+        cut: How the model was cut into stages; None without a pipeline.
+        pipeline: Runs the stages; None without.
+        frozen: Names that are not trained, as the whole model has them.
+        wrapped_layers: Layers of this rank that recompute their activations.
+    """
+
+    stages: dict[int, nn.Module]
+    layouts: list[TensorParallelLayout | None]
+    mesh: DeviceMesh
+    cut: Cut | None
+    pipeline: Pipeline | None
+    frozen: frozenset[str]
+    wrapped_layers: int
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models of this rank."""
+        return list(self.stages.values())
+
+    @property
+    def layout(self) -> TensorParallelLayout | None:
+        """What TP did to all of them."""
+        return TensorParallelLayout.together(self.layouts)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of this rank once, by its first name in the whole model."""
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                yield self.whole_name(canonical_name(name)), parameter
+
+    def whole_name(self, name: str) -> str:
+        """What the whole model calls a parameter of a stage."""
+        return self.cut.copies.get(name, name) if self.cut is not None else name
+
+    def load(self, path: Path) -> None:
+        """Fills parameters and buffers from a checkpoint of any layout."""
+        for model, layout in zip(self.models, self.layouts, strict=True):
+            load(model, path, regions=layout.local_regions if layout is not None else None)
+
+    def release(self) -> None:
+        """Gives back what the models take; they cannot be used then."""
+        for model in self.models:
+            release(model)
+        self.stages, self.layouts, self.pipeline, self.cut = {}, [], None, None
+
+
+def assemble(recipe: Recipe, source: Path, place: Process, layout: LayoutBlock | None = None) -> Assembled:
+    """Builds the model of a recipe, parallel and with storage, and not loaded; every rank calls it.
+
+    Args:
+        recipe: What is trained.
+        source: The checkpoint it begins with, whose config says what to build.
+        place: This rank, in its process group.
+        layout: The mesh, in place of the recipe's.
+
+    Raises:
+        UnsupportedError: The class cannot run like that.
+        UsageError: There are not as many ranks as the mesh needs.
+    """
+    layout = layout or recipe.layout
+    mesh = mesh_of(layout.dims, place.device.type)
+    config = read_json(source / "config.json")
+    whole = build_model(
+        source,
+        dtype=getattr(torch, recipe.model.dtype),
+        trust_remote_code=recipe.model.trust_remote_code,
+        attn_implementation=recipe.model.attn_implementation or "sdpa",
+    ).train()
+    architecture = find_architecture(config)
+    if architecture is not None:
+        check_heads(config, layout.tp, architecture)
+    frozen = freeze(whole, recipe.model.freeze)
+    plan = find_plan(whole, config) if layout.tp > 1 else None
+    cut, stages = None, {0: whole}
+    if layout.pp > 1:
+        cut = cut_model(
+            whole,
+            config,
+            layout.dims,
+            microbatches=recipe.training.local_batch // recipe.training.microbatch,
+            schedule=layout.schedule,
+            split=layout.pp_split,
+            activation_checkpointing=layout.activation_checkpointing,
+            batches=_small_batches,
+        )
+        stages = cut.models(whole, mesh)
+    layouts, wrapped = [], 0
+    for model in stages.values():
+        done = parallelize(
+            model,
+            mesh,
+            plan,
+            activation_checkpointing=layout.activation_checkpointing,
+            scope=layout.ac_scope,
+            mixed_precision=_policy(recipe, layout),
+        )
+        layouts.append(done.layout)
+        wrapped += done.wrapped_layers
+        materialize(model, place.device)
+    return Assembled(stages, layouts, mesh, cut, None, frozen, wrapped)
+
+
+def connect(assembled: Assembled) -> None:
+    """Makes a pipeline of stages that are loaded; nothing happens without stages."""
+    if assembled.cut is not None and assembled.pipeline is None:
+        assembled.pipeline = assembled.cut.pipeline(assembled.stages, assembled.mesh)
+
+
+def mixed_inputs(assembled: Assembled) -> MixedInputs | None:
+    """What lets data ranks have images of their own; a pipeline does that by itself."""
+    return MixedInputs(assembled.models[0]) if assembled.cut is None else None
+
+
+def _policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:
+    """What FSDP2 casts; None where it casts nothing."""
+    if layout.param_dtype is None and layout.reduce_dtype is None:
+        return None
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, layout.param_dtype or recipe.model.dtype),
+        reduce_dtype=getattr(torch, layout.reduce_dtype or recipe.model.dtype),
+    )
+
+
+def _small_batches(small: nn.Module) -> Sequence[dict[str, Tensor]]:
+    """Arguments of every kind that the data has, for a small model of the class: with padding, and without."""
+    config = {**small.config.to_dict(), "architectures": small.config.architectures}
+    return [inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in (False, True)]

@@ -1,0 +1,93 @@
+"""What of a model is not trained: its token tables, its towers, or its language model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+
+from ckptx.errors import UnsupportedError
+from ckptx.runtime.layers import canonical_name, layer_groups, submodule
+
+_TOWERS = ("vision", "audio")
+
+
+def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
+    """Takes parameters out of training, in place.
+
+    Args:
+        model: Whole, before anything made it parallel.
+        parts: embeddings: every table of tokens, and a head that is tied to one. vision, audio: a tower, without what
+            leads from it to the language model. language: its layers, its tables and its head.
+
+    Returns:
+        Their names; of a parameter with several, all of them.
+
+    Raises:
+        UnsupportedError: The model lacks a part, or nothing would be left to train.
+    """
+    roots = {part: _roots_of(model, part) for part in parts}
+    for part, found in roots.items():
+        if not found:
+            raise UnsupportedError(f"{type(model).__name__}: has no {part} to freeze; leave {part} out of model.freeze")
+    chosen = {
+        id(parameter)
+        for found in roots.values()
+        for root in found
+        for parameter in (submodule(model, root) or model).parameters()
+    }
+    for parameter in model.parameters():
+        if id(parameter) in chosen:
+            parameter.requires_grad_(False)
+    if not any(each.requires_grad for each in model.parameters()):
+        raise UnsupportedError(
+            f"{type(model).__name__}: nothing is left to train without {', '.join(parts)}; freeze less"
+        )
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(canonical_name(name) for name, each in named if id(each) in chosen)
+
+
+def _roots_of(model: nn.Module, part: str) -> list[str]:
+    """Names of the modules that are a part, "" for the whole model."""
+    groups = {group: [layer.name for layer in layers] for group, layers in layer_groups(model).items()}
+    if part in _TOWERS:
+        others = [name for group, names in groups.items() if group != part for name in names]
+        return _outermost(groups[part], others)
+    towers = [name for group in _TOWERS for name in groups[group]]
+    tables = _tables(model, _outermost(towers, groups["language"]))
+    if part == "embeddings":
+        return tables
+    head = model.get_output_embeddings()
+    heads = [name for name, module in model.named_modules() if module is head] if head is not None else []
+    return [*_outermost(groups["language"], towers), *tables, *heads]
+
+
+def _outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """For each name the outermost module around it that has none of the others in it."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts) + 1))
+        inside = (each for each in prefixes if not any(_is_in(other, each) for other in others))
+        found[next(inside)] = None
+    return list(found)
+
+
+def _tables(model: nn.Module, towers: Collection[str]) -> list[str]:
+    """Every table of tokens: what is given `input_ids`, and what lies beside it, in no tower."""
+    main = model.get_input_embeddings()
+    found = []
+    for name, module in model.named_modules():
+        is_table = module is main or (isinstance(module, nn.Embedding) and _has_rows_of(module, main))
+        if is_table and not any(_is_in(name, tower) for tower in towers):
+            found.append(name)
+    return found
+
+
+def _has_rows_of(module: nn.Embedding, main: nn.Module | None) -> bool:
+    """Whether it has a row for each token, as tables of positions have not."""
+    return isinstance(main, nn.Embedding) and module.num_embeddings == main.num_embeddings
+
+
+def _is_in(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")
