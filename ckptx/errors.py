@@ -49,7 +49,14 @@ class EnvironmentProblem(CkptxError):
     exit_code = 7
 
 
-_BY_EXTRA = {"torch": "run", "transformers": "run"}
+_BY_EXTRA = {
+    "torch": "run",
+    "transformers": "run",
+    "tokenizers": "run",
+    "yaml": "run",
+    "datasets": "data",
+    "PIL": "data",
+}
 
 
 def missing_package(subject: str, error: ImportError) -> EnvironmentProblem:

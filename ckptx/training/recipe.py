@@ -25,6 +25,8 @@ class ModelBlock:
             of the checkpoint; without, the weights are random.
         shrunk: Random weights in narrow layers, and few of them: what a CPU can train of a large model. Its layers are
             of the same kinds, in the same order.
+        shrunk_from: Keys of config.json that `shrunk` begins with, so that nothing is downloaded; where there are none,
+            it is the config of `pretrained`. They change nothing without `shrunk`. `config` replaces keys of them.
         dtype: Of the parameters: float32 or bfloat16.
         attn_implementation: eager, sdpa, ...; None is what transformers chooses.
         freeze: What is not trained.
@@ -35,6 +37,7 @@ class ModelBlock:
     revision: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     shrunk: bool = False
+    shrunk_from: Mapping[str, Any] = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "float32"
     attn_implementation: str | None = None
     freeze: Sequence[Freezable] = ()
@@ -211,9 +214,10 @@ class Recipe:
     """All of it.
 
     Attributes:
-        name: Of the file, without its ending.
+        name: Of the file, without its ending; it is no key.
         description: One line.
         train: Set for a trainer that is not ours; `model`, `data`, `optimizer` and `schedule` then say nothing.
+        notes: What a person should know of it, as `recipe_file` found; it is no key.
     """
 
     name: str
@@ -227,3 +231,4 @@ class Recipe:
     checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
     checks: ChecksBlock = field(default_factory=ChecksBlock)
     train: ForeignBlock | None = None
+    notes: tuple[str, ...] = ()

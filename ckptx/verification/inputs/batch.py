@@ -84,16 +84,28 @@ def inputs_for(
         target = _tokens(config, rows, generator, shards, at_least)
         batch = {"input_ids": ids, "decoder_input_ids": target, **_mask(ids, is_padded)}
         return _named(config, batch, target.clone(), ["text"])
-    inserts: dict[str, MultimodalInput] = {}
-    for name in ("images", "audio"):
-        insert = _made(forms[name], config, rows, generator) if name in forms else None
-        if insert is not None:  # else a config without this tower
-            inserts[name] = insert
+    inserts = inserts_for(config, rows, generator)
     batch, labels = _with(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
     if is_padded:
         labels[0, -_PADDING:] = -100
     batch |= _mask(batch["input_ids"], is_padded)
     return _named(config, batch, labels, ["text", *inserts])
+
+
+def inserts_for(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> dict[str, MultimodalInput]:
+    """One image and one sound for each row, by kind, of what a model with this `config.json` looks at and listens to.
+
+    Args:
+        config: As a mapping, with the defaults of its class.
+        rows: Rows of the batch.
+        generator: For pixels and sounds.
+    """
+    forms, inserts = _rows_by_kind(config), {}
+    for name in ("images", "audio"):
+        insert = _made(forms[name], config, rows, generator) if name in forms else None
+        if insert is not None:  # else a config without this tower
+            inserts[name] = insert
+    return inserts
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,160 @@
+"""Rows of questions with answers: public data sets by their ids, and made-up ones of the very same columns.
+
+squad     id, title, context, question, answers {text, answer_start}       synthetic_text makes these
+medpix    image_id, mode, case_id, question, answer                        synthetic_images makes these
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import torch
+
+from ckptx.errors import InputError, UsageError, missing_package
+from ckptx.training.recipe import DataBlock
+from ckptx.untrusted.printable import one_line
+
+Row = Mapping[str, Any]
+
+_IDS = {"squad": "rajpurkar/squad", "medpix": "mmoukouba/MedPix-VQA"}
+_MADE_UP = {"squad": "synthetic_text", "medpix": "synthetic_images"}
+_COLUMNS = {
+    "squad": ("id", "title", "context", "question", "answers"),
+    "medpix": ("image_id", "mode", "case_id", "question", "answer"),
+}
+_SAMPLES = 64  # of a made-up set, where the recipe says nothing
+_SAVED = "state.json"  # in a folder that `Dataset.save_to_disk` wrote
+_SIDE = 24  # pixels
+_COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "grey": (120, 120, 120)}
+
+
+class Question(NamedTuple):
+    """What a model is asked.
+
+    Attributes:
+        text: The question with its context.
+        answer: What it learns to say.
+        image: What it is shown: of PIL, or bytes, (3, height, width); None for text alone.
+    """
+
+    text: str
+    answer: str
+    image: Any = None
+
+
+def open_rows(data: DataBlock, seed: int) -> Sequence[Row]:
+    """The rows of a data set.
+
+    Args:
+        data: Says which.
+        seed: Of made-up ones.
+
+    Raises:
+        InputError: The data set cannot be had, or has other columns.
+        EnvironmentProblem: The package `datasets` is missing.
+        UsageError: A path is given for made-up rows.
+    """
+    if data.dataset in _IDS:
+        return _public(data)
+    if data.path is not None:
+        raise UsageError(
+            f"data.path: found {one_line(data.path)} with data.dataset {data.dataset}, which is made up, needed null; "
+            "leave it out, or give another data set"
+        )
+    return MadeUp(data.dataset == "synthetic_images", data.samples or _SAMPLES, seed)
+
+
+def question_of(row: Row) -> Question:
+    """A row of either kind as a question."""
+    if "answers" in row:
+        answers = row["answers"]["text"]
+        return Question(f"{row['context']} {row['question']}", answers[0] if answers else "")
+    return Question(str(row["question"]), str(row["answer"]).strip(), row["image_id"])
+
+
+# -------------------------------------------------------------------------------------------------------------- public
+
+
+def _public(data: DataBlock) -> Sequence[Row]:
+    where = data.path or _IDS[data.dataset]
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_package(f"data.dataset {data.dataset}", error) from error
+    try:
+        if (Path(where) / _SAVED).is_file():
+            found = datasets.load_from_disk(where)
+        else:
+            found = datasets.load_dataset(where, split=data.split)
+    except Exception as error:  # its own kinds, those of pyarrow, of the Hub and of the network
+        raise InputError(
+            f"{one_line(where)}: the data set cannot be read: {type(error).__name__}: "
+            f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; needed it on the Hub, in the cache, or "
+            f"as data.path; made-up rows of the same columns are --set data.dataset={_MADE_UP[data.dataset]}"
+        ) from error
+    lacking = [each for each in _COLUMNS[data.dataset] if each not in found.column_names]
+    if lacking:
+        raise InputError(
+            f"{one_line(where)}: found columns {', '.join(map(one_line, found.column_names))}, needed "
+            f"{', '.join(lacking)} too, as {_IDS[data.dataset]} has them; give another data set"
+        )
+    rows: Sequence[Row] = found if data.samples is None else found.select(range(min(data.samples, len(found))))
+    if not len(rows):
+        raise InputError(f"{one_line(where)}: has no rows in {data.split}, needed some; give another split")
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- made up
+
+
+class MadeUp(Sequence[Row]):
+    """Rows that depend on a seed and their number alone; short, so that one fits into 32 bytes with its answer."""
+
+    def __init__(self, has_images: bool, length: int, seed: int) -> None:
+        self._has_images, self._length, self._seed = has_images, length, seed
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self._length))]
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        draw = random.Random(f"{self._seed} {index}")
+        return _image_row(draw, index) if self._has_images else _text_row(draw, index)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[each] for each in range(self._length))
+
+
+def _text_row(draw: random.Random, index: int) -> Row:
+    """A few names with numbers, of which one is asked for."""
+    names = draw.sample("abcdefghijklmnopqrstuvwxyz", 2 + index % 2)
+    facts = [f"{name}={draw.randrange(100)}" for name in names]
+    asked = draw.choice(facts)
+    context = " ".join(facts)
+    return {
+        "id": f"{index:08x}", "title": "made up", "context": context, "question": f"{asked[0]}?",
+        "answers": {"text": [asked[2:]], "answer_start": [context.index(asked) + 2]},
+    }  # fmt: skip
+
+
+def _image_row(draw: random.Random, index: int) -> Row:
+    """A picture of one colour with a lighter corner; what is asked for is the colour."""
+    colour = draw.choice(sorted(_COLOURS))
+    image = torch.tensor(_COLOURS[colour], dtype=torch.uint8)[:, None, None].repeat(1, _SIDE, _SIDE)
+    size = draw.randrange(2, _SIDE // 2)
+    image[:, :size, :size] = draw.randrange(235, 256)
+    return {
+        "image_id": image, "mode": "train", "case_id": f"{index:08x}", "question": "colour?", "answer": colour,
+    }  # fmt: skip

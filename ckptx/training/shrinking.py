@@ -1,0 +1,111 @@
+"""The config of a large model as one that a CPU can train: narrow layers, few of them, a vocabulary of bytes.
+
+Which layers there are is decided by their kinds, and a few of each kind are run as all of them would be:
+
+    sliding x 5, full, sliding x 5, full, ...   60 layers     sliding x 5, full     6 layers
+    one kind                                    40 layers                           4 layers
+
+Widths are those that `tiny_config` finds. Tokens that the config names get small numbers, in their order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ckptx.runtime.pipeline.narrow import parts, token_ids
+from ckptx.runtime.pipeline.tiny import tiny_config
+from ckptx.runtime.pipeline.width_keys import VOCABULARIES
+from ckptx.training.source_tokenizer import MOST_TOKENS
+
+_LAYERS = "num_hidden_layers"
+_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
+_LEAST = 4  # layers of a language model, so that stages can have several
+_LEAST_OF_TOWER = 2
+_FROM_THE_END = "num_kv_shared_layers"  # counts layers from the end, which a prefix has not
+
+Values = dict[str, Any]
+
+
+def with_few_layers(values: Values, config: PreTrainedConfig, kept: Mapping[str, Any]) -> Values:
+    """Keys of config.json with few layers in each part.
+
+    Args:
+        values: The keys.
+        config: What their class makes of them, with the defaults.
+        kept: Keys, nested as those are, that somebody set: their numbers of layers stay.
+    """
+    found = copy.deepcopy(values)
+    for path, part in _parts_at(config):
+        count = getattr(part, _LAYERS, None)
+        if not isinstance(count, int) or bool(getattr(part, _FROM_THE_END, 0)) or _LAYERS in _at(kept, path):
+            continue
+        few = _few(part, count)
+        there = found
+        for key in path:
+            there = there.setdefault(key, {})
+        lists = {key: value for key, value in there.items() if isinstance(value, list) and key not in _KINDS}
+        if few < count and not any(_points_behind(value, few, count) for value in lists.values()):
+            there[_LAYERS] = few
+            for key, value in there.items():
+                if isinstance(value, list) and len(value) == count:
+                    there[key] = value[:few]
+            layers = there.get("per_layer_config")
+            if isinstance(layers, dict):
+                there["per_layer_config"] = {key: value for key, value in layers.items() if int(key) < few}
+    return found
+
+
+def shrunk_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
+    """A copy with narrow layers and a small vocabulary.
+
+    Raises:
+        UnsupportedError: No such config can be built and run; see `tiny_config`.
+    """
+    copied = copy.deepcopy(config)
+    new = {old: at for at, old in enumerate(sorted(token_ids(copied)))}
+    words = -(-(len(new) + MOST_TOKENS) // 64) * 64
+    for part in parts(copied):
+        values = vars(part)
+        for key, value in values.items():
+            if key.endswith(("_token_id", "_token_index", "_token_ids", "_bos_id", "_eos_id")):
+                values[key] = (
+                    [new.get(each, each) for each in value] if isinstance(value, list) else new.get(value, value)
+                )
+            elif key in VOCABULARIES and isinstance(value, int):
+                values[key] = min(value, words)
+    return tiny_config(copied, cls)
+
+
+def _parts_at(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A config and those nested in it, each with its keys."""
+    yield path, config
+    for key, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts_at(value, (*path, key))
+
+
+def _at(values: Any, path: tuple[str, ...]) -> Values:
+    """The keys of a part; none where the values do not mention it."""
+    for key in path:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values if isinstance(values, dict) else {}
+
+
+def _few(part: Any, count: int) -> int:
+    """The shortest beginning that has all kinds of layers, and a few."""
+    least = _LEAST if isinstance(getattr(part, "vocab_size", None), int) else _LEAST_OF_TOWER
+    for key in _KINDS:
+        kinds = getattr(part, key, None)
+        if isinstance(kinds, list | tuple) and len(kinds) == count:
+            least = max(least, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
+    return min(count, least)
+
+
+def _points_behind(value: list[Any], few: int, count: int) -> bool:
+    """Whether a list is about single layers of which some would be gone."""
+    numbers = all(isinstance(each, int) for each in value)
+    return numbers and len(value) != count and any(few <= each < count for each in value)

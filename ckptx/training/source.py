@@ -1,0 +1,254 @@
+"""The checkpoint that a run begins with: a pretrained one, or random weights, where transformers reads them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ckptx.errors import InputError, UsageError
+from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.reader import read_json
+from ckptx.runtime.build import read_config
+from ckptx.training.recipe import ModelBlock, Recipe
+from ckptx.training.recipe_schema import unknown
+from ckptx.training.shrinking import shrunk_config, with_few_layers
+from ckptx.training.source_tokenizer import make_tokenizer
+
+_CONFIG = "config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_SHARD = "2GB"
+_JITTER = 0.1  # of what a class sets to one number: norms, biases, scales
+_BOUND = 8.0  # in place of an infinite bound
+_DROPOUT = ("dropout", "_pdrop", "dropout_prob", "dropout_rate", "dropout_p")
+_NO_DROPOUT = ("layerdrop", "drop_path", "classifier", "summary", "num_", "layer_dropout")
+# Keys that every class takes, and names that are none.
+_ALWAYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "auto_map", "quantization_config")
+_NO_KEYS = {"self", "args", "kwargs", "super_kwargs"}
+
+Values = dict[str, Any]
+
+
+def prepare_source(recipe: Recipe, directory: Path) -> Path:
+    """The directory of the checkpoint that a run begins with; for one process, before there are ranks, or for one rank.
+
+    A pretrained checkpoint that nothing changes is left where it is. Where the recipe changes its config, `directory`
+    has the changed one and copies of small files, with links to weights. Random weights are the same for the same
+    recipe; a model is held once to write them, in the dtype of the recipe.
+
+    Args:
+        recipe: Says which model.
+        directory: Where to write; it need not exist.
+
+    Returns:
+        The directory to read.
+
+    Raises:
+        InputError: There is no such checkpoint, or it has no config.
+        UsageError: The recipe names no model, or keys that mean nothing to it.
+        UnsupportedError: The class is unknown, cannot be built, or cannot be shrunk.
+    """
+    model, dropout = recipe.model, recipe.training.dropout
+    if model.pretrained is not None and not model.shrunk:
+        root = resolve(model.pretrained, revision=model.revision)
+        if not model.config and dropout is None and model.attn_implementation is None:
+            return root
+        values = merged(read_json(root / _CONFIG), model.config)
+        return _linked(root, directory, values, recipe)
+    values = _first_values(model)
+    directory.mkdir(parents=True, exist_ok=True)
+    config, cls, name = _random_config(values, directory, recipe)
+    tokenizer = make_tokenizer(config)
+    made = random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
+    made.config.architectures = [name]
+    made.save_pretrained(directory, max_shard_size=_SHARD)
+    tokenizer.save_pretrained(directory)
+    _write_config(directory, _with_attention(read_json(directory / _CONFIG), model))
+    return directory
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
+    """Keys of a config with others in place of some: mappings key by key, everything else as a whole."""
+    found = dict(values)
+    for key, change in changes.items():
+        below = found.get(key)
+        both = isinstance(below, Mapping) and isinstance(change, Mapping)
+        found[key] = merged(below, change) if both else change  # type: ignore[arg-type]  # both are mappings
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- pretrained
+
+
+def _linked(root: Path, directory: Path, values: Values, recipe: Recipe) -> Path:
+    """A directory with another config and the same weights."""
+    if directory.resolve() == root.resolve():
+        raise UsageError(
+            f"{directory}: is the checkpoint that model.pretrained names, needed another; give another --out"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in sorted(root.iterdir()):
+        copied = directory / each.name
+        if each.name == _CONFIG or not each.is_file():
+            continue
+        copied.unlink(missing_ok=True)
+        if each.name.endswith(_WEIGHTS):
+            os.symlink(each.resolve(), copied)
+        else:
+            shutil.copyfile(each, copied)
+    _write_config(directory, values)
+    if recipe.training.dropout is not None:
+        config = read_config(directory, trust_remote_code=recipe.model.trust_remote_code)[2]
+        for path, key in _dropouts(config):
+            part = values
+            for step in path:
+                part = part.setdefault(step, {})
+            part[key] = recipe.training.dropout
+    _write_config(directory, _with_attention(values, recipe.model))
+    return directory
+
+
+def _write_config(directory: Path, values: Values) -> None:
+    (directory / _CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_attention(values: Values, model: ModelBlock) -> Values:
+    """transformers takes `attn_implementation` of config.json, so that whoever builds the model has the same."""
+    if model.attn_implementation is None:
+        return values
+    return {**values, "attn_implementation": model.attn_implementation}
+
+
+# ---------------------------------------------------------------------------------------------------- random weights
+
+
+def _first_values(model: ModelBlock) -> Values:
+    """Keys of config.json to begin with."""
+    if model.shrunk and model.shrunk_from:
+        return merged(model.shrunk_from, model.config)
+    if model.pretrained is not None:
+        try:
+            root = resolve(model.pretrained, revision=model.revision)
+        except InputError as error:
+            raise InputError(f"{error}; or give model.shrunk_from keys of a config.json to begin with") from error
+        return merged(read_json(root / _CONFIG), model.config)
+    if not model.config:
+        raise UsageError(
+            "model: found neither pretrained nor config, needed one of them; name a checkpoint, or give keys of a "
+            "config.json with architectures"
+        )
+    return dict(model.config)
+
+
+def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any, type[PreTrainedModel], str]:
+    """The config of a model with random weights, its class, and the name of that."""
+    trusts = recipe.model.trust_remote_code
+    _write_config(directory, values)
+    name, cls, config = read_config(directory, trust_remote_code=trusts)
+    _refuse_unknown(recipe.model.config, config)
+    if recipe.model.shrunk:
+        _write_config(directory, with_few_layers(values, config, recipe.model.config))
+        name, cls, config = read_config(directory, trust_remote_code=trusts)
+        config = shrunk_config(config, cls)
+    if recipe.training.dropout is not None:
+        for path, key in _dropouts(config):
+            part = config
+            for step in path:
+                part = getattr(part, step)
+            setattr(part, key, recipe.training.dropout)
+    return config, cls, name
+
+
+def _refuse_unknown(given: Mapping[str, Any], config: Any, path: str = "model.config") -> None:
+    """Refuses keys that the class of the config does not have: transformers would take them in silence.
+
+    Raises:
+        UsageError: One is unknown.
+    """
+    known = _keys_of(type(config))
+    for key, value in given.items():
+        if known and key not in known:
+            raise unknown(key, sorted(known), f"{path}.{key}")
+        part = getattr(config, key, None)
+        if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
+            _refuse_unknown(value, part, f"{path}.{key}")
+
+
+def _keys_of(cls: type[PreTrainedConfig]) -> set[str]:
+    """The keys of a class of configs; none where it does not say."""
+    try:
+        blank = cls()
+    except Exception:  # a config class may raise anything
+        return set()
+    declared = {key for each in cls.__mro__ for key in getattr(each, "__annotations__", {})}
+    known = {*vars(blank), *blank.to_dict(), *cls.attribute_map, *declared, *_ALWAYS}
+    return {*known, *inspect.signature(cls.__init__).parameters} - _NO_KEYS
+
+
+def _dropouts(config: Any) -> list[tuple[tuple[str, ...], str]]:
+    """Where a config says how much is dropped: the path of a part, and the key.
+
+    Raises:
+        UsageError: It says so nowhere.
+    """
+    found: list[tuple[tuple[str, ...], str]] = []
+
+    def walk(part: Any, path: tuple[str, ...]) -> None:
+        for key, value in vars(part).items():
+            is_share = isinstance(value, float | int) and not isinstance(value, bool)
+            if is_share and key.endswith(_DROPOUT) and not any(word in key for word in _NO_DROPOUT):
+                found.append((path, key))
+            elif hasattr(value, "attribute_map"):
+                walk(value, (*path, key))
+
+    walk(config, ())
+    if not found:
+        raise UsageError(
+            f"training.dropout: {type(config).__name__} has no key for dropout, needed one; set it to null"
+        )
+    return found
+
+
+def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A model with random weights, none of which is all zeros, ones or infinite; names that are tied stay tied.
+
+    What multiplies is drawn so that it keeps the size of what it is given. What a class sets to one number, as norms
+    and biases, is moved a little from there, so that one that is lost is seen. Persistent buffers are, too.
+
+    Args:
+        cls: Of the model.
+        config: Of the model.
+        dtype: Of its parameters.
+        seed: The same one gives the same weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = cls._from_config(copy.deepcopy(config), dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    done: set[int] = set()
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in done and tensor.is_floating_point():
+                done.add(id(tensor))
+                _draw(name, tensor, generator)
+    return model.eval()
+
+
+def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """Random values in place."""
+    if tensor.dim() >= 2 and isinstance(tensor, torch.nn.Parameter):
+        fan_in = tensor.shape[-1] if tensor.dim() < 4 else tensor[0].numel()
+        tensor.normal_(0, fan_in**-0.5, generator=generator)
+        return
+    noise = torch.empty_like(tensor).normal_(0, _JITTER, generator=generator)
+    tensor.nan_to_num_(0.0, _BOUND, -_BOUND)
+    tensor.add_(noise.abs() if name.endswith("running_var") else noise)

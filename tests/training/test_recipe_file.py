@@ -1,0 +1,196 @@
+"""Recipes are found, changed and refused: every mistake ends in one line that names the key and what it may hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptx.errors import CkptxError, UnsupportedError, UsageError
+from ckptx.training.recipe_file import find_recipe, read_recipe, shipped_recipes
+
+TINY = "llama_tiny"
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_is_right(name: str) -> None:
+    recipe = read_recipe(name)
+    assert recipe.name == name
+    assert recipe.description
+    assert not recipe.notes
+
+
+def test_an_unknown_name_offers_the_nearest_and_all() -> None:
+    with pytest.raises(UsageError, match=r'did you mean "llama_tiny"\? There are .*llama_tiny') as caught:
+        find_recipe("lama_tiny")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="no such file"):
+        find_recipe("there/is/none.yaml")
+
+
+def test_a_file_is_a_recipe_with_its_name(tmp_path: Path) -> None:
+    recipe = read_recipe(written(tmp_path, "model: {config: {rms_norm_eps: 1e-6}}\noptimizer: {lr: 1e-5, eps: 1}\n"))
+    assert (recipe.name, recipe.optimizer.lr, recipe.optimizer.eps) == ("mine", 1e-5, 1.0)
+    assert type(recipe.optimizer.eps) is float
+    assert recipe.model.config == {"rms_norm_eps": 1e-6}
+
+
+def test_changes_are_made_in_order_and_reach_into_mappings() -> None:
+    recipe = read_recipe(
+        TINY,
+        [
+            "layout.tp=2", "layout.dp_shard=null", "model.config.num_hidden_layers=2", "model.config.rope.x=1e-3",
+            "optimizer.lr=3", "optimizer.lr=4", "training.clip=", "model.freeze=[vision, embeddings]",
+        ],
+        world_size=4,
+    )  # fmt: skip
+    assert (recipe.layout.tp, recipe.layout.dp_shard, recipe.optimizer.lr, recipe.training.clip) == (2, 2, 4.0, None)
+    assert recipe.model.config["num_hidden_layers"] == 2
+    assert recipe.model.config["hidden_size"] == 64
+    assert recipe.model.config["rope"] == {"x": 1e-3}
+    assert recipe.model.freeze == ("vision", "embeddings")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("layout.tpp=2", 'layout.tpp: is unknown; did you mean "tp"?'),
+        ("modle.dtype=float32", 'modle: is unknown; did you mean "model"?'),
+        ("name=x", "name: is unknown"),
+        ("notes=[x]", "notes: is unknown"),
+        ("layout.tp=two", 'layout.tp: found the text "two", needed a whole number'),
+        ("layout.tp=2.0", "found 2.0, needed a whole number"),
+        ("training.steps=true", "found true, needed a whole number"),
+        ("optimizer.lr='1e-5'", 'found the text "1e-5", needed a number'),
+        ("training.clip=big", 'found the text "big", needed a number or null'),
+        ("model.dtype=float16", 'found the text "float16", needed float32, bfloat16; did you mean "bfloat16"?'),
+        ("model.freeze=[eyes]", "model.freeze[0]: found"),
+        ("model.freeze=vision", "needed a list of"),
+        ("model=3", "model: found 3, needed a mapping"),
+        ("training.steps.a=3", "training.steps is 6, needed a mapping"),
+        ("train.zero_steps=true", "train.command: found nothing, needed a text; add it"),
+        ("checks.layouts=[{tp: x}]", "checks.layouts[0].tp: found"),
+        ("optimizer.lr=.nan", "found .nan, needed a finite number"),
+        ("optimizer.lr=1e999", "needed a finite number"),
+        ("optimizer.lr=-1", "optimizer.lr: found -1.0, needed 0 or more"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: found 1 number, needed two"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas[1]: found 1.0"),
+        ("layout.tp=0", "layout.tp: found 0, needed 1 to"),
+        ("layout.pp=-2", "layout.pp: found -2"),
+        ("training.clip=0", "needed a number above 0, or null"),
+        ("training.global_batch=6", "needed a multiple of 4, which is training.local_batch (2) x data ranks"),
+        ("training.microbatch=4", "needed a multiple of training.microbatch, which is 4"),
+        ("training.save_at=[7]", "found step 7, needed 1 to training.steps, which is 6"),
+        ("training.save_at=[4, 2]", "needed steps in ascending order"),
+        ("training.total_steps=3", "training.total_steps: found 3, needed 6 or more"),
+        ("training.seed=4294967296", "training.seed: found"),
+        ("layout.pp=4", "found 2 microbatches for 4 stages, needed as many at least"),
+        ("layout.schedule=1f2b", "is unknown, needed one of 1f1b"),
+        ("layout.pp_split=2,x", 'layout.pp_split: found "2,x", needed even'),
+        ("checks.layouts=[{tp: 2, pp: 2}]", "checks.layouts[0]: tp x pp x dp_replicate is 4, found 2 ranks"),
+        ("=3", "found no key with a value"),
+        ("training", "found no key with a value"),
+        ("training..steps=3", "found no key with a value"),
+        ("model.config=[", "is no YAML"),
+    ],
+)  # fmt: skip
+def test_a_change_that_means_nothing_is_refused(option: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_recipe(TINY, [option])
+    message = str(caught.value)
+    assert message.startswith(f"--set {option}: ")
+    assert said in message
+    assert "\n" not in message
+
+
+def test_a_mistake_of_the_file_names_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "training:\n  stepz: 3\n")
+    with pytest.raises(UsageError) as caught:
+        read_recipe(path, ["layout.tp=1"])
+    assert str(caught.value) == f'{path}: training.stepz: is unknown; did you mean "steps"?'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("training: {steps: 1}\ntraining: {}\n", 'in line 2 key "training" appears twice'),
+        ("model:\n  config: {a: 1, a: 2}\n", 'key "a" appears twice'),
+        ("a: &x 1\nb: *x\n", "an alias, *x"),
+        ("model: {config: {1: 2}}", "a key that is no text"),
+        ("model: !!python/name:os.system x", "a tag"),
+        ("- 1", "found a list, needed a mapping"),
+        ("", "found null, needed a mapping"),
+        ("--- {}\n--- {}\n", "another document"),
+        ("a: [", "is no YAML"),
+        ("a: \x00", "is no YAML"),
+        ("a: " + "[" * 40 + "]" * 40, "nested too deeply"),
+        ("[" * 5000, "nested too deeply"),
+        ("training: {seed: 99999999999999999999}", "more than 63 bits"),
+    ],
+)
+def test_what_a_recipe_has_no_use_for_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_recipe(written(tmp_path, text))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"model: \xff\xfe")
+    with pytest.raises(UsageError, match=r"byte 7 is no UTF-8"):
+        read_recipe(path)
+    path.write_bytes(b" " * (1 << 20) + b"x")
+    with pytest.raises(UsageError, match="more than 1,048,576 bytes"):
+        read_recipe(path)
+
+
+def test_scalars_are_those_of_the_core_schema(tmp_path: Path) -> None:
+    text = "model: {config: {a: 1e-5, b: 010, c: 1:30, d: no, e: 2020-01-01, f: '1', g: ~, h: True, i: .5, j: 1.}}"
+    found = read_recipe(written(tmp_path, text)).model.config
+    assert dict(found) == {
+        "a": 1e-5, "b": 10, "c": "1:30", "d": "no", "e": "2020-01-01", "f": "1", "g": None, "h": True, "i": 0.5,
+        "j": 1.0,
+    }  # fmt: skip
+
+
+def test_data_ranks_are_those_that_are_left() -> None:
+    free = ["layout.dp_shard=null", "checks.layouts=[{tp: 2}]", "training.global_batch=24"]
+    assert read_recipe(TINY, free[:1]).layout.dp_shard == 1
+    recipe = read_recipe(TINY, free, world_size=6)
+    assert (recipe.layout.dp_shard, recipe.checks.layouts[0].dp_shard) == (6, 3)
+    with pytest.raises(UsageError, match="tp x pp x dp_replicate is 4, found 6 ranks, needed a multiple of 4"):
+        read_recipe(TINY, [*free, "layout.tp=4"], world_size=6)
+    with pytest.raises(UsageError, match="found 3 ranks, needed 2; start so many"):
+        read_recipe(TINY, world_size=3)
+
+
+def test_few_microbatches_are_refused_with_1f1b_and_noted_otherwise() -> None:
+    few = ["layout.pp=2", "training.local_batch=1", "checks.layouts=[]"]
+    with pytest.raises(UsageError, match="found 1 microbatches for 2 stages"):
+        read_recipe(TINY, few)
+    (note,) = read_recipe(TINY, [*few, "layout.schedule=gpipe"]).notes
+    assert "1 microbatch for 2 stages" in note
+
+
+def test_a_schedule_that_is_wrong_with_fsdp_keeps_its_exit_code() -> None:
+    with pytest.raises(UnsupportedError, match="wrong gradients") as caught:
+        read_recipe(TINY, ["layout.pp=2", "layout.schedule=zbvzerobubble"])
+    assert isinstance(caught.value, CkptxError)
+    assert caught.value.exit_code == 4
+
+
+def test_a_trainer_that_is_not_ours_needs_no_model(tmp_path: Path) -> None:
+    recipe = read_recipe(
+        written(tmp_path, "train: {command: run, environment: {A: '1'}}\ntraining: {global_batch: 7}\n")
+    )
+    assert recipe.train is not None
+    assert recipe.train.environment == {"A": "1"}
+    with pytest.raises(UsageError, match=r"train.environment.A: found 1, needed a text"):
+        read_recipe(written(tmp_path, "train: {command: run, environment: {A: 1}}\n"))
