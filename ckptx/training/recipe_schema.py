@@ -54,10 +54,11 @@ def block_of(cls: Callable[..., T], values: Any, subject: Subject, path: str = "
     return cls(**found, **given)
 
 
-def unknown(name: str, known: Collection[str], where: str) -> UsageError:
-    """The refusal of a name that nobody knows, with the one that is nearest, or all there are."""
+def unknown(name: str, known: Collection[str], where: str, else_needed: str = "") -> UsageError:
+    """The refusal of a name that nobody knows, with the one that is nearest, or what is needed: else all there are."""
     near = difflib.get_close_matches(str(name), known, 1, 0.6)
-    offered = f'did you mean "{near[0]}"?' if near else f"needed one of {', '.join(known)}"
+    needed = else_needed or f"needed one of {', '.join(known)}"
+    offered = f'did you mean "{near[0]}"?' if near else needed
     return UsageError(f"{where}: is unknown; {offered}")
 
 

@@ -40,8 +40,8 @@ def with_few_layers(values: Values, config: PreTrainedConfig, kept: Mapping[str,
     """
     found = copy.deepcopy(values)
     for path, part in _parts_at(config):
-        count = getattr(part, _LAYERS, None)
-        if not isinstance(count, int) or bool(getattr(part, _FROM_THE_END, 0)) or _LAYERS in _at(kept, path):
+        count = vars(part).get(_LAYERS)
+        if not isinstance(count, int) or bool(vars(part).get(_FROM_THE_END)) or _LAYERS in _at(kept, path):
             continue
         few = _few(part, count)
         there = found
@@ -97,9 +97,9 @@ def _at(values: Any, path: tuple[str, ...]) -> Values:
 
 def _few(part: Any, count: int) -> int:
     """The shortest beginning that has all kinds of layers, and a few."""
-    least = _LEAST if isinstance(getattr(part, "vocab_size", None), int) else _LEAST_OF_TOWER
+    least = _LEAST if isinstance(vars(part).get("vocab_size"), int) else _LEAST_OF_TOWER
     for key in _KINDS:
-        kinds = getattr(part, key, None)
+        kinds = vars(part).get(key)
         if isinstance(kinds, list | tuple) and len(kinds) == count:
             least = max(least, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
     return min(count, least)

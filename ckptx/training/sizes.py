@@ -132,16 +132,18 @@ def _check_steps(recipe: Recipe, subject: Subject) -> None:
 def _check_batches(training: TrainingBlock, layout: LayoutBlock, path: str, subject: Subject) -> None:
     """Samples are dealt out evenly."""
     dp = layout.dims.dp
-    if training.global_batch % (training.local_batch * dp):
+    needed = training.local_batch * dp
+    if training.global_batch % needed:
         raise UsageError(
             f"{subject('training.global_batch', 'training.local_batch', path)}: training.global_batch: found "
-            f"{training.global_batch}, needed a multiple of {training.local_batch * dp}, which is training.local_batch ({training.local_batch}) x data "
-            f"ranks of {path} ({dp}); change one of them"
+            f"{training.global_batch}, needed a multiple of {needed}, which is training.local_batch "
+            f"({training.local_batch}) x data ranks of {path} ({dp}); change one of them"
         )
     if training.local_batch % training.microbatch:
         raise UsageError(
             f"{subject('training.local_batch', 'training.microbatch')}: training.local_batch: found "
-            f"{training.local_batch}, needed a multiple of training.microbatch, which is {training.microbatch}; change one of them"
+            f"{training.local_batch}, needed a multiple of training.microbatch, which is {training.microbatch}; change "
+            "one of them"
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,9 +33,8 @@ _JITTER = 0.1  # of what a class sets to one number: norms, biases, scales
 _BOUND = 8.0  # in place of an infinite bound
 _DROPOUT = ("dropout", "_pdrop", "dropout_prob", "dropout_rate", "dropout_p")
 _NO_DROPOUT = ("layerdrop", "drop_path", "classifier", "summary", "num_", "layer_dropout")
-# Keys that every class takes, and names that are none.
-_ALWAYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "auto_map", "quantization_config")
-_NO_KEYS = {"self", "args", "kwargs", "super_kwargs"}
+# Keys that every class takes.
+_ALWAYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")
 
 Values = dict[str, Any]
 
@@ -169,29 +170,37 @@ def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any
 
 
 def _refuse_unknown(given: Mapping[str, Any], config: Any, path: str = "model.config") -> None:
-    """Refuses keys that the class of the config does not have: transformers would take them in silence.
+    """Refuses keys that mean nothing to the class: transformers would take them in silence.
+
+    A class need not declare what it reads: a key that its code mentions is known, too.
 
     Raises:
         UsageError: One is unknown.
     """
-    known = _keys_of(type(config))
+    kind = type(config)
+    declared = {key for each in kind.__mro__ for key in getattr(each, "__annotations__", {}) if not key.startswith("_")}
+    known = {*declared, *kind.attribute_map, *_ALWAYS}
+    words = set(re.findall(r"\w+", "".join(map(_code_of, (kind.__module__, _modeling(kind.__module__))))))
     for key, value in given.items():
-        if known and key not in known:
-            raise unknown(key, sorted(known), f"{path}.{key}")
-        part = getattr(config, key, None)
+        if words and key not in known and key not in words:
+            raise unknown(key, sorted(known), f"{path}.{key}", f"needed a key of {kind.__name__}; leave it out")
+        part = vars(config).get(key)
         if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
             _refuse_unknown(value, part, f"{path}.{key}")
 
 
-def _keys_of(cls: type[PreTrainedConfig]) -> set[str]:
-    """The keys of a class of configs; none where it does not say."""
+def _modeling(module: str) -> str:
+    """The module of the models, beside that of their configs."""
+    package, _, name = module.rpartition(".")
+    return f"{package}.{name.replace('configuration_', 'modeling_')}"
+
+
+def _code_of(module: str) -> str:
+    """The text of a module; none where it is not there."""
     try:
-        blank = cls()
-    except Exception:  # a config class may raise anything
-        return set()
-    declared = {key for each in cls.__mro__ for key in getattr(each, "__annotations__", {})}
-    known = {*vars(blank), *blank.to_dict(), *cls.attribute_map, *declared, *_ALWAYS}
-    return {*known, *inspect.signature(cls.__init__).parameters} - _NO_KEYS
+        return inspect.getsource(importlib.import_module(module))
+    except (ImportError, OSError, TypeError):
+        return ""
 
 
 def _dropouts(config: Any) -> list[tuple[tuple[str, ...], str]]:
