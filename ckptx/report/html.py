@@ -7,17 +7,13 @@ they go through `escape`, in the data through `embedded`, and in the script into
 
 from __future__ import annotations
 
-import hashlib
-from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from html import escape as escape_html
-from importlib.resources import files
 from urllib.parse import quote
 
-from ckptx.publishing.report_file import GENERATOR
 from ckptx.ranks import Group, Holder, Layout, spans, spans_text
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
+from ckptx.report.page import asset, escape, page
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
 from ckptx.untrusted.printable import one_line, shown
@@ -38,50 +34,30 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
         report: Of `inspect`.
         layout: Who holds what; a part of the checkpoint when a glob narrowed it.
     """
-    script, style = _asset("layout.js"), _asset("layout.css")
-    title = escape(str(report.path).rstrip("/").rpartition("/")[2] or "checkpoint")
-    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    return "\n".join(
+    return page(
+        f"{_title(report)} - layout",
+        "layout.css",
         [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            GENERATOR,
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{title} - layout</title>",
-            f"<style>{style}</style>",
-            "</head>",
-            "<body>",
             thumbnails(layout, [group for _, group in _listed(layout)]),
-            *_header(report, layout, title),
+            *_header(report, layout),
             "<main>",
             *_mesh(layout),
             *_bytes(layout),
             *_tensors(layout),
             "</main>",
             f'<script type="application/json" id="data">{embedded(shown(page_data(layout), longest=0))}</script>',
-            f"<script>{script}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
+        ],
+        asset("layout.js"),
     )
 
 
-def escape(text: str) -> str:
-    """Anybody's text in the page: no markup, and nothing that turns or hides the text around it."""
-    return escape_html(one_line(text))
+def _title(report: InspectionReport) -> str:
+    """The name of a checkpoint, for a heading."""
+    return escape(str(report.path).rstrip("/").rpartition("/")[2] or "checkpoint")
 
 
-def _asset(name: str) -> str:
-    return (files("ckptx.report") / name).read_text(encoding="utf-8")
-
-
-def _header(report: InspectionReport, layout: Layout, title: str) -> Iterator[str]:
+def _header(report: InspectionReport, layout: Layout) -> Iterator[str]:
+    title = _title(report)
     dtypes = " ".join(
         f"<span class=chip>{escape(name)} <b>{count:,}</b></span>" for name, count in report.dtypes["before"].items()
     )

@@ -1,4 +1,4 @@
-"""A layout page taken apart with the parser of the standard library, and what may not be in one."""
+"""A page taken apart with the parser of the standard library, and what may not be in one."""
 
 from __future__ import annotations
 
@@ -69,17 +69,22 @@ class Page(HTMLParser):
         return found
 
 
-def fault_of_page(text: str) -> str | None:
-    """The first reason why a page is not whole, not safe or not alone; None when there is none."""
+def fault_of_page(text: str, *, has_script: bool = True) -> str | None:
+    """The first reason why a page is not whole, not safe or not alone; None when there is none.
+
+    One with a script has its data beside it; the policy of one without allows none.
+    """
     page = Page(text)
     if page.faults:
         return page.faults[0]
     scripts = [e for e in page.all("script") if e.attributes.get("type") != "application/json"]
-    if len(scripts) != 1 or len(page.all("script")) != 2:
+    if (len(scripts), len(page.all("script"))) != ((1, 2) if has_script else (0, 0)):
         return f"{len(page.all('script'))} scripts"
     policies = [e.attributes.get("content") or "" for e in page.all("meta") if "http-equiv" in e.attributes]
-    digest = base64.b64encode(hashlib.sha256(scripts[0].text.encode()).digest()).decode()
-    if not policies or "default-src 'none'" not in policies[0] or f"'sha256-{digest}'" not in policies[0]:
+    digests = [base64.b64encode(hashlib.sha256(each.text.encode()).digest()).decode() for each in scripts]
+    if not policies or "default-src 'none'" not in policies[0]:
+        return "there is no policy"
+    if re.findall(r"'sha256-([^']*)'", policies[0]) != digests or ("script-src" in policies[0]) != has_script:
         return "the policy does not name the script"
     ids = [e.attributes["id"] for e in page.elements if "id" in e.attributes]
     if len(ids) != len(set(ids)):

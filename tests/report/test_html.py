@@ -271,7 +271,7 @@ def _contrast(a: float, b: float) -> float:
 
 
 def _themes() -> list[dict[str, float]]:
-    style = (files("ckptx.report") / "layout.css").read_text(encoding="utf-8")
+    style = (files("ckptx.report") / "page.css").read_text(encoding="utf-8")
     light, dark = (dict(re.findall(r"--([\w-]+): #(\w{3}|\w{6});", part)) for part in style.split("@media", 2)[:2])
     return [{name: _of_hex(color) for name, color in theme.items()} for theme in (light, light | dark)]
 
@@ -279,8 +279,10 @@ def _themes() -> list[dict[str, float]]:
 @pytest.mark.parametrize("theme", _themes(), ids=["light", "dark"])
 def test_text_can_be_read_on_every_ground(theme: dict[str, float]) -> None:
     for ground in ("ground", "surface", "wash"):
-        for ink in ("ink", "quiet", "accent"):
+        for ink in ("ink", "quiet", "accent", "bad", "good"):
             assert _contrast(theme[ink], theme[ground]) >= 4.5, (ink, ground)
+    for ink in ("ink", "bad"):
+        assert _contrast(theme[ink], theme["bad-wash"]) >= 4.5, ink
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(4, 2, 2), ParallelDims(8, 1, 8), ParallelDims(1, 1, 16), None])
