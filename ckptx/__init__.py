@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from ckptx.difference import diff
     from ckptx.formats.registry import open_checkpoint
     from ckptx.inspection import inspect
+    from ckptx.robustness import robustness
     from ckptx.verification.verify import verify
 
-__all__ = ["__version__", "convert", "diff", "errors", "inspect", "open_checkpoint", "reshard", "verify"]
+__all__ = ["__version__", "convert", "diff", "errors", "inspect", "open_checkpoint", "reshard", "robustness", "verify"]
 
 _HOMES = {
     "convert": "ckptx.conversion.convert",
@@ -29,6 +30,7 @@ _HOMES = {
     "inspect": "ckptx.inspection",
     "open_checkpoint": "ckptx.formats.registry",
     "reshard": "ckptx.conversion.reshard",
+    "robustness": "ckptx.robustness",
     "verify": "ckptx.verification.verify",
 }
 
@@ -40,7 +42,7 @@ if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a nam
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = import_module(_HOMES[name])
-        return home if name == "errors" else getattr(home, name)
+        return home if name in ("errors", "robustness") else getattr(home, name)  # this package can be called
 
 
 def __dir__() -> list[str]:

@@ -39,8 +39,8 @@ MEETINGS = {("verification", "difference"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
-    "architecture/meta_model", "publishing/processes.py", "runtime/", "robustness/", "training/", "verification/budget.py",
-    "verification/comparison.py", "verification/distances.py", "verification/divergence.py",
+    "architecture/meta_model", "publishing/processes.py", "robustness/", "runtime/", "training/",
+    "verification/budget.py", "verification/comparison.py", "verification/distances.py", "verification/divergence.py",
     "verification/execution.py", "verification/forward.py", "verification/inputs/", "verification/loaded.py",
     "verification/memory.py", "verification/noise.py", "verification/reached.py", "verification/reference.py",
     "verification/routing.py", "verification/side.py", "verification/staging.py", "verification/walk.py",

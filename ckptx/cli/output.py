@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from ckptx.errors import (
     UsageError,
     exit_code_of,
 )
-from ckptx.publishing.report_file import refuse_place
+from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.report import Log, Report, Stopwatch, human_bytes
 from ckptx.untrusted.printable import lines, one_line, shown
 
@@ -34,13 +34,28 @@ R = TypeVar("R", bound=Report)
 class Output:
     """How one run talks, from the global options and the environment."""
 
-    def __init__(self, *, as_json: bool = False, report_file: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        as_json: bool = False,
+        report_file: str | None = None,
+        pages: Mapping[Path, Callable[[Report], str]] | None = None,
+    ) -> None:
+        """Looks at the environment.
+
+        Args:
+            as_json: Print the report as one document.
+            report_file: Where to write it, on success and on failure.
+            pages: Other files that are made of it, and written when it is: where, and what makes the text of each.
+        """
         context = click.get_current_context(silent=True)
         settings: dict[str, Any] = context.find_root().ensure_object(dict) if context is not None else {}
         self._is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = bool(settings.get("quiet")) or not self._is_first
         self.as_json = as_json
         self.report_file = None if report_file is None else Path(report_file)
+        self._pages = dict(pages or {})
+        self._is_plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
         self._is_verbose = bool(settings.get("verbose"))
         hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         self._progress = not (self.quiet or as_json or hidden)
@@ -69,8 +84,9 @@ class Output:
         raised: BaseException | None = None
         report: R | None = None
         try:
-            if self.report_file is not None and os.environ.get("WORLD_SIZE", "1") == "1":
-                refuse_place(self.report_file)  # several processes look when they have met, to fail together
+            if os.environ.get("WORLD_SIZE", "1") == "1":
+                for path in self._files():
+                    refuse_place(path)  # several processes look when they have met, to fail together
             with self._saying_steps():
                 report = work(log)
         except CkptxError as error:
@@ -117,12 +133,22 @@ class Output:
             say_error(failure)
         return code
 
+    def red(self, text: str) -> str:
+        """A text in red, where stdout is a terminal that may have colour."""
+        return text if self._is_plain or not sys.stdout.isatty() else click.style(text, fg="red", bold=True)
+
+    def _files(self) -> list[Path]:
+        return [*([] if self.report_file is None else [self.report_file]), *self._pages]
+
     def _write(self, report: Report) -> int:
         """Writes the documents that were asked for; 0, or the exit code of what went wrong."""
         code = 0
-        if self.report_file is not None and self._is_first:
+        for path in self._files() if self._is_first else ():
             try:
-                report.write(self.report_file)
+                if path in self._pages:
+                    write_text(path, self._pages[path](report))
+                else:
+                    report.write(path)
             except OutputError as error:
                 if str(error) != report.error:  # said before the work, and so is not said twice
                     say_error(f"{error}; the report was not written")

@@ -17,6 +17,8 @@ _REPORT = re.compile(
     rb'\{\s*"schema_version":\s*\d+,\s*"command":\s*"'
     rb'(convert|reshard|inspect|diff|verify|env|forecast|robustness|usage)[^"]*",\s*"exit":\s*\d+,\s*"ok":\s*(true|false)'
 )
+# JUnit XML, as `robustness --junit` begins it.
+XML_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n<testsuites name="ckptx '
 # Pages from before they named their generator: the same head, word for word.
 _OLD_PAGE = re.compile(
     rb'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" '
@@ -53,9 +55,9 @@ def refuse_place(path: Path) -> None:
 
 
 def is_earlier_output(file: OpenFile) -> bool:
-    """True for a file that begins as a report or a page of ckptx does."""
+    """True for a file that begins as a report, a page or JUnit XML of ckptx does."""
     head = file.read(_HEAD, 0)
-    if _REPORT.match(head):
+    if _REPORT.match(head) or head.startswith(XML_HEAD.encode()):
         return True
     is_page = head.startswith(b"<!doctype html>\n") and b"\n" + GENERATOR.encode() + b"\n" in head
     return is_page or _OLD_PAGE.match(head) is not None

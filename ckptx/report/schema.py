@@ -12,6 +12,7 @@ from ckptx.report.documents.comparison import DiffReport, VerifyReport
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.documents.environment import EnvironmentReport
 from ckptx.report.documents.inspection import InspectionReport, RanksOfInspection
+from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import SCHEMA_VERSION, Report
 
@@ -22,6 +23,8 @@ COMMANDS: Mapping[type[Report], tuple[str, ...]] = {
     DiffReport: ("diff",),
     VerifyReport: ("verify",),
     RunReport: ("verify",),
+    RobustnessReport: ("robustness",),
+    FaultsReport: ("robustness",),
     EnvironmentReport: ("env",),
 }
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}

@@ -1,1 +1,85 @@
-"""Proves that what a training run saved can be read back, exported, re-laid and resumed, and names what was lost."""
+"""Proves that what a training run saved can be read back, exported, re-laid and resumed, and names what was lost.
+
+The package can be called: `ckptx.robustness("llama_tiny")` works whether or not a module of it was imported, which
+makes Python put the package where the function would be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from ckptx.report.documents.robustness import RobustnessReport
+    from ckptx.report.report import Log
+
+
+def robustness(
+    recipe: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    phases: str | None = None,
+    inject: str | None = None,
+    out: str | Path | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+    gpu_memory: int | str | None = None,
+    log: Log | None = None,
+) -> RobustnessReport:
+    """Trains, saves, loads, exports, re-lays and resumes as a recipe says, and compares to the last bit.
+
+    Args:
+        recipe: The name of one that ckptx brings, or a YAML file.
+        settings: `key=value` for each value of the recipe that is to be another, as `layout.tp=2`.
+        phases: Which of them, by name, with commas between; all of them when left out.
+        inject: A fault to plant, which has to be found.
+        out: A directory for everything that is written.
+        device: auto, cpu or cuda.
+        backend: auto, gloo or nccl.
+        gpu_memory: Of each GPU, as `80GB` or in bytes.
+        log: Has what the user should know, when an error is raised, too.
+
+    Raises:
+        UsageError: An option or a setting has a value it cannot have.
+        InputError: The recipe is none, or what it names cannot be read.
+        UnsupportedError: What it asks for cannot run like that.
+        OutputError: `out` cannot be written.
+        SpaceError: It does not fit into memory, or on the disk.
+        EnvironmentProblem: A package is missing, or there is no such device.
+    """
+    from ckptx.errors import missing_package
+
+    try:
+        run = import_module("ckptx.robustness.run")  # it imports torch
+    except ImportError as error:
+        raise missing_package("robustness", error) from error
+    made = run.robustness(
+        recipe, settings=settings, phases=phases, inject=inject, out=out, device=device, backend=backend,
+        gpu_memory=gpu_memory, log=log,
+    )  # fmt: skip
+    return cast("RobustnessReport", made)
+
+
+def faults() -> Mapping[str, str]:
+    """The faults that `inject` can plant: name -> what each does."""
+    from ckptx.errors import missing_package
+
+    try:
+        found = import_module("ckptx.robustness.faults").FAULTS
+    except ImportError as error:
+        raise missing_package("--inject", error) from error
+    return {name: str(fault.says) for name, fault in found.items()}
+
+
+class _Callable(ModuleType):
+    """The package as the function of its name."""
+
+    def __call__(self, *args: Any, **options: Any) -> RobustnessReport:
+        return robustness(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -23,18 +23,21 @@ class RobustnessReport(Report):
         layout: The mesh.
         trainer: "ckptx", or the command of another.
         phases: A row for each, in order: `name`, `title` (what it proves, in words), `ok` (None where it did not run,
-            with the reason in `notes`), `seconds`, `oracles`, `notes`, `memory`. A row of `oracles`: `name` (finite,
-            names, model, moments, ...), `ok`, `compared` (how many items), `differing` (the names of those that differ,
-            the first of them), `count` (how many differ), `value` and `limit` (of a measure, else None), `times_noise`
-            (of how many times the noise the limit is), `widened` (by the recipe). `memory`: `tensor_bytes` and
-            `threads` of the rank with the most, after the phase was released, and `baseline_tensor_bytes`,
-            `baseline_threads`.
-        noise: The largest differences between runs that should not differ, or by one unit in the last place: `loss`,
-            `logits`; `repeated` (of two runs alike) and `moved` (of those with a moved embedding) for each.
-        losses: A row for each run: `run` (straight, again, resumed, ...), `steps`, `losses`.
+            with the reason in `notes`), `seconds`, `oracles`, `notes` (texts), `memory` (None where none was taken). A
+            row of `oracles`: `name` (finite, names, model, moments, ...), `ok`, `compared` (how many items),
+            `differing` (the names of those that differ, the first of them), `count` (how many differ), `value` and
+            `limit` (of a measure, else None), `times_noise` (of how many times the noise the limit is), `widened` (by
+            the recipe). `memory`: `tensor_bytes` and `threads` of the rank with the most, after the phase was released,
+            and `baseline_tensor_bytes`, `baseline_threads`.
+        noise: `loss` and `logits`, each with the largest difference between runs that should not differ (`repeated`)
+            and between those whose embedding was moved by one unit in the last place (`moved`); None where there was
+            none of them.
+        losses: A row for each run: `run`, `steps`, `losses`. The first is the one that did not stop; the others are
+            held against it.
         differing: A row for each item that differs: `phase`, `oracle`, `item`, and what else is known (`rank`,
             `reference`, `found`).
         kills: A row for each process that was killed while saving: `at`, `ranks`, `asynchronous`, `latest`, `ok`.
+        environment: What it ran with: ckptx, python, torch, transformers, device, ... -> version or name.
     """
 
     recipe: str
@@ -50,3 +53,15 @@ class RobustnessReport(Report):
     losses: Sequence[dict[str, Any]] = field(default_factory=list)
     differing: Sequence[dict[str, Any]] = field(default_factory=list)
     kills: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultsReport(Report):
+    """Of `robustness --inject list`.
+
+    Attributes:
+        faults: Name of each fault that can be planted -> what it does.
+    """
+
+    faults: Mapping[str, str]

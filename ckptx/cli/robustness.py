@@ -1,0 +1,151 @@
+"""`ckptx robustness`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+from ckptx.cli.options import (
+    GLOBAL,
+    SETTINGS,
+    Section,
+    SectionedCommand,
+    output_options,
+    with_global_options,
+)  # fmt: skip
+from ckptx.cli.output import Output
+from ckptx.report.documents.robustness import FaultsReport
+from ckptx.report.report import Report
+
+
+@click.command(
+    "robustness",
+    cls=SectionedCommand,
+    context_settings=SETTINGS,
+    sections=[
+        Section("Run", ["settings", "phases", "inject", "out", "device", "backend", "gpu_memory"]),
+        Section("Output", ["html", "junit", "as_json", "report_file"]),
+        GLOBAL,
+    ],
+    examples=[
+        "ckptx robustness llama_tiny",
+        "ckptx robustness llama_tiny --set layout.tp=2 --html robustness.html --junit robustness.xml",
+        "ckptx robustness --inject list",
+    ],
+)
+@click.argument("recipe", metavar="RECIPE", required=False, type=click.Path())
+@click.option(
+    "--set",
+    "settings",
+    metavar="KEY=VALUE",
+    multiple=True,
+    show_default="as the recipe says",
+    help="Another value for a key of the recipe, as layout.tp=2; may be given several times.",
+)
+@click.option("--phases", metavar="LIST", show_default="all", help="Run these phases alone, with commas between.")
+@click.option(
+    "--inject",
+    metavar="FAULT|list",
+    show_default="none",
+    help="Plant a fault, which has to be found; list says which there are.",
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(),
+    show_default="a temporary one, kept on failure",
+    help="Directory for everything that is written.",
+)
+@click.option("--device", metavar="auto|cpu|cuda", show_default="auto", help="What to compute on.")
+@click.option("--backend", metavar="auto|gloo|nccl", show_default="auto", help="What ranks talk through.")
+@click.option("--gpu-memory", metavar="SIZE", show_default="what it has", help="Of each GPU; the run has to fit.")
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    show_default="no page",
+    help="Write one page with phases, losses, memory and differences, readable offline.",
+)
+@click.option(
+    "--junit",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    show_default="no file",
+    help="Write JUnit XML, which CI reads: a test case for each phase and each oracle.",
+)
+@output_options
+@with_global_options
+def command(
+    recipe: str | None,
+    settings: Sequence[str],
+    phases: str | None,
+    inject: str | None,
+    out: str | None,
+    device: str,
+    backend: str,
+    gpu_memory: str | None,
+    html: Path | None,
+    junit: Path | None,
+    as_json: bool,
+    report_file: str | None,
+) -> int:
+    """Prove that what a training run saves can be read back, exported, re-laid and resumed; name what differs."""
+    from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
+    from ckptx.robustness import faults, robustness
+
+    if inject == "list":
+        return Output(as_json=as_json, report_file=report_file).run(
+            "robustness", lambda log: FaultsReport(command="robustness", faults=faults()), faults_text, faults_text
+        )
+    _refuse(recipe, [report_file, html, junit])
+    assert recipe is not None
+    gc.enable()  # models, unlike catalogs, are full of cycles
+    output = Output(as_json=as_json, report_file=report_file, pages=_pages(recipe, html, junit))
+    return output.run(
+        "robustness",
+        lambda log: robustness(
+            recipe,
+            settings=settings,
+            phases=phases,
+            inject=inject,
+            out=out,
+            device=device or "auto",
+            backend=backend or "auto",
+            gpu_memory=gpu_memory,
+            log=log,
+        ),
+        lambda report: robustness_text(report, output.red),
+        robustness_verdict,
+    )
+
+
+def _refuse(recipe: str | None, files: Sequence[str | Path | None]) -> None:
+    """Raises a UsageError where no recipe is named, or where one file would get two documents."""
+    if recipe is None:
+        raise click.UsageError("Missing argument 'RECIPE'", click.get_current_context())
+    named = [Path(each) for each in files if each is not None]
+    twice = next((path for at, path in enumerate(named) if path in named[:at]), None)
+    if twice is not None:
+        raise click.UsageError(
+            f"{twice}: is named for two of --report, --html and --junit", click.get_current_context()
+        )
+
+
+def _pages(recipe: str, html: Path | None, junit: Path | None) -> dict[Path, Callable[[Report], str]]:
+    """What is written beside the report, and what makes it when it is."""
+
+    def page(report: Report) -> str:
+        from ckptx.report.robustness_html import robustness_page
+
+        return robustness_page(report, recipe)
+
+    def cases(report: Report) -> str:
+        from ckptx.report.junit import junit_xml
+
+        return junit_xml(report, recipe)
+
+    made = {html: page, junit: cases}
+    return {path: make for path, make in made.items() if path is not None}

@@ -1,0 +1,101 @@
+"""What `robustness` says to a person: a line for each phase, and below it what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
+from ckptx.report.report import counted
+from ckptx.report.robustness_words import (
+    CAUSES,
+    failing_oracles,
+    items_of,
+    kill_text,
+    memory_faults,
+    mesh,
+    noise_text,
+    notes_of,
+    oracle_text,
+    some,
+    verdict,
+    widened,
+    widened_text,
+)
+from ckptx.report.text import cost
+
+_WORDS = {True: "ok", False: "FAILED", None: "not run"}
+
+
+def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str) -> str:
+    """What `robustness` says.
+
+    Args:
+        report: What was found.
+        red: Makes a text red, where the terminal can.
+    """
+    ours = "" if report.trainer == "ckptx" else f", trained by: {report.trainer}"
+    lines = [f"{report.recipe} on {mesh(report)}{ours}"]
+    lines += [f"  {key} = {value}" for key, value in report.settings.items()]
+    if report.injected:
+        lines.append(f"  planted: {report.injected}")
+    width = max((len(str(phase["name"])) for phase in report.phases), default=0)
+    for phase in report.phases:
+        lines += _phase(report, phase, width, red)
+    for what in ("loss", "logits"):
+        noise = noise_text(report, what)
+        if noise is not None:
+            lines.append(f"noise of {what}: {noise}")
+    lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened(report)]
+    lines += _kills(report, red)
+    lines.append(f"everything that was written: {report.out}")
+    lines.append(verdict(report) if report.ok else red(verdict(report)))
+    lines.append(cost(report))
+    return "\n".join(lines)
+
+
+def robustness_verdict(report: RobustnessReport) -> str:
+    """What `robustness -q` says: passed, or what failed with the first item, in one line."""
+    said = verdict(report)
+    for phase in report.phases:
+        for row in failing_oracles(phase):
+            items = items_of(report, phase, str(row["name"]))
+            return f"{said}; {phase['name']}: {row['name']}: {'; '.join([oracle_text(row), *items[:1]])}"
+    return said
+
+
+def faults_text(report: FaultsReport) -> str:
+    """What `robustness --inject list` says."""
+    width = max(map(len, report.faults), default=0)
+    return "\n".join(f"{name:<{width}}  {says}" for name, says in report.faults.items())
+
+
+def _phase(
+    report: RobustnessReport, phase: Mapping[str, Any], width: int, red: Callable[[str], str]
+) -> list[str]:  # fmt: skip
+    notes = notes_of(phase)
+    said = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
+    took = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"
+    word = f"{_WORDS[phase['ok']]:<7}"
+    line = f"  {phase['name']!s:<{width}}  {red(word) if phase['ok'] is False else word} {took:>8}  {said}"
+    lines = [line.rstrip()]
+    for row in failing_oracles(phase):
+        name = str(row["name"])
+        lines.append(f"      {red(name)}: {oracle_text(row)}")
+        lines += [f"          {item}" for item in some(items_of(report, phase, name))]
+        if name in CAUSES:
+            lines.append(f"          that is: {CAUSES[name]}")
+    lines += [f"      {red('memory')}: {fault}" for fault in memory_faults(phase)]
+    lines += [f"      note: {note}" for note in (notes if phase["ok"] is not None else notes[1:])]
+    return lines
+
+
+def _kills(report: RobustnessReport, red: Callable[[str], str]) -> list[str]:
+    kills = report.kills or ()
+    if not kills:
+        return []
+    good = sum(1 for row in kills if row["ok"])
+    lines = [f"killed while saving: {counted(len(kills), 'time')}, {good:,} left the last good step and nothing else"]
+    return lines + [
+        f"  {red('FAILED')} {text}" for text in some([kill_text(row) for row in kills if not row["ok"]], 20)
+    ]

@@ -1,0 +1,188 @@
+"""What the rows of a robustness report say in words, the same in text, on the page and in JUnit XML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from ckptx.report.documents.robustness import RobustnessReport
+from ckptx.report.report import counted, human_bytes
+
+# What it means that an oracle fails, and where to look. docs/ci.md says more of each.
+CAUSES: Mapping[str, str] = {
+    "finite": "a NaN or an infinity is in the state or in a loss; what was saved can already hold it",
+    "names": "tensors are missing, left over, or named after a wrapper; a head is tied on one side alone",
+    "model": "parameters are other numbers: rows or shards swapped, a step that is too old, a cast on the way",
+    "moments": "the optimizer starts anew, or with moments of another precision or of other parameters",
+    "adam step": "the bias correction of the optimizer counts from another step",
+    "group": "the optimizer treats parameters otherwise: weight decay, betas or eps were not restored",
+    "scheduler": "the schedule was not loaded, or was built anew for other steps",
+    "step": "the run believes to be at another step than it is",
+    "samples": "the run has counted other samples than it has seen; its data will repeat or be left out",
+    "rng": "random numbers go on elsewhere: another rank's state, an old one, or something drew after it was restored",
+    "replicas": "ranks that hold the same tensor hold different numbers; one of them was saved for all",
+    "batch": "the next samples are others: started over, off by some, or dealt to other ranks",
+    "rate": "the next step has another learning rate than in the run that did not stop",
+    "loss": "more than noise; where no exact oracle fails, look at what is no state: dropout, kernels, reductions",
+    "logits": "more than noise; the model computes something else with the same weights",
+}
+
+MOST_ITEMS = 4  # of an oracle, named in a line
+
+
+def number(value: float | str | None) -> str:
+    """A measured number; one that is not finite is a text in the report, as JSON has no name for it."""
+    return "none" if value is None else f"{number_of(value):.3g}"
+
+
+def number_of(value: float | str | None) -> float:
+    """A number of the report, NaN for what is none."""
+    try:
+        return float("nan") if value is None else float(value)
+    except ValueError:
+        return float("nan")
+
+
+def mesh(report: RobustnessReport) -> str:
+    """`tp 2 x dp_shard 2, 4 ranks`."""
+    dims = [f"{name} {size}" for name, size in report.layout.items() if size > 1]
+    return f"{' x '.join(dims)}{', ' if dims else ''}{counted(report.world_size, 'rank')}"
+
+
+def notes_of(phase: Mapping[str, Any]) -> list[str]:
+    """What there is to say of a phase."""
+    notes = phase.get("notes") or ()
+    return [notes] if isinstance(notes, str) else [str(note) for note in notes]
+
+
+def failing_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of its oracles that are not ok."""
+    return [row for row in phase.get("oracles") or () if not row["ok"]]
+
+
+def widened(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The name of a phase and a row of its oracles, for each limit that the recipe made wider."""
+    for phase in report.phases:
+        for row in phase.get("oracles") or ():
+            if row.get("widened"):
+                yield str(phase["name"]), row
+
+
+def widened_text(phase: str, row: Mapping[str, Any]) -> str:
+    """What a limit was widened to."""
+    return f"{phase}: {row['name']} may be {row['times_noise']:g} x the noise away, {number(row['limit'])}"
+
+
+def oracle_text(row: Mapping[str, Any]) -> str:
+    """What an oracle found, without its items: `2 of 185 items differ`, `3e-4 away, 4.8e-6 allowed (8 x noise)`."""
+    parts = []
+    if row.get("count"):
+        differ = "differs" if row["count"] == 1 else "differ"
+        parts.append(f"{row['count']:,} of {counted(row['compared'], 'item')} {differ}")
+    elif row.get("value") is None:
+        parts.append(f"{counted(row['compared'], 'item')} {'alike' if row['ok'] else 'compared'}")
+    if row.get("value") is not None:
+        times = "" if row.get("times_noise") is None else f" ({row['times_noise']:g} x noise)"
+        parts.append(f"{number(row['value'])} away, {number(row['limit'])} allowed{times}")
+    return "; ".join(parts)
+
+
+def items_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> list[str]:
+    """Each item of an oracle that differs, with its ranks, and what it is where that is known: `a on rank 1: x, y`."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in report.differing:
+        if row.get("phase") == phase["name"] and row.get("oracle") == oracle:
+            found.setdefault(str(row["item"]), []).append(row)
+    if not found:
+        (names,) = (row.get("differing") or () for row in phase["oracles"] if row["name"] == oracle)
+        return [str(name) for name in names]
+    return [f"{item}{_ranks(rows)}{_values(rows[0])}" for item, rows in found.items()]
+
+
+def _ranks(rows: Sequence[Mapping[str, Any]]) -> str:
+    ranks = sorted({row["rank"] for row in rows if row.get("rank") is not None})
+    if not ranks:
+        return ""
+    return f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+
+
+def _values(row: Mapping[str, Any]) -> str:
+    reference, found = row.get("reference"), row.get("found")
+    if reference is None and found is None:
+        return ""
+    if found is None:
+        return ": is missing"
+    return f": {found}, there is none in the reference" if reference is None else f": {found}, should be {reference}"
+
+
+def some(items: Sequence[str], most: int = MOST_ITEMS) -> list[str]:
+    """The first of some items, and how many more there are."""
+    more = [f"and {len(items) - most:,} more"] if len(items) > most else []
+    return [*items[:most], *more]
+
+
+def noise_text(report: RobustnessReport, what: str) -> str | None:
+    """What the noise of `loss` or `logits` is, and what it was measured with; None where it was not."""
+    row = report.noise.get(what)
+    if not row:
+        return None
+    parts = [("two runs alike", row.get("repeated")), ("embedding moved by a unit", row.get("moved"))]
+    said = ", ".join(f"{words} {number(value)}" for words, value in parts if value is not None)
+    return f"{number(noise_of(report, what))} ({said})" if said else None
+
+
+def noise_of(report: RobustnessReport, what: str) -> float | None:
+    """The larger of the two, NaN if one is NaN; None where it was not measured."""
+    row = report.noise.get(what) or {}
+    values = [number_of(row[key]) for key in ("repeated", "moved") if row.get(key) is not None]
+    if not values:
+        return None
+    return max(values) if all(map(isfinite, values)) else float("nan")
+
+
+def memory_faults(phase: Mapping[str, Any]) -> list[str]:
+    """What a phase that failed left behind, above the baseline."""
+    memory = phase.get("memory")
+    if phase["ok"] is not False or not memory:
+        return []
+    faults = []
+    if memory["tensor_bytes"] > memory["baseline_tensor_bytes"]:
+        baseline = human_bytes(memory["baseline_tensor_bytes"])
+        faults.append(f"{human_bytes(memory['tensor_bytes'])} of tensors are live after it, {baseline} before")
+    if memory["threads"] > memory["baseline_threads"]:
+        threads = counted(memory["threads"], "thread")
+        faults.append(f"{threads} after it, {memory['baseline_threads']} before; a process group is 6")
+    return faults
+
+
+def kill_text(row: Mapping[str, Any]) -> str:
+    """Who was killed where, and what could be loaded then."""
+    how = "asynchronous" if row.get("asynchronous") else "synchronous"
+    latest = "no step" if row.get("latest") is None else f"latest {row['latest']}"
+    return f"at {row.get('at')}, {how}, {_killed(row.get('ranks'))}: {latest}"
+
+
+def _killed(ranks: Any) -> str:
+    if isinstance(ranks, list | tuple):
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "no rank"
+    return str(ranks) if isinstance(ranks, str) else f"rank {ranks}"
+
+
+def verdict(report: RobustnessReport) -> str:
+    """The last word: PASSED, or what failed."""
+    failed = [phase for phase in report.phases if phase["ok"] is False]
+    ran = [phase for phase in report.phases if phase["ok"] is not None]
+    planted = f"; planted: {report.injected}" if report.injected else ""
+    if report.ok and not failed:
+        skipped = len(report.phases) - len(ran)
+        left = f", {skipped} not run" if skipped else ""
+        return f"PASSED: {report.recipe}, {counted(len(ran), 'phase')}{left}{planted}"
+    said = [f"{phase['name']}{_named_by(phase)}" for phase in failed]
+    return f"FAILED: {report.recipe}: {'; '.join(said) or 'see the notes'}{planted}"
+
+
+def _named_by(phase: Mapping[str, Any]) -> str:
+    names = [str(row["name"]) for row in failing_oracles(phase)]
+    names += ["memory"] if memory_faults(phase) else []
+    return f" ({', '.join(names)})" if names else ""

@@ -1,0 +1,274 @@
+"""`ckptx robustness`: what it passes on, what it prints and writes, and how it ends; the training is a stand-in."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runner import CliRunner
+from support.stub_robustness import StubRun
+
+import ckptx
+from ckptx.cli import main as main_module
+from ckptx.cli.main import cli
+from ckptx.errors import CkptxError, EnvironmentProblem, InputError, UsageError
+from tests.report.made import broken, robust
+from tests.report.pages import fault_of_page
+
+Ran = Callable[..., Any]
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubRun:
+    return StubRun(monkeypatch, robust(warnings=["a warning"]))
+
+
+def ran(*words: object) -> Any:
+    return CliRunner().invoke(cli, ["robustness", *map(str, words)], standalone_mode=False)
+
+
+# ------------------------------------------------------------------------------------------------------- what it runs
+
+
+def test_options_are_passed_on(stub: StubRun) -> None:
+    words = ["recipe.yaml", "--set", "layout.tp=2", "--set", "a.b=c=d", "--phases", "1,6", "--inject", "nan"]
+    words += ["--out", "here", "--device", "cpu", "--backend", "gloo", "--gpu_memory", "80GB"]
+    assert ran(*words).return_value == 0
+    ((recipe, options),) = stub.calls
+    assert options.pop("log") is not None
+    assert (recipe, options) == (
+        "recipe.yaml",
+        {
+            "settings": ("layout.tp=2", "a.b=c=d"), "phases": "1,6", "inject": "nan", "out": "here", "device": "cpu",
+            "backend": "gloo", "gpu_memory": "80GB",
+        },
+    )  # fmt: skip
+
+
+def test_what_is_not_given_is_the_default(stub: StubRun) -> None:
+    assert ran("llama_tiny").return_value == 0
+    assert ckptx.robustness("llama_tiny").ok
+    (_, of_command), (_, of_python) = stub.calls
+    assert of_command.pop("log") is not None and of_python.pop("log") is None
+    assert of_command == of_python
+
+
+# --------------------------------------------------------------------------------------------------- what it ends with
+
+
+def test_a_run_that_passes_prints_and_ends_with_0(stub: StubRun) -> None:
+    result = ran("llama_tiny")
+    assert result.return_value == 0
+    assert "PASSED: small, 2 phases" in result.stdout
+    assert result.stderr == "note: a warning\n"
+    assert "\x1b" not in result.output
+
+
+def test_a_difference_ends_with_1(stub: StubRun, tmp_path: Path) -> None:
+    stub.result = broken()
+    result = ran("llama_tiny")
+    assert result.return_value == 1
+    assert "rng: 2 of 185 items differ" in result.stdout
+    (line,) = ran("-q", "llama_tiny").stdout.splitlines()
+    assert line.startswith("FAILED: small: ")
+    document = json.loads(ran("llama_tiny", "--json").stdout)
+    assert (document["exit"], document["ok"], document["injected"]) == (1, False, "stale_rng")
+
+
+@pytest.mark.parametrize("error", [UsageError("x"), InputError("x"), EnvironmentProblem("x"), KeyboardInterrupt()])
+def test_everything_is_written_when_it_fails(stub: StubRun, tmp_path: Path, error: BaseException) -> None:
+    stub.result = error
+    files = {name: tmp_path / f"robustness.{name}" for name in ("html", "junit", "report")}
+    result = ran("llama_tiny", *(word for name, path in files.items() for word in (f"--{name}", path)))
+    code = error.exit_code if isinstance(error, CkptxError) else 130
+    assert result.return_value == code
+    assert "NOT JUDGED" in files["html"].read_text()
+    assert fault_of_page(files["html"].read_text(), has_script=False) is None
+    assert [each.get("type") for each in ET.parse(files["junit"]).iter("error")] == [f"exit {code}"]
+    assert json.loads(files["report"].read_text())["exit"] == code
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("result", [robust(), broken()], ids=["passing", "failing"])
+def test_pages_are_written_and_written_over(stub: StubRun, tmp_path: Path, result: Any) -> None:
+    stub.result = result
+    html, junit = tmp_path / "a.html", tmp_path / "a.xml"
+    for _ in range(2):
+        assert ran("llama_tiny", "--html", html, "--junit", junit, "--json").return_value == result.exit
+    assert fault_of_page(html.read_text(), has_script=False) is None
+    assert ET.parse(junit).getroot().get("failures") == ("0" if result.ok else "5")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.xml"]
+
+
+@pytest.mark.parametrize("option", ["--html", "--junit", "--report"])
+@pytest.mark.parametrize("held", ["<testsuites/>", "<!doctype html>\n", "mine"])
+def test_what_is_not_ours_is_not_written_over(stub: StubRun, tmp_path: Path, option: str, held: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(held)
+    result = ran("llama_tiny", option, path)
+    assert result.return_value == 5
+    assert path.read_text() == held
+    assert not stub.calls, "the place is looked at before the work"
+    assert "is no report or page of ckptx" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_page_that_cannot_be_written_after_the_run_is_exit_5(stub: StubRun, tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+
+    def report(**options: Any) -> None:
+        path.mkdir()
+
+    stub.result = robust()
+    original = stub._robustness
+    sys.modules["ckptx.robustness.run"].robustness = lambda recipe, **o: (report(), original(recipe, **o))[1]  # type: ignore[attr-defined]
+    result = ran("llama_tiny", "--html", path, "--json")
+    assert result.return_value == 5
+    assert json.loads(result.stdout)["exit"] == 5
+
+
+def test_other_ranks_say_and_write_nothing(
+    stub: StubRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stub.result = broken()
+    result = ran("llama_tiny", "--html", tmp_path / "a.html", "--junit", tmp_path / "a.xml", "--json")
+    assert (result.return_value, result.output) == (1, "")
+    assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------------- wrong usage
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
+    monkeypatch.setattr("sys.argv", ["ckptx", "robustness", *map(str, words)])
+    with pytest.raises(SystemExit) as leave:
+        main_module.main()
+    return leave.value.code
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Missing argument 'RECIPE'"),
+        (["--inject", "nan"], "Missing argument 'RECIPE'"),
+        (["r", "--html", "x", "--junit", "x"], "x: is named for two of --report, --html and --junit"),
+        (["r", "--report", "x", "--junit", "x"], "x: is named for two of"),
+        (["r", "s"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    stub: StubRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert ended(monkeypatch, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and "robustness --help" in line
+    assert not stub.calls
+
+
+def test_faults_are_listed(stub: StubRun) -> None:
+    for words in (["--inject", "list"], ["llama_tiny", "--inject", "list"]):
+        result = ran(*words)
+        assert result.return_value == 0
+        assert result.stdout == "nan        a row is NaN\nstale_rng  an older state\n"
+    assert json.loads(ran("--inject", "list", "--json").stdout)["faults"] == {
+        "nan": "a row is NaN",
+        "stale_rng": "an older state",
+    }
+    assert not stub.calls
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("ckptx.robustness.import_module", absent)
+    result = ran("llama_tiny")
+    assert result.return_value == 7
+    assert result.stderr == ("error: robustness: needs torch, which is not installed; pip install 'ckptx[run]'\n")
+
+
+def test_help_names_the_sections(stub: StubRun) -> None:
+    said = ran("--help").stdout
+    assert [line for line in said.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        "Run:",
+        "Output:",
+        "Global options:",
+        "Examples:",
+    ]
+    assert "ckptx robustness llama_tiny" in said
+
+
+# ---------------------------------------------------------------------------------------------- the package is callable
+
+_BOTH_WAYS = """
+import sys
+from types import ModuleType, SimpleNamespace
+import ckptx
+run = ModuleType("ckptx.robustness.run")
+run.robustness = lambda recipe, **options: (recipe, options["settings"])
+sys.modules[run.__name__] = run
+{before}
+assert ckptx.robustness("small", settings=["a=b"]) == ("small", ["a=b"])
+from ckptx import robustness
+assert robustness("small") == ("small", ())
+import ckptx.robustness.oracles
+assert ckptx.robustness("small") == ("small", ())
+assert ckptx.robustness.oracles.EXACT
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "import ckptx.robustness.oracles",
+        "from ckptx.robustness.oracles import compare",
+        "import ckptx.robustness",
+        "from ckptx.robustness import robustness as first; assert first('small') == ('small', ())",
+    ],
+)
+def test_the_package_is_the_function(before: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BOTH_WAYS.format(before=before)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+_TYPED = """
+import ckptx
+import ckptx.robustness.oracles
+from ckptx.robustness.oracles import compare
+reveal_type(ckptx.robustness("small", settings=["a=b"]))
+ckptx.robustness("small", turbo=True)
+"""
+
+
+def test_a_type_checker_knows_the_function(tmp_path: Path) -> None:
+    (tmp_path / "use.py").write_text(_TYPED)
+    root = Path(ckptx.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(tmp_path / "use.py")],
+        capture_output=True, text=True, cwd=root,
+    )  # fmt: skip
+    assert 'Revealed type is "ckptx.report.documents.robustness.RobustnessReport"' in done.stdout
+    assert 'Unexpected keyword argument "turbo"' in done.stdout
+    assert "Found 1 error" in done.stdout, done.stdout
+
+
+def test_what_runs_takes_what_is_passed() -> None:
+    try:
+        run = importlib.import_module("ckptx.robustness.run")
+    except ImportError:
+        pytest.skip("there is no run yet")
+    here, there = (inspect.signature(each.robustness).parameters for each in (ckptx.robustness, run))
+    assert set(here) <= set(there)

@@ -1,0 +1,159 @@
+"""The page of `robustness`: whole, alone and safe whatever names say; its plots; what could not be judged."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ckptx.report.page import page
+from ckptx.report.plots import Band, Run, distances_plot, runs_plot
+from ckptx.report.report import Report
+from ckptx.report.robustness_html import robustness_page
+from ckptx.untrusted.printable import one_line
+from tests.report.made import broken, oracle, phase, robust
+from tests.report.pages import Page, fault_of_page
+from tests.report.test_html import EVIL
+from tests.report.test_robustness_text import hostile
+
+
+def fault(text: str) -> str | None:
+    return fault_of_page(text, has_script=False)
+
+
+@pytest.mark.parametrize("report", [robust(), broken()], ids=["passing", "failing"])
+def test_a_page_is_whole_and_alone(report: Report) -> None:
+    text = robustness_page(report, "small")
+    assert fault(text) is None
+    found = Page(text)
+    assert [each.text for each in found.all("title")] == ["small - robustness"]
+    assert len(found.all("article", "phase")) == (2 if report.ok else 4)
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_names_are_text_whatever_they_say(name: str) -> None:
+    text = robustness_page(hostile(name), "small")
+    assert fault(text) is None
+    found = Page(text)
+    said = one_line(name)
+    assert found.all("h1")[0].text == said
+    assert said in [cell.text for cell in found.all("td")]
+    assert not found.all("img") and not found.all("a")
+    assert not [key for element in found.elements for key in element.attributes if key.startswith("on")]
+
+
+@pytest.mark.parametrize(
+    ("search", "replace", "said"),
+    [
+        ("&lt;img", "<img", "closes|img|script"),
+        ("</main>", "", "closes"),
+        ("<main>", "<main><script>1</script>", "1 scripts"),
+        ("default-src 'none'", "default-src *", "no policy"),
+        ("base-uri", "script-src 'sha256-x'; base-uri", "policy"),
+        ("<main>", '<main><a href="https://x">y</a>', "href"),
+        (":root {", ":root { background: url(https://x/y.png);", "outside"),
+    ],
+)
+def test_a_planted_defect_is_found(search: str, replace: str, said: str) -> None:
+    text = robustness_page(hostile("</script><img src=x>"), "small")
+    assert fault(text) is None and search in text
+    assert re.search(said, fault(text.replace(search, replace)) or "")
+
+
+def test_verdicts_are_words_and_marks() -> None:
+    found = Page(robustness_page(broken(), "small"))
+    assert [each.text for each in found.all("p", "verdict")] == [
+        "FAILED small: replicas (memory); resume (rng, loss); planted: stale_rng",
+        "WIDENED by the recipe: resume: loss may be 100 x the noise away, 4.8e-05",
+    ]
+    assert [each.attributes["aria-label"] for each in found.all("b", "mark")][:4] == [
+        "ok",
+        "failed",
+        "not run",
+        "failed",
+    ]
+    failing = [each.text for each in found.all("li", "bad")]
+    assert failing[0].startswith("rng 2 of 185 items differ\ntorch on ranks 0, 1: 1f2a, should be 9c3d")
+    assert "widened" in failing[1]
+    passing = Page(robustness_page(robust(), "small"))
+    assert [each.text for each in passing.all("p", "verdict")] == ["PASSED small, 2 phases"]
+    assert not passing.all("", "bad") and not passing.all("", "red")
+
+
+def test_memory_above_the_baseline_is_set_off() -> None:
+    cells = [each.text for each in Page(robustness_page(broken(), "small")).all("td", "bad")]
+    assert cells == ["4.00 KiB, 0 B before", "14, 8 before"]
+
+
+def test_runs_are_bit_equal_or_said_not_to_be() -> None:
+    assert "Bit-equal at every step." in robustness_page(robust(), "small")
+    assert "No run is bit-equal at every step." in robustness_page(broken(), "small")
+
+
+def test_what_could_not_be_judged_says_why() -> None:
+    report = Report(command="robustness", exit=3, error="recipe.yaml: <b>is none", warnings=["a note"])
+    text = robustness_page(report, "</title><script>1</script>")
+    assert fault(text) is None
+    found = Page(text)
+    assert found.all("p", "verdict")[0].text == "NOT JUDGED recipe.yaml: <b>is none"
+    assert found.all("dd")[0].text == "3"
+    assert fault(robustness_page(Report(command="robustness", exit=130), "x")) is None
+
+
+def test_a_report_of_next_to_nothing() -> None:
+    report = robust(phases=[], noise={}, losses=[], environment={}, layout={})
+    text = robustness_page(report, "small")
+    assert fault(text) is None and "No phase was run." in text
+    assert not Page(text).all("svg")
+
+
+def test_runs_without_steps_in_common() -> None:
+    losses = [{"run": "a", "steps": [1], "losses": [2.0]}, {"run": "b", "steps": [7], "losses": ["inf"]}]
+    text = robustness_page(robust(losses=losses), "small")
+    assert fault(text) is None
+    assert len(Page(text).all("svg")) == 1
+
+
+def test_long_lists_are_cut_and_counted() -> None:
+    rows = [{"phase": "resume", "oracle": "model", "item": f"layers.{at}", "rank": 0} for at in range(5000)]
+    row = oracle("model", ["layers.0"], count=5000, compared=5000)
+    runs = [{"run": f"run {at}", "steps": [1], "losses": [1.0]} for at in range(20)]
+    report = robust(exit=1, phases=[phase("resume", False, row)], differing=rows, losses=runs)
+    text = robustness_page(report, "small")
+    assert len(text) < 200_000
+    assert "4,600 more differences" in text and "and 4,988 more" in text and "13 more runs" in text
+
+
+def heights(shapes: str) -> dict[float, float]:
+    """Where the dots of the first run of a plot are: x -> y."""
+    (path,) = re.findall(r'class="dot run c1" d="([^"]*)"', shapes)
+    return {float(x): float(y) for x, y in re.findall(r"M([\d.]+) ([\d.]+)h0", path)}
+
+
+def test_distances_lie_in_decades_above_what_is_equal() -> None:
+    run = Run("resumed", 1, [(1, 0.0), (2, 1e-6), (3, 1e-4), (4, 1e-2), (5, float("nan"))])
+    text = "".join(distances_plot([run], Band(1e-6, 8e-6)))
+    places = list(heights(text).values())
+    assert len(places) == 4 and places == sorted(places, reverse=True)
+    assert places[1] - places[2] == pytest.approx(places[2] - places[3], abs=0.2)
+    assert 'class="dot nan"' in text and ">nan</span>" in text and ">equal</span>" in text
+    noise, limit = (float(re.findall(rf'<path class="{name}" d="M0 ([\d.]+)H', text)[0]) for name in ("noise", "limit"))
+    assert noise == pytest.approx(places[1], abs=0.1) and places[2] < limit < noise
+
+
+def test_a_run_is_drawn_to_scale_with_a_gap_where_there_is_no_number() -> None:
+    first = Run("straight", 0, [(1, 4.0), (2, 3.0), (3, 2.0)])
+    second = Run("resumed", 1, [(1, 4.0), (2, float("nan")), (3, 2.0)])
+    text = "".join(runs_plot([first, second]))
+    assert re.search(r'class="run c1" d="M[\d. ]+M[\d. ]+"', text)
+    assert re.search(r'class="first c0" d="M[\d. ]+L[\d. ]+L[\d. ]+"', text)
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    assert list(runs_plot([])) == list(runs_plot([Run("a", 0, [(1, float("nan"))])])) == []
+    assert list(distances_plot([], Band(None, None))) == []
+
+
+def test_a_page_has_its_policy_whether_it_has_a_script_or_not() -> None:
+    assert "script-src" not in page("t", "robustness.css", [])
+    assert "script-src 'sha256-" in page("t", "robustness.css", [], "1")

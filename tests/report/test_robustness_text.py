@@ -1,0 +1,147 @@
+"""What `robustness` says as text: verdicts, what differs, noise, widened limits, kills; one line with -q."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
+from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
+from ckptx.report.robustness_words import CAUSES, noise_of, notes_of, number, number_of, verdict
+from ckptx.robustness.oracles import ORDER, Difference, Verdict
+from ckptx.untrusted.printable import shown
+from tests.report.made import broken, oracle, phase, robust
+
+SCHEMA = Path(__file__).resolve().parent.parent.parent / "docs" / "report.schema.json"
+EVIL = ["\x1b[2J\rgone", "a\nPASSED: forged", "\u202eright to left", "\ud800", "<b>&amp;]]></b>", "\x00", ""]
+
+
+def hostile(text: str) -> RobustnessReport:
+    """A report with the same text wherever a name can stand."""
+    rows = [oracle(text, [text, text]), oracle("model", [text])]
+    return broken(
+        recipe=text,
+        recipe_file=text,
+        out=text,
+        trainer=text,
+        injected=text or "x",
+        settings={text: text},
+        environment={text: text},
+        warnings=[text],
+        phases=[phase(text, False, *rows, title=text, notes=[text]), phase(text + "2", None, notes=[text])],
+        losses=[{"run": text, "steps": [1, 2], "losses": [1.0, 2.0]}, {"run": text, "steps": [2], "losses": [2.5]}],
+        differing=[
+            {"phase": text, "oracle": text, "item": text, "rank": 0, "reference": text, "found": text},
+            {"phase": text, "oracle": "model", "item": text},
+        ],
+        kills=[{"at": text, "ranks": text, "asynchronous": True, "latest": text, "ok": False}],
+    )
+
+
+def test_a_line_for_each_phase_and_the_verdict_at_the_end() -> None:
+    lines = robustness_text(robust(seconds=3.5)).splitlines()
+    assert lines[0] == "small on dp_shard 2, 2 ranks"
+    assert lines[1].split() == ["straight", "ok", "1.2", "s", "what", "straight", "proves"]
+    assert lines[-4] == "noise of loss: 4.8e-07 (two runs alike 0, embedding moved by a unit 4.8e-07)"
+    assert lines[-3:] == [
+        "everything that was written: /tmp/out",
+        "PASSED: small, 2 phases",
+        "3.50 s, peak memory 0 B",
+    ]
+
+
+def test_what_fails_is_named_below_its_phase() -> None:
+    text = robustness_text(broken())
+    assert "rng: 2 of 185 items differ\n          torch on ranks 0, 1: 1f2a, should be 9c3d\n" in text
+    assert "          python on rank 1: is missing\n" in text
+    assert f"          that is: {CAUSES['rng']}\n" in text
+    assert "loss: 0.003 away, 4.8e-05 allowed (100 x noise)" in text
+    assert "memory: 14 threads after it, 8 before" in text
+    assert "memory: 4.00 KiB of tensors are live after it, 0 B before" in text
+    assert "layouts   not run           --phases left it out" in text
+    assert "FAILED at fsync 2, asynchronous, rank 1: no step" in text
+    assert "FAILED: small: replicas (memory); resume (rng, loss); planted: stale_rng" in text
+
+
+def test_a_widened_limit_is_red_even_where_all_passed() -> None:
+    wide = oracle("loss", ok=True, value=1e-5, limit=4.8e-5, times_noise=100.0, widened=True)
+    text = robustness_text(robust(phases=[phase("resume", True, wide)]), lambda said: f"<{said}>")
+    assert "<WIDENED by the recipe: resume: loss may be 100 x the noise away, 4.8e-05>" in text
+    assert "<PASSED" not in text and "PASSED" in text
+
+
+def test_more_items_than_a_line_names_are_counted() -> None:
+    names = [f"layers.{layer}" for layer in range(8)]
+    rows = [{"phase": "resume", "oracle": "model", "item": f"layers.{layer}", "rank": 0} for layer in range(20)]
+    report = robust(exit=1, phases=[phase("resume", False, oracle("model", names, count=20))], differing=rows)
+    assert "          layers.3 on rank 0\n          and 16 more\n" in robustness_text(report)
+
+
+def test_items_come_from_the_oracle_where_the_report_has_no_rows() -> None:
+    report = robust(exit=1, phases=[phase("resume", False, oracle("model", ["a", "b"]))], differing=[])
+    assert "          a\n          b\n" in robustness_text(report)
+
+
+def test_quiet_is_one_line_with_the_first_item() -> None:
+    assert robustness_verdict(robust()) == "PASSED: small, 2 phases"
+    assert robustness_verdict(broken()) == (
+        "FAILED: small: replicas (memory); resume (rng, loss); planted: stale_rng; "
+        "resume: rng: 2 of 185 items differ; torch on ranks 0, 1: 1f2a, should be 9c3d"
+    )
+
+
+def test_a_failure_without_a_phase_is_one() -> None:
+    assert verdict(robust(exit=1, phases=[])) == "FAILED: small: see the notes"
+    assert verdict(robust(phases=[])) == "PASSED: small, 0 phases"
+    assert "PASSED: small, 1 phase, 1 not run" in verdict(robust(phases=[phase("a"), phase("b", None)]))
+
+
+def test_numbers_that_are_none() -> None:
+    assert [number(each) for each in (None, "nan", "inf", 1e-3)] == ["none", "nan", "inf", "0.001"]
+    assert number_of("x") != number_of("x")
+    noise = {"loss": {"repeated": "nan", "moved": 1.0}, "logits": {"repeated": 1.0, "moved": None}}
+    found = [noise_of(robust(noise=noise), what) for what in ("loss", "logits", "other")]
+    assert found[0] != found[0] and found[1:] == [1.0, None]
+    assert "noise of loss: nan (two runs alike nan" in robustness_text(robust(noise=noise))
+    assert notes_of({"notes": "one"}) == ["one"] and notes_of({}) == []
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
+    """As the command line prints it: every text of the report as one line."""
+    said = robustness_text(shown(hostile(text)))
+    assert not {"\x1b", "\r", "\x00", "\u202e", "\ud800"} & set(said)
+    assert len(said.splitlines()) == len(robustness_text(hostile("plain")).splitlines())
+    assert "\n" not in robustness_verdict(shown(hostile(text)))
+
+
+def test_every_oracle_has_a_cause() -> None:
+    assert set(CAUSES) == set(ORDER)
+
+
+def test_rows_of_the_oracles_are_understood() -> None:
+    """What `oracles.Verdict` makes of a difference is what the text reads."""
+    row = Verdict("rng", 3, [Difference("rng", "torch", 1, "a", "b")]).row()
+    loss = Verdict("loss", 2, value=float("nan"), limit=1e-6, times_noise=8.0).row()
+    text = robustness_text(robust(exit=1, phases=[phase("resume", False, row, loss)]))
+    assert "rng: 1 of 3 items differs\n          torch\n" in text
+    assert "loss: nan away, 1e-06 allowed (8 x noise)" in text
+
+
+def test_faults_are_listed() -> None:
+    report = FaultsReport(command="robustness", faults={"nan": "a row is NaN", "stale_rng": "an old state"})
+    assert faults_text(report) == "nan        a row is NaN\nstale_rng  an old state"
+    assert faults_text(dataclasses.replace(report, faults={})) == ""
+
+
+@pytest.mark.parametrize(
+    "made", [robust(), broken(), hostile("x"), FaultsReport(command="robustness", faults={"a": "b"})]
+)
+def test_documents_are_as_the_schema_says(made: Any) -> None:
+    validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    assert [error.message for error in validator.iter_errors(json.loads(made.to_json()))] == []
