@@ -45,7 +45,7 @@ from ckptx.report.report import Report
     show_default="as the recipe says",
     help="Another value for a key of the recipe, as layout.tp=2; may be given several times.",
 )
-@click.option("--phases", metavar="LIST", show_default="all", help="Run these phases alone, with commas between.")
+@click.option("--phases", metavar="LIST", show_default="all", help="Run these phases alone, by their numbers: 0-3,6.")
 @click.option(
     "--inject",
     metavar="FAULT|list",

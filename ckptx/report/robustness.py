@@ -9,6 +9,7 @@ from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.report import counted
 from ckptx.report.robustness_words import (
     CAUSES,
+    called,
     failing_oracles,
     items_of,
     kill_text,
@@ -39,7 +40,7 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str) -
     lines += [f"  {key} = {value}" for key, value in report.settings.items()]
     if report.injected:
         lines.append(f"  planted: {report.injected}")
-    width = max((len(str(phase["name"])) for phase in report.phases), default=0)
+    width = max((len(called(phase)) for phase in report.phases), default=0)
     for phase in report.phases:
         lines += _phase(report, phase, width, red)
     for what in ("loss", "logits"):
@@ -64,6 +65,11 @@ def robustness_verdict(report: RobustnessReport) -> str:
     return said
 
 
+def phase_text(report: RobustnessReport, phase: Mapping[str, Any]) -> str:
+    """What `robustness` says of one phase."""
+    return "\n".join(_phase(report, phase, 0, str))
+
+
 def faults_text(report: FaultsReport) -> str:
     """What `robustness --inject list` says."""
     width = max(map(len, report.faults), default=0)
@@ -77,7 +83,7 @@ def _phase(
     said = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
     took = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"
     word = f"{_WORDS[phase['ok']]:<7}"
-    line = f"  {phase['name']!s:<{width}}  {red(word) if phase['ok'] is False else word} {took:>8}  {said}"
+    line = f"  {called(phase):<{width}}  {red(word) if phase['ok'] is False else word} {took:>8}  {said}"
     lines = [line.rstrip()]
     for row in failing_oracles(phase):
         name = str(row["name"])

@@ -16,7 +16,9 @@ from ckptx.report.plots import Band, Run, distances_plot, runs_plot
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_words import (
     CAUSES,
+    called,
     failing_oracles,
+    is_of,
     items_of,
     kill_text,
     memory_faults,
@@ -117,7 +119,7 @@ def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> Iterator[str]:
     notes = notes_of(phase)
     took = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"
     yield f'<article class="phase {kind}">'
-    yield f'<h3><b class=mark title="{said}" role="img" aria-label="{said}">{mark}</b>{escape(str(phase["name"]))}'
+    yield f'<h3><b class=mark title="{said}" role="img" aria-label="{said}">{mark}</b>{escape(called(phase))}'
     yield f"<span>{took or said}</span></h3>"
     if phase.get("title"):
         yield f"<p class=title>{escape(str(phase['title']))}</p>"
@@ -225,7 +227,7 @@ def _legend(runs: Sequence[Run], band: Band | None = None) -> Iterator[str]:
 
 
 def _memory(report: RobustnessReport) -> Iterator[str]:
-    rows = [(phase, phase["memory"]) for phase in report.phases if phase.get("memory")]
+    rows = [(phase, phase["memory"]) for phase in report.phases if phase.get("memory") and phase["ok"] is not None]
     if not rows:
         return
     most = {
@@ -241,7 +243,7 @@ def _memory(report: RobustnessReport) -> Iterator[str]:
             _bar(memory["tensor_bytes"], memory["baseline_tensor_bytes"], most["tensor_bytes"], human_bytes),
             _bar(memory["threads"], memory["baseline_threads"], most["threads"], str),
         ]
-        yield f"<tr><td>{escape(str(phase['name']))}</td>{''.join(cells)}</tr>"
+        yield f"<tr><td>{escape(called(phase))}</td>{''.join(cells)}</tr>"
     yield "</tbody></table></section>"
 
 
@@ -264,7 +266,8 @@ def _differing(report: RobustnessReport) -> Iterator[str]:
     yield "".join(f"<th>{term}</th>" for term in ("phase", "oracle", "item", "rank", "should be", "is"))
     yield "</tr></thead><tbody>"
     for row in rows[:_MOST_ROWS]:
-        cells = [row.get("phase"), row.get("oracle"), row.get("item"), row.get("rank")]
+        phase = next((called(each) for each in report.phases if is_of(row, each)), row.get("phase"))
+        cells = [phase, row.get("oracle"), row.get("item"), row.get("rank")]
         cells += [row.get("reference"), row.get("found")]
         yield f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in cells)}</tr>"
     yield "</tbody></table></div>"

@@ -11,6 +11,8 @@ from ckptx.report.report import counted, human_bytes
 
 # What it means that an oracle fails, and where to look. docs/ci.md says more of each.
 CAUSES: Mapping[str, str] = {
+    "readable": "what was published does not open: cut short, incomplete, or published before it was whole",
+    "sharded": "the trainer cut its parameters otherwise than the recipe expects; it may have run unsharded in silence",
     "finite": "a NaN or an infinity is in the state or in a loss; what was saved can already hold it",
     "names": "tensors are missing, left over, or named after a wrapper; a head is tied on one side alone",
     "model": "parameters are other numbers: rows or shards swapped, a step that is too old, a cast on the way",
@@ -24,6 +26,7 @@ CAUSES: Mapping[str, str] = {
     "replicas": "ranks that hold the same tensor hold different numbers; one of them was saved for all",
     "batch": "the next samples are others: started over, off by some, or dealt to other ranks",
     "rate": "the next step has another learning rate than in the run that did not stop",
+    "memory": "something holds the model after its phase, or a process group was not ended; the latter is 6 threads",
     "loss": "more than noise; where no exact oracle fails, look at what is no state: dropout, kernels, reductions",
     "logits": "more than noise; the model computes something else with the same weights",
 }
@@ -92,12 +95,23 @@ def items_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) ->
     """Each item of an oracle that differs, with its ranks, and what it is where that is known: `a on rank 1: x, y`."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in report.differing:
-        if row.get("phase") == phase["name"] and row.get("oracle") == oracle:
+        if is_of(row, phase) and row.get("oracle") == oracle:
             found.setdefault(str(row["item"]), []).append(row)
     if not found:
         (names,) = (row.get("differing") or () for row in phase["oracles"] if row["name"] == oracle)
         return [str(name) for name in names]
     return [f"{item}{_ranks(rows)}{_values(rows[0])}" for item, rows in found.items()]
+
+
+def is_of(row: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
+    """Whether a row of `differing` is about a phase, which it names by its number or its name."""
+    return row.get("phase") in (phase["name"], phase.get("number", phase["name"]))
+
+
+def called(phase: Mapping[str, Any]) -> str:
+    """The number and the name of a phase: `6 resume`."""
+    number = phase.get("number")
+    return str(phase["name"]) if number is None else f"{number} {phase['name']}"
 
 
 def _ranks(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -142,9 +156,10 @@ def noise_of(report: RobustnessReport, what: str) -> float | None:
 
 
 def memory_faults(phase: Mapping[str, Any]) -> list[str]:
-    """What a phase that failed left behind, above the baseline."""
+    """What a phase that failed left behind, above the baseline, where no oracle says it."""
     memory = phase.get("memory")
-    if phase["ok"] is not False or not memory:
+    is_judged = any(row["name"] == "memory" for row in phase.get("oracles") or ())
+    if phase["ok"] is not False or not memory or is_judged:
         return []
     faults = []
     if memory["tensor_bytes"] > memory["baseline_tensor_bytes"]:

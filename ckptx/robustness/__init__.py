@@ -35,9 +35,9 @@ def robustness(
     Args:
         recipe: The name of one that ckptx brings, or a YAML file.
         settings: `key=value` for each value of the recipe that is to be another, as `layout.tp=2`.
-        phases: Which of them, by name, with commas between; all of them when left out.
+        phases: Which of them, by their numbers, as `0-3,6`; all of them when left out.
         inject: A fault to plant, which has to be found.
-        out: A directory for everything that is written.
+        out: A directory for everything that is written, absent or empty; a temporary one when left out.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
         gpu_memory: Of each GPU, as `80GB` or in bytes.

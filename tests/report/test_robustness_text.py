@@ -87,6 +87,15 @@ def test_items_come_from_the_oracle_where_the_report_has_no_rows() -> None:
     assert "          a\n          b\n" in robustness_text(report)
 
 
+def test_a_phase_is_called_by_its_number_where_it_has_one() -> None:
+    rows = [{"phase": 6, "oracle": "rng", "item": "torch", "rank": 1, "reference": "a", "found": "b"}]
+    judged = phase("resume", False, oracle("rng", ["torch"]), oracle("memory", ["threads"]), number=6)
+    judged["memory"]["threads"] = 14
+    text = robustness_text(robust(exit=1, phases=[judged], differing=rows))
+    assert "  6 resume  FAILED" in text and "torch on rank 1: b, should be a" in text
+    assert text.count("memory: ") == 1, "an oracle says it"
+
+
 def test_quiet_is_one_line_with_the_first_item() -> None:
     assert robustness_verdict(robust()) == "PASSED: small, 2 phases"
     assert robustness_verdict(broken()) == (
@@ -121,7 +130,7 @@ def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
 
 
 def test_every_oracle_has_a_cause() -> None:
-    assert set(CAUSES) == set(ORDER)
+    assert set(CAUSES) >= set(ORDER)
 
 
 def test_rows_of_the_oracles_are_understood() -> None:

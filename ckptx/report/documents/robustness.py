@@ -22,9 +22,9 @@ class RobustnessReport(Report):
         world_size: Number of ranks.
         layout: The mesh.
         trainer: "ckptx", or the command of another.
-        phases: A row for each, in order: `name`, `title` (what it proves, in words), `ok` (None where it did not run,
-            with the reason in `notes`), `seconds`, `oracles`, `notes` (texts), `memory` (None where none was taken). A
-            row of `oracles`: `name` (finite, names, model, moments, ...), `ok`, `compared` (how many items),
+        phases: A row for each, in order: `number`, `name`, `title` (what it proves, in words), `ok` (None where it did
+            not run, with the reason in `notes`), `seconds`, `oracles`, `notes` (texts), `memory` (None where none was
+            taken). A row of `oracles`: `name` (finite, names, model, moments, ...), `ok`, `compared` (how many items),
             `differing` (the names of those that differ, the first of them), `count` (how many differ), `value` and
             `limit` (of a measure, else None), `times_noise` (of how many times the noise the limit is), `widened` (by
             the recipe). `memory`: `tensor_bytes` and `threads` of the rank with the most, after the phase was released,
@@ -34,8 +34,8 @@ class RobustnessReport(Report):
             none of them.
         losses: A row for each run: `run`, `steps`, `losses`. The first is the one that did not stop; the others are
             held against it.
-        differing: A row for each item that differs: `phase`, `oracle`, `item`, and what else is known (`rank`,
-            `reference`, `found`).
+        differing: A row for each item that differs: `phase` (its number), `oracle`, `item`, and what else is known
+            (`rank`, `reference`, `found`).
         kills: A row for each process that was killed while saving: `at`, `ranks`, `asynchronous`, `latest`, `ok`.
         environment: What it ran with: ckptx, python, torch, transformers, device, ... -> version or name.
     """
