@@ -29,7 +29,7 @@ FLOORS = (
     ("conversion", "inspection", "difference", "verification"),
     ("training",),
     ("robustness",),
-    ("cli", "__main__"),
+    ("cli", "__main__", "pytest_plugin"),
     ("__init__",),  # the Python API names what it offers
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
