@@ -18,6 +18,7 @@ from ckptx.catalog.form import FORMS
 from ckptx.cli.main import cli, commands
 from ckptx.errors import CkptxError, Defect
 from ckptx.formats.foreign import FOREIGN_KINDS
+from ckptx.report.robustness_words import CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = "docs/situations.md"  # has hostile options, and links to nothing
@@ -28,6 +29,9 @@ FOREIGN = {
     "--backend": "verl.model_merger",
     "--ckpt-format": "Megatron",
     "--exclude": "diff",
+    "--ckptx-recipe": "pytest",
+    "--ckptx-set": "pytest",
+    "--dist": "pytest-xdist",
 }
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
@@ -243,6 +247,11 @@ def test_what_is_known_is_counted() -> None:
 def test_the_corrections_of_the_recipe_can_be_read() -> None:
     (example,) = (b.text for b in check_docs.blocks_of("p", text_of("CONTRIBUTING.md")) if b.language == "json")
     assert decode(example, "llama.json").plan
+
+
+def test_every_oracle_is_explained() -> None:
+    cells = {row[0] for row in rows_of(text_of("docs/ci.md")) if len(row) == 3}
+    assert {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)} == CAUSES.keys()
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
