@@ -17,6 +17,7 @@ A moment is a set of items, each with the digest of its bytes, under the oracle 
     batch        the samples of the next step, by rank
     rate         the learning rate of the next step
     memory       what a phase leaves in the process, against what a released warm-up left
+    other        what a trainer stores and ckptx has no word for
 
 Loss and logits come last, and against the noise that was measured in the same run.
 """
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 EXACT = (
     "readable", "sharded", "finite", "names", "model", "moments", "adam step", "group", "scheduler", "step", "samples",
-    "rng", "replicas", "batch", "rate",
+    "rng", "replicas", "batch", "rate", "other",
 )  # fmt: skip
 MEASURED = ("loss", "logits", "memory")
 ORDER = (*EXACT, *MEASURED)

@@ -171,12 +171,14 @@ class ForeignBlock:
         resume: What stands for `{resume}` when it goes on from `{checkpoint}`; it is empty when it starts.
         checkpoint: Where, below `{out}`, the checkpoint of step `{step}` is.
         losses: Where, below `{out}`, its losses are: a file of JSON lines, a text with `pattern`, a folder of
-            TensorBoard files, or a trainer_state.json.
+            TensorBoard files, or a trainer_state.json; `{steps}` is as in `command`. What the command prints is in
+            output.log there.
         losses_kind: Which of them.
         pattern: A regular expression with groups `step` and `loss`.
         step_key: The name of the step in JSON lines.
         loss_key: The name of the loss; in TensorBoard, the tag.
         zero_steps: Whether it can go on for no step and save again.
+        time_limit: Seconds that one run of the command may take.
         environment: Variables for the command.
     """
 
@@ -189,6 +191,7 @@ class ForeignBlock:
     step_key: str = "step"
     loss_key: str = "loss"
     zero_steps: bool = True
+    time_limit: float = 3600.0
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from functools import lru_cache, partial
 from math import prod
 from pickle import encode_long
@@ -343,7 +344,9 @@ def is_row_major(shape: Shape, strides: Shape) -> bool:
     return True
 
 
-def open_archive(read: Read, offset: int, length: int, where: str) -> Archive:
+def open_archive(
+    read: Read, offset: int, length: int, where: str, load_tree: Callable[[bytes, str], Any] = load_torch
+) -> Archive:
     """Opens any archive of `torch.save`: its pickled tree with stand-ins, and where its storages lie.
 
     Args:
@@ -351,6 +354,7 @@ def open_archive(read: Read, offset: int, length: int, where: str) -> Archive:
         offset: First byte of the archive.
         length: Bytes of the archive.
         where: Subject of error messages.
+        load_tree: Reads the pickle; by default the names in it must be those that a checkpoint is converted from.
 
     Raises:
         InputError: The archive is damaged.
@@ -382,7 +386,7 @@ def open_archive(read: Read, offset: int, length: int, where: str) -> Archive:
             crc = member.crc or (None if member.nbytes else 0)
             records[name[len(prefix) + 5 :]] = Record(offset + begin, member.nbytes, crc)
     _refuse_overlaps(records, where)
-    return Archive(load_torch(pickled, where), records)
+    return Archive(load_tree(pickled, where), records)
 
 
 def _refuse_overlaps(records: dict[str, Record], where: str) -> None:

@@ -1,0 +1,396 @@
+"""A trainer that is not ours, judged by what it leaves on disk: it is run four times, without a hook in its code.
+
+    straight      A    all steps, with a checkpoint at N on the way
+    again         A'   the same once more: what differs is noise, and the noise of the loss is measured so
+    saved again   Z    goes on from A's checkpoint of N for no step, and saves
+    resumed       R    goes on from A's checkpoint of N to the end
+
+Z has to hold what A held at N, item by item: what differs names what was not restored. Steps would hide that: one with
+a fresh optimizer changes every parameter. R has to end where A ended, in what A and A' have in common, and its losses
+after N have to be those of A, as far as the noise goes. Losses up to N are not looked at: some trainers write the old
+ones again when they go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from shlex import quote
+from typing import Any, NamedTuple
+
+import ckptx.training
+from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
+from ckptx.report.report import Log
+from ckptx.robustness.causes import likely_causes
+from ckptx.robustness.commands import Ended, filled, run_command, words_of
+from ckptx.robustness.losses import Losses, read_losses
+from ckptx.robustness.oracles import (
+    Difference,
+    Items,
+    Verdict,
+    compare,
+    distance,
+    failing,
+    largest,
+    measured,
+    plain_number,
+)
+from ckptx.robustness.stored_items import items_of, sharding_of
+from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe
+from ckptx.wording import counted
+
+SHIPPED = Path(ckptx.training.__file__).parent / "recipes"
+OUTPUT = "output.log"
+STRAIGHT, AGAIN, SAVED_AGAIN, RESUMED = "straight", "again", "saved again", "resumed"
+_TITLES = {
+    STRAIGHT: "all steps in one run: everything in its checkpoints is finite",
+    "sharded": "each rank had a part of the parameters",
+    AGAIN: "the same once more: what differs is noise",
+    SAVED_AGAIN: "resumed for no step and saved: what was not restored differs",
+    RESUMED: "resumed to the end: it ends where the run ended that did not stop",
+}
+_COULD_NOT_BE_NAMED = (
+    "this trainer cannot resume for no step, so the ends are compared: that something differs is certain, what was not "
+    "restored is not, as one step spreads it to every parameter"
+)
+
+OnPhase = Callable[[dict[str, Any]], None]
+
+
+@dataclass(slots=True)
+class ForeignOutcome:
+    """What was found, as the report has it.
+
+    Attributes:
+        phases: A row for each.
+        losses: A row for each run.
+        differing: A row for each item that differs.
+        noise: Of the loss.
+        world_size: Ranks that wrote the checkpoint, None where it does not say.
+    """
+
+    phases: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    differing: list[dict[str, Any]] = field(default_factory=list)
+    noise: dict[str, Any] = field(default_factory=dict)
+    world_size: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """No phase failed."""
+        return all(phase["ok"] is not False for phase in self.phases)
+
+
+class _Run(NamedTuple):
+    """One run of the command.
+
+    Attributes:
+        name: Of its phase.
+        out: Its folder.
+        ended: How it ended.
+    """
+
+    name: str
+    out: Path
+    ended: Ended
+
+
+def run_foreign(
+    recipe: Recipe,
+    out: Path,
+    log: Log | None = None,
+    on_phase: OnPhase = lambda row: None,
+    *,
+    folder: Path = SHIPPED,
+) -> ForeignOutcome:
+    """Runs the command of a recipe four times, and judges what it left.
+
+    Args:
+        recipe: With a `train` block.
+        out: Where the runs go, a folder for each with its output in output.log. It has to be empty, or not there.
+        log: Gets what the user should know.
+        on_phase: Called with the row of each phase when it is done.
+        folder: That of the recipe, for `{recipe}`.
+
+    Raises:
+        UsageError: The recipe has no command, an unknown placeholder, or no step to save at before the last.
+        OutputError: `out` holds something, or cannot be written.
+        EnvironmentProblem: The command cannot be started, or the run without a resume fails: there is nothing to judge.
+        InputError: A checkpoint or the losses are not where the recipe says, or damaged.
+    """
+    judge = _Judge(recipe, out, log or Log(), on_phase, folder)
+    judge.check()
+    judge.straight()
+    judge.sharded()
+    judge.again()
+    judge.saved_again()
+    judge.resumed()
+    return judge.outcome
+
+
+class _Judge:
+    """The four runs, in order, and what each shows."""
+
+    def __init__(self, recipe: Recipe, out: Path, log: Log, on_phase: OnPhase, folder: Path) -> None:
+        if recipe.train is None:
+            raise UsageError(f"{recipe.name}: has no train.command, needed one of a trainer that is not ours")
+        self.block: ForeignBlock = recipe.train
+        self.checks: ChecksBlock = recipe.checks
+        self.training = recipe.training
+        self.save_at = min(self.training.save_at, default=0)
+        self.outcome = ForeignOutcome()
+        self._out, self._log, self._on_phase, self._folder = out, log, on_phase, folder
+        self._ends: tuple[Items, Items] = ({}, {})
+        self._losses: dict[int, float] = {}
+        self._noise = 0.0
+
+    def check(self) -> None:
+        """Refuses what cannot be run, before anything is."""
+        steps = self.training.steps
+        if not 0 < self.save_at < steps:
+            raise UsageError(
+                f"training.save_at: {self.save_at}, needed a step before the last, {steps}: what follows it is compared"
+            )
+        values = self._values(self._out, 0, None)
+        words_of(self.block.command, values, "train.command")
+        filled(self.block.resume, {**values, "checkpoint": ""}, "train.resume")
+        self._environment(self._out, values)
+        for key, text in (("checkpoint", self.block.checkpoint), ("losses", self.block.losses)):
+            filled(text, {"step": "", "steps": "", "save_at": "", "total_steps": ""}, f"train.{key}")
+        if self._out.exists() and any(self._out.iterdir()):
+            raise OutputError(f"{self._out}: holds something already, and trainers go on from what they find; empty it")
+
+    # ------------------------------------------------------------------------------------------------- the phases
+
+    def straight(self) -> None:
+        """A: everything is measured by it."""
+        run = self._run(STRAIGHT, self.training.steps, None)
+        if run.ended.code or run.ended.is_late:
+            raise EnvironmentProblem(self._failure(run))
+        self._checkpoint(run, self.save_at)
+        end = items_of(self._checkpoint(run, self.training.steps))
+        losses = self._read_losses(run)
+        self._losses = losses.by_step
+        self._ends = (end, end)
+        self._say(
+            run, [_finite(end, losses.by_step)], [*losses.notes, f"{counted(len(end), 'item')} in its last checkpoint"]
+        )
+
+    def sharded(self) -> None:
+        """Whether ranks had parts of the parameters, where the recipe asks."""
+        path = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at)
+        found = sharding_of(path)
+        self.outcome.world_size = found.world_size
+        if self.checks.sharded is None:
+            return
+        is_right = found.is_sharded == self.checks.sharded
+        said, wanted = ("sharded" if each else "whole" for each in (found.is_sharded, self.checks.sharded))
+        differences = [] if is_right else [Difference("replicas", "placement of parameters", None, wanted, said)]
+        self._row("sharded", [Verdict("replicas", 1, differences)], [f"{said}: {found.how}"], 0.0)
+
+    def again(self) -> None:
+        """A': the noise."""
+        run = self._run(AGAIN, self.training.steps, None)
+        if run.ended.code or run.ended.is_late:
+            raise EnvironmentProblem(self._failure(run))
+        first, end = self._ends[0], items_of(self._checkpoint(run, self.training.steps))
+        self._ends = (first, end)
+        losses = self._read_losses(run)
+        self._noise = largest(distance(*pair) for pair in _pairs(self._losses, losses.by_step, 0))
+        self.outcome.noise = {"loss": {"repeated": plain_number(self._noise), "moved": None}}
+        verdicts = compare([first], [end])
+        notes = [*losses.notes, f"noise of the loss: {self._noise:.3g}"]
+        different = [each for each in verdicts if each.differences]
+        if different:
+            count = sum(len(each.differences) for each in different)
+            where = ", ".join(each.oracle for each in different)
+            notes.append(
+                f"two runs alike do not end alike: {counted(count, 'item')} differ ({where}), and are not compared at "
+                "the end of the resumed run; set seeds and deterministic kernels to have them compared"
+            )
+            if not self._noise:
+                notes.append("no loss shows it: the losses that are printed have too few digits, or come before it")
+        same = [each for each in verdicts if not each.differences]
+        lacking = sorted(set(self._losses) ^ set(losses.by_step))
+        missing = [_lacking(step, self._losses, losses.by_step) for step in lacking]
+        noisy = Verdict("loss", len(self._losses), missing, None if missing else self._noise, self._noise)
+        self._say(run, [*same, noisy], notes)
+
+    def saved_again(self) -> None:
+        """Z against A at the step it was saved: names what was not restored."""
+        if not self.block.zero_steps:
+            row = self._empty(SAVED_AGAIN)
+            row["notes"] = [_COULD_NOT_BE_NAMED]
+            self._add(row)
+            return
+        source = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at)
+        run = self._run(SAVED_AGAIN, self.save_at, source)
+        if run.ended.code or run.ended.is_late:
+            self._say(run, [], [self._failure(run)], failed=True)
+            return
+        before, after = items_of(source), items_of(self._checkpoint(run, self.save_at))
+        verdicts = compare([before], [after])
+        self._say(run, verdicts, likely_causes(verdicts, before, after))
+
+    def resumed(self) -> None:
+        """R against A at the end, and the losses on the way."""
+        source = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at)
+        run = self._run(RESUMED, self.training.steps, source)
+        if run.ended.code or run.ended.is_late:
+            self._say(run, [], [self._failure(run)], failed=True)
+            return
+        first, second = self._ends
+        found = items_of(self._checkpoint(run, self.training.steps))
+        shared = {key for key in first if first[key] == second.get(key)}
+        reference = {key: value for key, value in first.items() if key in shared}
+        known = first.keys() | second.keys()
+        compared = {key: value for key, value in found.items() if key in shared or key not in known}
+        verdicts = compare([reference], [compared])
+        losses = self._read_losses(run)
+        verdicts += [self._of_losses(losses.by_step)]
+        notes = [*losses.notes]
+        if not self.block.zero_steps and any(True for _ in failing(verdicts)):
+            notes.append(_COULD_NOT_BE_NAMED)
+        self._say(run, verdicts, notes)
+
+    def _of_losses(self, found: Mapping[int, float]) -> Verdict:
+        after = {step: loss for step, loss in self._losses.items() if step > self.save_at}
+        if not after:
+            raise InputError(
+                f"{self._place(self._out_of(STRAIGHT), self.block.losses)}: no loss after step {self.save_at}, where "
+                "the resumed run goes on; log every step"
+            )
+        times, default = self.checks.loss_times_noise, ChecksBlock().loss_times_noise
+        verdict = measured("loss", _pairs(after, found, self.save_at), self._noise, times, default)
+        steps = sorted({step for step in {*after, *found} if step > self.save_at})
+        missing = [_lacking(step, after, found) for step in steps if (step in after) != (step in found)]
+        return verdict._replace(compared=len(after), differences=missing)
+
+    # ------------------------------------------------------------------------------------------------ the command
+
+    def _values(self, out: Path, steps: int, checkpoint: Path | None) -> dict[str, str]:
+        total = self.training.total_steps
+        values = {
+            "steps": str(steps),
+            "total_steps": str(self.training.steps if total is None else total),
+            "save_at": str(self.save_at),
+            "out": str(out.absolute()),
+            "python": sys.executable,
+            "recipe": str(self._folder.absolute()),
+            "checkpoint": "" if checkpoint is None else str(checkpoint.absolute()),
+            "resume": "",
+        }
+        if checkpoint is not None:
+            quoted = {key: quote(value) for key, value in values.items()}
+            values["resume"] = filled(self.block.resume, quoted, "train.resume")
+        return values
+
+    def _environment(self, out: Path, values: Mapping[str, str]) -> dict[str, str]:
+        given = self.block.environment
+        return {key: filled(str(value), values, f"train.environment.{key}") for key, value in given.items()}
+
+    def _out_of(self, name: str) -> Path:
+        return self._out / name.replace(" ", "-")
+
+    def _run(self, name: str, steps: int, checkpoint: Path | None) -> _Run:
+        out = self._out_of(name)
+        try:
+            out.mkdir(parents=True)
+        except OSError as error:
+            raise OutputError(f"{out}: cannot be made: {error.strerror}") from error
+        values = self._values(out, steps, checkpoint)
+        words = words_of(self.block.command, values, "train.command")
+        environment = self._environment(out, values)
+        return _Run(name, out, run_command(words, out / OUTPUT, environment, self.block.time_limit))
+
+    def _failure(self, run: _Run) -> str:
+        said = " | ".join(run.ended.last_lines) or "it printed nothing"
+        return f"train.command, {run.name}: {run.ended.said()}; its output is in {run.out / OUTPUT}, and ends: {said}"
+
+    def _place(self, out: Path, text: str, step: int = 0) -> Path:
+        values = self._values(out, self.training.steps, None)
+        values["step"] = str(step)
+        return out / filled(text, values, "train.checkpoint")
+
+    def _checkpoint_path(self, out: Path, step: int) -> Path:
+        return self._place(out, self.block.checkpoint, step)
+
+    def _checkpoint(self, run: _Run, step: int) -> Path:
+        path = self._checkpoint_path(run.out, step)
+        if not path.exists():
+            raise InputError(f"{path}: no checkpoint of step {step} after the command, {_what_is_in(run.out)}")
+        return path
+
+    def _read_losses(self, run: _Run) -> Losses:
+        place = self._place(run.out, self.block.losses)
+        if not place.exists():
+            raise InputError(f"{place}: no losses after the command, {_what_is_in(run.out)}")
+        losses = read_losses(place, self.block)
+        row = {"run": run.name, "steps": [*losses.by_step], "losses": [*map(plain_number, losses.by_step.values())]}
+        self.outcome.losses.append(row)
+        return losses
+
+    # ------------------------------------------------------------------------------------------------- the report
+
+    def _say(self, run: _Run, verdicts: Sequence[Verdict], notes: Sequence[str], failed: bool = False) -> None:
+        self._row(run.name, verdicts, notes, run.ended.seconds, failed)
+
+    def _row(
+        self, name: str, verdicts: Sequence[Verdict], notes: Sequence[str], seconds: float, failed: bool = False
+    ) -> None:
+        bad = [*failing(verdicts)]
+        for verdict in bad:
+            self.outcome.differing += [
+                {
+                    "phase": name,
+                    "oracle": each.oracle,
+                    "item": each.item,
+                    "reference": each.reference,
+                    "found": each.found,
+                }
+                for each in verdict.differences
+            ]
+        row = self._empty(name)
+        row |= {"ok": not bad and not failed, "seconds": seconds, "notes": [*notes]}
+        row["oracles"] = [verdict.row() for verdict in verdicts]
+        self._add(row)
+
+    def _empty(self, name: str) -> dict[str, Any]:
+        return {
+            "name": name, "title": _TITLES[name], "ok": None, "seconds": 0.0, "oracles": [], "notes": [],
+            "memory": None,
+        }  # fmt: skip
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.outcome.phases.append(row)
+        if row["ok"] is False:
+            self._log.note(*(f"{row['name']}: {note}" for note in row["notes"]))
+        self._on_phase(row)
+
+
+def _finite(items: Items, losses: Mapping[int, float]) -> Verdict:
+    """That nothing is NaN or infinite."""
+    of_items = {name: value for (oracle, name), value in items.items() if oracle == "finite"}
+    of_losses = {f"loss of step {step}": repr(loss) for step, loss in losses.items() if not isfinite(loss)}
+    bad = {**{name: value for name, value in of_items.items() if value != "finite"}, **of_losses}
+    differences = [Difference("finite", name, None, "finite", value) for name, value in bad.items()]
+    return Verdict("finite", len(of_items) + len(losses), differences)
+
+
+def _pairs(reference: Mapping[int, float], found: Mapping[int, float], after: int) -> Iterator[tuple[float, float]]:
+    return ((loss, found[step]) for step, loss in reference.items() if step > after and step in found)
+
+
+def _lacking(step: int, reference: Mapping[int, float], found: Mapping[int, float]) -> Difference:
+    said = [repr(each[step]) if step in each else None for each in (reference, found)]
+    return Difference("loss", f"loss of step {step}", None, *said)
+
+
+def _what_is_in(out: Path) -> str:
+    names = sorted(str(path.relative_to(out)) for path in out.glob("*")) + sorted(
+        str(path.relative_to(out)) for path in out.glob("*/*")
+    )
+    return f"there is {', '.join(names[:12])}{', ...' * (len(names) > 12)}" if names else "its folder is empty"

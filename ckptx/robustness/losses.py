@@ -1,0 +1,179 @@
+"""The losses of a run by step, from where its trainer left them.
+
+    jsonl           a file with one JSON object a line
+    regex           a text, such as what the command printed, and an expression with the groups `step` and `loss`
+    tensorboard     a folder with event files, at any depth
+    trainer_state   a trainer_state.json, whose `log_history` also has what was logged before a resume
+
+A step with two losses that differ is refused: nobody can say which counts. NaN is a loss like any other here; the
+oracles refuse it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from math import isnan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptx.errors import InputError, UsageError
+from ckptx.robustness.event_files import scalars
+from ckptx.storage.files import read_small
+from ckptx.training.recipe import ForeignBlock
+from ckptx.untrusted.json_text import parse_json
+from ckptx.untrusted.limits import INDEX_BYTES
+from ckptx.untrusted.printable import one_line
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_STEP_BITS = 63
+_SHOWN = 80
+
+
+class Losses(NamedTuple):
+    """What was logged.
+
+    Attributes:
+        by_step: In the order of the steps.
+        notes: What the user should know: a file that is cut off.
+    """
+
+    by_step: dict[int, float]
+    notes: list[str]
+
+
+def read_losses(place: Path, block: ForeignBlock) -> Losses:
+    """The losses of one run.
+
+    Args:
+        place: The file, or the folder of event files.
+        block: How they are written there.
+
+    Raises:
+        InputError: There are none, the file is damaged, or a step has two losses.
+        UsageError: The expression of the recipe is none, or lacks a group.
+    """
+    notes: list[str] = []
+    if block.losses_kind == "tensorboard":
+        pairs = _of_tensorboard(place, block, notes)
+    elif block.losses_kind == "regex":
+        pairs = _of_text(place, block)
+    elif block.losses_kind == "trainer_state":
+        pairs = _of_trainer_state(place, block)
+    else:
+        pairs = _of_lines(place, block, notes)
+    found: dict[int, float] = {}
+    for step, loss in pairs:
+        before = found.setdefault(step, loss)
+        if before != loss and not (isnan(before) and isnan(loss)):
+            raise InputError(
+                f"{place}: step {step} has the losses {before!r} and {loss!r}, needed one; log from one rank, and "
+                "each run into a folder of its own"
+            )
+    if not found:
+        raise InputError(f"{place}: no loss in it, {_looked_for(block)}")
+    return Losses(dict(sorted(found.items())), notes)
+
+
+def _looked_for(block: ForeignBlock) -> str:
+    if block.losses_kind == "regex":
+        return f"looked for {one_line(str(block.pattern), _SHOWN)}"
+    if block.losses_kind == "tensorboard":
+        return f'looked for the tag "{block.loss_key}"'
+    return f'looked for "{block.step_key}" and "{block.loss_key}"'
+
+
+def _of_lines(place: Path, block: ForeignBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
+    text = read_small(place, INDEX_BYTES).decode("utf-8", "replace")
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line, f"{place}, line {number}", "line")
+        except InputError:
+            if number < len(lines):
+                raise
+            notes.append(f"{place.name}: its last line is cut off, and was left out")
+            continue
+        if isinstance(row, dict):
+            yield from _of_row(row, block, f"{place}, line {number}")
+
+
+def _of_row(row: dict[str, Any], block: ForeignBlock, where: str) -> Iterator[tuple[int, float]]:
+    step, loss = _under(row, block.step_key), _under(row, block.loss_key)
+    if step is None or loss is None:
+        return  # a line of something else: an evaluation, a message
+    yield _step(step, where), _number(loss, where)
+
+
+def _under(row: dict[str, Any], key: str) -> Any:
+    """The value of a key, or of one below another: `train.loss`."""
+    value: Any = row
+    if key in row:
+        return row[key]
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _step(value: Any, where: str) -> int:
+    try:
+        found = int(value) if isinstance(value, str) or float(value).is_integer() else None
+    except (TypeError, ValueError, OverflowError):
+        found = None
+    if found is None or isinstance(value, bool) or not 0 <= found < 1 << _STEP_BITS:
+        raise InputError(f"{where}: the step is {one_line(repr(value), _SHOWN)}, needed a whole number")
+    return found
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        if not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise InputError(f"{where}: the loss is {one_line(repr(value), _SHOWN)}, needed a number")
+
+
+def _of_text(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:
+    try:
+        pattern = re.compile(block.pattern or "")
+    except re.error as error:
+        raise UsageError(f"train.pattern: {block.pattern!r} is no regular expression: {error}") from error
+    if not {"step", "loss"} <= set(pattern.groupindex):
+        raise UsageError(
+            f"train.pattern: {block.pattern!r} has no groups named step and loss; "
+            r"write (?P<step>\d+) and (?P<loss>\S+)"
+        )
+    text = _COLOUR.sub("", read_small(place, INDEX_BYTES).decode("utf-8", "replace"))
+    for number, line in enumerate(text.split("\n"), start=1):
+        for found in pattern.finditer(line):
+            where = f"{place}, line {number}"
+            yield _step(found["step"], where), _number(found["loss"], where)
+
+
+def _of_trainer_state(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:
+    state = parse_json(read_small(place, INDEX_BYTES).decode("utf-8", "replace"), place)
+    history = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(history, list):
+        raise InputError(f'{place}: has no list "log_history", needed the trainer_state.json of transformers')
+    for index, row in enumerate(history):
+        if isinstance(row, dict):
+            yield from _of_row(row, block, f"{place}, log_history[{index}]")
+
+
+def _of_tensorboard(place: Path, block: ForeignBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
+    files = sorted(place.rglob("*tfevents*")) if place.is_dir() else [place]
+    if not files:
+        raise InputError(f"{place}: no event files of TensorBoard in it; set train.losses to the folder they are in")
+    tags: set[str] = set()
+    for file in files:
+        for scalar in scalars(file, notes):
+            tags.add(scalar.tag)
+            if scalar.tag == block.loss_key:
+                yield scalar.step, scalar.value
+    if block.loss_key not in tags:
+        listed = ", ".join(json.dumps(one_line(tag, _SHOWN)) for tag in sorted(tags)[:8]) or "none"
+        raise InputError(f'{place}: no scalar "{block.loss_key}" in its event files; the tags there are: {listed}')
