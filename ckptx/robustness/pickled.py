@@ -29,6 +29,7 @@ from ckptx.wording import counted
 _UNORDERED = {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")}
 _DEFAULTDICT = "collections.defaultdict"
 _SHOWN = 60  # characters of a text that is given as it is
+_PLAIN = {type(None), bool, int, float}
 _NUMBERS = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
 
 Digest = Callable[[TensorEntry], str]
@@ -148,6 +149,8 @@ class Reader:
         """
         if value is None or type(value) in (bool, int, float) or (type(value) is str and len(value) <= _SHOWN):
             return repr(value)
+        if type(value) in (list, tuple) and len(value) <= _SHOWN and {*map(type, value)} <= _PLAIN:
+            return short(repr(value))
         return self._digest(name, value, digest, 0)
 
     def _digest(self, name: str, value: Any, digest: Digest, depth: int) -> str:
