@@ -69,6 +69,14 @@ class OpenFile:
         """
         write_at(self._descriptor, data, offset, self.path)
 
+    def sync(self) -> None:
+        """Brings it to the disk.
+
+        Raises:
+            OSError: That failed; what was written may be lost.
+        """
+        os.fsync(self._descriptor)
+
     def blocks(self, size: int) -> Iterator[bytes]:
         """All of it, `size` bytes at a time.
 
