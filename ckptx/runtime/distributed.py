@@ -141,8 +141,12 @@ def data_index(mesh: DeviceMesh) -> int:
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """What one rank cannot do fails on all of them, with the words of the first that could not."""
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """What one rank cannot do fails on all of them, with the words of the first that could not.
+
+    Args:
+        group: Of all ranks, through which they tell each other; None is the default one, which is the main thread's.
+    """
     error: BaseException | None = None
     try:
         yield
@@ -151,7 +155,7 @@ def together() -> Iterator[None]:
     except Exception as caught:  # told to every rank, and raised there as a defect
         error = Defect(f"{type(caught).__name__}: {caught}; please report this")
         error.__cause__ = caught
-    said = everywhere(None if error is None else (type(error), str(error)))
+    said = everywhere(None if error is None else (type(error), str(error)), group)
     if error is not None:
         raise error
     first = next((each for each in said if each is not None), None)
@@ -185,10 +189,10 @@ def _is_lost(error: Exception) -> bool:
     return any(words in str(error) for words in ("onnection", "NCCL", "Timed out"))
 
 
-def everywhere(value: Any) -> list[Any]:
-    """The value of each rank, on every rank."""
+def everywhere(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of each rank, on every rank; `group` as in `together`."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -29,8 +29,6 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region, whole
 from ckptx.runtime.shards import LocalShard, narrowed, pieces_of
-
-LocalRegions = Mapping[str, Sequence[Region]]  # what TP left of a tensor on this rank, by its name in the checkpoint
 
 
 class Shards:
@@ -43,6 +41,13 @@ class Shards:
             everything = whole(tuple(tensor.shape))
             self._local = self._local.new_empty(tensor.shape)
             self._pieces = {everything.offsets: LocalShard(everything, everything)}
+        self._properties = TensorProperties.create_from_tensor(self._local)
+
+    def copied(self) -> Shards:
+        """The same in memory of its own, on the CPU."""
+        other = copy(self)
+        other._local = self._local.to("cpu", copy=True)
+        return other
 
     def size(self) -> torch.Size:
         """Of the whole tensor."""
@@ -58,22 +63,14 @@ class Shards:
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         """One for each rectangle; of one that several ranks have, torch keeps the first or the least busy rank's."""
-        properties = TensorProperties.create_from_tensor(self._local)
         return [
             WriteItem(
                 MetadataIndex(name, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self._size),
+                tensor_data=TensorWriteData(chunk, self._properties, self._size),
             )
             for chunk in self.__create_chunk_list__()
         ]
-
-
-def _in_rectangles(state: Mapping[str, Any], local_regions: LocalRegions) -> dict[str, Any]:
-    return {
-        name: Shards(name, value, local_regions.get(name)) if isinstance(value, DTensor) else value
-        for name, value in state.items()
-    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,20 +81,9 @@ class Whole:
 
 
 class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
-    """torch's, but that it takes rectangles for DTensors."""
+    """torch's, but that it takes `Shards` in the place of DTensors, and `Whole` values."""
 
     state_dict: dict[str, Any]
-
-    def __init__(self, local_regions: LocalRegions) -> None:
-        super().__init__()
-        self._local_regions = local_regions
-
-    # torch looks at the names of these parameters.
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = _in_rectangles(self.state_dict, self._local_regions)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
@@ -117,6 +103,9 @@ class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch says Any
     def __init__(self, path: Path, aliases: Mapping[str, str]) -> None:
         super().__init__(path)
         self._aliases = aliases
+
+    def storage_meta(self) -> None:
+        """Nothing: torch would store the place it was written in, and a random number."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         entries, paths = metadata.state_dict_metadata, metadata.planner_data
