@@ -1,0 +1,175 @@
+"""What the ranks in the tests of saving in the background do: save twice, at once and behind, and change all between.
+
+`held` keeps the thread from writing until the run has gone on: a copy that is missing would show.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from support.save_ranks import Shape, cut, mark, optimizer_of
+from torch import nn
+
+from ckptx.errors import CkptxError, OutputError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime import background_save
+from ckptx.runtime.background_save import Saver
+from ckptx.runtime.build import build_model, materialize
+from ckptx.runtime.distributed import mesh_of
+from ckptx.runtime.load import load
+from ckptx.runtime.randomness import RandomState
+from ckptx.runtime.save import save
+from ckptx.runtime.training_state import PerRank
+
+
+@contextmanager
+def held() -> Iterator[threading.Event]:
+    """Threads write when the event is set; at the end of the block at the latest."""
+    go, publish = threading.Event(), background_save.publish
+
+    def later(*args: Any, **settings: Any) -> None:
+        go.wait(60)
+        publish(*args, **settings)
+
+    with mock.patch.object(background_save, "publish", later):
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+def spoil(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+    """What a run may do as soon as it goes on, and more."""
+    with torch.no_grad():
+        for each in (*model.parameters(), *model.buffers()):
+            each.fill_(7)
+    for each in optimizer.state.values():
+        for value in each.values():
+            value.fill_(7)
+    for group in optimizer.param_groups:
+        group["lr"] = 7.0
+        if isinstance(group["betas"], list):
+            group["betas"][0] = 0.7
+    state["counts"].append(7)
+    state["seen"].fill_(7)
+    torch.rand(7)
+
+
+def both_ways(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> None:
+    """Saves into `out/sync` and `out/behind`."""
+    at = cut(hf, shape)
+    mark(at.optimizer)
+    at.optimizer.param_groups[0]["betas"] = [0.9, 0.95]
+    mesh = mesh_of(ParallelDims(tp=shape.tp, dp_shard=shape.dp), "cpu")
+    state = {
+        "counts": [1, 2], "seen": torch.arange(5), "rng": PerRank(RandomState()), "rank": PerRank({"rank": rank}),
+    }  # fmt: skip
+    beside = out / f"beside-{rank}"
+    shutil.copytree(hf, beside)
+    what: dict[str, Any] = {"layout": at.layout, "step": 3, "beside": beside, "training_state": state, "mesh": mesh}
+    save(at.model, at.optimizer, out / "sync", **what)
+    with held() as go, Saver() as saver:
+        saver.save(at.model, at.optimizer, out / "behind", **what)
+        assert not (out / "behind").exists()
+        shutil.rmtree(beside)
+        spoil(at.model, at.optimizer, {**state, "seen": state["seen"]})
+        go.set()
+
+
+def several_stages(rank: int, world_size: int, hf: Path, out: Path) -> None:
+    """Two stages on each of two ranks: the embedding and the second layer, the first layer and the head."""
+    models = []
+    for stage in (rank, rank + 2):
+        model: Any = build_model(hf)
+        for index in range(2):
+            if stage != index + 1:
+                model.model.layers[index] = nn.Identity()
+        if stage:
+            model.model.embed_tokens = nn.Identity()
+        if stage < 3:
+            model.model.norm = model.lm_head = nn.Identity()
+        materialize(model)
+        load(model, hf)
+        models.append(model)
+    optimizer = optimizer_of(nn.ModuleList(models))
+    mark(optimizer)
+    save(models, optimizer, out / "sync", step=3, beside=hf)
+    with held() as go, Saver() as saver:
+        saver.save(models, optimizer, out / "behind", step=3, beside=hf)
+        for model in models:
+            spoil(model, optimizer, {"counts": [], "seen": torch.zeros(1)})
+        go.set()
+
+
+def one_after_the_other(rank: int, world_size: int, hf: Path, out: Path) -> list[Any]:
+    """Saves three times, the second over a full disk; what became of each, and of the threads."""
+    at = cut(hf, Shape(dp=world_size))
+    mark(at.optimizer)
+    torch.distributed.barrier()
+    before, said, order = len(os.listdir("/proc/self/task")), [], []
+
+    def then() -> None:
+        order.append(sorted(path.name for path in out.iterdir()))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Saver() as saver:
+        with held() as go:
+            saver.save(at.model, at.optimizer, out / "one", then=then)
+            assert not order
+            threading.Timer(0.2, go.set).start()
+            saver.save(at.model, at.optimizer, out / "two", then=then)  # waits for the first
+            assert (out / "one").is_dir()
+        saver.wait()
+        fails = mock.patch("torch.distributed.checkpoint.filesystem._write_item", full)
+        with fails if rank == 1 else mock.MagicMock():
+            saver.save(at.model, at.optimizer, out / "three", then=then)
+            try:
+                saver.save(at.model, at.optimizer, out / "four", then=then)
+            except CkptxError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        saver.save(at.model, at.optimizer, out / "five", then=then)
+    del saver
+    return [order, said, len(os.listdir("/proc/self/task")) - before]
+
+
+def after_publication(rank: int, world_size: int, hf: Path, out: Path) -> str:
+    """What the ranks are told when `then` fails."""
+    at = cut(hf, Shape())
+
+    def then() -> None:
+        raise OutputError("latest: cannot be written")
+
+    with Saver() as saver:
+        saver.save(at.model, None, out, then=then)
+        try:
+            saver.wait()
+        except OutputError as error:
+            return str(error)
+    return ""
+
+
+def replaced(rank: int, world_size: int, hf: Path, out: Path) -> str:
+    """Saves where a checkpoint is, and where another thing is."""
+    at = cut(hf, Shape())
+    save(at.model, None, out / "one", step=1)
+    save(at.model, None, out / "one", step=2, overwrite=True)
+    torch.distributed.barrier()
+    if rank == 0:
+        (out / "two").mkdir()
+        (out / "two" / "mine").write_text("mine")
+    torch.distributed.barrier()
+    try:
+        save(at.model, None, out / "two", overwrite=True)
+    except OutputError as error:
+        return str(error)
+    return ""
