@@ -1,0 +1,155 @@
+"""What a killed save left: the last good step loads, and nothing else is taken for good.
+
+Judged twice: by what `Steps` chooses, and by what a loader does that knows nothing of it, which looks for the highest
+number and has stock torch load it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ckptx.errors import CkptxError, InputError
+from ckptx.runtime.stored_state import digest_of, open_state
+from ckptx.training.checkpoints import LATEST, Steps
+
+
+class Survivors(NamedTuple):
+    """What there is.
+
+    Attributes:
+        published: The complete steps.
+        latest: The one to go on from.
+        note: Why it is not simply what `latest` says.
+        digests: Of all that each of them holds.
+        hidden: What no loader looks at: left-overs of saves and removals.
+        faults: What should not be; empty where all is well.
+    """
+
+    published: list[int]
+    latest: int | None
+    note: str
+    digests: Mapping[int, str]
+    hidden: list[str]
+    faults: list[str]
+
+
+def survivors(
+    root: Path,
+    *,
+    good: int | None = None,
+    known: Mapping[int, str] | None = None,
+    next_save: Callable[[], int] | None = None,
+) -> Survivors:
+    """Looks at what is below a directory of steps, in one process.
+
+    Args:
+        root: The directory of all steps.
+        good: The newest step that was published, and marked as the latest, before; it or a newer one must be there.
+        known: What steps must hold, by the `digests` of an earlier look.
+        next_save: Saves a step on all ranks, and gives its number; it must work, and that step be the latest then.
+    """
+    steps = Steps(root)
+    published, choice = steps.published(), steps.choose()
+    faults, digests = [], {}
+    for step in published:
+        try:
+            digests[step] = content_of(steps.path(step))
+        except Exception as error:  # whatever a loader says
+            faults.append(f"step-{step}: is complete, and does not load: {type(error).__name__}: {error}")
+        else:
+            if (known or {}).get(step, digests[step]) != digests[step]:
+                faults.append(f"step-{step}: holds something else than was saved")
+    faults += _of_choice(steps, published, choice.step, good)
+    hidden = []
+    for path in _directories(root):
+        name = str(path.relative_to(root))
+        if path.parent == root and path.name in {f"step-{each}" for each in published}:
+            continue
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
+            hidden.append(name)
+        elif path.name.startswith("step-") or _loads(path):
+            faults.append(f"{name}: is no complete step, and lies where loaders look for one")
+    if next_save is not None:
+        faults += _of_next_save(root, next_save, known)
+    return Survivors(published, choice.step, choice.note, digests, hidden, faults)
+
+
+def _of_choice(steps: Steps, published: list[int], latest: int | None, good: int | None) -> Iterator[str]:
+    if latest is not None and latest not in published:
+        yield f"step-{latest}: is chosen, and is not complete"
+    said = steps.root / LATEST
+    if os.path.lexists(said) and said.read_text().strip() not in {f"step-{each}" for each in published}:
+        yield f"{LATEST}: names {said.read_text().strip()}, which is not complete"
+    if good is not None and (latest is None or latest < good):
+        yield f"step-{good}: was complete, and step-{latest} is what there is to go on from"
+
+
+def _of_next_save(root: Path, next_save: Callable[[], int], known: Mapping[int, str] | None) -> list[str]:
+    try:
+        step = next_save()
+    except CkptxError as error:
+        return [f"the next save: {type(error).__name__}: {error}"]
+    after = survivors(root, good=step, known=known)
+    found = [f"after the next save: {each}" for each in after.faults]
+    if after.latest != step:
+        found.append(f"the next save: step-{step} is not the latest, step-{after.latest} is")
+    return found + [f"the next save: left {each}" for each in after.hidden if each.startswith(f".step-{step}.")]
+
+
+def content_of(path: Path) -> str:
+    """A digest of everything in a DCP, as stock torch loads it; what ckptx reads must be the same.
+
+    Raises:
+        CkptxError: ckptx cannot read it, or torch cannot.
+        Exception: torch cannot read its metadata.
+        ValueError: They do not agree.
+    """
+    state = _loaded(path)
+    with open_state(path) as stored:
+        for name, entry in stored.tensors.items():
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
+            stored.fill(name, tensor)
+            if digest_of(tensor) != digest_of(state[name]):
+                raise ValueError(f'tensor "{name}" has other bytes in stock torch')
+    found = blake2b(digest_size=16)
+    for name in sorted(state):
+        value = state[name]
+        found.update(f"{name} {digest_of(value.contiguous() if isinstance(value, Tensor) else value)}\n".encode())
+    return found.hexdigest()
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    """All of a DCP, by stock torch in this process."""
+    reader = dcp.FileSystemReader(path)
+    state: dict[str, Any] = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        state[name] = torch.zeros(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    except CheckpointException as failed:  # no Exception
+        raise InputError(f"{path}: stock torch cannot load it: {next(iter(failed.failures.values()))[0]}") from failed
+    return state
+
+
+def _loads(path: Path) -> bool:
+    try:
+        _loaded(path)
+    except Exception:  # whatever a loader says
+        return False
+    return True
+
+
+def _directories(root: Path) -> Iterator[Path]:
+    for above, names, _ in os.walk(root):
+        yield from (Path(above, name) for name in sorted(names))

@@ -1,0 +1,174 @@
+"""Ranks that save a small model and are killed meanwhile, in processes of their own; and those that save after them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from support.pool import fresh
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.robustness.kills import killing, rehearse
+from ckptx.robustness.survivors import Survivors, survivors
+from ckptx.runtime.background_save import Saver
+from ckptx.runtime.distributed import everywhere, mesh_of
+from ckptx.runtime.randomness import RandomState, seed
+from ckptx.runtime.save import save
+from ckptx.runtime.training_state import PerRank
+from ckptx.training.checkpoints import Steps
+
+RANKS = 2
+KEEP = 2
+_SECONDS = 90
+
+Save = Callable[["Trained", Path, int], None]
+
+
+class Trained(NamedTuple):
+    """What a rank saves."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    mesh: Any
+
+
+def trained(step: int) -> Trained:
+    """A model over two data ranks, and an optimizer, with values that tell the step."""
+    mesh = mesh_of(ParallelDims(dp_shard=RANKS), "cpu")
+    seed(step, mesh)
+    model = fully_shard(nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 40)), mesh=mesh["dp_shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * step)
+    for each in model.parameters():
+        each.grad = torch.full_like(each, float(step))
+    optimizer.step()
+    return Trained(model, optimizer, mesh)
+
+
+def settings(at: Trained, root: Path, step: int) -> dict[str, Any]:
+    """How it is saved: `latest` moves, and an old step goes, when it is published."""
+    steps = Steps(root)
+
+    def then() -> None:
+        steps.mark_latest(step)
+        steps.retain(KEEP)
+
+    state = {"samples": 8 * step, "rng": PerRank(RandomState())}
+    return {
+        "step": step, "beside": root / "beside", "training_state": state, "mesh": at.mesh, "then": then,
+        "overwrite": True,
+    }  # fmt: skip
+
+
+def waiting(at: Trained, root: Path, step: int) -> None:
+    """Saves, and comes back when it is done."""
+    save(at.model, at.optimizer, Steps(root).path(step), **settings(at, root, step))
+
+
+def behind(at: Trained, root: Path, step: int) -> None:
+    """Saves in the background, while the run goes on."""
+    with Saver() as saver:
+        saver.save(at.model, at.optimizer, Steps(root).path(step), **settings(at, root, step))
+        with torch.no_grad():
+            for each in at.model.parameters():
+                each.fill_(0)
+        saver.wait()
+
+
+HOW: dict[str, Save] = {"sync": waiting, "async": behind}
+
+
+class Kill(NamedTuple):
+    """Who is killed where.
+
+    Attributes:
+        rank: Whose operation it is.
+        at: The operation.
+        everyone: All ranks are killed there, or this one alone.
+    """
+
+    rank: int
+    at: str
+    everyone: bool
+
+
+def start(root: Path) -> None:
+    """Steps 3 and 6."""
+    (root / "beside").mkdir(parents=True)
+    (root / "beside" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    for step in (3, 6):
+        assert run(root, step, waiting) == [0, 0]
+
+
+def rehearsed(start: Path, root: Path, how: Save, step: int = 9) -> tuple[list[list[str]], Survivors]:
+    """The operations of each rank in a save that nobody kills, and what it leaves."""
+    shutil.copytree(start, root)
+    assert run(root, step, how, note=root.parent / f"{root.name}.names") == [0, 0]
+    found = [json.loads((root.parent / f"{root.name}.names-{rank}").read_text()) for rank in range(RANKS)]
+    left = survivors(root, good=step)
+    assert left.faults == [], left.faults
+    return found, left
+
+
+def killed(start: Path, root: Path, how: Save, kill: Kill, known: dict[int, str]) -> tuple[list[int], Survivors]:
+    """Exit codes of the ranks of a save that is killed, and what it left; the same step is saved again then."""
+    shutil.copytree(start, root)
+    codes = run(root, 9, how, kill=kill)
+
+    def next_save() -> int:
+        if run(root, 9, waiting) != [0, 0]:
+            raise AssertionError("the next save failed")
+        return 9
+
+    return codes, survivors(root, good=6, known=known, next_save=next_save)
+
+
+def run(root: Path, step: int, how: Save, *, kill: Kill | None = None, note: Path | None = None) -> list[int]:
+    """Two fresh ranks that save one step; their exit codes."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory, "store"))
+        ranks = [
+            fresh().Process(target=_rank, args=(rank, store, root, step, how, kill, note)) for rank in range(RANKS)
+        ]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(_SECONDS)
+        codes = []
+        for each in ranks:
+            if each.exitcode is None:
+                each.kill()
+                each.join()
+                raise AssertionError(f"rank {len(codes)} did not end within {_SECONDS} s")
+            codes.append(each.exitcode)
+        return codes
+
+
+def _rank(rank: int, store: str, root: Path, step: int, how: Save, kill: Kill | None, note: Path | None) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if kill is not None:
+        sys.stderr = Path(os.devnull).open("w")  # gloo on the other rank says at length that one is gone
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    at = trained(step)
+    others = [pid for pid in everywhere(os.getpid()) if pid != os.getpid()]
+    if kill is not None and kill.rank == rank:
+        with killing(root, kill.at, others if kill.everyone else ()):
+            how(at, root, step)
+        raise AssertionError(f"never came to {kill.at}")
+    with rehearse(root) as names:
+        how(at, root, step)
+    if note is not None:
+        Path(f"{note}-{rank}").write_text(json.dumps(names))
+    dist.destroy_process_group()
