@@ -9,7 +9,9 @@ with the answer and the one that asks for it part. What is too long loses the be
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ckptx.errors import InputError, UnsupportedError, UsageError
+from ckptx.errors import InputError, UnsupportedError, UsageError, missing_package
 from ckptx.runtime.build import read_config
 from ckptx.training.rows import Question
 from ckptx.untrusted.printable import one_line
@@ -229,6 +231,8 @@ def _behind(ids: list[int], before: list[int]) -> list[bool]:
 def _bytes_of(image: Any) -> bytes:
     if isinstance(image, Tensor):
         image = image.contiguous().numpy()
+    if isinstance(image, Mapping):
+        return bytes(image["bytes"])
     if hasattr(image, "tobytes"):
         return bytes(image.tobytes())
     return repr(image).encode()
@@ -236,6 +240,10 @@ def _bytes_of(image: Any) -> bytes:
 
 def _picture(image: Any) -> Any:
     """As processors take it: of PIL, in colours."""
-    if hasattr(image, "convert"):
-        return image.convert("RGB")
-    return image
+    if isinstance(image, Mapping):  # as a folder has it that says nothing of images
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise missing_package("an image of the data set", error) from error
+        image = Image.open(io.BytesIO(image["bytes"]))
+    return image.convert("RGB") if hasattr(image, "convert") else image

@@ -52,7 +52,7 @@ class DataBlock:
         dataset: synthetic_text and synthetic_images make what the others read: questions with answers, and with images.
         path: Of a data set on the Hub, or its local snapshot; None is its public id.
         split: As `datasets` names it.
-        samples: The first so many of it, or how many are made.
+        samples: The first so many of it, or how many are made; None is all of it, or 64.
         sequence_length: Tokens of a sample, padding included; what is longer is cut.
     """
 
@@ -92,7 +92,15 @@ class TrainingBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBlock:
-    """torch's Adam or AdamW."""
+    """torch's Adam or AdamW.
+
+    Attributes:
+        name: Which.
+        lr: The highest learning rate.
+        betas: Of the two moments.
+        eps: Added to the root of the second.
+        weight_decay: In every step.
+    """
 
     name: Literal["adamw", "adam"] = "adamw"
     lr: float = 1e-3
@@ -103,7 +111,13 @@ class OptimizerBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleBlock:
-    """The learning rate over the steps: after a linear warm-up, a cosine down to `min_lr`, or the same throughout."""
+    """The learning rate over the steps.
+
+    Attributes:
+        decay: After the warm-up: a cosine down to `min_lr`, or the same throughout.
+        warmup_steps: In which it grows by the same number each.
+        min_lr: Where the cosine ends.
+    """
 
     decay: Literal["cosine", "constant"] = "cosine"
     warmup_steps: int = 0
@@ -117,7 +131,7 @@ class LayoutBlock:
     Attributes:
         tp: Ranks that share each tensor.
         pp: Ranks of the pipeline.
-        dp_shard: FSDP2 ranks; None is as many as the ranks there are allow.
+        dp_shard: FSDP2 ranks; None is as many as the ranks there are allow, and 1 where their number is not known.
         dp_replicate: Replicas of all of them.
         pp_split: Layers of each stage: even, vllm, titan, hf, or counts with commas.
         schedule: Of the pipeline.

@@ -1,0 +1,93 @@
+"""Writes the tables of docs/recipes.md, one for each block of a recipe, from the dataclasses.
+
+python tools/build_recipes_page.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
+
+from ckptx.training.recipe import ForeignBlock, Recipe
+from ckptx.training.recipe_schema import described
+
+PATH = Path(__file__).parent.parent / "docs" / "recipes.md"
+_BEGIN, _END = "<!-- the tables of tools/build_recipes_page.py -->\n", "<!-- end of the tables -->\n"
+_NO_KEYS = ("name", "notes")
+
+
+def blocks() -> Iterator[tuple[str, Any]]:
+    """The key of each block, and its dataclass."""
+    hints = get_type_hints(Recipe)
+    for each in dataclasses.fields(Recipe):
+        if dataclasses.is_dataclass(hints[each.name]):
+            yield each.name, hints[each.name]
+    yield "train", ForeignBlock
+
+
+def meanings_of(cls: Any) -> dict[str, str]:
+    """What the docstring of a class says of each key."""
+    _, _, text = (cls.__doc__ or "").partition("Attributes:\n")
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key = re.match(r" {8}(\w+): (.*)", line)
+        if key is not None:
+            found[key[1]] = key[2]
+        elif line.strip() and found:
+            found[list(found)[-1]] += f" {line.strip()}"
+    return found
+
+
+def shown(value: Any) -> str:
+    """A default as YAML has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(shown, value))}]"
+    return "{}" if isinstance(value, dict) else str(value)
+
+
+def default_of(field: Any) -> str:
+    """In a cell of a table."""
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{shown(field.default_factory())}`"
+    return "needed" if field.default is dataclasses.MISSING else f"`{shown(field.default)}`"
+
+
+def kind_of(hint: Any) -> str:
+    """In a cell of a table: what a key holds."""
+    inner = next(
+        (each for each in get_args(hint) if get_origin(hint) is not None and dataclasses.is_dataclass(each)), 0
+    )
+    return f"a list of mappings as `{inner.__name__.removesuffix('Block').lower()}`" if inner else described(hint)
+
+
+def tables() -> str:
+    """A heading and a table for each block."""
+    found = []
+    for name, cls in blocks():
+        hints, meanings = get_type_hints(cls), meanings_of(cls)
+        first = (cls.__doc__ or "").strip().splitlines()[0]
+        found.append(f"### {name}\n\n{first}\n\n| key | holds | default | meaning |\n|---|---|---|---|\n")
+        for each in dataclasses.fields(cls):
+            cells = (f"`{each.name}`", kind_of(hints[each.name]), default_of(each), meanings[each.name])
+            row = re.sub(r"\bNone\b", "null", " | ".join(cells))
+            found.append(f"| {row} |\n")
+        found.append("\n")
+    return "".join(found)
+
+
+def page(text: str) -> str:
+    """A page with the tables of today."""
+    before, after = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
+    return f"{text[:before]}\n{tables()}{text[after:]}"
+
+
+if __name__ == "__main__":
+    PATH.write_text(page(PATH.read_text(encoding="utf-8")), encoding="utf-8")
