@@ -38,6 +38,7 @@ _IMPORTED = [
     "transformers.modeling_utils",
     "ckptx.robustness.tasks",
 ]
+_CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
 _GRACE = 30.0  # seconds that the others get to end once a rank has failed or died
 
 
@@ -45,11 +46,13 @@ class Residue(NamedTuple):
     """What a rank still has when a phase is over and its world has ended.
 
     Attributes:
-        tensor_bytes: Of tensors that are alive, each storage once.
+        tensor_bytes: Of tensors that are alive, each storage once; without the constants that modules keep.
+        parameters: Of models, how many are alive, with storage or without.
         threads: Of the process.
     """
 
     tensor_bytes: int
+    parameters: int
     threads: int
 
 
@@ -197,7 +200,7 @@ class Ranks:
             return EnvironmentProblem(
                 f"rank {rank}: ended with code {code} and without a word; look at its output"
             ), None
-        return (value, residue) if is_fine else (_as_error(value), None)
+        return (pickle.loads(value), residue) if is_fine else (_as_error(value), None)
 
     def _stop(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -292,9 +295,9 @@ def _done(said: bytes, rank: int, settings: Settings) -> bytes:
         if isinstance(task, str):
             task = getattr(importlib.import_module("ckptx.robustness.tasks"), task)
         with process_group(settings.device, settings.backend, store) as place, alone():
-            value = task(place, *args)
+            answer = pickle.dumps(task(place, *args))
         del args, place, store
-        return pickle.dumps((True, value, _residue()))
+        return pickle.dumps((True, answer, _residue()))
     except BaseException as error:
         cls = type(error) if isinstance(error, CkptxError) else None
         text = str(error) if cls is not None else f"{type(error).__name__}: {error}; please report this"
@@ -324,13 +327,16 @@ def _residue() -> Residue:
 
     gc.collect()
     storages: dict[int, int] = {}
+    parameters = 0
     for each in gc.get_objects():
+        parameters += issubclass(type(each), torch.nn.Parameter)
         if issubclass(type(each), torch.Tensor):  # isinstance would ask a proxy of torch, which warns
             storage = getattr(each, "_local_tensor", each).untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            if storage.nbytes() > _CONSTANT:
+                storages[storage._cdata] = storage.nbytes()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return Residue(sum(storages.values()), _threads())
+    return Residue(sum(storages.values()), parameters, _threads())
 
 
 def _threads() -> int:

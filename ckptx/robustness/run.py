@@ -116,8 +116,10 @@ def _row(phase: Phase, found: Findings, seconds: float, residue: Residue, baseli
         "notes": [*found.notes, *([found.skipped] if found.skipped else [])],
         "memory": {
             "tensor_bytes": residue.tensor_bytes,
+            "parameters": residue.parameters,
             "threads": residue.threads,
             "baseline_tensor_bytes": baseline.tensor_bytes,
+            "baseline_parameters": baseline.parameters,
             "baseline_threads": baseline.threads,
         },
     }
@@ -132,9 +134,7 @@ def _baseline(session: Session) -> Residue:
 
 
 def _most(residues: Sequence[Residue]) -> Residue:
-    return Residue(
-        max((each.tensor_bytes for each in residues), default=0), max((each.threads for each in residues), default=0)
-    )
+    return Residue(*(max((each[index] for each in residues), default=0) for index in range(len(Residue._fields))))
 
 
 def _memory(session: Session, baseline: Residue) -> Verdict:
@@ -145,7 +145,7 @@ def _memory(session: Session, baseline: Residue) -> Verdict:
         for name, most, left in zip(Residue._fields, baseline, found, strict=True)
         if left > most
     ]
-    return Verdict("memory", 2 * len(session.residues), differences)
+    return Verdict("memory", len(Residue._fields) * len(session.residues), differences)
 
 
 def _folder(out: str | Path | None, stack: ExitStack) -> Path:

@@ -24,6 +24,7 @@ from ckptx.runtime.pipeline.pipeline import Pipeline
 from ckptx.runtime.release import release
 from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
+from ckptx.training.dropouts import set_dropout
 from ckptx.training.frozen import freeze
 from ckptx.training.recipe import LayoutBlock, Recipe
 from ckptx.verification.inputs.batch import inputs_for
@@ -99,11 +100,13 @@ def assemble(recipe: Recipe, source: Path, place: Process, layout: LayoutBlock |
     layout = layout or recipe.layout
     mesh = mesh_of(layout.dims, place.device.type)
     config = read_json(source / "config.json")
+    dropout = recipe.training.dropout
     whole = build_model(
         source,
         dtype=getattr(torch, recipe.model.dtype),
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation or "sdpa",
+        edit=lambda each: set_dropout(each, dropout) if dropout is not None else None,
     ).train()
     architecture = find_architecture(config)
     if architecture is not None:

@@ -21,6 +21,7 @@ from ckptx.errors import InputError, UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.build import read_config
+from ckptx.training.dropouts import dropouts_of, set_dropout
 from ckptx.training.recipe import ModelBlock, Recipe
 from ckptx.training.recipe_schema import unknown
 from ckptx.training.shrinking import shrunk_config, with_few_layers
@@ -31,8 +32,6 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SHARD = "2GB"
 _JITTER = 0.1  # of what a class sets to one number: norms, biases, scales
 _BOUND = 8.0  # in place of an infinite bound
-_DROPOUT = ("dropout", "_pdrop", "dropout_prob", "dropout_rate", "dropout_p")
-_NO_DROPOUT = ("layerdrop", "drop_path", "classifier", "summary", "num_", "layer_dropout")
 # Keys that every class takes.
 _ALWAYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")
 
@@ -109,7 +108,7 @@ def _linked(root: Path, directory: Path, values: Values, recipe: Recipe) -> Path
     _write_config(directory, values)
     if recipe.training.dropout is not None:
         config = read_config(directory, trust_remote_code=recipe.model.trust_remote_code)[2]
-        for path, key in _dropouts(config):
+        for path, key in dropouts_of(config):
             part = values
             for step in path:
                 part = part.setdefault(step, {})
@@ -161,11 +160,7 @@ def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any
         name, cls, config = read_config(directory, trust_remote_code=trusts)
         config = shrunk_config(config, cls)
     if recipe.training.dropout is not None:
-        for path, key in _dropouts(config):
-            part = config
-            for step in path:
-                part = getattr(part, step)
-            setattr(part, key, recipe.training.dropout)
+        set_dropout(config, recipe.training.dropout)
     return config, cls, name
 
 
@@ -201,30 +196,6 @@ def _code_of(module: str) -> str:
         return inspect.getsource(importlib.import_module(module))
     except (ImportError, OSError, TypeError):
         return ""
-
-
-def _dropouts(config: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Where a config says how much is dropped: the path of a part, and the key.
-
-    Raises:
-        UsageError: It says so nowhere.
-    """
-    found: list[tuple[tuple[str, ...], str]] = []
-
-    def walk(part: Any, path: tuple[str, ...]) -> None:
-        for key, value in vars(part).items():
-            is_share = isinstance(value, float | int) and not isinstance(value, bool)
-            if is_share and key.endswith(_DROPOUT) and not any(word in key for word in _NO_DROPOUT):
-                found.append((path, key))
-            elif hasattr(value, "attribute_map"):
-                walk(value, (*path, key))
-
-    walk(config, ())
-    if not found:
-        raise UsageError(
-            f"training.dropout: {type(config).__name__} has no key for dropout, needed one; set it to null"
-        )
-    return found
 
 
 def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
