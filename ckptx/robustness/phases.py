@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from ckptx.conversion.convert import convert
 from ckptx.conversion.reshard import reshard
 from ckptx.errors import InputError, UsageError
 from ckptx.formats.registry import open_checkpoint
+from ckptx.robustness.kills import kill_points
 from ckptx.robustness.oracles import (
     Difference,
     Verdict,
@@ -31,8 +33,9 @@ from ckptx.robustness.oracles import (
     replicas,
 )
 from ckptx.robustness.ranks import Ranks
-from ckptx.robustness.runs import Logits, Outcome, away
+from ckptx.robustness.runs import Logits, Outcome, Watch, away
 from ckptx.robustness.session import DRAWS, Session, of_steps
+from ckptx.training.checkpoints import LATEST
 from ckptx.training.recipe import ChecksBlock
 from ckptx.verification.bits import verify
 
@@ -196,6 +199,46 @@ def resume(session: Session) -> Findings:
     return _merged(found)
 
 
+def kills(session: Session) -> Findings:
+    """Phase 7."""
+    found, good = Findings(), session.boundary
+    first = session.saved("straight", good)
+    ways = ((False, False), (False, True), (True, False))  # asynchronous, all ranks
+    names: dict[bool, list[str]] = {}
+    for number, (is_asynchronous, everyone) in enumerate(ways, 1):
+        recipe = replace(session.recipe, checkpoint=replace(session.recipe.checkpoint, asynchronous=is_asynchronous))
+        run = replace(session.run_of(resumed=first), recipe=recipe)
+        if is_asynchronous not in names:
+            root = _root_with(session, f"rehearsed-{number}", first)
+            names[is_asynchronous] = session.ask("saved_under_watch", run, Watch(root=root))[0]
+        at = kill_points(names[is_asynchronous], len(ways))[number - 1]
+        root = _root_with(session, f"killed-{number}", first)
+        ended = session.die("saved_under_watch", run, Watch(root=root, at=at, everyone=everyone))
+        session.plant(f"killed-{number}", root)
+        (left,) = session.ask("left_over", root, good)
+        faults = list(left.faults)
+        if not ended:
+            faults.append(f"{at}: no rank was ended there")
+        with found.reading(f"after {at}"):
+            session.ask("saved_under_watch", run, Watch(root=root))
+            (after,) = session.ask("left_over", root, good + 1)
+            faults += [f"after the next save: {each}" for each in after.faults]
+        session.kills.append(
+            {"at": at, "ranks": ended, "asynchronous": is_asynchronous, "latest": left.latest, "ok": not faults}
+        )
+        differences = [Difference("readable", at, None, "the last good step, and no other", each) for each in faults]
+        found.verdicts.append(Verdict("readable", 1, differences))
+    return _merged(found)
+
+
+def _root_with(session: Session, name: str, first: Path) -> Path:
+    """A directory of steps with one published step."""
+    root = session.folder(name)
+    shutil.copytree(first, root / first.name)
+    (root / LATEST).write_text(f"{first.name}\n", encoding="utf-8")
+    return root
+
+
 PHASES: tuple[Phase, ...] = (
     Phase(0, "source parity", "the runtime computes what stock transformers computes", source_parity),
     Phase(1, "straight run", "two runs alike are alike, and what noise is", straight_run),
@@ -204,6 +247,7 @@ PHASES: tuple[Phase, ...] = (
     Phase(4, "export", "plain files compute the same in stock transformers", export),
     Phase(5, "other layouts", "cut for another mesh it is the same, and trains the same", other_layouts),
     Phase(6, "resume", "what goes on is what never stopped", resume),
+    Phase(7, "kills", "what is killed while it saves leaves the last good step", kills),
 )
 
 

@@ -63,6 +63,13 @@ def robustness(
     path = find_recipe(recipe)
     read = read_recipe(path, settings, int(os.environ["WORLD_SIZE"]) if is_launched() else None)
     wanted, planted = chosen(phases), Planted()
+    if inject is not None:
+        from ckptx.robustness.faults import find_fault  # the only one that knows them
+
+        fault = find_fault(inject, read.layout.dims)
+        planted = fault.planted()
+        if phases is None:
+            wanted = [each for each in wanted if each.number == fault.phase]
     with ExitStack() as stack:
         folder = _folder(out, stack)
         report = _report(read, path, settings, inject, folder)
@@ -101,6 +108,7 @@ def _run(session: Session, phases: Sequence[Phase]) -> dict[str, Any]:
             for name, losses in session.losses.items()
         ],
         "differing": differences[:_SHOWN],
+        "kills": session.kills or None,
     }
 
 

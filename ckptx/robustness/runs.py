@@ -51,6 +51,23 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What is done about the operations on files of a save.
+
+    Attributes:
+        root: The directory of all steps.
+        at: The operation at which a rank ends; None notes all of them.
+        rank: Which one.
+        everyone: Whether all others end with it.
+    """
+
+    root: Path
+    at: str | None = None
+    rank: int = 0
+    everyone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What all ranks found in a run.
 

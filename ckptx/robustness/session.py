@@ -47,6 +47,7 @@ class Session:
         log: What the user should know.
         planted: A fault, or nothing.
         losses: Of each run, by its name.
+        kills: A row for each rank that was killed.
         residues: What ranks held after each task since it was last looked at.
     """
 
@@ -60,6 +61,7 @@ class Session:
     log: Log
     planted: Planted = field(default_factory=Planted)
     losses: dict[str, Mapping[int, float]] = field(default_factory=dict)
+    kills: list[dict[str, Any]] = field(default_factory=list)
     residues: list[Residue] = field(default_factory=list)
     _found: dict[str, Any] = field(default_factory=dict)
 
@@ -80,6 +82,11 @@ class Session:
             self.residues += [each.residue for each in answers.values() if each.residue is not None]
         return next(iter(answers.values())).value
 
+    def die(self, task: str, *args: Any) -> list[int]:
+        """A task in which a rank may be killed; the ranks that a signal ended."""
+        answers = self.ranks.run(task, *args, world_size=self.world_size, may_die=True)
+        return [rank for rank, each in answers.items() if each.died is not None]
+
     def train(self, name: str, run: Run, ranks: Ranks | None = None) -> Outcome:
         """One run of the trainer, under a name that its losses and its faults go by."""
         run = replace(run, events=self.planted.events.get(name, {}), lines=self.out / f"{name}.jsonl")
@@ -90,9 +97,13 @@ class Session:
         assert isinstance(outcome, Outcome)
         self.losses[name] = outcome.losses
         self.log.note(*outcome.notes)
-        if name in self.planted.published:
-            self.planted.published[name](self.folder(name))
+        self.plant(name, self.folder(name))
         return outcome
+
+    def plant(self, name: str, folder: Path) -> None:
+        """What a fault does to the folder of a run that is over."""
+        if name in self.planted.published:
+            self.planted.published[name](folder)
 
     def folder(self, name: str) -> Path:
         """Where a run saves."""

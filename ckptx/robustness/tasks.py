@@ -6,6 +6,8 @@ A rank builds what it needs, and gives all of it back before it answers.
 from __future__ import annotations
 
 import json
+import os
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptx.robustness.kills import killing, rehearse
 from ckptx.robustness.moments import held_whole, items_of
-from ckptx.robustness.runs import Logits, Outcome, Run, away
+from ckptx.robustness.runs import Logits, Outcome, Run, Watch, away
+from ckptx.robustness.survivors import Survivors, survivors
 from ckptx.runtime.build import read_config
 from ckptx.runtime.distributed import Process, everywhere, together, told
+from ckptx.training.checkpoints import Steps
 from ckptx.training.data import Dataset, collate, open_dataset
 from ckptx.training.recipe import Recipe
 from ckptx.training.source import prepare_source
@@ -70,6 +75,7 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
         if place.rank == 0:
             _tell(run, record)
         pause()
+    trainer.settle()
     sharded = everywhere(_sharded(trainer))
     logits = probed(trainer, dataset) if run.probes else None
     return Outcome(
@@ -90,6 +96,41 @@ def _tell(run: Run, record: StepRecord) -> None:
     if run.lines is not None:
         with run.lines.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(record)) + "\n")
+
+
+def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]:
+    """Goes on from a checkpoint for one step and saves it; the operations on files that took, by rank.
+
+    Where the watch says so, a rank ends at one of them.
+    """
+    dataset = opened(run.recipe, run.source)
+    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
+    try:
+        assert run.resumed is not None
+        trainer.resume(run.resumed)
+        trainer.step()
+        pids = everywhere(os.getpid())
+        names: list[str] = []
+        with ExitStack() as stack:
+            if watch.at is None:
+                names = stack.enter_context(rehearse(watch.root))
+            elif place.rank == watch.rank:
+                others = [pid for pid in pids if pid != os.getpid()] if watch.everyone else []
+                stack.enter_context(killing(watch.root, watch.at, others))
+            trainer.save(Steps(watch.root).path(trainer.done))
+            trainer.settle()
+        return everywhere(list(names))
+    finally:
+        trainer.release()
+
+
+def left_over(place: Process, root: Path, good: int) -> list[Survivors]:
+    """What rank 0 finds below a directory of steps."""
+    found: Survivors | None = None
+    with together():
+        if place.rank == 0:
+            found = survivors(root, good=good)
+    return [told(found)]
 
 
 def source_logits(place: Process, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:

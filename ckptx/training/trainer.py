@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ckptx.errors import UnsupportedError
+from ckptx.runtime.background_save import Saver
 from ckptx.runtime.distributed import Process, data_index, everywhere
 from ckptx.runtime.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.randomness import RandomState, seed
@@ -29,6 +30,7 @@ from ckptx.runtime.save import load_optimizer, save
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss, token_losses
 from ckptx.runtime.training_state import PerRank, load_training_state
 from ckptx.training.assembly import Assembled, assemble, connect, mixed_inputs
+from ckptx.training.checkpoints import Steps
 from ckptx.training.data import Dataset, collate
 from ckptx.training.optimization import make_optimizer, make_scheduler
 from ckptx.training.recipe import LayoutBlock, Recipe
@@ -133,6 +135,7 @@ class Trainer:
         self.random = RandomState(place.device)
         seed(training.seed, mesh)
         self._mixed = mixed_inputs(self.assembled)
+        self._saver: Saver | None = None
         self._at("loaded")
 
     def step(self) -> StepRecord:
@@ -178,11 +181,39 @@ class Trainer:
         return {"scheduler": self.scheduler, "sampler": self.sampler, "rng": PerRank(self.random)}
 
     def save(self, path: Path) -> None:
-        """Publishes everything as one checkpoint; every rank calls it."""
-        save(
-            self.assembled.models, self.optimizer, path, layout=self.assembled.layout, step=self.done,
-            beside=self.source, training_state=self.state(), mesh=self.assembled.mesh,
-        )  # fmt: skip
+        """Publishes everything as one checkpoint, and moves `latest` to it then; every rank calls it.
+
+        An asynchronous one is written while the next steps run; `settle` waits for it.
+
+        Args:
+            path: `Steps(root).path(step)` of this step.
+        """
+        steps, step, keep = Steps(path.parent), self.done, self.recipe.checkpoint.keep
+
+        def then() -> None:
+            steps.mark_latest(step)
+            if keep is not None:
+                steps.retain(keep)
+
+        given: dict[str, Any] = {
+            "layout": self.assembled.layout, "step": step, "beside": self.source, "training_state": self.state(),
+            "mesh": self.assembled.mesh, "then": then,
+        }  # fmt: skip
+        if self.recipe.checkpoint.asynchronous:
+            self._saver = self._saver or Saver()
+            self._saver.save(self.assembled.models, self.optimizer, path, **given)
+        else:
+            save(self.assembled.models, self.optimizer, path, **given)
+
+    def settle(self) -> None:
+        """Waits for what is being saved; every rank calls it.
+
+        Raises:
+            Exception: What went wrong with it.
+        """
+        if self._saver is not None:
+            saver, self._saver = self._saver, None
+            saver.close()
 
     def resume(self, path: Path) -> None:
         """Becomes what was saved; every rank calls it, before the first step.
