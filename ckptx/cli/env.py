@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 
 from ckptx.cli.options import GLOBAL, SETTINGS, Section, SectionedCommand, with_global_options
 from ckptx.cli.output import Output
 from ckptx.report.documents.environment import EnvironmentReport
+from ckptx.report.environment import installed
 from ckptx.report.report import Log
 from ckptx.version import __version__
 
@@ -40,16 +40,9 @@ def _described(log: Log) -> EnvironmentReport:
         python=platform.python_version(),
         platform=platform.platform(),
         cores=len(os.sched_getaffinity(0)),
-        packages={package: _installed(package) for package in (*_TESTED, *_ALSO)},
+        packages={package: installed(package) for package in (*_TESTED, *_ALSO)},
         tested_with=_TESTED,
     )
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _text(report: EnvironmentReport) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+import ckptx
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
+from ckptx.report.environment import environment
 from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
 from ckptx.report.robustness_words import CAUSES, noise_of, notes_of, number, number_of, verdict
 from ckptx.robustness.oracles import ORDER, Difference, Verdict
@@ -140,6 +142,14 @@ def test_rows_of_the_oracles_are_understood() -> None:
     text = robustness_text(robust(exit=1, phases=[phase("resume", False, row, loss)]))
     assert "rng: 1 of 3 items differs\n          torch\n" in text
     assert "loss: nan away, 1e-06 allowed (8 x noise)" in text
+
+
+def test_an_environment_is_texts_without_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = environment(device="cpu")
+    assert found["ckptx"] == ckptx.__version__ and found["device"] == "cpu" and int(found["cores"]) >= 1
+    assert all(isinstance(each, str) for each in found.values())
+    monkeypatch.setattr("ckptx.report.environment._PACKAGES", ("no-such-package",))
+    assert "no-such-package" not in environment()
 
 
 def test_faults_are_listed() -> None:

@@ -1,0 +1,36 @@
+"""What a run ran with: versions and machine, for a report that is read elsewhere and later."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from ckptx.version import __version__
+
+_PACKAGES = ("torch", "transformers", "numpy")
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, without importing it; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Versions and machine, name -> text.
+
+    Args:
+        more: What else is to be said: a device, a backend.
+    """
+    packages = {package: found for package in _PACKAGES if (found := installed(package)) is not None}
+    return {
+        "ckptx": __version__,
+        "python": platform.python_version(),
+        **packages,
+        "platform": platform.platform(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        **more,
+    }
