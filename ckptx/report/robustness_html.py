@@ -179,7 +179,8 @@ def _losses(report: RobustnessReport) -> Iterator[str]:
 
 
 def _runs(report: RobustnessReport) -> list[Run]:
-    rows = report.losses[: _MOST_RUNS + 1]
+    first, others = report.losses[:1], sorted(report.losses[1:], key=_drawn_late)
+    rows = [*first, *others[:_MOST_RUNS]]
     return [
         Run(
             str(row["run"]),
@@ -188,6 +189,12 @@ def _runs(report: RobustnessReport) -> list[Run]:
         )
         for index, row in enumerate(rows)
     ]
+
+
+def _drawn_late(row: Mapping[str, Any]) -> int:
+    """Resumed runs are drawn if any are; those with a moved embedding are what noise is, which is drawn as a band."""
+    name = str(row["run"])
+    return 0 if name.startswith("resumed") else 2 if name.startswith("moved") else 1
 
 
 def _apart(first: Run, run: Run) -> Run:
@@ -209,10 +216,10 @@ def _apart_text(runs: Sequence[Run]) -> str:
 
 
 def _limit(report: RobustnessReport) -> float | None:
-    """The strictest that any phase allows of the loss."""
+    """The strictest that a phase allows of the loss where it allows any difference."""
     rows = (row for phase in report.phases for row in phase.get("oracles") or () if row["name"] == "loss")
     limits = [number_of(row["limit"]) for row in rows if row.get("limit") is not None]
-    return min((limit for limit in limits if isfinite(limit)), default=None)
+    return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
 
 
 def _legend(runs: Sequence[Run], band: Band | None = None) -> Iterator[str]:

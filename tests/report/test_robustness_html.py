@@ -114,6 +114,17 @@ def test_runs_without_steps_in_common() -> None:
     assert len(Page(text).all("svg")) == 1
 
 
+def test_resumed_runs_are_drawn_before_those_that_are_noise() -> None:
+    names = ["straight", "again", *(f"moved-{at}" for at in range(9)), "resumed", "resumed-2"]
+    losses = [{"run": name, "steps": [1], "losses": [1.0]} for name in names]
+    exact = oracle("loss", ok=True, value=0.0, limit=0.0, times_noise=8.0)
+    noisy = oracle("loss", ok=True, value=0.0, limit=3.84e-6, times_noise=8.0)
+    phases = [phase("straight", True, exact), phase("layouts", True, noisy)]
+    text = robustness_page(robust(losses=losses, phases=phases), "small")
+    legend = Page(text).all("p", "legend")[1].text
+    assert legend.startswith("resumedresumed-2againmoved-0") and legend.endswith("allowed 3.84e-06")
+
+
 def test_long_lists_are_cut_and_counted() -> None:
     rows = [{"phase": "resume", "oracle": "model", "item": f"layers.{at}", "rank": 0} for at in range(5000)]
     row = oracle("model", ["layers.0"], count=5000, compared=5000)
