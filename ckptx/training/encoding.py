@@ -195,9 +195,7 @@ class Encoder:
     def _processed(self, question: Question) -> dict[str, Tensor]:
         """With the processor of the checkpoint."""
         if self._processor is None:
-            from transformers import AutoProcessor
-
-            self._processor = AutoProcessor.from_pretrained(self._source, trust_remote_code=self._trusts)
+            self._processor = self._read_processor()
         content = [{"type": "image", "image": _picture(question.image)}, {"type": "text", "text": question.text}]
         asked = [{"role": "user", "content": content}]
         whole = [*asked, {"role": "assistant", "content": [{"type": "text", "text": question.answer}]}]
@@ -210,6 +208,20 @@ class Encoder:
         listed = ids[0].tolist()
         tokens = _Tokens(listed, _behind(listed, before[0].tolist()), self._behind_image(listed))
         return {**found, **self._fitted(tokens, rows)}
+
+    def _read_processor(self) -> Any:
+        from transformers import AutoProcessor
+
+        try:
+            return AutoProcessor.from_pretrained(self._source, trust_remote_code=self._trusts)
+        except ImportError as error:
+            raise missing_package(f"{self._source}: its processor", error) from error
+        except Exception as error:  # a processor class may raise anything
+            raise InputError(
+                f"{self._source}: its processor cannot be read: {type(error).__name__}: "
+                f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; without processor_config.json and "
+                "preprocessor_config.json images are made up for the class"
+            ) from error
 
     def _behind_image(self, ids: list[int]) -> int:
         """How many tokens there are up to the end of the image."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -9,13 +10,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ckptx.errors import InputError, UsageError
 from ckptx.formats.hf.hub import resolve
@@ -70,10 +72,23 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
     tokenizer = make_tokenizer(config)
     made = random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
     made.config.architectures = [name]
-    made.save_pretrained(directory, max_shard_size=_SHARD)
+    with _without_bars():
+        made.save_pretrained(directory, max_shard_size=_SHARD)
     tokenizer.save_pretrained(directory)
     _write_config(directory, _with_attention(read_json(directory / _CONFIG), model))
     return directory
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers shows a bar for a file that is written in milliseconds."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:

@@ -148,6 +148,55 @@ def test_a_text_says_that_it_has_no_image(seeing: Path) -> None:
     assert not sample["mm_token_type_ids"].any()
 
 
+class Processor:
+    """As one of transformers: three tokens for an image, between its begin and end."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def apply_chat_template(self, chat: Any, add_generation_prompt: bool = False, **_: Any) -> dict[str, torch.Tensor]:
+        text = "<bos>"
+        for message in chat:
+            parts = [
+                "<boi><image><image><image><eoi>" if "image" in each else each["text"] for each in message["content"]
+            ]
+            text += f"{message['role']}:{''.join(parts)}<eos>"
+        ids = torch.tensor([self._tokenizer(text + "assistant:" * add_generation_prompt)["input_ids"]])
+        pixels = torch.full((1, 3, 2, 2), 7.0)
+        return {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": (ids == 4).long(),
+            "pixel_values": pixels,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("length", "asked"), [(60, "<bos>user:<boi><image><image><image><eoi>what?<eos>"), (20, "<bos>")]
+)
+def test_with_a_processor_it_makes_the_images(
+    seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, asked: str
+) -> None:
+    for each in seeing.iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    (tmp_path / "processor_config.json").write_text("{}")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *_, **__: Processor(tokenizer))
+    sample = Encoder(tmp_path, length)(Question("what?", "red", torch.zeros(3, 4, 4, dtype=torch.uint8)))
+    assert tokenizer.decode(sample["input_ids"][0]).startswith(asked)
+    assert tokenizer.decode(learned(sample)) == "red<eos>"
+    assert sample["pixel_values"].shape == (1, 3, 2, 2)
+    assert torch.equal(sample["token_type_ids"], (sample["input_ids"] == 4).long())
+    assert sample["token_type_ids"].sum() == 3
+    assert {each.shape for name, each in sample.items() if name != "pixel_values"} == {(1, length)}
+
+
+def test_a_processor_that_cannot_be_read_is_named(seeing: Path, tmp_path: Path) -> None:
+    for each in seeing.iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    (tmp_path / "processor_config.json").write_text("{")
+    with pytest.raises((InputError, EnvironmentProblem), match="its processor"):
+        Encoder(tmp_path, 40)(Question("what?", "red", torch.zeros(3, 4, 4, dtype=torch.uint8)))
+
+
 def test_images_for_a_model_that_is_blind_are_refused(text: Path) -> None:
     with pytest.raises(UsageError, match="takes none that are known, needed text"):
         open_dataset(read_recipe("llama_tiny", ["data.dataset=synthetic_images"]), text)
