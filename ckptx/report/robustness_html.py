@@ -303,7 +303,11 @@ def _kills(report: RobustnessReport) -> Iterator[str]:
 
 def _settings(report: RobustnessReport) -> Iterator[str]:
     yield '<section aria-labelledby="settings"><h2 id="settings">Settings and environment</h2><div class=pairs>'
-    settings = [("recipe", report.recipe_file), ("written to", report.out), *report.settings.items()]
+    settings = [
+        ("recipe", report.recipe_file),
+        ("written to", report.out or "a temporary folder, removed"),
+        *report.settings.items(),
+    ]
     for title, rows in (("Settings", settings), ("Environment", list(report.environment.items()))):
         if rows:
             pairs = "".join(f"<tr><th>{escape(str(key))}</th><td>{escape(str(said))}</td></tr>" for key, said in rows)

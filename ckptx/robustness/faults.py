@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import UsageError
-from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.robustness.runs import Event, Run
 from ckptx.robustness.session import Planted
+from ckptx.training.recipe import Recipe
 
 _kept: list[Any] = []  # by faults that do not let go
 
@@ -375,7 +375,7 @@ FAULTS: Mapping[str, Fault] = {
 }  # fmt: skip
 
 
-def find_fault(name: str, dims: ParallelDims) -> Fault:
+def find_fault(name: str, recipe: Recipe) -> Fault:
     """A fault by its name.
 
     Raises:
@@ -385,6 +385,7 @@ def find_fault(name: str, dims: ParallelDims) -> Fault:
         near = difflib.get_close_matches(name, FAULTS, 1, 0.5)
         offered = f"did you mean {near[0]}? " if near else ""
         raise UsageError(f"--inject {name}: no such fault; {offered}--inject list has all of them")
+    dims = recipe.layout.dims
     sizes = {"tp": dims.tp, "dp": dims.dp, "dp_shard": dims.dp_shard, "ranks": dims.world_size}
     for axis, least in FAULTS[name].needs.items():
         if sizes[axis] < least:

@@ -32,7 +32,6 @@ from ckptx.robustness.oracles import (
     measured,
     replicas,
 )
-from ckptx.robustness.ranks import Ranks
 from ckptx.robustness.runs import Logits, Outcome, Watch, away
 from ckptx.robustness.session import DRAWS, Session, of_steps
 from ckptx.training.checkpoints import LATEST
@@ -111,7 +110,7 @@ def replicas_and_reference(session: Session) -> Findings:
     straight, last = session.straight, session.stops[-1]
     found = Findings([replicas(straight.held[step]) for step in session.stops])
     with found.reading(f"step-{last}"):
-        logits = session.ask("runtime_logits", session.run_of(resumed=session.saved("straight", last)))
+        logits = session.ask("runtime_logits", session.run_of(resumed=session.checkpoint(last)))
         noise = 0.0 if session.is_exact else session.noise_of("logits")
         found.verdicts.append(_logits(session, session.reference_logits, logits, noise))
     return _merged(found)
@@ -120,7 +119,7 @@ def replicas_and_reference(session: Session) -> Findings:
 def save_again(session: Session) -> Findings:
     """Phase 3."""
     step = session.boundary
-    first = session.saved("straight", step)
+    first = session.checkpoint(step)
     found = Findings()
     for name, is_asynchronous in (("saved-again", False), ("saved-again-async", True)):
         recipe = replace(session.recipe, checkpoint=replace(session.recipe.checkpoint, asynchronous=is_asynchronous))
@@ -135,7 +134,7 @@ def save_again(session: Session) -> Findings:
 def export(session: Session) -> Findings:
     """Phase 4."""
     last = session.stops[-1]
-    checkpoint, exported = session.saved("straight", last), session.out / "export"
+    checkpoint, exported = session.checkpoint(last), session.out / "export"
     found = Findings()
     with found.reading(f"step-{last}"):
         convert("dcp2hf", checkpoint, exported, base=str(session.source), overwrite=True)
@@ -149,7 +148,7 @@ def export(session: Session) -> Findings:
 def other_layouts(session: Session) -> Findings:
     """Phase 5."""
     step, found = session.boundary, Findings()
-    checkpoint = session.saved("straight", step)
+    checkpoint = session.checkpoint(step)
     layouts = session.recipe.checks.layouts
     if not layouts:
         return Findings(skipped="the recipe names no other layouts; add checks.layouts")
@@ -182,12 +181,12 @@ def resume(session: Session) -> Findings:
     steps = [each for each in session.stops if each < session.recipe.training.steps]
     for number, step in enumerate(steps, 1):
         later = [each for each in session.stops if each > step]
-        run = session.run_of(resumed=session.saved("straight", step), looks=later)
+        run = session.run_of(resumed=session.checkpoint(step), looks=later)
         with found.reading(f"step-{step}"):
             if number > 1:
                 outcome = session.train(f"resumed-{number}", run)
-            else:  # in interpreters of their own, which have nothing of the run before
-                with Ranks(device=session.device, backend=session.backend, is_fresh=True) as fresh:
+            else:
+                with session.fresh_ranks() as fresh:
                     outcome = session.train("resumed", run, fresh)
             at_start = compare(session.straight.items[step], outcome.start)
             found.verdicts += at_start
@@ -202,7 +201,7 @@ def resume(session: Session) -> Findings:
 def kills(session: Session) -> Findings:
     """Phase 7."""
     found, good = Findings(), session.boundary
-    first = session.saved("straight", good)
+    first = session.checkpoint(good)
     ways = ((False, False), (False, True), (True, False))  # asynchronous, all ranks
     names: dict[bool, list[str]] = {}
     for number, (is_asynchronous, everyone) in enumerate(ways, 1):

@@ -28,7 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
+from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure, UsageError
 from ckptx.runtime.launch import is_launched
 
 _IMPORTED = [
@@ -77,12 +77,14 @@ class Settings(NamedTuple):
     Attributes:
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
+        gpu_memory: Bytes that it may use of a GPU, or None.
         directory: Where the ranks of this machine meet.
         is_launched: Whether somebody else, as torchrun, launched the processes above the ranks.
     """
 
     device: str
     backend: str
+    gpu_memory: int | None
     directory: str
     is_launched: bool
 
@@ -90,18 +92,21 @@ class Settings(NamedTuple):
 class Ranks:
     """The ranks of this machine, or under torchrun the one below this process."""
 
-    def __init__(self, *, device: str = "auto", backend: str = "auto", is_fresh: bool = False) -> None:
+    def __init__(
+        self, *, device: str = "auto", backend: str = "auto", gpu_memory: int | None = None, is_fresh: bool = False
+    ) -> None:
         """Nothing is started before the first task.
 
         Args:
             device: auto, cpu or cuda.
             backend: auto, gloo or nccl.
+            gpu_memory: Bytes that a rank may use of a GPU; None is all there are.
             is_fresh: Each rank is an interpreter of its own, which imports everything itself.
         """
         self._is_fresh = is_fresh
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="ckptx-ranks-")
-        self._settings = Settings(device, backend, self._directory.name, is_launched())
+        self._settings = Settings(device, backend, gpu_memory, self._directory.name, is_launched())
         self._worlds = itertools.count()
 
     def run(
@@ -142,6 +147,11 @@ class Ranks:
             else Answer(value, residue)
             for rank, (value, residue) in answers.items()
         }
+
+    def fresh(self) -> Ranks:
+        """The same in interpreters of their own, none of which is started yet."""
+        settings = self._settings
+        return Ranks(device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, is_fresh=True)
 
     def can_have(self, world_size: int) -> bool:
         """Whether there can be so many ranks: under torchrun only as many as it started."""
@@ -270,8 +280,11 @@ def _environment() -> Iterator[None]:
 def _work(pipe: Connection, rank: int, settings: Settings) -> None:
     """What a rank does: one task after another, until nobody asks any more."""
     import torch
+    from transformers.utils import logging
 
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     while True:
         try:
             said = pipe.recv_bytes()
@@ -295,6 +308,7 @@ def _done(said: bytes, rank: int, settings: Settings) -> bytes:
         if isinstance(task, str):
             task = getattr(importlib.import_module("ckptx.robustness.tasks"), task)
         with process_group(settings.device, settings.backend, store) as place, alone():
+            _bound(settings, place.device)
             answer = pickle.dumps(task(place, *args))
         del args, place, store
         return pickle.dumps((True, answer, _residue()))
@@ -302,6 +316,22 @@ def _done(said: bytes, rank: int, settings: Settings) -> bytes:
         cls = type(error) if isinstance(error, CkptxError) else None
         text = str(error) if cls is not None else f"{type(error).__name__}: {error}; please report this"
         return pickle.dumps((False, (cls, text, traceback.format_exc()), None))
+
+
+def _bound(settings: Settings, device: Any) -> None:
+    """Keeps a rank from using more of a GPU than it was given.
+
+    Raises:
+        UsageError: There is no GPU to use it of.
+    """
+    if settings.gpu_memory is None:
+        return
+    if device.type != "cuda":
+        raise UsageError("--gpu-memory: has no meaning on a CPU; leave it out, or use --device cuda")
+    import torch
+
+    every = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, settings.gpu_memory / every), device)
 
 
 def _store(settings: Settings, rank: int, world: int, world_size: int) -> Any:

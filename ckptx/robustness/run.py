@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.errors import OutputError
+from ckptx.errors import OutputError, UsageError
+from ckptx.options import parse_size
 from ckptx.report.documents.robustness import RobustnessReport
+from ckptx.report.environment import environment
 from ckptx.report.report import Log, Stopwatch
 from ckptx.robustness.oracles import Difference, Verdict, plain_number
 from ckptx.robustness.phases import Findings, Phase, chosen
@@ -62,26 +64,66 @@ def robustness(
     stopwatch, log = Stopwatch(), log or Log()
     path = find_recipe(recipe)
     read = read_recipe(path, settings, int(os.environ["WORLD_SIZE"]) if is_launched() else None)
-    wanted, planted = chosen(phases), Planted()
+    log(read)
+    wanted, memory = chosen(phases), None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
+    planted = Planted()
     if inject is not None:
         from ckptx.robustness.faults import find_fault  # the only one that knows them
 
-        fault = find_fault(inject, read.layout.dims)
+        fault = find_fault(inject, read)
         planted = fault.planted()
         if phases is None:
             wanted = [each for each in wanted if each.number == fault.phase]
-    with ExitStack() as stack:
-        folder = _folder(out, stack)
-        report = _report(read, path, settings, inject, folder)
-        ranks = stack.enter_context(Ranks(device=device, backend=backend))
-        session = Session(
-            recipe=read, source=folder / "source", out=folder, ranks=ranks, device=device, backend=backend,
-            is_exact=True, log=log, planted=planted,
-        )  # fmt: skip
-        session.source, kind = session.ask("prepared", read, session.source)
-        session.is_exact = kind == "cpu"
-        found = _run(session, wanted)
-    return stopwatch.stop(replace(report, **found, warnings=log.notes))
+    if read.train is not None:
+        _refuse_foreign(read, phases, inject)
+    folder, is_mine = _folder(out)
+    report = _report(read, path, settings, inject, folder)
+    report = replace(report, environment=environment(device=device, backend=backend))
+    if read.train is not None:
+        report = replace(report, **_foreign(read, path, folder, log))
+    else:
+        with Ranks(device=device, backend=backend, gpu_memory=memory) as ranks:
+            session = Session(
+                recipe=read, source=folder / "source", out=folder, ranks=ranks, is_exact=True, log=log, planted=planted
+            )
+            session.source, kind = session.ask("prepared", read, session.source)
+            session.is_exact = kind == "cpu"
+            report = replace(report, **_run(session, wanted))
+    if is_mine and not report.exit:
+        shutil.rmtree(folder, ignore_errors=True)
+        report = replace(report, out="")
+    return stopwatch.stop(replace(report, warnings=log.notes))
+
+
+def _refuse_foreign(recipe: Recipe, phases: str | None, inject: str | None) -> None:
+    """Refuses what has no meaning for a trainer that is not ours.
+
+    Raises:
+        UsageError: There is something.
+    """
+    for option, value in (("--phases", phases), ("--inject", inject)):
+        if value is not None:
+            raise UsageError(f"{option}: has no meaning for {recipe.name}, whose trainer is a command; leave it out")
+    if is_launched():
+        raise UsageError(f"{recipe.name}: its command starts its own ranks; run ckptx without torchrun")
+
+
+def _foreign(recipe: Recipe, path: Path, folder: Path, log: Log) -> dict[str, Any]:
+    """What a trainer that is not ours left; fields of the report."""
+    from ckptx.robustness.foreign import run_foreign
+
+    assert recipe.train is not None
+    found = run_foreign(recipe, folder, log, folder=path.parent)
+    return {
+        "exit": 0 if found.ok else 1,
+        "trainer": recipe.train.command,
+        "phases": found.phases,
+        "losses": found.losses,
+        "differing": _most_of(found.differing, log),
+        "noise": found.noise,
+        "world_size": found.world_size or 1,
+        "layout": {},
+    }
 
 
 def _run(session: Session, phases: Sequence[Phase]) -> dict[str, Any]:
@@ -107,7 +149,7 @@ def _run(session: Session, phases: Sequence[Phase]) -> dict[str, Any]:
             {"run": name, "steps": list(losses), "losses": [plain_number(each) for each in losses.values()]}
             for name, losses in session.losses.items()
         ],
-        "differing": differences[:_SHOWN],
+        "differing": _most_of(differences, session.log),
         "kills": session.kills or None,
     }
 
@@ -156,20 +198,28 @@ def _memory(session: Session, baseline: Residue) -> Verdict:
     return Verdict("memory", len(Residue._fields) * len(session.residues), differences)
 
 
-def _folder(out: str | Path | None, stack: ExitStack) -> Path:
-    """Where everything is written."""
+def _most_of(differences: list[dict[str, Any]], log: Log) -> list[dict[str, Any]]:
+    """The first of them, and a note where there are more."""
+    if len(differences) > _SHOWN:
+        log.note(f"{len(differences)} items differ; the report lists the first {_SHOWN}")
+    return differences[:_SHOWN]
+
+
+def _folder(out: str | Path | None) -> tuple[Path, bool]:
+    """Where everything is written, and whether it is ours to remove."""
     if out is None:
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptx-robustness-")))
+        return Path(tempfile.mkdtemp(prefix="ckptx-robustness-")), True
     folder = Path(out)
     try:
-        if folder.exists() and any(folder.iterdir()):
+        is_first = os.environ.get("RANK", "0") == "0"  # others may come when it has begun to write
+        if is_first and folder.exists() and any(folder.iterdir()):
             raise OutputError(
                 f"{folder}: holds other files, needed a folder that is absent or empty; use another --out"
             )
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written: {error.strerror}; use another --out") from error
-    return folder.resolve()
+    return folder.resolve(), False
 
 
 def _report(recipe: Recipe, path: Path, settings: Sequence[str], inject: str | None, out: Path) -> RobustnessReport:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,6 @@ class Session:
         source: The checkpoint it begins with.
         out: Where everything is written.
         ranks: Live over the phases.
-        device: auto, cpu or cuda, as the ranks were given it.
-        backend: auto, gloo or nccl.
         is_exact: Whether two runs alike are expected to have the same bits, as on a CPU.
         log: What the user should know.
         planted: A fault, or nothing.
@@ -55,8 +54,6 @@ class Session:
     source: Path
     out: Path
     ranks: Ranks
-    device: str
-    backend: str
     is_exact: bool
     log: Log
     planted: Planted = field(default_factory=Planted)
@@ -112,6 +109,17 @@ class Session:
     def saved(self, name: str, step: int) -> Path:
         """Where a run saves after a step."""
         return self.folder(name) / f"step-{step}"
+
+    @contextmanager
+    def fresh_ranks(self) -> Iterator[Ranks]:
+        """Interpreters of their own, which have nothing of the runs before."""
+        with self.ranks.fresh() as found:
+            yield found
+
+    def checkpoint(self, step: int) -> Path:
+        """What the straight run saved after a step; it runs first, if it has not."""
+        assert self.straight
+        return self.saved("straight", step)
 
     def run_of(self, **settings: Any) -> Run:
         """A run of the recipe to its end, with some settings."""

@@ -18,7 +18,7 @@ class RobustnessReport(Report):
         recipe_file: Where it was read from.
         settings: What `--set` changed: key -> value, as texts.
         injected: The fault that was planted, or None.
-        out: The folder with everything that was written.
+        out: The folder with everything that was written; empty where it was a temporary one, and nothing differed.
         world_size: Number of ranks.
         layout: The mesh.
         trainer: "ckptx", or the command of another.
