@@ -163,7 +163,7 @@ def other_layouts(session: Session) -> Findings:
             if base is None:
                 run = replace(session.run_of(resumed=checkpoint), recipe=steady)
                 base = session.train("without-dropout", run)
-            cut, saved = session.out / f"layout-{number}-cut", session.out / f"layout-{number}-saved"
+            cut, saved = session.out / f"layout-{number}-cut", session.saved(f"layout-{number}", step)
             dims = layout.dims
             reshard(checkpoint, cut, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
             found.verdicts.append(_same_bytes(checkpoint, cut, words))

@@ -128,18 +128,12 @@ def _foreign(recipe: Recipe, path: Path, folder: Path, log: Log) -> dict[str, An
 
 def _run(session: Session, phases: Sequence[Phase]) -> dict[str, Any]:
     """The phases one after another; fields of the report."""
-    rows: list[dict[str, Any]] = []
-    differences: list[dict[str, Any]] = []
-    baseline = _baseline(session)
+    baseline = baseline_of(session)
+    rows, differences = [], []
     for phase in phases:
-        begin = time.perf_counter()
-        found = phase.run(session)
-        found.verdicts.append(_memory(session, baseline))
-        rows.append(_row(phase, found, time.perf_counter() - begin, _most(session.residues), baseline))
-        session.residues.clear()
-        differences += [
-            {"phase": phase.number, **each._asdict()} for verdict in found.verdicts for each in verdict.differences
-        ]
+        row, found = judged(session, phase, baseline)
+        rows.append(row)
+        differences += found
     ok = all(row["ok"] is not False for row in rows)
     return {
         "exit": 0 if ok else 1,
@@ -152,6 +146,26 @@ def _run(session: Session, phases: Sequence[Phase]) -> dict[str, Any]:
         "differing": _most_of(differences, session.log),
         "kills": session.kills or None,
     }
+
+
+def judged(session: Session, phase: Phase, baseline: Residue) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Runs a phase: its row of the report, and a row for each item that differs."""
+    begin = time.perf_counter()
+    found = phase.run(session)
+    found.verdicts.append(_memory(session, baseline))
+    row = _row(phase, found, time.perf_counter() - begin, _most(session.residues), baseline)
+    session.residues.clear()
+    return row, [
+        {"phase": phase.number, **each._asdict()} for verdict in found.verdicts for each in verdict.differences
+    ]
+
+
+def baseline_of(session: Session) -> Residue:
+    """What is left of a run of one step that was released: the least that a process which has trained has."""
+    session.ask("train", session.run_of(until=1))
+    found = _most(session.residues)
+    session.residues.clear()
+    return found
 
 
 def _row(phase: Phase, found: Findings, seconds: float, residue: Residue, baseline: Residue) -> dict[str, Any]:
@@ -173,14 +187,6 @@ def _row(phase: Phase, found: Findings, seconds: float, residue: Residue, baseli
             "baseline_threads": baseline.threads,
         },
     }
-
-
-def _baseline(session: Session) -> Residue:
-    """What is left of a run of one step that was released: the least that a process which has trained has."""
-    session.ask("train", session.run_of(until=1))
-    found = _most(session.residues)
-    session.residues.clear()
-    return found
 
 
 def _most(residues: Sequence[Residue]) -> Residue:

@@ -248,6 +248,9 @@ def _sharded(trainer: Trainer) -> tuple[int, int]:
     parts = every = 0
     for name, parameter in trainer.assembled.parameters():
         regions = layout.local_regions(name) if layout is not None else None
-        is_cut = hasattr(parameter, "placements") and any(not each.is_replicate() for each in parameter.placements)
+        mesh = getattr(parameter, "device_mesh", None)
+        is_cut = mesh is not None and any(
+            not placement.is_replicate() and mesh.size(dim) > 1 for dim, placement in enumerate(parameter.placements)
+        )
         parts, every = parts + int(is_cut or regions is not None), every + 1
     return parts, every

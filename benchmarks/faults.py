@@ -1,0 +1,131 @@
+"""Every fault that `ckptx robustness --inject` knows: which oracle names it, and what the loss shows of it.
+
+    python benchmarks/faults.py [--ram /dev/shm] [--results DIR] [NAME ...]
+
+`llama_tiny` on two data ranks, or with tp 2 where a fault needs it; each fault is planted in the phase that has to name
+it. Beside the oracle stands what a comparison of losses would have had to go by: how far the loss of the first step
+after the fault is away, and the largest of those that follow. Faults of a resumed run share the straight run before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from measure import HERE, publish, table
+
+from ckptx.report.report import Log
+from ckptx.robustness.faults import FAULTS
+from ckptx.robustness.oracles import distance, largest
+from ckptx.robustness.phases import PHASES
+from ckptx.robustness.ranks import Ranks, Residue
+from ckptx.robustness.run import baseline_of, judged
+from ckptx.robustness.session import Planted, Session
+from ckptx.training.recipe_file import read_recipe
+
+RECIPE = "llama_tiny"
+_SETTINGS = {"tp": "layout.tp=2"}
+_RESUME = 6
+
+Row = dict[str, Any]
+
+
+class Shared(Session):
+    """A session with one set of ranks: what a fault changes does not depend on interpreters of their own."""
+
+    def fresh_ranks(self) -> AbstractContextManager[Ranks]:
+        return nullcontext(self.ranks)
+
+
+@contextmanager
+def opened(folder: Path, needs: Mapping[str, int], ranks: Ranks | None = None) -> Iterator[tuple[Session, Residue]]:
+    """A session on a mesh that has what a fault needs, and what its ranks have when they have nothing."""
+    recipe = read_recipe(RECIPE, [_SETTINGS[axis] for axis in needs if axis in _SETTINGS])
+    with Ranks(device="cpu") if ranks is None else nullcontext(ranks) as own:
+        folder.mkdir()
+        session = Shared(
+            recipe=recipe, source=folder / "source", out=folder, ranks=own, is_exact=True, log=Log(),
+        )  # fmt: skip
+        session.source, _ = session.ask("prepared", recipe, session.source)
+        yield session, baseline_of(session)
+
+
+def named(session: Session, baseline: Residue, name: str | None, number: int) -> Row:
+    """What a phase says with a fault, or without one."""
+    fault = FAULTS[name] if name is not None else None
+    session.planted = fault.planted() if fault is not None else Planted()
+    row, differing = judged(session, PHASES[number], baseline)
+    failed = [each["name"] for each in row["oracles"] if not each["ok"]]
+    run = fault.run if fault is not None else "resumed"
+    found = session.losses.get(run, {}) if number == _RESUME else {}
+    away = [
+        distance(session.straight.losses[step], loss) for step, loss in found.items() if step in session.straight.losses
+    ]
+    return {
+        "fault": name or "none", "says": fault.says if fault is not None else "", "phase": number,
+        "needed": fault.oracle if fault is not None else "", "failed": failed, "differing": differing[:8],
+        "first": away[0] if away else None, "largest": largest(away) if away else None,
+    }  # fmt: skip
+
+
+def every(work: Path, names: list[str]) -> Iterator[Row]:
+    """A row for each fault, and for a run without one."""
+    with opened(work / "resumed", {}) as (session, baseline):
+        for number in (1, 2, 3, _RESUME):
+            yield named(session, baseline, None, number)
+        for name in names:
+            if FAULTS[name].phase == _RESUME:
+                yield named(session, baseline, name, _RESUME)
+    for name in names:
+        if FAULTS[name].phase != _RESUME:
+            with opened(work / name, FAULTS[name].needs) as (session, baseline):
+                yield named(session, baseline, name, FAULTS[name].phase)
+
+
+def main() -> None:
+    """Plants them, and writes faults.json and faults.md; fails where one is not named by its oracle in its phase."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
+        begin = time.perf_counter()
+        for row in every(Path(directory), arguments.names or list(FAULTS)):
+            rows.append(row)
+            print(
+                f"  {time.perf_counter() - begin:6.1f} s  {row['fault']}: {', '.join(row['failed'])}", file=sys.stderr
+            )
+    lines = [
+        (
+            row["fault"],
+            row["says"],
+            row["phase"],
+            row["needed"],
+            ", ".join(row["failed"]),
+            *map(_cell, (row["first"], row["largest"])),
+        )
+        for row in rows
+    ]
+    columns = ("fault", "what it does", "phase", "oracle", "oracles that fail", "loss, first step", "largest")
+    planted = [row for row in rows if row["needed"]]
+    missed = [row["fault"] for row in planted if row["needed"] not in row["failed"]]
+    wrong = [row["phase"] for row in rows if not row["needed"] and row["failed"]]
+    said = f"{len(planted) - len(missed)} of {len(planted)} faults are named by their oracle in their phase.\n"
+    publish(arguments.results, "faults", {"rows": rows}, [table("Planted faults", columns, lines), said])
+    raise SystemExit(bool(missed or wrong))
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}" if value else "0"
+
+
+if __name__ == "__main__":
+    main()
