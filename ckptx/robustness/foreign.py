@@ -208,7 +208,7 @@ class _Judge:
             count = sum(len(each.differences) for each in different)
             where = ", ".join(each.oracle for each in different)
             notes.append(
-                f"two runs alike do not end alike: {counted(count, 'item')} differ ({where}), and are not compared at "
+                f"two runs alike do not end alike: {counted(count, 'item')} ({where}) differ, and are not compared at "
                 "the end of the resumed run; set seeds and deterministic kernels to have them compared"
             )
             if not self._noise:

@@ -23,11 +23,11 @@ from ckptx.errors import InputError
 from ckptx.formats.torch_archive.archive import open_archive, place_tensor
 from ckptx.formats.torch_archive.unpickle import Dict, Refused, Sealed, TensorRef, load_recorded
 from ckptx.storage.files import FilePool
-from ckptx.untrusted.limits import JSON_DEPTH, PICKLE_BYTES, TENSORS
-from ckptx.wording import counted
+from ckptx.untrusted.limits import JSON_DEPTH, PICKLE_BYTES
 
 _UNORDERED = {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")}
 _DEFAULTDICT = "collections.defaultdict"
+_FEW = 1 << 12  # values of a pickle that nobody counts: one written once may be referred to often
 _SHOWN = 60  # characters of a text that is given as it is
 _PLAIN = {type(None), bool, int, float}
 _NUMBERS = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
@@ -90,16 +90,18 @@ class Reader:
         self._named: dict[tuple[str, str], type[Recorded]] = {}
         self._digests: dict[int, str] = {}
         length = files.size(file) - offset if nbytes is None else nbytes
-        load_tree = partial(load_recorded, stand_in=self._stand_in)
+        self._most = 0
         if files.read_up_to(file, offset, 1) == b"\x80" and files.read_up_to(file, offset, 4)[2:] != b"\x8a\x0a":
             if length > PICKLE_BYTES:
                 raise InputError(f"{where}: a pickle of {length} bytes, allowed at most {PICKLE_BYTES}")
-            self.tree = load_tree(files.read(file, offset, length), where=where)
+            self.tree = self._load(files.read(file, offset, length), where)
         else:
-            found = open_archive(
-                partial(files.read, file), offset, length, where, lambda data, where: load_tree(data, where=where)
-            )
+            found = open_archive(partial(files.read, file), offset, length, where, self._load)
             self.tree, self._records = found
+
+    def _load(self, data: bytes, where: str) -> Any:
+        self._most = max(_FEW, len(data))
+        return load_recorded(data, self._stand_in, where)
 
     def _stand_in(self, module: str, name: str) -> type[Recorded]:
         if (module, name) not in self._named:
@@ -122,8 +124,8 @@ class Reader:
                 yield path, node
                 continue
             found += len(below)
-            if len(path) >= JSON_DEPTH or found > TENSORS:
-                said = f"more than {counted(TENSORS, 'value')}" if found > TENSORS else f"{JSON_DEPTH} levels or more"
+            if len(path) >= JSON_DEPTH or found > self._most:
+                said = "more values than bytes" if found > self._most else f"{JSON_DEPTH} levels or more"
                 raise InputError(f"{self.where}: holds {said}; it is damaged, or no state of a training run")
             waiting.extend(((*path, key), value) for key, value in reversed(below))
 

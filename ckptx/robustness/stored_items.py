@@ -128,7 +128,7 @@ def sharding_of(path: Path) -> Sharding:
             world_size = world_size or (max(writers) + 1 if writers and max(writers) < RANKS else None)
             how = f"{cut} of {len(model)} parameters are in several pieces in {place.path.name}/{_METADATA}"
             return Sharding(cut > 0, how, world_size)
-    names = sorted(place.path.name for place in places if place.is_of("model"))
+    names = sorted(place.path.name for place in places if place.is_of("model") and place.path.suffix != ".json")
     gathered = [name for name in names if "fsdp" in name]
     if gathered:
         return Sharding(True, f"{gathered[0]} is what accelerate writes where FSDP gathered the parameters", world_size)

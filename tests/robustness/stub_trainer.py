@@ -1,0 +1,98 @@
+"""A trainer in a few lines of plain Python, for tests of how trainers are run and judged; it takes 0.1 seconds.
+
+Its parameter is a number that grows by the data, a moment and a random number; `--fault` names what it does wrong.
+"""
+
+import argparse
+import json
+import os
+import random
+import struct
+import sys
+import time
+from pathlib import Path
+
+
+def safetensors(path, tensors):
+    """Writes floats of 64 bits."""
+    header, body = {}, b""
+    for name, value in tensors.items():
+        header[name] = {"dtype": "F64", "shape": [1], "data_offsets": [len(body), len(body) + 8]}
+        body += struct.pack("<d", value)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def read(path):
+    """Reads them."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    at = {name: 8 + length + each["data_offsets"][0] for name, each in json.loads(data[8 : 8 + length]).items()}
+    return {name: struct.unpack_from("<d", data, begin)[0] for name, begin in at.items()}
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=Path)
+parser.add_argument("--steps", type=int)
+parser.add_argument("--total", type=int)
+parser.add_argument("--save-at", type=int)
+parser.add_argument("--resume", type=Path)
+parser.add_argument("--fault", default="")
+args = parser.parse_args()
+fault = args.fault
+
+if fault == "fails" or (fault == "fails to resume" and args.resume):
+    print("loading")
+    raise ValueError("no such key: optim")
+if fault == "hangs":
+    (args.out / "pid").write_text(str(os.getpid()))
+    time.sleep(600)
+
+random.seed(7)
+weight, moment, step, seen = 1.0, 0.0, 0, 0
+if args.resume:
+    state = json.loads((args.resume / "state.json").read_text())
+    weight, moment = (
+        read(args.resume / "model.safetensors")["w"],
+        read(args.resume / "optimizer.safetensors")["exp_avg"],
+    )
+    step, seen = state["step"], state["sampler"]["seen"]
+    version, inner, gauss = state["rng"]
+    random.setstate((version, tuple(inner), gauss))
+    if fault == "iterator":
+        random.random()
+    elif fault == "data":
+        seen = 0
+    elif fault == "moments":
+        moment = 0.0
+if fault == "noise" and not args.resume:
+    weight += 1e-9 * (time.time() % 1)
+
+
+def save():
+    """Saves."""
+    folder = args.out / f"step-{step}"
+    folder.mkdir()
+    safetensors(folder / "model.safetensors", {"w": weight})
+    safetensors(folder / "optimizer.safetensors", {"exp_avg": moment})
+    state = {"step": step, "sampler": {"seen": seen}, "rng": random.getstate(), "timestamp": time.time()}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+saved = None
+while step < args.steps:
+    seen += 2
+    moment = 0.9 * moment + 0.1 * seen
+    weight += moment * random.random() / args.total
+    step += 1
+    loss = float("nan") if fault == "nan" else weight
+    print(f"step {step} loss {loss!r}")
+    if fault != "no losses":
+        with open(args.out / "losses.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+    if step == args.save_at:
+        save()
+        saved = step
+if saved != step and fault != "no checkpoint":
+    save()
+sys.exit(3 if fault == "exits" else 0)

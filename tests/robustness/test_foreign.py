@@ -1,0 +1,271 @@
+"""A trainer that is not ours, run and judged: one of plain Python; real ones are in `test_recipes_of_trainers.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
+from ckptx.report.report import Log
+from ckptx.robustness.causes import likely_causes
+from ckptx.robustness.commands import run_command, words_of
+from ckptx.robustness.foreign import ForeignOutcome, run_foreign
+from ckptx.robustness.oracles import compare
+from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe, TrainingBlock
+
+COMMAND = (
+    "{python} {recipe}/stub_trainer.py --out {out} --steps {steps} --total {total_steps} --save-at {save_at} {resume}"
+)
+
+
+def recipe(fault: str = "", checks: dict[str, Any] | None = None, **keys: Any) -> Recipe:
+    """That of the stub."""
+    block = {"command": f"{COMMAND} --fault '{fault}'", "resume": "--resume {checkpoint}", "time_limit": 60.0}
+    training = TrainingBlock(steps=5, total_steps=8, save_at=(2,))
+    return Recipe(
+        name="stub", train=ForeignBlock(**{**block, **keys}), training=training, checks=ChecksBlock(**(checks or {}))
+    )
+
+
+def run(tmp_path: Path, fault: str = "", **keys: Any) -> ForeignOutcome:
+    """Its outcome, in a folder whose name needs quotes."""
+    return run_foreign(recipe(fault, **keys), tmp_path / "it's $HOME; out", folder=Path(__file__).parent)
+
+
+def failed(outcome: ForeignOutcome) -> dict[str, list[str]]:
+    """The oracles that failed, by phase."""
+    rows = {row["name"]: [each["name"] for each in row["oracles"] if not each["ok"]] for row in outcome.phases}
+    return {name: oracles for name, oracles in rows.items() if oracles}
+
+
+def notes(outcome: ForeignOutcome, name: str) -> str:
+    """What a phase says."""
+    return " ".join(next(row for row in outcome.phases if row["name"] == name)["notes"])
+
+
+def test_one_that_is_right_passes(tmp_path: Path) -> None:
+    seen: list[str] = []
+    outcome = run_foreign(
+        recipe(), tmp_path / "out", Log(), lambda row: seen.append(row["name"]), folder=Path(__file__).parent
+    )
+    assert outcome.ok and seen == ["straight", "again", "saved again", "resumed"]
+    assert [row["run"] for row in outcome.losses] == ["straight", "again", "resumed"]
+    assert outcome.losses[2]["steps"] == [3, 4, 5] and outcome.losses[2]["losses"] == outcome.losses[0]["losses"][2:]
+    assert outcome.noise == {"loss": {"repeated": 0.0, "moved": None}} and outcome.differing == []
+    assert all(row["seconds"] > 0 and row["memory"] is None for row in outcome.phases)
+
+
+@pytest.mark.parametrize(
+    ("fault", "oracle", "said"),
+    [
+        ("iterator", "rng", "make the iterator first"),
+        ("data", "batch", "place in the data was not loaded"),
+        ("moments", "moments", ""),
+    ],
+)
+def test_what_was_not_restored_is_named(tmp_path: Path, fault: str, oracle: str, said: str) -> None:
+    outcome = run(tmp_path, fault)
+    assert failed(outcome)["saved again"] == [oracle] and not outcome.ok
+    assert said in notes(outcome, "saved again")
+    assert "loss" in failed(outcome)["resumed"]
+    assert {row["oracle"] for row in outcome.differing if row["phase"] == "saved again"} == {oracle}
+
+
+def test_without_zero_steps_the_ends_are_compared(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "data", zero_steps=False)
+    row = next(row for row in outcome.phases if row["name"] == "saved again")
+    assert row["ok"] is None and "cannot resume for no step" in row["notes"][0]
+    assert {"model", "moments", "batch", "loss"} <= set(failed(outcome)["resumed"])
+    assert "what was not restored is not" in notes(outcome, "resumed")
+
+
+def test_noise_is_measured_and_not_compared(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "noise")
+    assert 0 < outcome.noise["loss"]["repeated"] < 1e-8
+    assert "two runs alike do not end alike: 1 item (model)" in notes(outcome, "again")
+    assert outcome.ok
+
+
+def test_a_nan_fails(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "nan")
+    assert failed(outcome) == {"straight": ["finite"], "again": ["loss"], "resumed": ["loss"]}
+
+
+def test_sharded_is_asked_of_what_it_wrote(tmp_path: Path) -> None:
+    outcome = run(tmp_path, checks={"sharded": True})
+    assert failed(outcome) == {"sharded": ["replicas"]}
+    assert "model.safetensors has whole parameters" in notes(outcome, "sharded")
+
+
+def test_losses_may_be_in_what_it_prints(tmp_path: Path) -> None:
+    keys = {"losses": "output.log", "losses_kind": "regex", "pattern": r"step (?P<step>\d+) loss (?P<loss>\S+)"}
+    outcome = run(tmp_path, "no losses", **keys)
+    assert outcome.ok and len(outcome.losses[0]["steps"]) == 5
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_command_that_fails_says_how(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        run(tmp_path, "fails")
+    said = str(caught.value)
+    assert "straight: ended with exit code 1" in said and "ValueError: no such key: optim" in said and "\n" not in said
+    assert "output.log" in said
+    with pytest.raises(EnvironmentProblem, match="exit code 3"):
+        run(tmp_path / "b", "exits")
+
+
+def test_a_resume_that_fails_is_a_phase_that_fails(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "fails to resume")
+    assert [row["ok"] for row in outcome.phases] == [True, True, False, False]
+    assert "no such key: optim" in notes(outcome, "resumed")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no losses", r"losses\.jsonl: no losses after the command, there is output\.log, step-2"),
+        (
+            "no checkpoint",
+            r"step-5: no checkpoint of step 5 after the command, there is losses\.jsonl, output\.log, step-2",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path, fault: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        run(tmp_path, fault)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"command": "x {step_count}"}, r"train.command: the placeholder {step_count} is unknown"),
+        ({"command": "x {totl_steps}"}, r"did you mean {total_steps}\?"),
+        ({"command": "x 'y"}, "is no command: No closing quotation"),
+        ({"command": "  "}, "is empty"),
+        ({"resume": "--from {checkpont}"}, r"train.resume: .* did you mean {checkpoint}\?"),
+        ({"environment": {"A": "{otu}"}}, r"train.environment.A: .* did you mean {out}\?"),
+        ({"checkpoint": "{stp}"}, r"train.checkpoint: .* did you mean {step}\?"),
+    ],
+)
+def test_a_recipe_that_cannot_be_run_is_refused_before_anything_is(tmp_path: Path, keys: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        run(tmp_path, **keys)
+    assert not any(tmp_path.iterdir())
+
+
+def test_steps_that_leave_nothing_to_compare(tmp_path: Path) -> None:
+    for save_at in ((), (5,), (0,)):
+        training = TrainingBlock(steps=5, save_at=save_at)
+        with pytest.raises(UsageError, match="needed a step before the last, 5"):
+            run_foreign(Recipe(name="x", train=ForeignBlock(command="x"), training=training), tmp_path / "o")
+    with pytest.raises(UsageError, match=r"has no train\.command"):
+        run_foreign(Recipe(name="x"), tmp_path / "o")
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "x").touch()
+    with pytest.raises(OutputError, match="holds something already"):
+        run_foreign(recipe(), tmp_path / "o", folder=Path(__file__).parent)
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="no-such-program cannot be started"):
+        run(tmp_path, command="no-such-program {steps}")
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("a {x} b", ["a", "1 2; rm", "b"]),
+        ("a --k={x} '{x}'", ["a", "--k=1 2; rm", "1 2; rm"]),
+        ("a {resume} b", ["a", "--from", "x y", "b"]),
+        ("a $HOME `id` {0} {} {{", ["a", "$HOME", "`id`", "{0}", "{}", "{{"]),
+        ("a '{\"k\": 1}'", ["a", '{"k": 1}']),
+    ],
+)
+def test_values_are_parts_of_words(template: str, words: list[str]) -> None:
+    assert words_of(template, {"x": "1 2; rm", "resume": "--from 'x y'"}, "train.command") == words
+
+
+def test_nothing_is_left_of_an_empty_resume() -> None:
+    assert words_of("a {resume}", {"resume": ""}, "train.command") == ["a"]
+
+
+def test_variables_of_a_launcher_are_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    code = "import os, re; print([k for k in os.environ if re.search('RANK|WORLD|MASTER|TORCHELASTIC', k)])"
+    run_command([sys.executable, "-c", code], tmp_path / "log", {"MY_RANK": "1"}, 30)
+    assert (tmp_path / "log").read_text() == "['MY_RANK']\n"
+
+
+def is_alive(pid: int) -> bool:
+    """False of a process that is gone, or only waits to be counted."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+SPAWNS = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[1] + ".new", "w").write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(600)
+"""
+
+
+def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    """Its child has a session of its own, as ranks have below torchrun."""
+    ended = run_command([sys.executable, "-c", SPAWNS, str(tmp_path / "pids")], tmp_path / "log", {}, 2.0)
+    assert ended.is_late and "its time limit" in ended.said()
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    wait_for(lambda: not any(map(is_alive, pids)))
+
+
+def wait_for(condition: Any, seconds: float = 20.0) -> None:
+    """Until something is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_an_interruption_ends_what_runs(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from ckptx.robustness.commands import run_command; "
+        f"words = [sys.executable, '-c', {SPAWNS!r}, {str(tmp_path / 'pids')!r}]; "
+        f"run_command(words, Path({str(tmp_path / 'log')!r}), {{}}, 600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    wait_for((tmp_path / "pids").exists)
+    os.kill(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert b"KeyboardInterrupt" in error
+    wait_for(lambda: not any(is_alive(int(pid)) for pid in (tmp_path / "pids").read_text().split()))
+
+
+# ------------------------------------------------------------------------------------------------------------ causes
+
+
+def test_random_numbers_of_one_rank_everywhere_are_told_from_a_draw() -> None:
+    before = {("rng", f"app.rng.rank{rank}"): f"{rank}" for rank in range(3)}
+    alike = dict.fromkeys(before, "0")
+    drawn = {key: f"{value}x" for key, value in before.items()}
+    for after, said in ((alike, "random numbers of one rank"), (drawn, "only random numbers differ")):
+        assert likely_causes(compare([before], [after]), before, after)[0].startswith(said)
+    assert likely_causes(compare([before], [before]), before, before) == []

@@ -1,0 +1,187 @@
+"""The shipped recipes of other trainers, under torchrun on two ranks: passing as they are, and each fault named.
+
+A fault is a line of the script that is another one; nothing else is changed, and no script knows of ckptx. A run takes
+ten seconds of one core, most of them imports, so that a fault is tried without the runs that it does not touch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ckptx.report.report import Log
+from ckptx.robustness import foreign
+from ckptx.robustness.foreign import SHIPPED, ForeignOutcome
+from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe, TrainingBlock
+
+NEEDS_ACCELERATE = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+SCRIPTS = {"fsdp2_script": "fsdp2.py", "accelerate": "accelerate_loop.py", "transformers_trainer": "trainer.py"}
+
+
+def read(name: str) -> Recipe:
+    """A recipe that is shipped."""
+    found = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
+    blocks = {"train": ForeignBlock, "training": TrainingBlock, "checks": ChecksBlock}
+    made: dict[str, Any] = {key: kind(**found[key]) for key, kind in blocks.items() if key in found}
+    return Recipe(name=found["name"], description=found["description"], **made)
+
+
+def judge_of(recipe: Recipe, out: Path, folder: Path = SHIPPED) -> Any:
+    """What runs the phases, one by one."""
+    return foreign._Judge(recipe, out, Log(), lambda row: None, folder)
+
+
+Straight = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """The run of a script that is right and does not stop: once for all of its faults."""
+    judges: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in judges:
+            judges[name] = judge_of(read(name), tmp_path_factory.mktemp(name) / "out")
+            judges[name].straight()
+        return judges[name]
+
+    return run
+
+
+def with_fault(straight: Any, tmp_path: Path, name: str, old: str, new: str) -> Any:
+    """A judge whose script has one line changed, and which takes the straight run as its own."""
+    shutil.copytree(SHIPPED, tmp_path / "recipes")
+    script = tmp_path / "recipes" / "scripts" / SCRIPTS[name]
+    text = script.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    script.write_text(text.replace(old, new), encoding="utf-8")
+    shutil.copytree(straight._out, tmp_path / "out")
+    judge = judge_of(read(name), tmp_path / "out", tmp_path / "recipes")
+    judge._ends, judge._losses, judge._noise = straight._ends, straight._losses, 0.0
+    return judge
+
+
+def failed(outcome: ForeignOutcome) -> dict[str, list[str]]:
+    """The oracles that failed, by phase."""
+    rows = {row["name"]: [each["name"] for each in row["oracles"] if not each["ok"]] for row in outcome.phases}
+    return {name: oracles for name, oracles in rows.items() if oracles}
+
+
+def test_every_recipe_has_what_its_command_names() -> None:
+    for name in (*SCRIPTS, "torchtitan"):
+        recipe = read(name)
+        assert recipe.name == name and recipe.description
+        judge_of(recipe, Path("/nonexistent")).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp2_script",
+        pytest.param("accelerate", marks=NEEDS_ACCELERATE),
+        pytest.param("transformers_trainer", marks=NEEDS_ACCELERATE),
+    ],
+)
+def test_a_trainer_that_is_right_passes(name: str, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    outcome = foreign.run_foreign(read(name), tmp_path / "out")
+    assert outcome.ok and failed(outcome) == {} and outcome.world_size == 2
+    assert outcome.noise["loss"]["repeated"] == 0
+    assert time.monotonic() - begin < 240  # two minutes on idle cores
+    (end,) = (row for row in outcome.phases if row["name"] == "resumed")
+    assert {"model", "moments", "adam step", "group", "scheduler", "rng", "loss"} <= {
+        each["name"] for each in end["oracles"]
+    }
+
+
+ITERATOR = """    batches = iter(loader)  # it draws a random number, so it comes before random numbers are restored
+    if args.resume:
+        dcp.load({"app": app}, checkpoint_id=args.resume)
+"""
+AFTER = """    if args.resume:
+        dcp.load({"app": app}, checkpoint_id=args.resume)
+    batches = iter(loader)
+"""
+SET = '        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])\n'
+SET_MODEL = '        torch.distributed.checkpoint.state_dict.set_model_state_dict(self.model, state["model"])\n'
+
+FAULTS = {
+    "iterator made after random numbers were restored": (ITERATOR, AFTER, {"rng"}, "make the iterator first"),
+    "scheduler not loaded": (
+        '        self.scheduler.load_state_dict(state["scheduler"])\n', "", {"scheduler"}, "schedule was not loaded",
+    ),
+    "data not loaded": (
+        '        self.sampler.load_state_dict(state["sampler"])\n', "", {"batch"}, "place in the data was not loaded",
+    ),
+    "optimizer not set": (SET, SET_MODEL, {"group", "rate"}, "the optimizer was not set"),
+    "random numbers of rank 0 everywhere": (
+        'torch.set_rng_state(state["rng"][f"rank{self.rank}"])',
+        'dist.broadcast(rng := state["rng"][f"rank{self.rank}"], 0)\n        torch.set_rng_state(rng)',
+        {"rng"},
+        "random numbers of one rank were given to others",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_plain_script_is_named(fault: str, straight: Straight, tmp_path: Path) -> None:
+    old, new, oracles, said = FAULTS[fault]
+    judge = with_fault(straight("fsdp2_script"), tmp_path, "fsdp2_script", old, new)
+    judge.saved_again()
+    (row,) = judge.outcome.phases
+    assert set(failed(judge.outcome)["saved again"]) == oracles
+    assert said in " ".join(row["notes"])
+
+
+@pytest.mark.slow
+def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
+    name = "fsdp2_script"
+    shutil.copytree(SHIPPED, tmp_path / "recipes")
+    script = tmp_path / "recipes" / "scripts" / SCRIPTS[name]
+    text = script.read_text(encoding="utf-8")
+    text = text.replace("fully_shard(layer)", "pass").replace("    fully_shard(model)\n", "")
+    script.write_text(text, encoding="utf-8")
+    judge = judge_of(read(name), tmp_path / "out", tmp_path / "recipes")
+    judge.straight()
+    judge.sharded()
+    assert failed(judge.outcome) == {"sharded": ["replicas"]}
+    assert "0 of 21 parameters are in several pieces" in judge.outcome.phases[-1]["notes"][0]
+
+
+@pytest.mark.slow
+@NEEDS_ACCELERATE
+def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, tmp_path: Path) -> None:
+    old = "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)"
+    new = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+    judge = with_fault(straight("accelerate"), tmp_path, "accelerate", old, new)
+    judge.saved_again()
+    assert failed(judge.outcome) == {"saved again": ["scheduler"]}
+
+
+@pytest.mark.slow
+@NEEDS_ACCELERATE
+def test_data_that_accelerate_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
+    """Its checkpoint has no place in the data, so that only what was trained on it differs."""
+    old = "accelerator.skip_first_batches(loader, done) if done else loader"
+    judge = with_fault(straight("accelerate"), tmp_path, "accelerate", old, "loader")
+    judge.resumed()
+    assert {"model", "moments", "loss"} <= set(failed(judge.outcome)["resumed"])
+
+
+@pytest.mark.slow
+@NEEDS_ACCELERATE
+def test_data_that_the_trainer_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
+    old, new = "        seed=0,\n", "        seed=0,\n        ignore_data_skip=True,\n"
+    judge = with_fault(straight("transformers_trainer"), tmp_path, "transformers_trainer", old, new)
+    judge.resumed()
+    assert {"model", "moments", "loss"} <= set(failed(judge.outcome)["resumed"])
+    assert "what was not restored is not" in " ".join(judge.outcome.phases[-1]["notes"])
