@@ -10,6 +10,7 @@ what was written once and referred to, and how often, do not enter it.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,6 +27,7 @@ from ckptx.storage.files import FilePool
 from ckptx.untrusted.limits import JSON_DEPTH, PICKLE_BYTES
 
 _UNORDERED = {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")}
+_LIKE_A_PICKLE = re.compile(rb"\x80[\x02-\x05].")
 _DEFAULTDICT = "collections.defaultdict"
 _FEW = 1 << 12  # values of a pickle that nobody counts: one written once may be referred to often
 _SHOWN = 60  # characters of a text that is given as it is
@@ -89,6 +91,7 @@ class Reader:
         self._records: dict[str, Record] = {}
         self._named: dict[tuple[str, str], type[Recorded]] = {}
         self._digests: dict[int, str] = {}
+        self._opened: dict[int, Any] = {}
         length = files.size(file) - offset if nbytes is None else nbytes
         self._most = 0
         if files.read_up_to(file, offset, 1) == b"\x80" and files.read_up_to(file, offset, 4)[2:] != b"\x8a\x0a":
@@ -119,6 +122,7 @@ class Reader:
         waiting: list[tuple[tuple[str, ...], Any]] = [((), self.tree)]
         while waiting:
             path, node = waiting.pop()
+            node = self._inside(node)
             below = list(_below(node))
             if not below:
                 yield path, node
@@ -128,6 +132,21 @@ class Reader:
                 said = "more values than bytes" if found > self._most else f"{JSON_DEPTH} levels or more"
                 raise InputError(f"{self.where}: holds {said}; it is damaged, or no state of a training run")
             waiting.extend(((*path, key), value) for key, value in reversed(below))
+
+    def _inside(self, value: Any) -> Any:
+        """What is pickled in bytes, as loaders have their state; anything else as it is.
+
+        The bytes of equal values differ: what one object was when it was written first is two after it was read.
+        """
+        data = _bytes_of(value)
+        if data is None or not (_LIKE_A_PICKLE.match(data) and data.endswith(b".")):
+            return value
+        if id(value) not in self._opened:
+            try:
+                self._opened[id(value)] = load_recorded(data, self._stand_in, self.where)
+            except InputError:
+                self._opened[id(value)] = value
+        return self._opened[id(value)]
 
     def entry(self, name: str, tensor: TensorRef | Refused) -> TensorEntry:
         """Where the bytes of a tensor are.
@@ -168,7 +187,8 @@ class Reader:
         elif isinstance(value, str):
             made = _hash("text", value.encode("utf-8", "surrogatepass"))
         elif isinstance(value, bytes | bytearray):
-            made = _hash("bytes", value)
+            inside = self._inside(value)
+            made = _hash("bytes", value) if inside is value else _hash("pickle", of(inside))
         elif isinstance(value, dict):
             made = _hash("dict", *sorted(f"{of(key)}: {of(item)}" for key, item in dict.items(value)))
         elif isinstance(value, list | tuple):
@@ -183,6 +203,9 @@ class Reader:
         return made
 
     def _of_recorded(self, value: Recorded, of: Callable[[Any], str]) -> str:
+        inside = self._inside(value)
+        if inside is not value:
+            return _hash("pickle", of(inside))
         if value.name in _UNORDERED and len(value.made_with) == 1 and isinstance(value.made_with[0], list | tuple):
             return _hash("dict", *sorted(f"{of(each)}: None" for each in value.made_with[0]))
         pairs = [of(each) for each in value.items]
@@ -198,6 +221,18 @@ def _below(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(key), value) for key, value in node.items)
     elif type(node) in (list, tuple) and any(isinstance(each, dict | TensorRef | Refused) for each in node):
         yield from ((str(index), value) for index, value in enumerate(node))
+
+
+def _bytes_of(value: Any) -> bytes | None:
+    """Bytes, also as protocol 2 writes them: a call that encodes a text; None of anything else."""
+    if isinstance(value, Recorded) and value.name == "_codecs.encode" and len(value.made_with) == 2:
+        text, encoding = value.made_with
+        if isinstance(text, str) and encoding == "latin1":
+            try:
+                return text.encode("latin1")
+            except UnicodeEncodeError:
+                return None
+    return value if type(value) is bytes else None
 
 
 def _hash(kind: str, *parts: str | bytes | bytearray) -> str:

@@ -110,8 +110,8 @@ AFTER = """    if args.resume:
         dcp.load({"app": app}, checkpoint_id=args.resume)
     batches = iter(loader)
 """
-SET = '        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])\n'
-SET_MODEL = '        torch.distributed.checkpoint.state_dict.set_model_state_dict(self.model, state["model"])\n'
+SET = 'set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])'
+SET_MODEL = 'torch.distributed.checkpoint.state_dict.set_model_state_dict(self.model, state["model"])'
 
 FAULTS = {
     "iterator made after random numbers were restored": (ITERATOR, AFTER, {"rng"}, "make the iterator first"),

@@ -348,6 +348,20 @@ def test_other_values_have_other_digests(tmp_path: Path, first: Any, second: Any
     assert differing(saved(tmp_path, {"v": first}, "a.pt"), saved(tmp_path, {"v": second}, "b.pt"))
 
 
+def test_a_pickle_in_bytes_is_compared_by_its_values(tmp_path: Path) -> None:
+    """torchtitan's loaders have their state so; what was read again has other bytes."""
+    text = "".join(["a", "b"])
+    alike = [pickle.dumps({"x": [text, other]}) for other in (text, "".join(["a", "b"]))]
+    assert alike[0] != alike[1]
+    first, second = (saved(tmp_path, {"dp_rank_0": data}, f"{i}.pt") for i, data in enumerate(alike))
+    assert differing(first, second) == {}
+    other = saved(tmp_path, {"dp_rank_0": pickle.dumps({"x": ["ab", "b"]})}, "other.pt")
+    assert differing(first, other) == {"other": ["dp_rank_0.x"]}
+    for index, data in enumerate((b"\x80\x04 no pickle.", b"\x80\x04 none either.")):
+        saved(tmp_path, {"v": data}, f"raw{index}.pt")
+    assert differing(tmp_path / "raw0.pt", tmp_path / "raw1.pt") == {"other": ["v"]}
+
+
 def test_a_pickle_that_is_no_archive_is_read_too(tmp_path: Path) -> None:
     for protocol in (2, 4, 5):
         value = {"step": 2, "array": np.arange(4), "text": bytearray(b"xy"), "big": 1 << 90}
