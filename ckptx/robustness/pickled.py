@@ -24,7 +24,7 @@ from ckptx.errors import InputError
 from ckptx.formats.torch_archive.archive import open_archive, place_tensor
 from ckptx.formats.torch_archive.unpickle import Dict, Refused, Sealed, TensorRef, load_recorded
 from ckptx.storage.files import FilePool
-from ckptx.untrusted.limits import JSON_DEPTH, PICKLE_BYTES
+from ckptx.untrusted.limits import JSON_DEPTH, NAME_LENGTH, PICKLE_BYTES
 
 _UNORDERED = {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")}
 _LIKE_A_PICKLE = re.compile(rb"\x80[\x02-\x05].")
@@ -118,18 +118,21 @@ class Reader:
         Raises:
             InputError: There are too many, or it is nested too deep, as what holds itself is.
         """
-        found = 0
+        found, whole_ones = 0, set[int]()
         waiting: list[tuple[tuple[str, ...], Any]] = [((), self.tree)]
         while waiting:
             path, node = waiting.pop()
             node = self._inside(node)
-            below = list(_below(node))
+            below = [] if id(node) in whole_ones else list(_below(node))
             if not below:
+                whole_ones.add(id(node))  # a long list that is referred to often is looked through once
                 yield path, node
                 continue
             found += len(below)
-            if len(path) >= JSON_DEPTH or found > self._most:
-                said = "more values than bytes" if found > self._most else f"{JSON_DEPTH} levels or more"
+            longest = max(len(key) for key, _ in below)
+            if len(path) >= JSON_DEPTH or found > self._most or longest > NAME_LENGTH:
+                said = f"a name of {longest:,} characters" if longest > NAME_LENGTH else f"{JSON_DEPTH} levels or more"
+                said = "more values than bytes" if found > self._most else said
                 raise InputError(f"{self.where}: holds {said}; it is damaged, or no state of a training run")
             waiting.extend(((*path, key), value) for key, value in reversed(below))
 

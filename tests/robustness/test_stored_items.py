@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import time
 import tracemalloc
 from collections import OrderedDict, defaultdict
 from pathlib import Path
@@ -466,6 +467,21 @@ def test_a_hostile_pickle_is_refused_in_one_line(tmp_path: Path, data: bytes, sa
     with pytest.raises(InputError, match=said) as caught:
         items_of(tmp_path)
     assert "\n" not in str(caught.value) and str(tmp_path / "optimizer.pt") in str(caught.value)
+
+
+def test_what_is_referred_to_often_is_looked_through_once(tmp_path: Path) -> None:
+    """Each time, it would take an hour."""
+    shared = list(range(1 << 17))
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps({str(number): shared for number in range(1 << 15)}))
+    began = time.process_time()
+    assert len(items_of(tmp_path / "a.pkl")) == 1 << 15
+    assert time.process_time() - began < 10
+
+
+def test_a_name_of_a_megabyte_is_refused(tmp_path: Path) -> None:
+    torch.save({"x" * (1 << 20): {str(number): number for number in range(2000)}}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match="a name of 1,048,576 characters"):
+        items_of(tmp_path / "a.pt")
 
 
 def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
