@@ -88,8 +88,7 @@ def main():
                 break
     if saved != progress.step:
         save()
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    accelerator.wait_for_everyone()  # without end_training: gloo groups that DDP still holds may wait for ever there
 
 
 if __name__ == "__main__":
