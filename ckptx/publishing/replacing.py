@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
 from ckptx.catalog.catalog import Catalog
@@ -24,6 +25,7 @@ from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer.digest import file_digest
 from ckptx.untrusted.printable import one_line
 
+_BLOCK = 1 << 20
 _NAMED = 3  # foreign files that a refusal names
 
 _WEIGHTS = re.compile(
@@ -46,8 +48,12 @@ _DIRECTORIES = (
 )
 
 
-def refuse_foreign(target: Path) -> None:
+def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
     """A directory may be replaced when it is a checkpoint and holds nothing else; one that is absent or empty, too.
+
+    Args:
+        target: The directory.
+        kept_in: Another: what is in it under the same name with the same bytes is not lost.
 
     Raises:
         OutputError: It is none, or holds something foreign; up to three names of it are given.
@@ -57,8 +63,10 @@ def refuse_foreign(target: Path) -> None:
         return
     manifest = _digests(resolved)
     try:
-        with HeldDirectory.at(resolved) as held:
-            foreign = sorted(_foreign(held, manifest or {}))
+        with ExitStack() as stack:
+            held = stack.enter_context(HeldDirectory.at(resolved))
+            kept = None if kept_in is None else stack.enter_context(HeldDirectory.at(kept_in))
+            foreign = sorted(_foreign(held, manifest or {}, kept))
     except OSError as error:
         raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
     if foreign:
@@ -101,12 +109,12 @@ def _digests(root: Path) -> Mapping[str, str] | None:
         return None
 
 
-def _foreign(held: HeldDirectory, digests: Mapping[str, str]) -> Iterator[str]:
+def _foreign(held: HeldDirectory, digests: Mapping[str, str], kept: HeldDirectory | None) -> Iterator[str]:
     for name, found in held.walk():
         if stat.S_ISLNK(found.st_mode):
             is_foreign = not is_known_name(name)
         elif stat.S_ISREG(found.st_mode):
-            is_foreign = not (is_known_name(name) or _is_ours(held, name, digests))
+            is_foreign = not (is_known_name(name) or _is_ours(held, name, digests) or _is_in(held, name, kept))
         else:
             is_foreign = True
         if is_foreign:
@@ -134,5 +142,17 @@ def _is_ours(held: HeldDirectory, name: str, digests: Mapping[str, str]) -> bool
     try:
         with held.reading(name) as file:
             return file_digest(file).hex() == digests[name] if name in digests else is_earlier_output(file)
+    except (CkptxError, OSError):
+        return False
+
+
+def _is_in(held: HeldDirectory, name: str, kept: HeldDirectory | None) -> bool:
+    """True for a file that another directory has, too."""
+    if kept is None:
+        return False
+    try:
+        with held.reading(name) as file, kept.reading(name) as other:
+            blocks = zip(file.blocks(_BLOCK), other.blocks(_BLOCK), strict=False)
+            return file.size == other.size and all(a == b for a, b in blocks)
     except (CkptxError, OSError):
         return False

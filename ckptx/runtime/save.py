@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,8 @@ def publish(
         staging = None
         with together(group):
             if dist.get_rank() == 0:
-                staging = stack.enter_context(Staging(path, overwrite=overwrite, may_replace=refuse_foreign))
+                may_replace = partial(refuse_foreign, kept_in=staged(path)[0])
+                staging = stack.enter_context(Staging(path, overwrite=overwrite, may_replace=may_replace))
                 staging.begin(b"", resume=False)
         with together(group):
             _write(snapshot, staged(path)[0], group)

@@ -161,15 +161,18 @@ class Steps:
         kept = {*complete[-keep:], self.latest()}
         removed = []
         for step in complete:
-            if step not in kept and self._remove(step):
+            if step not in kept and self._remove(step, complete[-1]):
                 removed.append(step)
         return removed
 
-    def _remove(self, step: int) -> bool:
-        """Takes a step out of its name, then its files; False where it is not for us to remove."""
+    def _remove(self, step: int, newest: int) -> bool:
+        """Takes a step out of its name, then its files; False where it is not for us to remove.
+
+        What was carried along into every step, whatever it is called, is in the newest as well.
+        """
         path = Path(os.path.realpath(self.root)) / f"step-{step}"
         try:
-            refuse_foreign(path)
+            refuse_foreign(path, kept_in=path.with_name(f"step-{newest}"))
         except OutputError:
             return False
         with Staging(path.with_name(f"{path.name}.removed")) as leaving:

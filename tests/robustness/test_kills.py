@@ -107,6 +107,18 @@ def check(rehearsed: Rehearsed, root: Path, how: str, kill: Kill) -> None:
     assert 6 in left.published
 
 
+@pytest.mark.parametrize("index", slow_but(range(8), [1, 2]))
+def test_a_step_that_is_there_is_replaced_in_one_step(rehearsed: Rehearsed, tmp_path: Path, index: int) -> None:
+    names = killed_ranks.rehearsed(rehearsed.start, tmp_path / "whole", killed_ranks.waiting, step=6)[0][0]
+    exchange = names.index("exchange .step-N.ckptx-partial/tree <-> step-N")
+    root = tmp_path / "run"
+    shutil.copytree(rehearsed.start, root)
+    kill = Kill(0, names[exchange - 1 + index], everyone=True)
+    assert killed_ranks.run(root, 6, killed_ranks.behind, kill=kill) == [-signal.SIGKILL] * RANKS
+    left = survivors(root, good=6, known=rehearsed.known)
+    assert (left.faults, left.latest, left.published) == ([], 6, [3, 6]), kill.at
+
+
 # ------------------------------------------------------------------------------------ planted defects
 
 

@@ -160,9 +160,11 @@ def after_publication(rank: int, world_size: int, hf: Path, out: Path) -> str:
 
 def replaced(rank: int, world_size: int, hf: Path, out: Path) -> str:
     """Saves where a checkpoint is, and where another thing is."""
-    at = cut(hf, Shape())
-    save(at.model, None, out / "one", step=1)
-    save(at.model, None, out / "one", step=2, overwrite=True)
+    at, beside = cut(hf, Shape()), out.parent / f"beside-{rank}"
+    shutil.copytree(hf, beside)
+    (beside / "notes.rst").write_text("carried along")
+    save(at.model, None, out / "one", step=1, beside=beside)
+    save(at.model, None, out / "one", step=2, beside=beside, overwrite=True)
     torch.distributed.barrier()
     if rank == 0:
         (out / "two").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -159,7 +160,7 @@ def _rank(rank: int, store: str, root: Path, step: int, how: Save, kill: Kill | 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if kill is not None:
-        sys.stderr = Path(os.devnull).open("w")  # gloo on the other rank says at length that one is gone
+        sys.stderr = io.StringIO()  # gloo on the other rank says at length that one is gone
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     at = trained(step)
     others = [pid for pid in everywhere(os.getpid()) if pid != os.getpid()]

@@ -192,6 +192,14 @@ def test_a_step_in_which_somebody_keeps_something_stays(steps: Steps) -> None:
     assert (steps.path(3) / "notes" / "mine.txt").read_text() == "mine"
 
 
+def test_what_every_step_carries_along_goes_with_it(steps: Steps) -> None:
+    for each, text in ((3, "carried"), (6, "edited"), (10, "carried")):
+        (steps.path(each) / "how_it_was_made").mkdir()
+        (steps.path(each) / "how_it_was_made" / "notes.rst").write_text(text)
+    assert steps.retain(1) == [3]
+    assert steps.published() == [6, 10]
+
+
 def test_what_was_cut_is_finished_and_what_is_locked_is_left(steps: Steps, step: Path) -> None:
     for name in (".step-1.removed.ckptx-partial", ".step-2.ckptx-partial"):
         shutil.copytree(step, steps.root / name / "tree")
