@@ -1,0 +1,86 @@
+"""Saves that are killed: at twenty named operations on files, sync and async, one rank and all, and what is left.
+
+    python benchmarks/kills.py [--ram /dev/shm] [--results DIR]
+
+Two ranks save a small model and its AdamW. Steps 3 and 6 are there, step 9 is killed: sixteen operations are of rank 0,
+which publishes, four of rank 1. A cell has the step that a run goes on from. Of each step the bytes are held against
+what was saved, no other directory may load or lie where loaders look, and step 9 is saved again then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from measure import HERE, publish, table
+
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from support import killed_ranks
+from support.killed_ranks import HOW, Kill
+
+from ckptx.robustness.kills import kill_points, kind_of
+from ckptx.robustness.survivors import survivors
+
+_POINTS = (16, 4)  # by rank
+_WAYS = [(how, everyone) for how in HOW for everyone in (False, True)]
+
+
+def main() -> None:
+    """Kills, and writes kills.json and kills.md; fails where something is left that should not be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
+        rows = killed_everywhere(Path(directory))
+    lines = [(row["kind"], row["operation"], row["rank"], *(_cell(each) for each in row["left"])) for row in rows]
+    columns = ("of", "killed at", "rank", *(f"{how}, {'all ranks' if all_ else 'one rank'}" for how, all_ in _WAYS))
+    faults = [fault for row in rows for each in row["left"] for fault in each["faults"]]
+    runs = len(rows) * len(_WAYS)
+    said = (
+        f"{runs} saves killed; {len(faults)} left something else than the last good step, or kept the next from it.\n"
+    )
+    title = "Killed in the save of step 9, with steps 3 and 6 there"
+    publish(arguments.results, "kills", {"rows": rows, "faults": faults}, [table(title, columns, lines), said])
+    raise SystemExit(bool(faults))
+
+
+def killed_everywhere(work: Path) -> list[dict[str, Any]]:
+    """A row for each operation."""
+    start = work / "start"
+    killed_ranks.start(start)
+    known, names = dict(survivors(start, good=6).digests), {}
+    for how, function in HOW.items():
+        names[how], left = killed_ranks.rehearsed(start, work / how, function)
+        known |= left.digests
+    assert names["sync"] == names["async"]
+    rows = []
+    for rank, count in enumerate(_POINTS):
+        for at in kill_points(names["sync"][rank], count):
+            row: dict[str, Any] = {"kind": kind_of(at), "operation": at, "rank": rank, "left": []}
+            for how, everyone in _WAYS:
+                root = work / f"{len(rows)}-{how}-{everyone}"
+                codes, found = killed_ranks.killed(start, root, HOW[how], Kill(rank, at, everyone), known)
+                assert codes[rank] == -signal.SIGKILL, codes
+                row["left"].append({
+                    "saved": how, "everyone": everyone, "exits": codes, "published": found.published,
+                    "latest": found.latest, "note": found.note, "hidden": found.hidden, "faults": found.faults,
+                })  # fmt: skip
+            print(f"  rank {rank}: {at}: {', '.join(map(_cell, row['left']))}", file=sys.stderr)
+            rows.append(row)
+    return rows
+
+
+def _cell(left: dict[str, Any]) -> str:
+    return "; ".join(left["faults"]) or f"step-{left['latest']}"
+
+
+if __name__ == "__main__":
+    main()
