@@ -32,6 +32,8 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SHORT = 700
 # What most functions import; importing starts no thread, so that a fork has all there is.
 _PRELOADED = [
+    "ckptx.robustness.survivors",
+    "ckptx.runtime.background_save",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
