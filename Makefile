@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # Tests start hundreds of processes, and what is timed starts one: none of them should compile ckptx anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-oldest oldest-python check docs format tables fixtures benchmark fuzz clean
+.PHONY: demo test test-all test-oldest oldest-python check robustness docs format tables fixtures benchmark fuzz clean
 
 demo: $(VENV)/ready  ## convert a small checkpoint there and back, and look at it
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh demo
@@ -38,6 +38,12 @@ check: $(VENV)/ready  ## style, types, floors
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_floors.py
+
+robustness: $(VENV)/ready  ## train, save, reload, re-lay, resume and kill two tiny models; leaves robustness/*.html
+	mkdir -p robustness
+	$(BIN)/ckptx robustness llama_tiny --html robustness/llama_tiny.html --junit robustness/llama_tiny.xml
+	$(BIN)/ckptx robustness gemma4_vlm_tiny --set layout.tp=2 --set layout.pp=2 \
+		--html robustness/gemma4_vlm_tiny.html --junit robustness/gemma4_vlm_tiny.xml
 
 docs: $(VENV)/ready  ## every command and program of README, CONTRIBUTING and docs/, as written
 	$(BIN)/python tools/check_docs.py

@@ -106,6 +106,17 @@ def faults_of(source: str, file: str) -> list[str]:
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
 
 
+def test_only_who_plants_faults_knows_them() -> None:
+    """Oracles and phases that knew a fault would prove nothing by naming it."""
+    known = {
+        file
+        for file in FILES
+        for each in imports_of((ROOT / file).read_text(encoding="utf-8"), file)
+        if each.name.startswith("ckptx.robustness.faults")
+    }
+    assert known == {"robustness/run.py"}
+
+
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [

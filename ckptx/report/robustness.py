@@ -49,8 +49,7 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str) -
             lines.append(f"noise of {what}: {noise}")
     lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened(report)]
     lines += _kills(report, red)
-    if report.out:
-        lines.append(f"everything that was written: {report.out}")
+    lines.append(f"everything that was written: {report.out or 'removed, it was in a temporary folder'}")
     lines.append(verdict(report) if report.ok else red(verdict(report)))
     lines.append(cost(report))
     return "\n".join(lines)

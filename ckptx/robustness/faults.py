@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -128,6 +129,11 @@ def scheduler_reset(trainer: Any) -> None:
 
 def step_reset(trainer: Any) -> None:
     trainer.done = 0
+
+
+def data_counted_by_rank(trainer: Any) -> None:
+    """A loader that counts what its rank has seen, at another number of data ranks."""
+    trainer.sampler.samples //= 2
 
 
 def data_restarted(trainer: Any) -> None:
@@ -285,6 +291,35 @@ def metadata_missing(folder: Path) -> None:
         each.unlink()
 
 
+def _unfinished(root: Path) -> tuple[Path, int]:
+    """What a killed save left hidden, and the number of its step."""
+    hidden = next(root.glob(".step-*.ckptx-partial"))
+    return hidden, int(hidden.name.split(".")[1].partition("-")[2])
+
+
+def latest_too_early(root: Path) -> None:
+    """`latest` names the step that was being saved."""
+    (root / "latest").write_text(f"step-{_unfinished(root)[1]}\n", encoding="utf-8")
+
+
+def half_published(root: Path) -> None:
+    """What there was of the step lies where loaders look."""
+    hidden, step = _unfinished(root)
+    shutil.copytree(hidden / "tree", root / f"step-{step}")
+
+
+def only_good_step_removed(root: Path) -> None:
+    shutil.rmtree(next(root.glob("step-*")))
+
+
+def overwritten_in_part(root: Path) -> None:
+    """One file of the last good step is that of the step after it: sound in itself, and of the same size."""
+    step = next(root.glob("step-*"))
+    after = root.parent / "straight" / f"step-{int(step.name.partition('-')[2]) + 1}"
+    file = sorted(step.glob("*.distcp"))[0]
+    shutil.copyfile(after / file.name, file)
+
+
 # -------------------------------------------------------------------------------------------- the mesh, the process
 
 
@@ -359,6 +394,26 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "metadata_missing": Fault(
         says="saved steps lack their metadata", oracle="readable", phase=3, run="straight", published=metadata_missing
+    ),
+    "data_counted_by_rank": Fault(
+        says="at another number of data ranks the data goes on elsewhere", oracle="samples", phase=5, run="layout-1",
+        plant=data_counted_by_rank,
+    ),
+    "latest_too_early": Fault(
+        says="latest moves before the step is published", oracle="readable", phase=7, run="killed-1",
+        published=latest_too_early,
+    ),
+    "half_published": Fault(
+        says="a step that was not finished lies where loaders look", oracle="readable", phase=7, run="killed-1",
+        published=half_published,
+    ),
+    "only_good_step_removed": Fault(
+        says="retention removes the only complete step", oracle="readable", phase=7, run="killed-1",
+        published=only_good_step_removed,
+    ),
+    "overwritten_in_part": Fault(
+        says="a step that was there is overwritten in place, and that is cut short", oracle="readable", phase=7,
+        run="killed-1", published=overwritten_in_part,
     ),
     "unsharded": Fault(
         says="every rank trains the whole model", oracle="sharded", phase=1, run="straight", alter=unsharded,

@@ -47,6 +47,7 @@ def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, st
     found["step", "step"] = str(trainer.done)
     for key, value in trainer.sampler.state_dict().items():
         found["samples", key] = _said(value)
+    found["samples", "of the next step"] = str(trainer.next_indices())
     for kind, value in trainer.random.state_dict().items():
         found["rng", kind] = _said(value)
     if with_batch:

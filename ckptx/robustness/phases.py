@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ckptx.conversion.convert import convert
 from ckptx.conversion.reshard import reshard
-from ckptx.errors import InputError, UsageError
+from ckptx.errors import InputError, OutputError, UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.robustness.kills import kill_points
 from ckptx.robustness.oracles import (
@@ -39,6 +39,7 @@ from ckptx.training.recipe import ChecksBlock
 from ckptx.verification.bits import verify
 
 _DEFAULTS = ChecksBlock()
+_OF_NO_RANK = ("scheduler", "step", "samples", "rate")  # what is the same on every mesh
 
 
 @dataclass(slots=True)
@@ -161,14 +162,15 @@ def other_layouts(session: Session) -> Findings:
             continue
         with found.reading(f"step-{step} on {words}"):
             if base is None:
-                run = replace(session.run_of(resumed=checkpoint), recipe=steady)
+                run = replace(session.run_of(resumed=checkpoint, looks=[step]), recipe=steady)
                 base = session.train("without-dropout", run)
             cut, saved = session.out / f"layout-{number}-cut", session.saved(f"layout-{number}", step)
             dims = layout.dims
             reshard(checkpoint, cut, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
             found.verdicts.append(_same_bytes(checkpoint, cut, words))
-            run = replace(session.run_of(resumed=cut, saves={step: saved}, layout=layout), recipe=steady)
+            run = replace(session.run_of(resumed=cut, looks=[step], saves={step: saved}, layout=layout), recipe=steady)
             outcome = session.train(f"layout-{number}", run)
+            found.verdicts += compare(base.start[:1], outcome.start[:1], _OF_NO_RANK)
             found.verdicts.append(_same_bytes(checkpoint, saved, words))
             found.verdicts.append(_losses(session, base, outcome, session.noise_of("loss")))
     return _merged(found)
@@ -212,15 +214,19 @@ def kills(session: Session) -> Findings:
             names[is_asynchronous] = session.ask("saved_under_watch", run, Watch(root=root))[0]
         at = kill_points(names[is_asynchronous], len(ways))[number - 1]
         root = _root_with(session, f"killed-{number}", first)
+        (before,) = session.ask("left_over", root, good, {})
         ended = session.die("saved_under_watch", run, Watch(root=root, at=at, everyone=everyone))
         session.plant(f"killed-{number}", root)
-        (left,) = session.ask("left_over", root, good)
+        (left,) = session.ask("left_over", root, good, before.digests)
         faults = list(left.faults)
         if not ended:
             faults.append(f"{at}: no rank was ended there")
-        with found.reading(f"after {at}"):
+        try:
             session.ask("saved_under_watch", run, Watch(root=root))
-            (after,) = session.ask("left_over", root, good + 1)
+        except (InputError, OutputError) as error:
+            faults.append(f"the next save: {error}")
+        else:
+            (after,) = session.ask("left_over", root, good + 1, before.digests)
             faults += [f"after the next save: {each}" for each in after.faults]
         session.kills.append(
             {"at": at, "ranks": ended, "asynchronous": is_asynchronous, "latest": left.latest, "ok": not faults}

@@ -7,6 +7,7 @@ number and has stock torch load it.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -136,7 +137,9 @@ def _loaded(path: Path) -> dict[str, Any]:
         is_tensor = isinstance(entry, TensorStorageMetadata)
         state[name] = torch.zeros(entry.size, dtype=entry.properties.dtype) if is_tensor else None
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        with warnings.catch_warnings():  # that there is no process group is meant
+            warnings.simplefilter("ignore")
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     except CheckpointException as failed:  # no Exception
         raise InputError(f"{path}: stock torch cannot load it: {next(iter(failed.failures.values()))[0]}") from failed
     return state

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -124,12 +125,12 @@ def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]
         trainer.release()
 
 
-def left_over(place: Process, root: Path, good: int) -> list[Survivors]:
-    """What rank 0 finds below a directory of steps."""
+def left_over(place: Process, root: Path, good: int, known: Mapping[int, str]) -> list[Survivors]:
+    """What rank 0 finds below a directory of steps, see `survivors`."""
     found: Survivors | None = None
     with together():
         if place.rank == 0:
-            found = survivors(root, good=good)
+            found = survivors(root, good=good, known=known)
     return [told(found)]
 
 

@@ -183,7 +183,8 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Publishes everything as one checkpoint, and moves `latest` to it then; every rank calls it.
 
-        An asynchronous one is written while the next steps run; `settle` waits for it.
+        An asynchronous one is written while the next steps run; `settle` waits for it. A step that is there already,
+        as a run that was killed before it moved `latest` leaves one, is replaced at once.
 
         Args:
             path: `Steps(root).path(step)` of this step.
@@ -197,7 +198,7 @@ class Trainer:
 
         given: dict[str, Any] = {
             "layout": self.assembled.layout, "step": step, "beside": self.source, "training_state": self.state(),
-            "mesh": self.assembled.mesh, "then": then,
+            "mesh": self.assembled.mesh, "overwrite": True, "then": then,
         }  # fmt: skip
         if self.recipe.checkpoint.asynchronous:
             self._saver = self._saver or Saver()
@@ -237,13 +238,16 @@ class Trainer:
             )
         self._at("resumed")
 
-    def next_batches(self) -> list[dict[str, Tensor]]:
-        """What the next step will see; nothing moves on."""
-        ahead = Sampler(
-            len(self.dataset), seed=self.recipe.training.seed, global_batch=self.recipe.training.global_batch
-        )
+    def next_indices(self) -> list[int]:
+        """The samples of the next step, on all data ranks; nothing moves on."""
+        training = self.recipe.training
+        ahead = Sampler(len(self.dataset), seed=training.seed, global_batch=training.global_batch)
         ahead.load_state_dict(self.sampler.state_dict())
-        return self.microbatches(ahead.next_step())
+        return ahead.next_step()
+
+    def next_batches(self) -> list[dict[str, Tensor]]:
+        """What the next step will see on this rank; nothing moves on."""
+        return self.microbatches(self.next_indices())
 
     def logits(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor] | None:
         """What the model gives without dropout, whole, in float32 on the CPU; None on ranks that have no head."""

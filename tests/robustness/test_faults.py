@@ -1,0 +1,65 @@
+"""Every fault is named by its oracle in its phase, and a run without one by none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import named, opened
+from ckptx.errors import UsageError
+from ckptx.robustness.faults import FAULTS, find_fault
+from ckptx.robustness.oracles import ORDER
+from ckptx.robustness.phases import PHASES
+from ckptx.robustness.ranks import Residue
+from ckptx.robustness.session import Session
+from ckptx.training.recipe_file import read_recipe
+
+RESUME = 6
+OF_RESUME = [name for name, each in FAULTS.items() if each.phase == RESUME]
+OTHERS = [name for name, each in FAULTS.items() if each.phase != RESUME]
+Opened = tuple[Session, Residue]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    with opened(tmp_path_factory.mktemp("resumed") / "out", {}) as found:
+        yield found
+
+
+def test_each_is_meant_for_a_phase_and_an_oracle_that_there_is() -> None:
+    for name, each in FAULTS.items():
+        assert each.oracle in ORDER and each.phase in {phase.number for phase in PHASES}, name
+        assert sum(action is not None for action in (each.plant, each.alter, each.published)) == 1, name
+
+
+@pytest.mark.parametrize("number", [3, RESUME])
+def test_without_a_fault_nothing_is_named(session: Opened, number: int) -> None:
+    row = named(*session, None, number)
+    assert row["failed"] == [], row["differing"]
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("name", OF_RESUME)
+def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
+    row = named(*session, name, RESUME)
+    assert row["needed"] in row["failed"], row["differing"]
+    first = min((each for each in row["failed"]), key=ORDER.index)
+    assert first in (row["needed"], "finite"), "nothing that comes before is blamed"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_fault_of_another_phase_is_named(tmp_path: Path, name: str) -> None:
+    with opened(tmp_path / "out", FAULTS[name].needs) as (session, baseline):
+        row = named(session, baseline, name, FAULTS[name].phase)
+        assert row["needed"] in row["failed"], row["differing"]
+
+
+def test_a_fault_that_is_none_and_one_without_a_place() -> None:
+    recipe = read_recipe("llama_tiny")
+    with pytest.raises(UsageError, match="--inject rng_stal: no such fault; did you mean rng_stale"):
+        find_fault("rng_stal", recipe)
+    with pytest.raises(UsageError, match=r"found tp 1, needed 2; use --set layout\.tp=2"):
+        find_fault("replicas_drifted", recipe)

@@ -1,0 +1,105 @@
+"""Ranks that live for several tasks: what they answer, how they end, what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ckptx.errors import Defect, PeerFailure, UnsupportedError
+from ckptx.robustness.ranks import Ranks
+
+
+def added(place: Any, number: int) -> tuple[int, float, int]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(float(number + place.rank))
+    dist.all_reduce(total)
+    return place.rank, total.item(), os.getpid()
+
+
+def refused(place: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if place.rank == 1:
+        raise UnsupportedError("planted: cannot")
+    dist.all_reduce(torch.zeros(1))
+
+
+def broken(place: Any) -> None:
+    raise KeyError("planted")
+
+
+def killed(place: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+
+_KEPT: list[Any] = []
+
+
+def kept(place: Any) -> None:
+    import torch
+
+    _KEPT.append(torch.nn.Linear(100, 100))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(device="cpu") as found:
+        yield found
+
+
+def test_ranks_answer_in_one_world_after_the_other(ranks: Ranks) -> None:
+    before = ranks.run(added, 1, world_size=2)
+    after = ranks.run(added, 5, world_size=2)
+    assert {rank: each.value[:2] for rank, each in before.items()} == {0: (0, 3.0), 1: (1, 3.0)}
+    assert {rank: each.value[1] for rank, each in after.items()} == {0: 11.0, 1: 11.0}
+    assert {each.value[2] for each in before.values()} == {each.value[2] for each in after.values()}
+    assert ranks.run(added, 7, world_size=1)[0].value[1] == 7.0, "as many of them as a task needs"
+
+
+def test_a_world_that_is_over_leaves_no_thread(ranks: Ranks) -> None:
+    first, second = (ranks.run(added, 1, world_size=2) for _ in range(2))
+    assert {each.residue for each in first.values()} == {each.residue for each in second.values()}
+
+
+def test_what_a_task_keeps_is_measured(ranks: Ranks) -> None:
+    before = ranks.run(added, 1, world_size=1)[0].residue
+    after = ranks.run(kept, world_size=1)[0].residue
+    assert before is not None and after is not None
+    assert after.tensor_bytes - before.tensor_bytes == 100 * 101 * 4
+    assert after.parameters - before.parameters == 2
+
+
+def test_an_error_comes_as_it_was_raised_and_from_who_raised_it(ranks: Ranks) -> None:
+    with pytest.raises(UnsupportedError, match=r"^planted: cannot$"):
+        ranks.run(refused, world_size=2)
+    with pytest.raises(Defect, match="KeyError: 'planted'; please report this"):
+        ranks.run(broken, world_size=2)
+    assert ranks.run(added, 1, world_size=2)[1].value[1] == 3.0, "others take their place"
+
+
+def test_a_rank_that_is_killed_is_named(ranks: Ranks) -> None:
+    with pytest.raises(PeerFailure, match="rank 1: ended by signal 9") as said:
+        ranks.run(killed, world_size=2)
+    assert said.value.exit_code == 7
+    answers = ranks.run(killed, world_size=2, may_die=True)
+    assert {rank: each.died for rank, each in answers.items()} == {0: None, 1: 9}
+    assert ranks.run(added, 1, world_size=2)[0].value[1] == 3.0
+
+
+def test_the_script_that_started_them_is_not_run_again(ranks: Ranks) -> None:
+    main = sys.modules["__main__"]
+    ranks.run(added, 1, world_size=1)
+    assert sys.modules["__main__"] is main
