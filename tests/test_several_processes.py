@@ -87,7 +87,7 @@ def place(tmp_path: Path) -> Path:
 def test_several_processes_write_what_one_writes(hf: Path, tmp_path: Path, size: int, to: str) -> None:
     dst, options = place(tmp_path), ["--to", to, "--tp", 2, "--pp", 2]
     assert finish([start_alone([hf, tmp_path / "in" / "alone", *options])])[0] == (0, "")
-    assert finish(start(*[[hf, dst, *options]] * size)) == [(0, "")] * size
+    assert finish(start(*[[hf, dst, *options]] * size, forks=False)) == [(0, "")] * size
     assert bytes_in(dst) == bytes_in(tmp_path / "in" / "alone")
     assert names_in(dst.parent) == ["cut"]
 
@@ -155,7 +155,7 @@ def test_after_rank_0_was_killed_the_next_run_publishes(
 ) -> None:
     dst = place(tmp_path)
     arguments: list[object] = [hf, dst, "--tp", 2, "--pp", 2]
-    found = finish(start(arguments, arguments, codes={0: KILLED}))
+    found = finish(start(arguments, arguments, codes={0: KILLED}, forks=False))
     assert [code for code, _ in found] == [-signal.SIGKILL, 7]
     assert found[1][1].startswith("error: rank 1: lost connection to 127.0.0.1:"), found[1][1]
     assert found[1][1].count("\n") == 1
