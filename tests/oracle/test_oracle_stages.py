@@ -22,7 +22,7 @@ RUN = ("llama-tied", "llama-untied", "gemma4-shared-kv", "t5", "gemma3-vlm", "qw
 MORE = tuple(name for name in EVERY if name not in RUN)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUN)
 def test_stages_compute_the_same_to_the_last_bit(pool: GlooPool, hf_of: Callable[[str], Path], name: str) -> None:
     document, text = verified(pool, hf_of(name), hf_of(name), 1, 1, pp=2)

@@ -191,7 +191,7 @@ def trained(
     [
         ("gpt-neox", "sdpa", ParallelDims(tp=2)),
         ("llama-tied", "sdpa", ParallelDims(tp=2, dp_shard=2)),
-        ("gpt2", "eager", ParallelDims(tp=2)),
+        pytest.param("gpt2", "eager", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("t5", "eager", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("mixtral", "eager", ParallelDims(tp=2, dp_shard=2), marks=pytest.mark.slow),
     ],

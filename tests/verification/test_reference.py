@@ -81,7 +81,7 @@ def test_pieces_of_every_model_give_what_the_whole_gives(tmp_path: Path, name: s
     assert_alike(*both(tmp_path, 2, 2))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "split"),
     [

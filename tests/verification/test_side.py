@@ -51,6 +51,7 @@ def verified(reference: Path, checkpoint: Path, **settings: Any) -> dict[str, An
     return verify_run(reference, checkpoint, RunOptions(**settings), Log()).to_dict()
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("checkpoint", HEADS)
 @pytest.mark.parametrize("reference", HEADS)
 def test_ties_are_judged_by_values(written: dict[str, Path], reference: str, checkpoint: str) -> None:

@@ -63,7 +63,6 @@ def clipped(rank: int, world_size: int, name: str, schedule: str, dims: Parallel
 
 
 CASES = [
-    ("llama-tied", "1f1b", ParallelDims(pp=2)),
     ("llama-tied", "zbvzerobubble", ParallelDims(pp=2)),
     ("llama-untied", "interleaved1f1b", ParallelDims(pp=2)),
     ("llama-tied", "1f1b", ParallelDims(pp=2, tp=2)),
