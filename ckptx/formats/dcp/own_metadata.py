@@ -310,11 +310,16 @@ class _Reader:
 
     def _name(self) -> str:
         """The name of a tensor or object, which is met for the first time."""
-        known = len(self._memo)
-        text = self._text()
-        if len(self._memo) == known or text in self._names or len(self._names) == TENSORS:
+        data, at, code = self._data, self._at, reference(len(self._memo))
+        begin, end = at + 2, at + 2 + data[at + 1]
+        if data[at] == _TEXT and data[end] == _MEMOIZE:  # as most are
+            self._memo[code] = text = data[begin:end].decode()
+            self._at = end + 1
+        else:
+            text = self._text()
+        if code not in self._memo or text in self._names or len(self._names) == TENSORS:
             raise _OfAnotherForm
-        self._names[text] = reference(known)
+        self._names[text] = code
         return text
 
     def _text(self) -> str:

@@ -178,12 +178,14 @@ class _Cuts:
 
 
 def _tensor(name: str, cut: _Cut, places: Places) -> TensorEntry:
+    if len(cut.regions) == 1:  # by far the most in a checkpoint of tens of thousands
+        (region,), ((file,), (offset,), (length,)) = cut.regions, places
+        return TensorEntry(name, cut.dtype, cut.shape, (Chunk(region, file, offset, length, None, None, True),))
     chunks = [
         Chunk(region, file, offset, length, None, None, True)
         for region, file, offset, length in zip(cut.regions, *places, strict=True)
     ]
-    if len(chunks) > 1:
-        chunks.sort(key=_PLACE)
+    chunks.sort(key=_PLACE)
     return TensorEntry(name, cut.dtype, cut.shape, tuple(chunks))
 
 
