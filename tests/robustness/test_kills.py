@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import killed_ranks
+from support.forked import fresh
 from support.killed_ranks import HOW, RANKS, Kill, Trained
-from support.pool import fresh
 from support.slow import slow_but
 
 from ckptx.robustness.kills import KINDS, kill_points, killing, kind_of, rehearse

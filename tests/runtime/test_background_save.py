@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 from support import background_ranks, save_ranks, stock
 from support.background_ranks import held
-from support.pool import GlooPool, fresh
+from support.forked import fresh
+from support.pool import GlooPool
 from support.save_ranks import TP, Shape, cut
 from support.slow import slow_but
 

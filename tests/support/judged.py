@@ -7,9 +7,6 @@ ours-tp/.
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.forked import Forked
 from support.installed import INSTALLED, IS_ASKED
 from support.models import EVERY, write
 from support.ranks import free_port
@@ -40,6 +38,7 @@ from ckptx.verification.noise import ALLOWED, DRAWS, moved_embeddings, rounding
 
 TP = 2
 _PROGRAM = Path(__file__).with_name("stock_outputs.py")
+_PATIENCE = 1800.0  # seconds for all models
 
 Computed = dict[str, Any]
 
@@ -73,19 +72,13 @@ def prepare(work: Path, names: Iterable[str], *, dtype: str = "float32", dcp: bo
 
 def ask_transformers(work: Path, names: Iterable[str], *, tp: int = 1) -> None:
     """Has `stock_outputs.py` load and compute, in processes of its own."""
-    command = [sys.executable, str(_PROGRAM), str(work), *names]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    words = [str(_PROGRAM), str(work), *names]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(tp)}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(tp)] if tp > 1 else [{}]
-    started = [
-        subprocess.Popen(
-            command, env=environment | each, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for each in ranks
-    ]  # fmt: skip
-    said = [process.communicate()[0] for process in started]
-    for process, text in zip(started, said, strict=True):
+    shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(tp)]
+    started = [Forked(_PROGRAM.read_text(), words, each) for each in ranks]
+    said = [process.communicate(_PATIENCE) for process in started]
+    for process, (_, text) in zip(started, said, strict=True):
         assert process.returncode == 0, text[-4000:]
 
 

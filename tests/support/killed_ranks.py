@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.pool import fresh
+from support.forked import fresh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

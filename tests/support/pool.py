@@ -17,9 +17,10 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from support.forked import fresh
 
 MAX_WORLD_SIZE = 8
 _LAST_WORDS = "last-words"
@@ -30,15 +31,6 @@ _MOST_THREADS = 120
 # What gloo says on a rank whose peer has gone, and how much of that is worth reading.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SHORT = 700
-# What most functions import; importing starts no thread, so that a fork has all there is.
-_PRELOADED = [
-    "ckptx.robustness.survivors",
-    "ckptx.runtime.background_save",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "transformers.modeling_utils",
-]
 
 
 class WorkerError(AssertionError):
@@ -113,13 +105,6 @@ class GlooPool:
         process.start()
         there.close()
         return process, here
-
-
-def fresh() -> ForkServerContext:
-    """To start processes that have imported torch and transformers, and done nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
 
 
 def _said_by_all(answers: list[tuple[bool, Any]]) -> str:

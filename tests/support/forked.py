@@ -1,0 +1,72 @@
+"""Programs in processes that are forked from one that has imported torch and transformers, and nothing of ckptx.
+
+Importing them takes a process longer than most of what tests have it do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+_STREAMS = ("stdout", "stderr")
+# What most functions import; importing starts no thread, so that a fork has all there is.
+_PRELOADED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+]
+
+
+def fresh() -> ForkServerContext:
+    """To start processes that have imported torch and transformers, and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+class Forked:
+    """A program that runs; `returncode` and `communicate` are those of `subprocess.Popen`."""
+
+    def __init__(self, code: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Starts it.
+
+        Args:
+            code: What runs.
+            words: Its `sys.argv`.
+            environment: What is added to that of the session.
+        """
+        self._streams = tempfile.TemporaryDirectory(prefix="forked-")
+        arguments = (self._streams.name, code, list(words), dict(environment))
+        self._process = fresh().Process(target=_run, args=arguments)
+        with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # else it imports what runs here
+            self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self._process.join(timeout)
+        if self._process.is_alive():
+            self._process.kill()
+            raise subprocess.TimeoutExpired(self._streams.name, timeout)
+        stdout, stderr = (Path(self._streams.name, name).read_text() for name in _STREAMS)
+        self._streams.cleanup()
+        return stdout, stderr
+
+
+def _run(directory: str, code: str, words: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    for name in _STREAMS:
+        os.dup2(os.open(Path(directory, name), os.O_WRONLY | os.O_CREAT), getattr(sys, name).fileno())
+    sys.argv = words
+    exec(compile(code, words[0], "exec"), {"__name__": "__main__"})
