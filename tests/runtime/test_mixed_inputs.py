@@ -95,7 +95,7 @@ def test_an_image_on_one_data_rank_and_none_on_the_other(pool: GlooPool, name: s
     assert_right(pool.run(trained, 2, name, pictured, FSDP), name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pictured", [[0], [3], [0, 1, 4], [1, 2, 3], [0, 1]], ids=str)
 @pytest.mark.parametrize("name", ["gemma3-vlm", "qwen3-vl", "mllama"])
 def test_gradients_of_several_microbatches_are_reduced_once_each(
@@ -105,7 +105,7 @@ def test_gradients_of_several_microbatches_are_reduced_once_each(
     assert_right(pool.run(trained, 2, name, pictured, FSDP, 3), name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("dims", [FSDP, HSDP, ParallelDims(dp_replicate=2, dp_shard=2)], ids=str)
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma4-vlm", "mllama"])

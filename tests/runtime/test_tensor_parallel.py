@@ -156,6 +156,7 @@ def test_a_plan_of_the_class_itself(pool: GlooPool, plan: dict[str, str], world_
         assert gathered == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("vocabulary", [2, 5, 101])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_of_sharded_logits_is_that_of_transformers(
@@ -177,7 +178,7 @@ def test_parts_of_unequal_width_are_put_together(pool: GlooPool) -> None:
 # The contract with reshard
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", slow_but(EVERY, FAST))
 def test_a_rank_holds_what_reshard_gives_it(pool: GlooPool, name: str) -> None:
     with torch.device("meta"):

@@ -45,6 +45,8 @@ class Forked:
             environment: What is added to that of the session.
         """
         self._streams = tempfile.TemporaryDirectory(prefix="forked-")
+        for name in _STREAMS:
+            Path(self._streams.name, name).touch()
         arguments = (self._streams.name, code, list(words), dict(environment))
         self._process = fresh().Process(target=_run, args=arguments)
         with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # else it imports what runs here
@@ -55,18 +57,18 @@ class Forked:
         return self._process.exitcode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        self._process.join(timeout)
-        if self._process.is_alive():
-            self._process.kill()
-            raise subprocess.TimeoutExpired(self._streams.name, timeout)
-        stdout, stderr = (Path(self._streams.name, name).read_text() for name in _STREAMS)
-        self._streams.cleanup()
+        with self._streams as directory:
+            self._process.join(timeout)
+            if self._process.is_alive():
+                self._process.kill()
+                raise subprocess.TimeoutExpired(directory, timeout)
+            stdout, stderr = (Path(directory, name).read_text() for name in _STREAMS)
         return stdout, stderr
 
 
 def _run(directory: str, code: str, words: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     for name in _STREAMS:
-        os.dup2(os.open(Path(directory, name), os.O_WRONLY | os.O_CREAT), getattr(sys, name).fileno())
+        os.dup2(os.open(Path(directory, name), os.O_WRONLY), getattr(sys, name).fileno())
     sys.argv = words
     exec(compile(code, words[0], "exec"), {"__name__": "__main__"})

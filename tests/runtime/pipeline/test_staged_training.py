@@ -130,7 +130,7 @@ def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float) ->
 @pytest.mark.parametrize(
     ("name", "dims", "schedule", "ranks", "dp"),
     [
-        ("llama-tied", PP2, "1f1b", 2, 1),
+        pytest.param("llama-tied", PP2, "1f1b", 2, 1, marks=pytest.mark.slow),
         ("llama-tied", PP2_TP2, "1f1b", 4, 1),
         pytest.param("llama-tied", PP2_DP2, "1f1b", 4, 2, marks=pytest.mark.slow),
         pytest.param("llama-tied", PP2, "zbvzerobubble", 2, 1, marks=pytest.mark.slow),
