@@ -27,6 +27,7 @@ CAUSES: Mapping[str, str] = {
     "batch": "the next samples are others: started over, off by some, or dealt to other ranks",
     "rate": "the next step has another learning rate than in the run that did not stop",
     "memory": "something holds the model after its phase, or a process group was not ended; the latter is 6 threads",
+    "other": "something ckptx has no word for, which the trainer stores: it was not restored, or from another step",
     "loss": "more than noise; where no exact oracle fails, look at what is no state: dropout, kernels, reductions",
     "logits": "more than noise; the model computes something else with the same weights",
 }
