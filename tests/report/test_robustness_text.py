@@ -29,7 +29,7 @@ def hostile(text: str) -> RobustnessReport:
     return broken(
         recipe=text,
         recipe_file=text,
-        out=text,
+        out=text or "x",
         trainer=text,
         injected=text or "x",
         settings={text: text},
