@@ -188,8 +188,8 @@ class _Judge:
             return
         is_right = found.is_sharded == self.checks.sharded
         said, wanted = ("sharded" if each else "whole" for each in (found.is_sharded, self.checks.sharded))
-        differences = [] if is_right else [Difference("replicas", "placement of parameters", None, wanted, said)]
-        self._row("sharded", [Verdict("replicas", 1, differences)], [f"{said}: {found.how}"], 0.0)
+        differences = [] if is_right else [Difference("sharded", "placement of parameters", None, wanted, said)]
+        self._row("sharded", [Verdict("sharded", 1, differences)], [f"{said}: {found.how}"], 0.0)
 
     def again(self) -> None:
         """A': the noise."""

@@ -100,7 +100,7 @@ def test_a_nan_fails(tmp_path: Path) -> None:
 
 def test_sharded_is_asked_of_what_it_wrote(tmp_path: Path) -> None:
     outcome = run(tmp_path, checks={"sharded": True})
-    assert failed(outcome) == {"sharded": ["replicas"]}
+    assert failed(outcome) == {"sharded": ["sharded"]}
     assert "model.safetensors has whole parameters" in notes(outcome, "sharded")
 
 

@@ -153,7 +153,7 @@ def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
     judge = judge_of(read(name), tmp_path / "out", tmp_path / "recipes")
     judge.straight()
     judge.sharded()
-    assert failed(judge.outcome) == {"sharded": ["replicas"]}
+    assert failed(judge.outcome) == {"sharded": ["sharded"]}
     assert "0 of 21 parameters are in several pieces" in judge.outcome.phases[-1]["notes"][0]
 
 
