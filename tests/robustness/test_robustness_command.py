@@ -1,0 +1,98 @@
+"""`ckptx robustness` as a command: what it prints, writes and leaves, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from support.tool import ROOT
+
+import ckptx
+from ckptx.errors import OutputError, UsageError
+from ckptx.robustness.phases import PHASES, chosen
+
+SCHEMA = json.loads((ROOT / "docs" / "report.schema.json").read_text(encoding="utf-8"))
+
+
+def ran(*arguments: str, code: int, temporary: Path) -> tuple[dict[str, Any], str]:
+    """The document of a run, and what it said."""
+    command = [sys.executable, "-m", "ckptx", "robustness", *arguments, "--device", "cpu", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=280, env={**os.environ, "TMPDIR": str(temporary)}
+    )
+    assert done.returncode == code, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    jsonschema.validate(document, SCHEMA)
+    return document, done.stderr
+
+
+def test_a_run_that_passes_leaves_nothing(tmp_path: Path) -> None:
+    document, said = ran("llama_tiny", "--phases", "2", code=0, temporary=tmp_path)
+    (phase,) = document["phases"]
+    assert (phase["name"], phase["ok"]) == ("replicas", True)
+    assert phase["memory"]["threads"] <= phase["memory"]["baseline_threads"]
+    assert [each["run"] for each in document["losses"]] == ["straight"]
+    assert "Warning" not in said
+    assert document["out"] == ""
+    assert not list(tmp_path.glob("ckptx-robustness-*"))
+
+
+def test_a_fault_runs_the_phase_that_names_it_and_everything_stays(tmp_path: Path) -> None:
+    pages = [f"--{kind}={tmp_path / kind}" for kind in ("html", "junit", "report")]
+    document, _ = ran("llama_tiny", "--inject", "byte_changed", *pages, code=1, temporary=tmp_path)
+    (phase,) = document["phases"]
+    assert (phase["name"], phase["ok"], document["injected"]) == ("save again", False, "byte_changed")
+    assert {each["oracle"] for each in document["differing"]} == {"readable"}
+    assert (Path(document["out"]) / "straight" / "step-2").is_dir()
+    assert "byte_changed" in (tmp_path / "html").read_text(encoding="utf-8")
+    assert "<failure" in (tmp_path / "junit").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "report").read_text(encoding="utf-8"))["exit"] == 1
+
+
+@pytest.mark.slow
+def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
+    document, _ = ran("llama_tiny", code=0, temporary=tmp_path)
+    assert [each["ok"] for each in document["phases"]] == [True] * len(PHASES)
+    assert all(each["ok"] for each in document["kills"])
+    assert document["noise"]["loss"]["repeated"] == 0.0 < document["noise"]["loss"]["moved"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lama_tiny"], 'did you mean "llama_tiny"'),
+        (["llama_tiny", "--set", "layout.tpp=2"], "layout.tp"),
+        (["llama_tiny", "--phases", "9"], "found '9', needed some of 0 (source parity)"),
+        (["llama_tiny", "--phases", "3-1"], "found '3-1'"),
+        (["llama_tiny", "--inject", "nothing"], "no such fault"),
+        (["llama_tiny", "--gpu-memory", "many"], "--gpu-memory"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    names = {"--phases": "phases", "--inject": "inject", "--gpu-memory": "gpu_memory"}
+    options = {
+        names[option]: value for option, value in zip(arguments[1::2], arguments[2::2], strict=True) if option in names
+    }
+    settings = [value for option, value in zip(arguments[1::2], arguments[2::2], strict=True) if option == "--set"]
+    with pytest.raises(UsageError) as error:
+        ckptx.robustness(arguments[0], settings=settings, device="cpu", **options)  # type: ignore[arg-type]
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(OutputError, match="holds other files"):
+        ckptx.robustness("llama_tiny", out=tmp_path, device="cpu")
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_phases_are_chosen_by_numbers_ranges_and_names() -> None:
+    assert [each.number for each in chosen("0-2,6")] == [0, 1, 2, 6]
+    assert [each.number for each in chosen("6, export")] == [4, 6]
+    assert chosen(None) == PHASES
