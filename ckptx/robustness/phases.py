@@ -214,10 +214,10 @@ def kills(session: Session) -> Findings:
             names[is_asynchronous] = session.ask("saved_under_watch", run, Watch(root=root))[0]
         at = kill_points(names[is_asynchronous], len(ways))[number - 1]
         root = _root_with(session, f"killed-{number}", first)
-        (before,) = session.ask("left_over", root, good, {})
+        before = session.ask("left_over", root, good, {})
         ended = session.die("saved_under_watch", run, Watch(root=root, at=at, everyone=everyone))
         session.plant(f"killed-{number}", root)
-        (left,) = session.ask("left_over", root, good, before.digests)
+        left = session.ask("left_over", root, good, before.digests)
         faults = list(left.faults)
         if not ended:
             faults.append(f"{at}: no rank was ended there")
@@ -226,7 +226,7 @@ def kills(session: Session) -> Findings:
         except (InputError, OutputError) as error:
             faults.append(f"the next save: {error}")
         else:
-            (after,) = session.ask("left_over", root, good + 1, before.digests)
+            after = session.ask("left_over", root, good + 1, before.digests)
             faults += [f"after the next save: {each}" for each in after.faults]
         session.kills.append(
             {"at": at, "ranks": ended, "asynchronous": is_asynchronous, "latest": left.latest, "ok": not faults}

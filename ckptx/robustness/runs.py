@@ -33,7 +33,6 @@ class Run:
         probes: Whether logits are taken at the end.
         events: Called at moments of the run, see `Trainer`.
         lines: A file for a line of JSON of each step, or None.
-        printed: Whether rank 0 prints each step.
     """
 
     recipe: Recipe
@@ -47,7 +46,6 @@ class Run:
     probes: bool = False
     events: Mapping[str, Event] = field(default_factory=dict)
     lines: Path | None = None
-    printed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +71,7 @@ class Outcome:
 
     Attributes:
         losses: Step -> loss.
+        said: A line for each step.
         start: The items of each rank before the first step; empty where none were asked for.
         items: Step -> the items of each rank.
         held: Step -> what each rank holds of the model.
@@ -83,6 +82,7 @@ class Outcome:
     """
 
     losses: Mapping[int, float]
+    said: Sequence[str]
     start: Sequence[Items]
     items: Mapping[int, Sequence[Items]]
     held: Mapping[int, Sequence[Mapping[tuple[str, str], str]]]

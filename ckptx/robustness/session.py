@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,8 @@ from ckptx.robustness.oracles import distance, largest
 from ckptx.robustness.ranks import Ranks, Residue
 from ckptx.robustness.runs import Event, Logits, Outcome, Run, away
 from ckptx.training.recipe import LayoutBlock, Recipe
+
+_logger = logging.getLogger(__name__)
 
 DRAWS = 3  # runs with the embedding moved by one unit in the last place
 
@@ -93,6 +96,8 @@ class Session:
         outcome = self.ask("train", run, world_size=layout.dims.world_size, ranks=ranks)
         assert isinstance(outcome, Outcome)
         self.losses[name] = outcome.losses
+        for line in outcome.said:
+            _logger.info("%s: %s", name, line)
         self.log.note(*outcome.notes)
         self.plant(name, self.folder(name))
         return outcome
@@ -137,7 +142,7 @@ class Session:
         """The run that does not stop; everything else is held against it."""
         if "straight" not in self._found:
             saves = {step: self.saved("straight", step) for step in self.stops}
-            run = self.run_of(saves=saves, looks=self.stops, probes=True, printed=False)
+            run = self.run_of(saves=saves, looks=self.stops, probes=True)
             self._found["straight"] = self.train("straight", run)
         found = self._found["straight"]
         assert isinstance(found, Outcome)

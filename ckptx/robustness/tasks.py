@@ -26,7 +26,7 @@ from ckptx.training.checkpoints import Steps
 from ckptx.training.data import Dataset, collate, open_dataset
 from ckptx.training.recipe import Recipe
 from ckptx.training.source import prepare_source
-from ckptx.training.trainer import StepRecord, Trainer
+from ckptx.training.trainer import Trainer
 
 _PROBED = 2  # samples that logits are compared on
 LABELS = "labels"
@@ -60,6 +60,7 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
         move(trainer, run.moved)
     looks: dict[int, list[Any]] = {}
     losses: dict[int, float] = {}
+    said: list[str] = []
 
     def pause() -> None:
         """What is done between two steps."""
@@ -73,14 +74,17 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
     while trainer.done < run.until:
         record = trainer.step()
         losses[record.step] = record.loss
-        if place.rank == 0:
-            _tell(run, record)
+        said.append(record.line())
+        if place.rank == 0 and run.lines is not None:
+            with run.lines.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(asdict(record)) + "\n")
         pause()
     trainer.settle()
     sharded = everywhere(_sharded(trainer))
     logits = probed(trainer, dataset) if run.probes else None
     return Outcome(
         losses=losses,
+        said=said,
         start=start,
         items={step: [items for items, _ in found] for step, found in looks.items()},
         held={step: [held for _, held in found] for step, found in looks.items()},
@@ -89,14 +93,6 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
         wrapped_layers=max(everywhere(trainer.assembled.wrapped_layers)),
         notes=list(dict.fromkeys(note for each in everywhere(trainer.notes) for note in each)),
     )
-
-
-def _tell(run: Run, record: StepRecord) -> None:
-    if run.printed:
-        print(record.line(), flush=True)
-    if run.lines is not None:
-        with run.lines.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(record)) + "\n")
 
 
 def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]:
@@ -125,13 +121,14 @@ def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]
         trainer.release()
 
 
-def left_over(place: Process, root: Path, good: int, known: Mapping[int, str]) -> list[Survivors]:
+def left_over(place: Process, root: Path, good: int, known: Mapping[int, str]) -> Survivors:
     """What rank 0 finds below a directory of steps, see `survivors`."""
     found: Survivors | None = None
     with together():
         if place.rank == 0:
             found = survivors(root, good=good, known=known)
-    return [told(found)]
+    answer: Survivors = told(found)
+    return answer
 
 
 def source_logits(place: Process, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:
