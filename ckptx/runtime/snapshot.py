@@ -66,7 +66,8 @@ def take(
     with together():
         tree, own = _of_model(Names.of(models), optimizer, layout, _copied if copies else _as_it_is)
         files = _beside(models[0], beside) if dist.get_rank() == 0 else {}
-    aliases = {alias: stored for each in everywhere(own) for alias, stored in each.items()}
+    # In the order of names: that of an optimizer's state is another one when it was loaded than when it was trained.
+    aliases = dict(sorted({alias: stored for each in everywhere(own) for alias, stored in each.items()}.items()))
     if step is not None:
         tree[STEP] = step
     if collected := collect(training_state or {}, mesh):

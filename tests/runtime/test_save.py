@@ -198,6 +198,14 @@ def test_names_that_share_a_parameter_share_its_bytes_and_its_state(tied: Path) 
     assert len(apart) == len(set(apart))
 
 
+def test_what_is_loaded_and_saved_again_has_the_same_bytes(pool: GlooPool, tied: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    pool.run(save_ranks.retaken, 2, tied, again, WRAPPED)
+    names = sorted(each.name for each in tied.iterdir() if each.suffix == ".distcp" or each.name == ".metadata")
+    assert ".metadata" in names
+    assert [each for each in names if (tied / each).read_bytes() != (again / each).read_bytes()] == []
+
+
 def test_torch_makes_one_file_of_it(tied: Path, checkpoints: Any, tmp_path: Path) -> None:
     dcp_to_torch_save(tied, tmp_path / "all.pt")
     held = torch.load(tmp_path / "all.pt", weights_only=True)
