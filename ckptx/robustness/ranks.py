@@ -290,7 +290,11 @@ def _work(pipe: Connection, rank: int, settings: Settings) -> None:
             said = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        pipe.send_bytes(_done(said, rank, settings))
+        done = _done(said, rank, settings)
+        try:
+            pipe.send_bytes(done)
+        except BrokenPipeError:  # another rank has ended meanwhile, and nobody waits for this one
+            return
 
 
 def _done(said: bytes, rank: int, settings: Settings) -> bytes:
