@@ -1,0 +1,86 @@
+"""What phases compare: of two checkpoints of a run, everything that the mesh does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckptx.robustness.oracles import Verdict
+from ckptx.robustness.phases import _same_bytes, _same_state
+
+State = dict[str, Any]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
+
+
+def state() -> State:
+    """A model of one tensor, as a save of the runtime names it and what belongs to it."""
+    return {
+        "model.weight": torch.arange(6.0).reshape(2, 3),
+        "optim.state.weight.exp_avg": torch.ones(2, 3),
+        "optim.state.weight.exp_avg_sq": torch.full((2, 3), 2.0),
+        "optim.state.weight.step": torch.tensor(3.0),
+        "optim.param_groups.weight.lr": 0.5,
+        "optim.param_groups.weight.weight_decay": 0.25,
+        "training_state.scheduler.last_epoch": 3,
+        "training_state.sampler.samples": 24,
+        "training_state.rng.rank_0.value.torch": torch.zeros(8, dtype=torch.uint8),
+        "step": 3,
+    }
+
+
+def saved(path: Path, given: State) -> Path:
+    dcp.save(given, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    (path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    return path
+
+
+def set_to(name: str, value: Any) -> Callable[[State], None]:
+    return lambda given: given.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("oracle", "item", "change"),
+    [
+        ("moments", "exp_avg", set_to("optim.state.weight.exp_avg", torch.ones(2, 3).nextafter(torch.zeros(2, 3)))),
+        ("moments", "exp_avg_sq", lambda given: given.pop("optim.state.weight.exp_avg_sq")),
+        ("adam step", "step", set_to("optim.state.weight.step", torch.tensor(4.0))),
+        ("rate", "lr", set_to("optim.param_groups.weight.lr", 0.25)),
+        ("group", "weight_decay", set_to("optim.param_groups.weight.weight_decay", 0.0)),
+        ("scheduler", "last_epoch", set_to("training_state.scheduler.last_epoch", 2)),
+        ("batch", "samples", set_to("training_state.sampler.samples", 16)),
+        ("step", "step", set_to("step", 2)),
+    ],
+)
+def test_a_checkpoint_that_lost_something_on_another_mesh_is_named(
+    tmp_path: Path, oracle: str, item: str, change: Callable[[State], None]
+) -> None:
+    given = state()
+    change(given)
+    first, second = saved(tmp_path / "first", state()), saved(tmp_path / "second", given)
+    assert _same_bytes(first, second).ok
+    found = {each.oracle: each for each in _same_state(first, second, "tp2")}
+    assert not found[oracle].ok
+    assert [each.item.rpartition(".")[2] for each in found[oracle].differences] in ([item], [f"tp2: {item}"])
+    assert all(each.item.startswith("tp2: ") for each in found[oracle].differences)
+
+
+def test_random_numbers_are_of_ranks_and_not_compared_on_another_mesh(tmp_path: Path) -> None:
+    given = state()
+    given["training_state.rng.rank_1.value.torch"] = given.pop("training_state.rng.rank_0.value.torch") + 1
+    first, second = saved(tmp_path / "first", state()), saved(tmp_path / "second", given)
+    found = _same_state(first, second, "tp2")
+    assert all(each.ok for each in found)
+    assert {each.oracle for each in found} == {"moments", "adam step", "group", "rate", "scheduler", "step", "batch"}
+
+
+def test_a_model_of_other_bytes_is_named_by_its_tensor(tmp_path: Path) -> None:
+    given = state()
+    given["model.weight"] = given["model.weight"].clone()
+    given["model.weight"][1, 2] = -5.0
+    verdict: Verdict = _same_bytes(saved(tmp_path / "first", state()), saved(tmp_path / "second", given), "tp2")
+    assert [each.item for each in verdict.differences] == ["tp2: model.weight"]
