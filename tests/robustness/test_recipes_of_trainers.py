@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ckptx.report.report import Log
 from ckptx.robustness import foreign
 from ckptx.robustness.foreign import SHIPPED, ForeignOutcome
-from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe, TrainingBlock
+from ckptx.training.recipe import Recipe
+from ckptx.training.recipe_file import read_recipe
 
 NEEDS_ACCELERATE = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 SCRIPTS = {"fsdp2_script": "fsdp2.py", "accelerate": "accelerate_loop.py", "transformers_trainer": "trainer.py"}
@@ -27,10 +27,7 @@ SCRIPTS = {"fsdp2_script": "fsdp2.py", "accelerate": "accelerate_loop.py", "tran
 
 def read(name: str) -> Recipe:
     """A recipe that is shipped."""
-    found = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
-    blocks = {"train": ForeignBlock, "training": TrainingBlock, "checks": ChecksBlock}
-    made: dict[str, Any] = {key: kind(**found[key]) for key, kind in blocks.items() if key in found}
-    return Recipe(name=found["name"], description=found["description"], **made)
+    return read_recipe(SHIPPED / f"{name}.yaml")
 
 
 def judge_of(recipe: Recipe, out: Path, folder: Path = SHIPPED) -> Any:
