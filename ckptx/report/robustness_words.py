@@ -50,6 +50,8 @@ def number_of(value: float | str | None) -> float:
 
 def mesh(report: RobustnessReport) -> str:
     """`tp 2 x dp_shard 2, 4 ranks`."""
+    if report.world_size is None:
+        return "an unknown number of ranks"
     dims = [f"{name} {size}" for name, size in report.layout.items() if size > 1]
     return f"{' x '.join(dims)}{', ' if dims else ''}{counted(report.world_size, 'rank')}"
 

@@ -121,7 +121,7 @@ def _foreign(recipe: Recipe, path: Path, folder: Path, log: Log) -> dict[str, An
         "losses": found.losses,
         "differing": _most_of(found.differing, log),
         "noise": found.noise,
-        "world_size": found.world_size or 1,
+        "world_size": found.world_size,
         "layout": {},
     }
 

@@ -131,6 +131,12 @@ def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
     assert "\n" not in robustness_verdict(shown(hostile(text)))
 
 
+def test_ranks_that_are_not_known_are_not_counted() -> None:
+    report = robust(layout={}, world_size=None, trainer="torchrun train.py")
+    said = robustness_text(report).splitlines()[0]
+    assert said.endswith(" on an unknown number of ranks, trained by: torchrun train.py")
+
+
 def test_every_oracle_has_a_cause() -> None:
     assert set(CAUSES) >= set(ORDER)
 

@@ -19,7 +19,7 @@ class RobustnessReport(Report):
         settings: What `--set` changed: key -> value, as texts.
         injected: The fault that was planted, or None.
         out: The folder with everything that was written; empty where it was a temporary one, and nothing differed.
-        world_size: Number of ranks.
+        world_size: Number of ranks; None where a trainer that is not ours does not say it.
         layout: The mesh.
         trainer: "ckptx", or the command of another.
         phases: A row for each, in order: `number`, `name`, `title` (what it proves, in words), `ok` (None where it did
@@ -45,7 +45,7 @@ class RobustnessReport(Report):
     settings: Mapping[str, str] = field(default_factory=dict)
     injected: str | None = None
     out: str
-    world_size: int
+    world_size: int | None
     layout: dict[str, int]
     trainer: str
     phases: Sequence[dict[str, Any]]
