@@ -94,11 +94,11 @@ def command(
 ) -> int:
     """Prove that what a training run saves can be read back, exported, re-laid and resumed; name what differs."""
     from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
-    from ckptx.robustness import faults, robustness
+    from ckptx.robustness import known_faults, robustness
 
     if inject == "list":
         return Output(as_json=as_json, report_file=report_file).run(
-            "robustness", lambda log: FaultsReport(command="robustness", faults=faults()), faults_text, faults_text
+            "robustness", lambda log: FaultsReport(command="robustness", faults=known_faults()), faults_text, faults_text
         )
     _refuse(recipe, [report_file, html, junit])
     assert recipe is not None

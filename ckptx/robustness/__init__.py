@@ -64,7 +64,7 @@ def robustness(
     return cast("RobustnessReport", made)
 
 
-def faults() -> Mapping[str, str]:
+def known_faults() -> Mapping[str, str]:
     """The faults that `inject` can plant: name -> what each does."""
     from ckptx.errors import missing_package
 
