@@ -98,7 +98,10 @@ def command(
 
     if inject == "list":
         return Output(as_json=as_json, report_file=report_file).run(
-            "robustness", lambda log: FaultsReport(command="robustness", faults=known_faults()), faults_text, faults_text
+            "robustness",
+            lambda log: FaultsReport(command="robustness", faults=known_faults()),
+            faults_text,
+            faults_text,
         )
     _refuse(recipe, [report_file, html, junit])
     assert recipe is not None
