@@ -39,6 +39,7 @@ _IMPORTED = [
     "ckptx.robustness.tasks",
 ]
 _CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
+_worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
 _GRACE = 30.0  # seconds that the others get to end once a rank has failed or died
 
 
@@ -107,7 +108,6 @@ class Ranks:
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="ckptx-ranks-")
         self._settings = Settings(device, backend, gpu_memory, self._directory.name, is_launched())
-        self._worlds = itertools.count()
 
     def run(
         self, task: str | Callable[..., Any], *args: Any, world_size: int, may_die: bool = False
@@ -125,7 +125,7 @@ class Ranks:
             PeerFailure: A rank died.
         """
         here = [int(os.environ["RANK"])] if self._settings.is_launched else list(range(world_size))
-        world = next(self._worlds)
+        world = next(_worlds)
         for rank in here:
             if rank not in self._workers or not self._workers[rank][0].is_alive():
                 self._workers[rank] = self._start(rank)
