@@ -187,13 +187,15 @@ class Ranks:
         is_failing = False
         while waiting:
             ready = wait(list(waiting), _GRACE if is_failing else None)
-            if not ready or any(isinstance(value, _Died) for value, _ in found.values()):
-                break  # what others say of one that died is known
+            if not ready:
+                break
             for each in ready:
                 assert isinstance(each, Connection)
                 rank = waiting.pop(each)
                 found[rank] = self._received(rank)
                 is_failing = is_failing or isinstance(found[rank][0], BaseException)
+            if any(isinstance(value, _Died) for value, _ in found.values()):
+                break  # what others say of one that died is known
         for rank in waiting.values():
             found[rank] = (PeerFailure(f"rank {rank}: gave no answer when another had ended", 7, is_said=False), None)
         return found
