@@ -249,9 +249,13 @@ def kills(session: Session) -> Findings:
 def _root_with(session: Session, name: str, first: Path) -> Path:
     """A directory of steps with one published step."""
     root = session.folder(name)
+    session.once(_begin_with, root, first)
+    return root
+
+
+def _begin_with(root: Path, first: Path) -> None:
     shutil.copytree(first, root / first.name)
     (root / LATEST).write_text(f"{first.name}\n", encoding="utf-8")
-    return root
 
 
 PHASES: tuple[Phase, ...] = (

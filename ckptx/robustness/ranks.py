@@ -137,7 +137,8 @@ class Ranks:
         died = {rank: value for rank, value in failed.items() if isinstance(value, _Died)}
         if failed:
             self._stop(here)
-        if failed and not (may_die and died):
+        is_expected = may_die and (died or self._settings.is_launched)  # it may be the rank of another process
+        if failed and not is_expected:
             raise _first(failed)
         return {
             rank: Answer(died=value.signal)
@@ -152,6 +153,11 @@ class Ranks:
         """The same in interpreters of their own, none of which is started yet."""
         settings = self._settings
         return Ranks(device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, is_fresh=True)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether other processes do the same, each with a rank of its own."""
+        return self._settings.is_launched
 
     def can_have(self, world_size: int) -> bool:
         """Whether there can be so many ranks: under torchrun only as many as it started."""

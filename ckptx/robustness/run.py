@@ -86,9 +86,14 @@ def robustness(
             session = Session(
                 recipe=read, source=folder / "source", out=folder, ranks=ranks, is_exact=True, log=log, planted=planted
             )
-            session.source, kind = session.ask("prepared", read, session.source)
+            if ranks.is_launched:  # a temporary folder is that of rank 0
+                folder = session.out = session.ask("agreed", folder)
+                report = replace(report, out=str(folder))
+            session.source, kind = session.ask("prepared", read, folder / "source")
             session.is_exact = kind == "cpu"
             report = replace(report, **_run(session, wanted))
+            if ranks.is_launched:
+                session.ask("agreed", None)  # nobody reads any more
     if is_mine and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, out="")
@@ -214,6 +219,8 @@ def _most_of(differences: list[dict[str, Any]], log: Log) -> list[dict[str, Any]
 def _folder(out: str | Path | None) -> tuple[Path, bool]:
     """Where everything is written, and whether it is ours to remove."""
     if out is None:
+        if is_launched() and os.environ["RANK"] != "0":
+            return Path(), False  # rank 0 tells
         return Path(tempfile.mkdtemp(prefix="ckptx-robustness-")), True
     folder = Path(out)
     try:

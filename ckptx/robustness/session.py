@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,21 @@ class Session:
     def die(self, task: str, *args: Any) -> list[int]:
         """A task in which a rank may be killed; the ranks that a signal ended."""
         answers = self.ranks.run(task, *args, world_size=self.world_size, may_die=True)
-        return [rank for rank, each in answers.items() if each.died is not None]
+        ended = [rank for rank, each in answers.items() if each.died is not None]
+        if self.ranks.is_launched:  # each process saw its own
+            ended = [rank for each in self.ask("gathered", ended) for rank in each]
+        return ended
+
+    def once(self, function: Callable[..., object], *args: Any) -> None:
+        """Calls what writes files in one process: here, or under torchrun in rank 0, while all others wait.
+
+        Conversions need no such thing: under torchrun they are one that all processes have a part in.
+        """
+        call = partial(function, *args)
+        if self.ranks.is_launched:
+            self.ask("called", call)
+        else:
+            call()
 
     def train(self, name: str, run: Run, ranks: Ranks | None = None) -> Outcome:
         """One run of the trainer, under a name that its losses and its faults go by."""
@@ -105,7 +120,7 @@ class Session:
     def plant(self, name: str, folder: Path) -> None:
         """What a fault does to the folder of a run that is over."""
         if name in self.planted.published:
-            self.planted.published[name](folder)
+            self.once(self.planted.published[name], folder)
 
     def folder(self, name: str) -> Path:
         """Where a run saves."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,23 @@ def prepared(place: Process, recipe: Recipe, directory: Path) -> tuple[Path, str
             found = prepare_source(recipe, directory)
     source: Path = told(found)
     return source, place.device.type
+
+
+def agreed(place: Process, value: Any) -> Any:
+    """What the process above rank 0 said, where several say something."""
+    return told(value)
+
+
+def gathered(place: Process, value: Any) -> list[Any]:
+    """What the process above each rank said."""
+    return everywhere(value)
+
+
+def called(place: Process, call: Callable[[], object]) -> None:
+    """Calls it on rank 0; the others wait."""
+    with together():
+        if place.rank == 0:
+            call()
 
 
 def train(place: Process, run: Run) -> Outcome:
@@ -106,7 +124,7 @@ def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]
         assert run.resumed is not None
         trainer.resume(run.resumed)
         trainer.step()
-        pids = everywhere(os.getpid())
+        pids = [pid for machine, pid in everywhere((_machine(), os.getpid())) if machine == _machine()]
         names: list[str] = []
         with ExitStack() as stack:
             if watch.at is None:
@@ -119,6 +137,11 @@ def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]
         return everywhere(list(names))
     finally:
         trainer.release()
+
+
+def _machine() -> tuple[str, str]:
+    """Where the number of a process means this process."""
+    return socket.gethostname(), os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
 
 
 def left_over(place: Process, root: Path, good: int, known: Mapping[int, str]) -> Survivors:

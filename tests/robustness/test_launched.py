@@ -1,0 +1,37 @@
+"""Under torchrun each process judges what its rank says, files are written once, and all end with the same code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+_ENDED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: (-?\d+)")
+
+
+def launched(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two processes of `ckptx robustness llama_tiny`; one that has ended waits for the other."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    command += ["ckptx", "robustness", "llama_tiny", *arguments]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_all_phases_pass_and_only_rank_0_speaks(tmp_path: Path) -> None:
+    ran = launched(tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("PASSED: llama_tiny, 8 phases") == 1
+    assert "one rank: not run, it needs 1 ranks" in ran.stdout
+    assert "Traceback" not in ran.stderr
+    assert not list(tmp_path.glob("ckptx-robustness-*"))
+
+
+def test_a_fault_fails_on_every_rank(tmp_path: Path) -> None:
+    ran = launched(tmp_path, "--inject", "rng_stale")
+    assert ran.stdout.count("FAILED: llama_tiny: resume (rng") == 1
+    assert dict(_ENDED.findall(ran.stderr)) == {"0": "1", "1": "1"}
