@@ -150,8 +150,8 @@ def export(session: Session) -> Findings:
         convert("dcp2hf", checkpoint, exported, base=str(session.source), names=names, overwrite=True)
         found.verdicts.append(_names(session.source, exported))
         found.verdicts.append(_same_bytes(checkpoint, exported))
-        logits, _ = session.ask("source_logits", session.recipe, exported, 0)
-        found.verdicts.append(_logits(session, session.reference_logits, logits, session.noise_of("logits")))
+        logits, noise = session.ask("source_logits", session.recipe, exported, DRAWS)  # of a forward pass alone
+        found.verdicts.append(_logits(session, session.reference_logits, logits, noise))
     return _merged(found)
 
 
