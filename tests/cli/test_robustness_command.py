@@ -253,6 +253,7 @@ ckptx.robustness("small", turbo=True)
 """
 
 
+@pytest.mark.slow  # the environment of the oldest versions has no type checker
 def test_a_type_checker_knows_the_function(tmp_path: Path) -> None:
     (tmp_path / "use.py").write_text(_TYPED)
     root = Path(ckptx.__file__).parent.parent

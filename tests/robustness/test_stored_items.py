@@ -370,6 +370,7 @@ def test_a_pickle_that_is_no_archive_is_read_too(tmp_path: Path) -> None:
         assert items_of(tmp_path / f"{protocol}.pkl")["step", "step"] == "2"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_tensors_that_are_not_plain_are_told_apart(tmp_path: Path) -> None:
     first, second = (torch.sparse_coo_tensor([[0, 1]], [1.0, last], check_invariants=True) for last in (2.0, 3.0))
     assert differing(saved(tmp_path, {"v": first}, "a.pt"), saved(tmp_path, {"v": second}, "b.pt"))
