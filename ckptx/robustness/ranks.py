@@ -324,7 +324,7 @@ def _done(said: bytes, rank: int, settings: Settings) -> bytes:
             answer = pickle.dumps(task(place, *args))
         del args, place, store
         return pickle.dumps((True, answer, _residue()))
-    except BaseException as error:
+    except BaseException as error:  # told to who asked, and raised there
         cls = type(error) if isinstance(error, CkptxError) else None
         text = str(error) if cls is not None else f"{type(error).__name__}: {error}; please report this"
         return pickle.dumps((False, (cls, text, traceback.format_exc()), None))

@@ -54,7 +54,7 @@ def phase(name: str, ok: bool | None = True, *oracles: dict[str, Any], **more: A
 def robust(**fields: Any) -> RobustnessReport:
     """A report of `robustness` with these fields: two phases passed."""
     made: dict[str, Any] = {
-        "command": "robustness", "recipe": "small", "recipe_file": "/recipes/small.yaml", "out": "/tmp/out",
+        "command": "robustness", "recipe": "small", "recipe_file": "/recipes/small.yaml", "out": "/runs/out",
         "world_size": 2, "layout": {"tp": 1, "pp": 1, "dp_shard": 2, "dp_replicate": 1}, "trainer": "ckptx",
         "phases": [phase("straight", True, oracle("model")), phase("resume", True, oracle("model"), oracle("rng"))],
         "noise": {"loss": {"repeated": 0.0, "moved": 4.8e-7}, "logits": None},

@@ -51,7 +51,7 @@ def test_a_line_for_each_phase_and_the_verdict_at_the_end() -> None:
     assert lines[1].split() == ["straight", "ok", "1.2", "s", "what", "straight", "proves"]
     assert lines[-4] == "noise of loss: 4.8e-07 (two runs alike 0, embedding moved by a unit 4.8e-07)"
     assert lines[-3:] == [
-        "everything that was written: /tmp/out",
+        "everything that was written: /runs/out",
         "PASSED: small, 2 phases",
         "3.50 s, peak memory 0 B",
     ]
