@@ -77,23 +77,37 @@ def robustness(
     if read.train is not None:
         _refuse_foreign(read, phases, inject)
     folder, is_mine = _folder(out)
-    report = _report(read, path, settings, inject, folder)
-    report = replace(report, environment=environment(device=device, backend=backend))
-    if read.train is not None:
-        report = replace(report, **_foreign(read, path, folder, log))
-    else:
-        with Ranks(device=device, backend=backend, gpu_memory=memory) as ranks:
-            session = Session(
-                recipe=read, source=folder / "source", out=folder, ranks=ranks, is_exact=True, log=log, planted=planted
-            )
-            if ranks.is_launched:  # a temporary folder is that of rank 0
-                folder = session.out = session.ask("agreed", folder)
-                report = replace(report, out=str(folder))
-            session.source, kind = session.ask("prepared", read, folder / "source")
-            session.is_exact = kind == "cpu"
-            report = replace(report, **_run(session, wanted))
-            if ranks.is_launched:
-                session.ask("agreed", None)  # nobody reads any more
+    mine = folder
+    try:
+        report = _report(read, path, settings, inject, folder)
+        report = replace(report, environment=environment(device=device, backend=backend))
+        if read.train is not None:
+            report = replace(report, **_foreign(read, path, folder, log))
+        else:
+            with Ranks(device=device, backend=backend, gpu_memory=memory) as ranks:
+                session = Session(
+                    recipe=read,
+                    source=folder / "source",
+                    out=folder,
+                    ranks=ranks,
+                    is_exact=True,
+                    log=log,
+                    planted=planted,
+                )
+                if ranks.is_launched:  # a temporary folder is that of rank 0
+                    folder = session.out = session.ask("agreed", folder)
+                    report = replace(report, out=str(folder))
+                session.source, kind = session.ask("prepared", read, folder / "source")
+                session.is_exact = kind == "cpu"
+                report = replace(report, **_run(session, wanted))
+                if ranks.is_launched:
+                    session.ask("agreed", None)  # nobody reads any more
+    except BaseException:  # nothing was judged
+        if is_mine:
+            shutil.rmtree(mine, ignore_errors=True)
+        elif folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
     if is_mine and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, out="")
