@@ -185,14 +185,16 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
     Raises:
         UnsupportedError: The class does not say how to compute a buffer.
     """
-    _give_storage(model, torch.device(device))
+    for buffer in give_storage(model, torch.device(device)):
+        buffer.untyped_storage().fill_(_UNTOUCHED)
     left = _compute_buffers(model)
     _logger.info("%s has storage on %s, %d buffers constructed", type(model).__name__, device, len(left))
     if left:
         _construct_buffers(model, left)
 
 
-def _give_storage(model: nn.Module, device: torch.device) -> None:
+def give_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
+    """`materialize` without values; gives the buffers that have storage now and had none."""
     made: dict[int, Tensor] = {}
     kept = []  # so that no id is used twice
 
@@ -212,9 +214,7 @@ def _give_storage(model: nn.Module, device: torch.device) -> None:
         for module, leaf in others:
             module._parameters[leaf] = parameter
     fresh = {id(each) for each in made.values()}
-    for buffer in model.buffers():
-        if id(buffer) in fresh:
-            buffer.untyped_storage().fill_(_UNTOUCHED)
+    return [buffer for buffer in model.buffers() if id(buffer) in fresh]
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -232,7 +232,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _is_untouched(buffer: Tensor) -> bool:
-    """True for a buffer that still holds what `_give_storage` put there."""
+    """True for a buffer that still holds what `materialize` put there."""
     return bool(buffer.numel()) and bool((_bytes_of(buffer) == _UNTOUCHED).all())
 
 

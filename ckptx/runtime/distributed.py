@@ -91,10 +91,10 @@ def process_group(device: str = "auto", backend: str = "auto", store: dist.Store
     try:
         yield process
     finally:
-        _end_groups()
+        end_groups()
 
 
-def _end_groups() -> None:
+def end_groups() -> None:
     """Ends the world, and the threads of its groups, also of those in a mesh that a model still refers to.
 
     A thread of gloo that drops its last tensor while the interpreter ends takes the whole process down with SIGABRT.

@@ -19,7 +19,7 @@ from ckptx.runtime.layers import canonical_name
 from ckptx.runtime.load import load
 from ckptx.runtime.mixed_inputs import MixedInputs
 from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.pipeline.cut import Cut, cut_model
+from ckptx.runtime.pipeline.cut import CarryFinder, Cut, carry_of, cut_model
 from ckptx.runtime.pipeline.pipeline import Pipeline
 from ckptx.runtime.release import release
 from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
@@ -97,6 +97,32 @@ def assemble(recipe: Recipe, source: Path, place: Process, layout: LayoutBlock |
         UnsupportedError: The class cannot run like that.
         UsageError: There are not as many ranks as the mesh needs.
     """
+    assembled = lay_out(recipe, source, place, layout)
+    for model in assembled.models:
+        materialize(model, place.device)
+    return assembled
+
+
+def lay_out(
+    recipe: Recipe,
+    source: Path,
+    place: Process,
+    layout: LayoutBlock | None = None,
+    *,
+    find_carry: CarryFinder = carry_of,
+) -> Assembled:
+    """`assemble` without storage.
+
+    Args:
+        recipe: As there, as the next three.
+        source: As there.
+        place: As there.
+        layout: As there.
+        find_carry: Finds what travels between pipeline stages, as `cut_stacks` takes it.
+
+    Raises:
+        UnsupportedError, UsageError: As there.
+    """
     layout = layout or recipe.layout
     mesh = mesh_of(layout.dims, place.device.type)
     config = read_json(source / "config.json")
@@ -124,6 +150,7 @@ def assemble(recipe: Recipe, source: Path, place: Process, layout: LayoutBlock |
             split=layout.pp_split,
             activation_checkpointing=layout.activation_checkpointing,
             batches=_small_batches,
+            find_carry=find_carry,
         )
         stages = cut.models(whole, mesh)
     layouts, wrapped = [], 0
@@ -138,7 +165,6 @@ def assemble(recipe: Recipe, source: Path, place: Process, layout: LayoutBlock |
         )
         layouts.append(done.layout)
         wrapped += done.wrapped_layers
-        materialize(model, place.device)
     return Assembled(stages, layouts, mesh, cut, None, frozen, wrapped)
 
 

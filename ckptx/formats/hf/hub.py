@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptx.errors import EnvironmentProblem, InputError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-_PATTERNS = [
+_PATTERNS = (
     "*.json",
     "*.safetensors",
     "*.jinja",
@@ -21,15 +22,28 @@ _PATTERNS = [
     "*.md",
     "*.bin",
     "LICENSE*",
-]
+)
+CONFIG_FILES = ("config.json", "*.py")  # what a model is built from without its weights
 
 
 def resolve(
-    source: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
+    source: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | None = None,
+    patterns: Sequence[str] = _PATTERNS,
 ) -> Path:
     """The local path that `source` means: a path that exists, else a snapshot of the Hub id.
 
     `HF_HUB_OFFLINE=1` opens no socket: only the cache is looked at.
+
+    Args:
+        source: A path or a Hub id.
+        revision: Of the Hub id.
+        token: For the Hub.
+        cache_dir: Of the Hub; its own default when left out.
+        patterns: Which files of the Hub id are needed.
 
     Raises:
         InputError: It is neither a path nor a Hub id that can be had.
@@ -50,7 +64,9 @@ def resolve(
     except ImportError as error:
         raise EnvironmentProblem(f"{source}: a Hub id needs huggingface_hub; pip install huggingface-hub") from error
     try:
-        kept = snapshot_download(source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=_PATTERNS)
+        kept = snapshot_download(
+            source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=list(patterns)
+        )
     except LocalEntryNotFoundError as error:
         raise InputError(
             f"{source}: no such path, and not in the Hub cache while offline; download it first (hf download {source})"

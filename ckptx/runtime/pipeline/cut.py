@@ -29,6 +29,7 @@ from ckptx.runtime.pipeline.tiny import text_for, tiny_model
 
 Batches = Callable[[nn.Module], Sequence[Batch]]
 Output = Callable[[nn.Module, Any], Tensor]
+CarryFinder = Callable[[nn.Module, StageMap, Schedule, Batches, Output], Carry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,15 @@ class Cut:
             make_stage(found[number], self.stages, number, self.carry.forms, mesh.device_type)
         return found
 
-    def pipeline(self, models: Mapping[int, nn.Module], mesh: DeviceMesh) -> Pipeline:
+    def pipeline(
+        self, models: Mapping[int, nn.Module], mesh: DeviceMesh, kind: Callable[..., Pipeline] = Pipeline
+    ) -> Pipeline:
         """Runs them together; every rank calls it when its stages are loaded.
+
+        Args:
+            models: The stages of this rank, by number.
+            mesh: As `mesh_of` made it.
+            kind: Makes the pipeline, given what `Pipeline` takes.
 
         Raises:
             InputError, UnsupportedError: As `Pipeline`; and of a schedule that does not go with FSDP2, which mixed
@@ -78,7 +86,7 @@ class Cut:
         if is_managed and self.schedule.splits_backward:
             raise UnsupportedError(with_fsdp(self.schedule, "it manages these stages"))
         device = torch.device(mesh.device_type)
-        return Pipeline(models, self.stages, self.carry, self.schedule, mesh.get_group("pp"), device, self.ties)
+        return kind(models, self.stages, self.carry, self.schedule, mesh.get_group("pp"), device, self.ties)
 
 
 def text_fores(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -108,6 +116,7 @@ def cut_model(
     activation_checkpointing: str = "none",
     batches: Batches = text_fores,
     output: Output = logits_of,
+    find_carry: CarryFinder | None = None,
 ) -> Cut:
     """Finds out how a model is cut into stages; every rank calls it.
 
@@ -122,6 +131,7 @@ def cut_model(
         batches: Makes arguments of each kind that will come (with a mask, with an image) for a small model of the
             class: what the stages of that one need for them is what these stages send each other.
         output: Takes from what the model gives what counts.
+        find_carry: Finds what travels; `carry_of`, which all ranks call together, when left out.
 
     Raises:
         UnsupportedError: It cannot be cut, or not so.
@@ -139,6 +149,7 @@ def cut_model(
         activation_checkpointing=activation_checkpointing,
         batches=batches,
         output=output,
+        find_carry=find_carry or carry_of,
     )
 
 
@@ -153,6 +164,7 @@ def cut_stacks(
     activation_checkpointing: str,
     batches: Batches,
     output: Output,
+    find_carry: CarryFinder | None = None,
 ) -> Cut:
     """`cut_model` where the layers are known; without a number of microbatches there is one for each stage."""
     chosen = find_schedule(schedule)
@@ -166,7 +178,7 @@ def cut_stacks(
         sequence_parallel=False,
     )
     stages = StageMap(stacks, dims.pp * chosen.stages, split, type(model).__name__)
-    carry = carry_of(model, stages, chosen, batches, output)
+    carry = (find_carry or carry_of)(model, stages, chosen, batches, output)
     return Cut(chosen, stages, carry, tuple(tied_over(model, stages)), number)
 
 

@@ -94,14 +94,12 @@ def rooms(places: Sequence[Place]) -> tuple[Tensor, ...]:
 
 def pack(values: Sequence[Any], places: Sequence[Place], device: torch.device) -> tuple[Tensor, ...]:
     """The payload of one microbatch: contiguous, and nothing that the sender goes on with."""
-    rows, tensors = [], []
+    rows, tensors = rows_of(values), []
     for value, place in zip(values, places, strict=True):
         if value is None:
-            rows.append([_NONE] * (1 + _MOST_DIMS))
             empty = torch.zeros(place.shape, dtype=place.wire, device=device)
             tensors.append(empty.requires_grad_(place.is_trained))
             continue
-        rows.append([1, *value.shape, *[_NONE] * (_MOST_DIMS - value.dim())])
         sent = value.view(torch.float64) if value.dtype is torch.int64 else value.to(place.wire)
         if tuple(sent.shape) != place.shape:
             room = sent.new_zeros(place.shape)
@@ -115,8 +113,26 @@ def pack(values: Sequence[Any], places: Sequence[Place], device: torch.device) -
     return header.copy_(torch.tensor(rows, dtype=torch.float64).reshape(shape)), *tensors
 
 
-def unpack(payload: Sequence[Tensor], places: Sequence[Place]) -> tuple[Any, ...]:
-    """The values of one microbatch, as they were packed."""
+def rows_of(values: Sequence[Any]) -> list[list[int]]:
+    """The header of values, or of the places that they need."""
+    return [
+        [_NONE] * (1 + _MOST_DIMS)
+        if each is None
+        else [1, *each.shape, *[_NONE] * (_MOST_DIMS - len(each.shape))]
+        for each in values
+    ]
+
+
+def unpack(
+    payload: Sequence[Tensor], places: Sequence[Place], rows: Sequence[Sequence[float]] | None = None
+) -> tuple[Any, ...]:
+    """The values of one microbatch, as they were packed.
+
+    Args:
+        payload: What arrived.
+        places: As `pack` was given them.
+        rows: Its header, where it is known; else it is read.
+    """
     arrived = list(payload)
     trained = [index for index, tensor in enumerate(payload) if tensor.requires_grad]
     if trained:
@@ -124,7 +140,7 @@ def unpack(payload: Sequence[Tensor], places: Sequence[Place]) -> tuple[Any, ...
             arrived[index] = tensor
     header, *tensors = arrived
     values: list[Any] = []
-    for row, tensor, place in zip(header.detach().tolist(), tensors, places, strict=True):
+    for row, tensor, place in zip(rows or header.detach().tolist(), tensors, places, strict=True):
         if row[0] == _NONE:
             values.append(None)
             continue

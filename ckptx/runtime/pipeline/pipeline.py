@@ -34,12 +34,30 @@ _logger = logging.getLogger(__name__)
 Loss = Callable[[Any, int], Tensor]
 
 
+class TorchStage(PipelineStage):  # type: ignore[misc]
+    """A stage as torch's schedules run it."""
+
+    def __init__(self, run: Callable[..., Any], *args: Any, **settings: Any) -> None:
+        """With `run` in the place of what torch does with a microbatch: it is given the model, to call it."""
+        super().__init__(*args, **settings)
+        self._run = run
+
+    def forward_maybe_with_nosync(self, *payload: Tensor, number: Tensor) -> Any:
+        return self._run(super().forward_maybe_with_nosync, payload, number)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: torch would drop the gradients that FSDP2 has summed up so far."""
+
+
 class Pipeline:
     """The stages of this rank.
 
     Attributes:
         parts: In ascending order of their numbers.
+        stage_class: What torch is given.
     """
+
+    stage_class = TorchStage
 
     def __init__(
         self,
@@ -73,7 +91,11 @@ class Pipeline:
         self._mixed = [MixedInputs(part.model) for part in self.parts]
         for part in self.parts:
             part.model.forward = self._forward_of(part, part.model.forward)
-        check_alike(ties, self._models, group)
+        self._check_ties()
+
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Makes room for microbatches of these shapes, which the first `step` does by itself."""
+        self._runner(batches)
 
     def step(self, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
         """Forward and backward of every microbatch; gradients are added to those that are there.
@@ -148,9 +170,8 @@ class Pipeline:
         found: dict[int, list[Place | None]] = {}
         values: tuple[Any, ...] = ()
         for part in self.parts:
-            before = self._peer(part.number - 1)
-            if part.number and before != dist.get_rank():
-                values = self._receive(before)
+            if part.number and self._peer(part.number - 1) != dist.get_rank():
+                values = self._receive(part.number)
             if part.number:
                 found[part.number] = list(map(place_of, part.received, values))
             output, sent = part.model(given=(batch, _Sealed(values)))
@@ -159,10 +180,12 @@ class Pipeline:
             if part.sent:
                 found[part.number + 1] = list(map(place_of, part.sent, sent))
                 values = tuple(_detached(each) for each in sent)
-                after = self._peer(part.number + 1)
-                if after != dist.get_rank():
-                    self._send(values, after)
+                if self._peer(part.number + 1) != dist.get_rank():
+                    self._send(values, part.number + 1)
         return [found.get(number, []) for number in range(self._stages.pp)]
+
+    def _check_ties(self) -> None:
+        check_alike(self._ties, self._models, self._group)
 
     def _check(self, batches: Sequence[Batch]) -> None:
         """Refuses what would be trained on in silence, and be wrong."""
@@ -203,13 +226,15 @@ class Pipeline:
         size = dist.get_world_size(self._group)
         return dist.get_global_rank(self._group, self._schedule.rank_of(stage, size)) if stage >= 0 else -1
 
-    def _send(self, values: tuple[Any, ...], rank: int) -> None:
+    def _send(self, values: tuple[Any, ...], stage: int) -> None:
+        """Sends values to a stage, whatever they are."""
         said = [(each.cpu(), each.requires_grad) if isinstance(each, Tensor) else (each, False) for each in values]
-        dist.send_object_list([said], dst=rank, group=self._group, device=self._device)
+        dist.send_object_list([said], dst=self._peer(stage), group=self._group, device=self._device)
 
-    def _receive(self, rank: int) -> tuple[Any, ...]:
+    def _receive(self, stage: int) -> tuple[Any, ...]:
+        """What the stage before this one sent."""
         said: list[Any] = [None]
-        dist.recv_object_list(said, src=rank, group=self._group, device=self._device)
+        dist.recv_object_list(said, src=self._peer(stage - 1), group=self._group, device=self._device)
         return tuple(
             value.to(self._device).requires_grad_(is_trained) if isinstance(value, Tensor) else value
             for value, is_trained in said[0]
@@ -229,14 +254,20 @@ class Pipeline:
 
         def run(model: Callable[..., Any], payload: Sequence[Tensor], number: Tensor) -> Any:
             index = int(number)
-            values = unpack(payload, self._places[part.number]) if part.number else ()
+            values = self._unpacked(part, payload) if part.number else ()
             output, sent = model(given=(self._batches[index], _Sealed(values)))
             if part.number == self._stages.pp - 1:
                 assert self._loss is not None
                 return self._loss(output, index)
-            return pack(sent, self._places[part.number + 1], self._device)
+            return self._packed(part, sent)
 
         return run
+
+    def _packed(self, part: StageRun, sent: Sequence[Any]) -> tuple[Tensor, ...]:
+        return pack(sent, self._places[part.number + 1], self._device)
+
+    def _unpacked(self, part: StageRun, payload: Sequence[Tensor]) -> tuple[Any, ...]:
+        return unpack(payload, self._places[part.number])
 
     def _runner(self, batches: Sequence[Batch]) -> Any:
         """The schedule of torch, made anew when something has another shape than in the step before.
@@ -265,7 +296,7 @@ class Pipeline:
 
     def _made(self, microbatches: int) -> Any:
         stages = [
-            _Stage(
+            self.stage_class(
                 self._chunk_of(part),
                 part.model,
                 part.number,
@@ -298,18 +329,6 @@ class _Sealed:
     def __init__(self, values: tuple[Any, ...]) -> None:
         self.values = values
 
-
-class _Stage(PipelineStage):  # type: ignore[misc]
-    def __init__(self, run: Callable[..., Any], *args: Any, **settings: Any) -> None:
-        """With `run` in the place of what torch does with a microbatch: it is given the model, to call it."""
-        super().__init__(*args, **settings)
-        self._run = run
-
-    def forward_maybe_with_nosync(self, *payload: Tensor, number: Tensor) -> Any:
-        return self._run(super().forward_maybe_with_nosync, payload, number)
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing: torch would drop the gradients that FSDP2 has summed up so far."""
 
 
 def _detached(value: Any) -> Any:

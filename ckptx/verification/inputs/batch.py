@@ -58,6 +58,7 @@ def inputs_for(
     shards: int = 1,
     at_least: int = 0,
     is_padded: bool = False,
+    images: int | None = None,
 ) -> Inputs:
     """Inputs for a model with this `config.json`.
 
@@ -68,6 +69,8 @@ def inputs_for(
         shards: Parts that the vocabulary may be cut into; the first and the last token of each are in every batch.
         at_least: Tokens of text in a row.
         is_padded: Whether the end of the first row is padding, and a mask says so.
+        images: In each row, of a model that looks at them; with 0, nothing to listen to either. One of each when left
+            out.
 
     Raises:
         UnsupportedError: The model neither reads text nor writes it, or has special tokens alone.
@@ -84,7 +87,7 @@ def inputs_for(
         target = _tokens(config, rows, generator, shards, at_least)
         batch = {"input_ids": ids, "decoder_input_ids": target, **_mask(ids, is_padded)}
         return _named(config, batch, target.clone(), ["text"])
-    inserts = inserts_for(config, rows, generator)
+    inserts = inserts_for(config, rows, generator) if images != 0 else {}
     batch, labels = _with(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
     if is_padded:
         labels[0, -_PADDING:] = -100

@@ -1,0 +1,68 @@
+"""Work in a fork of this process: a world of its own, whose memory is gone afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from ckptx.errors import CkptxError, Defect
+
+T = TypeVar("T")
+
+
+def in_child(work: Callable[..., T], *args: Any) -> T:
+    """What a function gives, computed in a fork of this process.
+
+    The process must not have run a backward pass before: autograd cannot be forked then.
+
+    Args:
+        work: Its result can be pickled.
+        args: Of the function.
+
+    Raises:
+        CkptxError: That of the function.
+        Defect: It raised something else, or the fork died.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(theirs, work, args), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        is_done, found = ours.recv()
+    except EOFError:
+        child.join()
+        raise Defect(
+            f"a forecast ended with code {child.exitcode}, needed a result; is the machine out of memory?"
+        ) from None
+    finally:
+        ours.close()
+        if child.is_alive():
+            child.join(5) if "found" in locals() else child.kill()
+        child.join()
+    if is_done:
+        return found  # type: ignore[no-any-return]  # what `work` gave
+    kind, text, trace = found
+    error: CkptxError = kind(text) if kind is not None else Defect(text)
+    raise error from RuntimeError(trace)
+
+
+def _run(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)  # threads of the parent are not here
+    logging.disable_progress_bar()
+    try:
+        said: Any = (True, work(*args))
+    except BaseException as error:  # told to the parent, and raised there
+        kind = type(error) if isinstance(error, CkptxError) else None
+        text = str(error) if kind is not None else f"{type(error).__name__}: {error}; please report this"
+        said = (False, (kind, text, traceback.format_exc()))
+    pipe.send(said)
+    pipe.close()
+    os._exit(0)  # without what the parent registered for its own end

@@ -1,0 +1,83 @@
+"""What a step computes and sends, counted operation by operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from ckptx.forecasting.ledger import Moment
+from ckptx.forecasting.shape_tensors import tensors_in
+
+_COLLECTIVES = {
+    "all_gather": "all-gather",
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "allreduce": "all-reduce",
+    "broadcast": "broadcast",
+    "all_to_all": "all-to-all",
+    "alltoall": "all-to-all",
+    "send": "send",
+}
+_SDPA_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Counts:
+    """Floating-point operations, and bytes that are sent.
+
+    Attributes:
+        flops: Of all passes, a multiplication with an addition counted as two.
+        recomputed: Those of them that are computed a second time.
+        sent: Bytes of this rank's part of each kind of collective: what it gives to a reduction, what it gets of a
+            gathering, what it sends to the next stage.
+        calls: How often.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what was counted so far."""
+        self.flops = self.recomputed = 0
+        self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def see(
+        self, moment: Callable[[], Moment], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
+        """An operation, as `ShapeTensors` shows it."""
+        flops = _flops(func, args, kwargs, out)
+        if flops:
+            self.flops += flops
+            self.recomputed += flops if moment().is_again else 0
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            kind = _kind_of(func._schema.name.partition("::")[2])
+            if kind is not None:
+                given = sum(each.nbytes for each in tensors_in(args, kwargs))
+                got = sum(each.nbytes for each in tensors_in((out,), {}))
+                self.sent[kind] += max(given, got) if func.namespace == "_c10d_functional" else given
+                self.calls[kind] += 1
+
+
+def _kind_of(name: str) -> str | None:
+    bare = name.lstrip("_")
+    return next((kind for begin, kind in _COLLECTIVES.items() if bare.startswith(begin)), None)
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    name = func._schema.name
+    if name == _SDPA_CPU:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if name == f"{_SDPA_CPU}_backward":
+        return 5 * int(sdpa_flop_count(args[1].shape, args[2].shape, args[3].shape)) // 2
+    if name == "aten::_grouped_mm":
+        (rows, inner), right = args[0].shape[-2:], args[1]
+        return 2 * rows * inner * right.shape[-1] if args[0].dim() == 2 and right.dim() == 3 else 2 * out.numel() * inner
+    return 0

@@ -1,0 +1,37 @@
+"""One rank of a world whose other ranks are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ckptx.errors import Defect
+from ckptx.runtime.distributed import Process, end_groups
+
+_DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was built with it
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[Process]:
+    """This process as a rank of a world of any size; what it sends goes nowhere, and what it receives has a shape.
+
+    Args:
+        rank: Which.
+        world_size: Of how many.
+
+    Raises:
+        Defect: The process is in a group already.
+    """
+    # registers the backend, and is all that torch has of it
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise Defect("a forecast needs a process of its own, found one in a process group; please report this")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield Process(rank, world_size, _DEVICE)
+    finally:
+        end_groups()

@@ -1,0 +1,250 @@
+"""Every storage of a training step: when it was made, by which operation, for which module, and when it went.
+
+What a storage is (an activation, a gathered parameter) is often known only later: what lives past a forward pass is an
+activation, what dies in it was temporary. So lives are written down here, and `timeline` names them when all is over.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ckptx.forecasting.shape_tensors import tensors_in
+from ckptx.runtime.layers import canonical_name
+
+PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
+ACTIVATIONS, CARRIED, TEMPORARIES = "activations", "carried", "temporaries"
+KINDS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, CARRIED, TEMPORARIES)
+
+FORWARD, BACKWARD = "forward", "backward"
+_NO_TASK = -1
+_META = torch.device("meta")
+
+
+class Moment(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        part: forward, backward, or what `Ledger.during` was told (clip, optimizer).
+        turn: Which forward or backward pass of the step, from 0.
+        is_again: Something is computed a second time, in a backward pass.
+        module: For which module; "" for none of them.
+    """
+
+    part: str
+    turn: int
+    is_again: bool
+    module: str
+
+
+@dataclass(slots=True)
+class Life:
+    """Of one storage, from one resize to the next.
+
+    Attributes:
+        nbytes: What it takes.
+        op: What made it, as torch calls it.
+        shape: Of the first tensor on it.
+        dtype: Of that tensor.
+        born: When.
+        died: When; None while it lives.
+        label: What it is, where that is certain.
+    """
+
+    nbytes: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    born: Moment
+    died: Moment | None = None
+    label: str | None = None
+
+
+class Event(NamedTuple):
+    """A storage that comes or goes."""
+
+    life: Life
+    is_birth: bool
+
+
+class Ledger:
+    """Writes down what `ShapeTensors` shows it.
+
+        ledger = Ledger()
+        with ShapeTensors(ledger.see), ledger.watching([model]):
+            ...
+
+    Attributes:
+        events: All of them, in their order.
+        nbytes: What lives now.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.nbytes = 0
+        self._lives: dict[int, tuple[Life, weakref.ref[Any]]] = {}  # by storage
+        self._names: dict[int, str] = {}  # of modules
+        self._shapes: dict[str, set[tuple[int, ...]]] = {}  # of parameters, by module
+        self._stack: list[str] = []
+        self._numbers: list[int] = []  # of autograd nodes: the first of each that was made in the module beside it
+        self._modules: list[str] = []
+        self._part = "build"
+        self._turns = {FORWARD: -1, BACKWARD: -1}
+        self._task = _NO_TASK
+        self._forced: str | None = None
+
+    # ------------------------------------------------------------------------------------------------------ when, where
+
+    @contextmanager
+    def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Within it, calls of modules of these models are noticed, and storages that change their size."""
+        roots = set()
+        for model in models:
+            roots.add(id(model))
+            for name, module in model.named_modules():
+                self._names.setdefault(id(module), canonical_name(name))
+                shapes = self._shapes.setdefault(canonical_name(name), set())
+                for parameter in module.parameters(recurse=False):
+                    shapes |= {tuple(parameter.shape), tuple(getattr(parameter, "_local_tensor", parameter).shape)}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            name = self._names.get(id(module))
+            if name is None:
+                return
+            if id(module) in roots and torch._C._current_graph_task_id() == _NO_TASK:
+                self._turns[FORWARD] += 1
+                self._part = FORWARD
+            self._stack.append(name)
+            self._note()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if id(module) in self._names and self._stack:
+                self._stack.pop()
+                self._note()
+
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            found = resize(storage, size)
+            self._resized(storage)
+            return found
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        torch.UntypedStorage.resize_ = resized
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
+            for handle in handles:
+                handle.remove()
+
+    def begin(self) -> None:
+        """From here on passes are counted from 0."""
+        self._turns = {FORWARD: -1, BACKWARD: -1}
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """A part of the step that is no forward or backward pass."""
+        before, self._part = self._part, part
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def _note(self) -> None:
+        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._modules.append(self._stack[-1] if self._stack else "")
+
+    def moment(self) -> Moment:
+        """Where the step is now."""
+        task = torch._C._current_graph_task_id()
+        if task == _NO_TASK:
+            return Moment(self._part, max(0, self._turns[FORWARD]), False, self._stack[-1] if self._stack else "")
+        if task != self._task:
+            self._task = task
+            self._turns[BACKWARD] += 1
+        turn = self._turns[BACKWARD]
+        if self._stack:
+            return Moment(BACKWARD, turn, True, self._stack[-1])
+        node = torch._C._current_autograd_node()
+        at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1 if node is not None else -1
+        return Moment(BACKWARD, turn, False, self._modules[at] if at >= 0 else "")
+
+    # ------------------------------------------------------------------------------------------------------------- what
+
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """An operation, and what it gave."""
+        for tensor in tensors_in((out,), {}):
+            if tensor.device != _META:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._lives:
+                    self._begin(storage, tensor, func)
+        if func.namespace == "fsdp":
+            self._see_fsdp(func, args, kwargs)
+
+    def label(self, tensors: Iterable[Tensor], label: str) -> None:
+        """Says what tensors are that live now."""
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            known = self._lives.get(local.untyped_storage()._cdata)
+            if known is not None:
+                known[0].label = label
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """Says what everything is that is made within it."""
+        before, self._forced = self._forced, label
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    def _see_fsdp(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """What the operations of FSDP2 read and write."""
+        name = func._schema.name
+        if name in ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"):
+            self.label(tensors_in(args[1:] if name.endswith("in") else (), kwargs), GATHERED)
+        elif name == "fsdp::chunk_cat":
+            self.label(tensors_in(args, {}), GRADIENTS)
+
+    def _begin(self, storage: Any, tensor: Tensor, func: Any) -> None:
+        born, shape, key = self.moment(), tuple(tensor.shape), storage._cdata
+        life = Life(storage.nbytes(), func._schema.name, shape, tensor.dtype, born, label=self._forced)
+        if born.part == BACKWARD and not born.is_again and self._is_of_parameter(born.module, shape):
+            life.label = GRADIENTS
+        self._lives[key] = life, weakref.ref(storage, lambda _: self._end(self._lives.pop(key)[0]))
+        self._born(life)
+
+    def _is_of_parameter(self, module: str, shape: tuple[int, ...]) -> bool:
+        shapes = self._shapes.get(module, ())
+        return shape in shapes or shape[::-1] in shapes
+
+    def _resized(self, storage: Any) -> None:
+        known = self._lives.get(storage._cdata)
+        if known is None or known[0].nbytes == storage.nbytes():
+            return
+        old, reference = known
+        self._end(old)
+        life = Life(storage.nbytes(), old.op, old.shape, old.dtype, self.moment(), label=old.label)
+        self._lives[storage._cdata] = life, reference
+        self._born(life)
+
+    def _born(self, life: Life) -> None:
+        self.nbytes += life.nbytes
+        self.events.append(Event(life, True))
+
+    def _end(self, life: Life) -> None:
+        life.died = self.moment()
+        self.nbytes -= life.nbytes
+        self.events.append(Event(life, False))

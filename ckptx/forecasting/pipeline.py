@@ -1,0 +1,75 @@
+"""Pipeline stages whose neighbours are not there: what would arrive is made in the form in which it was sent.
+
+Ranks of a pipeline are forecast one after another. What the stages of one send is remembered, as the room it takes, and
+those of the next are given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptx.forecasting.ledger import CARRIED, Ledger
+from ckptx.runtime.pipeline.payload import Place, rows_of, unpack
+from ckptx.runtime.pipeline.pipeline import Pipeline, TorchStage
+from ckptx.runtime.pipeline.run import StageRun
+
+Boundaries = dict[int, list[Place | None]]  # what each stage is given by the one before it
+
+
+class _LoneStage(TorchStage):
+    """Has no other stages to agree with."""
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        """All of them know the shapes, as this one does; asked since torch 2.13."""
+        return torch.ones(1, dtype=torch.int32)
+
+
+class LonePipeline(Pipeline):
+    """`Pipeline` on a rank whose neighbours are not there; all microbatches have one shape."""
+
+    stage_class = _LoneStage
+
+    def __init__(self, *args: Any, boundaries: Boundaries, ledger: Ledger) -> None:
+        """Args:
+        args: As `Pipeline` takes them.
+        boundaries: What is known; what these stages send is added.
+        ledger: Is told what is carried.
+        """
+        self._boundaries, self._ledger = boundaries, ledger
+        super().__init__(*args)
+
+    @classmethod
+    def maker(cls, boundaries: Boundaries, ledger: Ledger) -> Callable[..., LonePipeline]:
+        """What `Cut.pipeline` makes one with."""
+        return lambda *args: cls(*args, boundaries=boundaries, ledger=ledger)
+
+    def _check_ties(self) -> None:
+        """Nothing: there are no values that could be alike."""
+
+    def _send(self, values: tuple[Any, ...], stage: int) -> None:
+        self._boundaries[stage] = [_place_of(each) for each in values]
+
+    def _receive(self, stage: int) -> tuple[Any, ...]:
+        return tuple(map(_made, self._boundaries[stage]))
+
+    def _packed(self, part: StageRun, sent: Sequence[Any]) -> tuple[Tensor, ...]:
+        with self._ledger.labelled(CARRIED):
+            return super()._packed(part, sent)
+
+    def _unpacked(self, part: StageRun, payload: Sequence[Tensor]) -> tuple[Any, ...]:
+        self._ledger.label(payload, CARRIED)
+        return unpack(payload, self._places[part.number], rows_of(self._boundaries[part.number]))
+
+
+def _place_of(value: Any) -> Place | None:
+    return Place(tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
+
+
+def _made(place: Place | None) -> Any:
+    if place is None:
+        return None
+    return torch.empty(place.shape, dtype=place.dtype, requires_grad=place.is_trained)

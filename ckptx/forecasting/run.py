@@ -1,0 +1,263 @@
+"""One step of a training run on one rank, on tensors without storage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from ckptx.errors import CkptxError, UnsupportedError
+from ckptx.forecasting.counting import Counts
+from ckptx.forecasting.fake_world import fake_world
+from ckptx.forecasting.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
+from ckptx.forecasting.pipeline import Boundaries, LonePipeline
+from ckptx.forecasting.shape_tensors import ShapeTensors
+from ckptx.forecasting.task import Loss, Task
+from ckptx.forecasting.timeline import Course, course_of
+from ckptx.layout.stages import StageMap
+from ckptx.runtime.build import build_model, give_storage
+from ckptx.runtime.gradients import clip_grad_norm, labels_per_rank
+from ckptx.runtime.layers import layer_groups
+from ckptx.runtime.mixed_inputs import MixedInputs
+from ckptx.runtime.pipeline.carry import Carry
+from ckptx.runtime.pipeline.cut import carry_found
+from ckptx.runtime.pipeline.schedules import Schedule
+from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
+from ckptx.training.assembly import Assembled, lay_out
+from ckptx.training.optimization import make_optimizer
+from ckptx.verification.execution import compared, whole
+from ckptx.verification.inputs.batch import Inputs, inputs_for
+
+
+@dataclass(slots=True)
+class Known:
+    """What one fork finds and the next needs.
+
+    Attributes:
+        carry: What travels between the stages of a pipeline.
+        boundaries: What each stage is given.
+    """
+
+    carry: Carry | None = None
+    boundaries: Boundaries = field(default_factory=dict)
+
+    def find_carry(self, model: nn.Module, stages: StageMap, schedule: Schedule, batches: Any, output: Any) -> Carry:
+        """What `cut_stacks` takes: found once, on a small model that has values."""
+        if self.carry is None:
+            self.carry = carry_found(model, stages, batches, output, split_backward=schedule.splits_backward)
+        return self.carry
+
+
+@dataclass(frozen=True, slots=True)
+class RankForecast:
+    """What a rank will take.
+
+    Attributes:
+        architecture: The class of the model.
+        parameters: Of the whole model.
+        missing: What the model has a tower for, and rows of the step lack.
+        stages: Its pipeline stages by number; 0 alone without a pipeline.
+        course: Its bytes over the step.
+        counts: What it computes and sends.
+        wrapped_layers: Layers that compute again.
+    """
+
+    architecture: str
+    parameters: int
+    missing: tuple[str, ...]
+    stages: tuple[int, ...]
+    course: Course
+    counts: Counts
+    wrapped_layers: int
+
+
+def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast, Known]:
+    """Runs a step on the first of the ranks that share pipeline stages: it has the largest part of what is cut.
+
+    Args:
+        task: What is done.
+        pipeline_rank: Which pipeline stages.
+        known: From the stages before.
+
+    Raises:
+        UnsupportedError: The class cannot run like that, or computes by values that nobody knows before.
+    """
+    whole_model = build_model(task.source, trust_remote_code=task.recipe.model.trust_remote_code)
+    parameters = sum(each.numel() for each in whole_model.parameters())
+    config = {**whole_model.config.to_dict(), "architectures": whole_model.config.architectures}
+    inputs = _inputs(task, config)
+    with _laid_out(task, pipeline_rank, known) as assembled:
+        ledger, counts = Ledger(), Counts()
+
+        def see(*operation: Any) -> None:
+            ledger.see(*operation)
+            counts.see(ledger.moment, *operation)
+
+        with _shapes(assembled, see), ledger.watching(assembled.models):
+            begin, end = _one_step(assembled, task, inputs, ledger, counts, known.boundaries)
+            layers = [
+                layer.name for model in assembled.models for group in layer_groups(model).values() for layer in group
+            ]
+            course = course_of(ledger.events[:end], begin, layers)
+        return (
+            RankForecast(
+                str(config["architectures"][0]), parameters, inputs.missing, tuple(assembled.stages), course, counts,
+                assembled.wrapped_layers,
+            ),
+            known,
+        )  # fmt: skip
+
+
+def walk_stage(task: Task, stages: int, number: int, known: Known) -> Known:
+    """Finds what a stage sends, as one of a pipeline whose ranks have one stage each.
+
+    Args:
+        task: What is done.
+        stages: How many there are.
+        number: Which.
+        known: From those before.
+
+    Raises:
+        UnsupportedError: As `run_rank`.
+    """
+    layout = replace(task.recipe.layout, pp=stages, schedule="gpipe")
+    task = replace(task, recipe=replace(task.recipe, layout=layout))
+    with _laid_out(task, number, known) as assembled, _shapes(assembled, lambda *_: None):
+        model = assembled.models[0]
+        give_storage(model, torch.device("cpu"))
+        config = {**model.config.to_dict(), "architectures": model.config.architectures}
+        _pipeline(assembled, known.boundaries, Ledger()).walk(_batch(_inputs(task, config), task))
+    return known
+
+
+@contextmanager
+def _laid_out(task: Task, pipeline_rank: int, known: Known) -> Iterator[Assembled]:
+    """The stages of a rank, without storage."""
+    with fake_world(pipeline_rank * task.dims.per_stage, task.dims.world_size) as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about groups of one rank; what counts is said in errors
+        yield lay_out(task.recipe, task.source, place, find_carry=known.find_carry)
+
+
+@contextmanager
+def _shapes(assembled: Assembled, see: Callable[..., None]) -> Iterator[None]:
+    """Within it there are shapes alone; what cannot be known without values is said in our words."""
+    name = type(assembled.models[0]).__name__
+    try:
+        with ShapeTensors(see):
+            yield
+    except CkptxError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise UnsupportedError(
+            f"{name}: computes by values that are not known before it runs ({error}), needed a class whose shapes "
+            "follow from those of its inputs; its memory cannot be forecast"
+        ) from error
+
+
+def _inputs(task: Task, config: dict[str, Any]) -> Inputs:
+    """Of one microbatch."""
+    return inputs_for(config, rows=task.microbatch, at_least=task.seq, is_padded=task.padded, images=task.images)
+
+
+def _batch(inputs: Inputs, task: Task) -> dict[str, Tensor]:
+    dtype = getattr(torch, task.recipe.model.dtype)
+    return {name: each.to(dtype) if each.is_floating_point() else each for name, each in inputs.batch.items()}
+
+
+def _one_step(
+    assembled: Assembled, task: Task, inputs: Inputs, ledger: Ledger, counts: Counts, boundaries: Boundaries
+) -> tuple[int, int]:
+    """Runs it; the numbers of its first event, and of the first after it.
+
+    Before it is what happens once: the optimizer gets its state, and a pipeline the room for what is sent.
+    """
+    for model in assembled.models:
+        give_storage(model, torch.device("cpu"))
+        ledger.label([*model.parameters(), *model.buffers()], PARAMETERS)
+    parameters = [each for _, each in assembled.parameters()]
+    optimizer = _optimizer(task, parameters)
+    if optimizer is not None:
+        for each in optimizer.param_groups[0]["params"]:
+            each.grad = torch.empty_like(each)
+        optimizer.step()
+        optimizer.zero_grad()
+        states = (each for state in optimizer.state.values() for each in state.values())
+        ledger.label((each for each in states if isinstance(each, Tensor)), OPTIMIZER)
+    batches = [_batch(inputs, task) for _ in range(task.microbatches)]
+    if assembled.cut is not None:
+        assembled.pipeline = _pipeline(assembled, boundaries, ledger)
+        assembled.pipeline.prepare(batches[: assembled.cut.microbatches])
+    begin = len(ledger.events)
+    ledger.begin()
+    counts.begin()
+    _passes(assembled, task, batches, [inputs.labels] * len(batches))
+    ledger.label((each.grad for each in parameters if each.grad is not None), GRADIENTS)
+    most = task.recipe.training.clip
+    if most is not None:
+        with ledger.during("clip"):
+            if assembled.pipeline is not None:
+                assembled.pipeline.clip_grad_norm(most)
+            else:
+                clip_grad_norm(assembled.models, most)
+    with ledger.during("optimizer"):
+        if optimizer is not None:
+            optimizer.step()
+        for model in assembled.models:
+            model.zero_grad()
+    return begin, len(ledger.events)
+
+
+def _pipeline(assembled: Assembled, boundaries: Boundaries, ledger: Ledger) -> LonePipeline:
+    assert assembled.cut is not None
+    found = assembled.cut.pipeline(assembled.stages, assembled.mesh, LonePipeline.maker(boundaries, ledger))
+    assert isinstance(found, LonePipeline)
+    return found
+
+
+def _passes(
+    assembled: Assembled, task: Task, batches: Sequence[dict[str, Tensor]], labels: Sequence[Tensor]
+) -> None:
+    """Forward and backward of every microbatch, as `Trainer` does it."""
+    items = labels_per_rank(labels, assembled.mesh)
+
+    def loss(output: Any, index: int) -> Tensor:
+        return _loss_of(compared(assembled.models[-1], output), labels[index], items, task.loss)
+
+    if assembled.pipeline is not None and assembled.cut is not None:
+        count = assembled.cut.microbatches
+        for begin in range(0, len(batches), count):
+            assembled.pipeline.step(batches[begin : begin + count], loss)
+        return
+    model = assembled.models[0]
+    mixed = MixedInputs(model)
+    for index, batch in enumerate(batches):
+        with mixed.microbatch(batch, is_last=index == len(batches) - 1):
+            loss(model(**batch), index).backward()
+
+
+def _loss_of(logits: Tensor, labels: Tensor, items: Tensor, kind: Loss) -> Tensor:
+    if kind == "none":
+        return (logits.to_local() if isinstance(logits, DTensor) else logits).sum()
+    if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # of a class without a head
+        return whole(logits).float().pow(2).mean()
+    if kind == "whole":
+        logits = whole(logits).float()
+    return causal_lm_loss(logits, labels, num_items_in_batch=items)
+
+
+def _optimizer(task: Task, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+    block = task.recipe.optimizer
+    trained = [each for each in parameters if each.requires_grad]
+    if task.optimizer == "none":
+        return None
+    if task.optimizer == "sgd":
+        return torch.optim.SGD(trained, lr=block.lr, foreach=False)
+    return make_optimizer(replace(block, name=task.optimizer), trained)

@@ -1,0 +1,106 @@
+"""Tensors without storage, in which a training step runs as it would with them.
+
+Floating-point tensors are fake: they have a shape, a dtype, strides and an autograd graph, and no memory. Small tensors
+of whole numbers and truth values are real, for models decide by them: where a row is padded, how large an image is,
+which microbatch comes next. So the code that runs is the code that would run, masks and all, and what it cannot know
+(where a router sends a token) fails by name instead of being guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+See = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+
+_PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
+_MOST_REAL = 2**22  # whole numbers and truth values of a tensor that is real: ids and masks of a microbatch
+_MOST_REAL_FLOATS = 64  # counters of an optimizer, headers of messages
+_META = torch.device("meta")
+
+
+class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
+    """Within it, what is computed has shapes alone.
+
+    Tensors on the meta device stay what they are; given storage (`empty_like(device=...)`), they become fake ones.
+    """
+
+    def __init__(self, see: See | None = None) -> None:
+        """Args:
+        see: Is shown every operation on plain tensors: the function, its arguments, and what it gave.
+        """
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._see = see
+
+    def __enter__(self) -> ShapeTensors:
+        self._fake.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._fake.__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(each not in _PLAIN for each in types):
+            return NotImplemented  # a DTensor does its work with plain tensors, which come here then
+        kwargs = kwargs or {}
+        out = self._computed(func, args, kwargs)
+        if self._see is not None:
+            self._see(func, args, kwargs, out)
+        return out
+
+    def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        given = list(tensors_in(args, kwargs))
+        if any(isinstance(each, FakeTensor) for each in given):
+            return func(*args, **kwargs)
+        if any(each.device == _META for each in given):
+            return self._of_meta(func, args, kwargs, given)
+        if kwargs.get("device") == _META:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return self._of_real(func, args, kwargs)
+
+    def _of_meta(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
+        device = kwargs.get("device")
+        if device is not None and device != _META and len(given) == 1:
+            like = given[0]
+            return torch.ops.aten.empty_strided.default(
+                like.shape, like.stride(), dtype=kwargs.get("dtype") or like.dtype, device=device
+            )
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _of_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Real where it stays small. What it would give is asked of fake tensors first."""
+        if not func._schema.is_mutable:
+            try:
+                shapes = func(*args, **kwargs)
+            except Exception:  # it depends on values, which are there
+                shapes = None
+            if any(map(_is_large, tensors_in((shapes,), {}))):
+                return shapes
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, also those in lists of them."""
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple, dict)):
+            yield from (leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() > (_MOST_REAL_FLOATS if tensor.is_floating_point() else _MOST_REAL)

@@ -1,0 +1,173 @@
+"""What is forecast: a recipe, and what a step does beside what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from ckptx.errors import UsageError
+from ckptx.formats.hf.reader import read_json
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.stages import SPLITS
+from ckptx.training.recipe import LayoutBlock, ModelBlock, OptimizerBlock, Recipe, TrainingBlock
+
+Loss = Literal["sharded", "whole", "none"]
+OptimizerName = Literal["adamw", "adam", "sgd", "none"]
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_MOST_TOKENS = 2**24  # of a row: ids are real numbers, everything else has shapes alone
+_MOST_ROWS = 2**16
+_MODES = ("none", "full", "submodule", "selective")
+_SCOPES = ("all", "language", "vision", "audio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A step to forecast.
+
+    Attributes:
+        recipe: What is trained; `training.local_batch` rows of each data rank go through a model or a schedule at once,
+            `training.global_batch` over all data ranks in a step.
+        source: Directory of the config.json.
+        seq: Tokens of a row.
+        images: In each row.
+        padded: Whether rows come with a mask, as those of a recipe's data do.
+        loss: sharded: that of the runtime, on logits that stay cut over the vocabulary; whole: as transformers computes
+            it, on whole logits in float32; none: their sum.
+        optimizer: adamw, adam, sgd (without momentum) or none.
+    """
+
+    recipe: Recipe
+    source: Path
+    seq: int
+    images: int = 0
+    padded: bool = False
+    loss: Loss = "sharded"
+    optimizer: OptimizerName = "adamw"
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The mesh."""
+        return self.recipe.layout.dims
+
+    @property
+    def microbatch(self) -> int:
+        """Rows of a microbatch."""
+        training = self.recipe.training
+        return training.microbatch if self.dims.pp > 1 else training.local_batch
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, on each data rank."""
+        return max(1, self.recipe.training.global_batch // self.dims.dp // self.microbatch)
+
+
+def task_of_recipe(recipe: Recipe, source: Path) -> Task:
+    """The step of a recipe: its data has images where its name says so, and rows as long as they may be, padded."""
+    if recipe.train is not None:
+        raise UsageError(f"{recipe.name}: trains with a command of its own, needed a recipe that ckptx trains")
+    return Task(
+        recipe=recipe,
+        source=source,
+        seq=recipe.data.sequence_length,
+        images=1 if recipe.data.dataset in ("synthetic_images", "medpix") else 0,
+        padded=True,
+        optimizer=recipe.optimizer.name,
+    )
+
+
+def task_of_options(
+    source: Path,
+    *,
+    dims: ParallelDims,
+    pp_split: str,
+    batch: int | None,
+    seq: int,
+    microbatches: int | None,
+    schedule: str,
+    stages: int,
+    activation_checkpointing: str,
+    ac_scope: str,
+    dtype: str,
+    param_dtype: str | None,
+    reduce_dtype: str | None,
+    optimizer: str,
+    loss: str,
+    images: int,
+    trust_remote_code: bool,
+) -> Task:
+    """The step that the options of `forecast` say; see there.
+
+    Args:
+        stages: Of the pipeline.
+
+    Raises:
+        UsageError: An option has a value it cannot have.
+    """
+    for name, value, allowed in (
+        ("--activation-checkpointing", activation_checkpointing, _MODES),
+        ("--ac-scope", ac_scope, _SCOPES),
+        ("--dtype", dtype, ("auto", *DTYPES)),
+        ("--param-dtype", param_dtype, (None, *DTYPES)),
+        ("--reduce-dtype", reduce_dtype, (None, *DTYPES)),
+        ("--optimizer", optimizer, get_args(OptimizerName)),
+        ("loss", loss, get_args(Loss)),
+    ):
+        if value not in allowed:
+            raise UsageError(f'{name}: "{value}", needed one of {", ".join(filter(None, allowed))}')
+    for name, number, least, most in (
+        ("--seq", seq, 2, _MOST_TOKENS),
+        ("--batch", batch, 1, _MOST_ROWS),
+        ("--microbatches", microbatches, 1, _MOST_ROWS),
+        ("--images", images, 0, _MOST_ROWS),
+    ):
+        if number is not None and not least <= number <= most:
+            raise UsageError(f"{name}: {number}, needed {least} to {most}")
+    if ac_scope != "all" and activation_checkpointing == "none":
+        raise UsageError("--ac-scope: says which layers recompute, needed --activation-checkpointing with it")
+    if dims.pp == 1 and (schedule != "1f1b" or pp_split != "even"):
+        raise UsageError("--schedule, --pp-split: say how pipeline stages run, needed --pp 2 or more with them")
+    if pp_split not in SPLITS and not all(each.strip().isdecimal() for each in pp_split.split(",")):
+        raise UsageError(f'--pp-split: "{pp_split}", needed {", ".join(SPLITS)}, or a count for each stage')
+    portions = microbatches or (stages if dims.pp > 1 else 1)
+    rows = batch if batch is not None else portions
+    if rows % portions:
+        raise UsageError(
+            f"--batch: {rows} rows in {portions} microbatches, needed a multiple; give --batch {portions}, or another "
+            "number of --microbatches"
+        )
+    each = rows // portions
+    return Task(
+        recipe=Recipe(
+            name=source.name,
+            model=ModelBlock(
+                dtype=cast(Any, DTYPES.get(dtype) or stored_dtype(source)), trust_remote_code=trust_remote_code
+            ),
+            training=TrainingBlock(
+                global_batch=rows * dims.dp, local_batch=rows if dims.pp > 1 else each, microbatch=each
+            ),
+            optimizer=OptimizerBlock(),
+            layout=LayoutBlock(
+                tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate, pp_split=pp_split,
+                schedule=schedule, activation_checkpointing=cast(Any, activation_checkpointing),
+                ac_scope=cast(Any, ac_scope), param_dtype=cast(Any, DTYPES.get(param_dtype or "")),
+                reduce_dtype=cast(Any, DTYPES.get(reduce_dtype or param_dtype or "")),
+            ),
+        ),
+        source=source, seq=seq, images=images, loss=cast(Loss, loss), optimizer=cast(OptimizerName, optimizer),
+    )  # fmt: skip
+
+
+def stored_dtype(source: Path) -> str:
+    """What a config says that parameters are stored in; float32 where it says nothing.
+
+    Raises:
+        UsageError: It says something else.
+    """
+    config = read_json(source / "config.json")
+    parts = (config, *(each for each in config.values() if isinstance(each, dict)))
+    found = [part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
+    name = str(found[0]) if found else "float32"
+    if name not in DTYPES.values():
+        raise UsageError(f"{source / 'config.json'}: found dtype {name}, needed one of {', '.join(DTYPES)}; give --dtype")
+    return name

@@ -1,0 +1,143 @@
+"""The bytes of a step over its course, by kind: where they are most, and what they are then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptx.forecasting.ledger import ACTIVATIONS, BACKWARD, FORWARD, KINDS, TEMPORARIES, Event, Life
+
+Bytes = tuple[int, ...]  # of each of KINDS
+
+
+class Unit(NamedTuple):
+    """A layer, or what is around the layers.
+
+    Attributes:
+        stack: The list that the layer is in; "" for what is in none.
+        index: Of the layer.
+    """
+
+    stack: str = ""
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What happens to one unit at a time, in one part of a step.
+
+    Attributes:
+        part: forward, backward, clip or optimizer.
+        turn: Which forward or backward pass.
+        unit: Whose operations.
+        most: The bytes of each kind when their sum is largest.
+        last: Those at its end.
+        peak: What was made when they were most.
+    """
+
+    part: str
+    turn: int
+    unit: Unit
+    most: Bytes
+    last: Bytes
+    peak: Life | None
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The bytes of a step.
+
+    Attributes:
+        segments: In their order.
+        worst: The one with the most.
+        alive: What lives then, the largest first.
+        between: The bytes of each kind between this step and the next.
+    """
+
+    segments: tuple[Segment, ...]
+    worst: Segment
+    alive: tuple[Life, ...]
+    between: Bytes
+
+
+def kind_of(life: Life) -> str:
+    """What a storage is, when it is over or the step is.
+
+    What is made in a forward pass and lives past it is an activation; what a layer computes again for its backward
+    pass likewise.
+    """
+    if life.label is not None:
+        return life.label
+    born, died = life.born, life.died
+    if born.part == FORWARD:
+        is_over = died is not None and died.part == FORWARD and died.turn == born.turn
+        return TEMPORARIES if is_over else ACTIVATIONS
+    if born.part == BACKWARD and born.is_again:
+        return TEMPORARIES if died is not None and died.is_again else ACTIVATIONS
+    return TEMPORARIES
+
+
+def units_of(layers: Iterable[str]) -> dict[str, Unit]:
+    """The unit of each layer, by its name."""
+    found = {}
+    for name in layers:
+        stack, _, index = name.rpartition(".")
+        found[name] = Unit(stack, int(index)) if index.isdecimal() else Unit(name)
+    return found
+
+
+def course_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> Course:
+    """The course of a step.
+
+    Args:
+        events: Of a ledger.
+        begin: The first event of the step; what lives then was made before.
+        layers: Their names.
+    """
+    units = units_of(layers)
+    index = {kind: number for number, kind in enumerate(KINDS)}
+    now = [0] * len(KINDS)
+    found: list[Segment] = []
+    known: dict[str, Unit] = {}
+
+    def unit_of(module: str) -> Unit:
+        if module not in known:
+            parts = module.split(".")
+            names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+            known[module] = next((units[name] for name in names if name in units), Unit())
+        return known[module]
+
+    current: tuple[str, int, Unit] | None = None
+    most: Bytes = ()
+    peak: Life | None = None
+    for number, (life, is_birth) in enumerate(events):
+        kind = index[kind_of(life)]
+        if number >= begin:
+            moment = life.born if is_birth else life.died
+            assert moment is not None
+            key = moment.part, moment.turn, unit_of(moment.module)
+            if key != current:
+                if current is not None:
+                    found.append(Segment(*current, most, tuple(now), peak))
+                current, most, peak = key, tuple(now), None
+        now[kind] += life.nbytes if is_birth else -life.nbytes
+        if number >= begin and is_birth and sum(now) > sum(most):
+            most, peak = tuple(now), life
+    if current is not None:
+        found.append(Segment(*current, most, tuple(now), peak))
+    worst = max(found, key=lambda each: sum(each.most))
+    return Course(tuple(found), worst, _alive_at(events, worst.peak), tuple(now))
+
+
+def _alive_at(events: Sequence[Event], moment: Life | None) -> tuple[Life, ...]:
+    """What lives when this begins, the largest first."""
+    alive: dict[int, Life] = {}
+    for life, is_birth in events:
+        if is_birth:
+            alive[id(life)] = life
+        else:
+            del alive[id(life)]
+        if life is moment:
+            break
+    return tuple(sorted(alive.values(), key=lambda each: -each.nbytes))
