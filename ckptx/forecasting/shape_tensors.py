@@ -1,8 +1,8 @@
 """Tensors without storage, in which a training step runs as it would with them.
 
 Floating-point tensors are fake: they have a shape, a dtype, strides and an autograd graph, and no memory. Small tensors
-of whole numbers and truth values are real, for models decide by them: where a row is padded, how large an image is,
-which microbatch comes next. So the code that runs is the code that would run, masks and all, and what it cannot know
+of whole numbers and truth values, and what follows from these alone, are real, for models decide by them: where a row
+is padded, how large an image is, which microbatch comes next. So the code that runs is the code that would run, masks and all, and what it cannot know
 (where a router sends a token) fails by name instead of being guessed.
 """
 
@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 See = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
-_MOST_REAL = 2**22  # whole numbers and truth values of a tensor that is real: ids and masks of a microbatch
-_MOST_REAL_FLOATS = 64  # counters of an optimizer, headers of messages
+_MOST_REAL = 2**22  # numbers of a tensor that is real: ids and masks of a microbatch, and what follows from them
+_MOST_MADE = 64  # floating-point numbers of one that follows from nothing: counters of an optimizer
 _META = torch.device("meta")
+_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
 
 
 class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
@@ -62,13 +63,15 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
     def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = list(tensors_in(args, kwargs))
         if any(isinstance(each, FakeTensor) for each in given):
+            if func._overloadpacket in _INDEXING:
+                return _indexed(func, args, kwargs)
             return func(*args, **kwargs)
         if any(each.device == _META for each in given):
             return self._of_meta(func, args, kwargs, given)
         if kwargs.get("device") == _META:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return self._of_real(func, args, kwargs)
+        return self._of_real(func, args, kwargs, most=_MOST_REAL if given else _MOST_MADE)
 
     def _of_meta(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
         device = kwargs.get("device")
@@ -80,14 +83,14 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _of_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Real where it stays small. What it would give is asked of fake tensors first."""
-        if not func._schema.is_mutable:
+    def _of_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], most: int) -> Any:
+        """Real where it stays small, with `most` floating-point numbers. Fake tensors are asked first what it gives."""
+        if not func._schema.is_mutable and not _is_view(func):
             try:
                 shapes = func(*args, **kwargs)
             except Exception:  # it depends on values, which are there
                 shapes = None
-            if any(map(_is_large, tensors_in((shapes,), {}))):
+            if any(_is_large(each, most) for each in tensors_in((shapes,), {})):
                 return shapes
         with unset_fake_temporarily():
             return func(*args, **kwargs)
@@ -102,5 +105,32 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
             yield from (leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
 
 
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() > (_MOST_REAL_FLOATS if tensor.is_floating_point() else _MOST_REAL)
+def _indexed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Indexing, in which a mask says by its values how many there are; one that is fake fails by name."""
+    masks = [each for each in args[1] if each is not None and each.dtype is torch.bool]
+    if not masks or any(isinstance(each, FakeTensor) for each in masks):
+        return func(*args, **kwargs)
+    if len(args[1]) == 1 and isinstance(args[0], FakeTensor):  # also of masks that are expanded to all of a tensor
+        like, mask = args[0], masks[0]
+        if len(args) > 2:
+            return like if func._schema.is_mutable else like.clone()
+        with unset_fake_temporarily():
+            count = int(mask.sum())
+        return torch.ops.aten.new_empty.default(like, [count, *like.shape[mask.dim() :]])
+    found: list[Tensor | None] = []
+    for each in args[1]:
+        if each is None or each.dtype is not torch.bool:
+            found.append(each)
+        else:
+            with unset_fake_temporarily():
+                found += each.nonzero().unbind(1)
+    return func(args[0], found, *args[2:], **kwargs)
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [each.alias_info for each in func._schema.returns]
+    return any(each is not None and not each.is_write for each in aliases)
+
+
+def _is_large(tensor: Tensor, most: int) -> bool:
+    return tensor.numel() > (most if tensor.is_floating_point() else _MOST_REAL)
