@@ -77,7 +77,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if name == f"{_SDPA_CPU}_backward":
         return 5 * int(sdpa_flop_count(args[1].shape, args[2].shape, args[3].shape)) // 2
-    if name == "aten::_grouped_mm":
-        (rows, inner), right = args[0].shape[-2:], args[1]
-        return 2 * rows * inner * right.shape[-1] if args[0].dim() == 2 and right.dim() == 3 else 2 * out.numel() * inner
+    if name == "aten::_grouped_mm":  # each row meets one expert, whichever
+        left, right = args[0], args[1]
+        return 2 * left.numel() * int(right.shape[-1])
     return 0

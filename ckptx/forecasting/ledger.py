@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ckptx.forecasting.shape_tensors import tensors_in
@@ -185,8 +186,8 @@ class Ledger:
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """An operation, and what it gave."""
-        for tensor in tensors_in((out,), {}):
-            if tensor.device != _META:
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_in((out,), {}):
+            if isinstance(tensor, FakeTensor) or tensor.device != _META:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._lives:
                     self._begin(storage, tensor, func)

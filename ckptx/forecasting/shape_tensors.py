@@ -23,6 +23,7 @@ _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 _MOST_REAL = 2**22  # numbers of a tensor that is real: ids and masks of a microbatch, and what follows from them
 _MOST_MADE = 64  # floating-point numbers of one that follows from nothing: counters of an optimizer
 _META = torch.device("meta")
+_DEVICE_OF = torch.ops.prim.device.default
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
 
 
@@ -52,6 +53,8 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # asked as often as anything is computed
+            return args[0].fake_device
         if any(each not in _PLAIN for each in types):
             return NotImplemented  # a DTensor does its work with plain tensors, which come here then
         kwargs = kwargs or {}
