@@ -23,8 +23,8 @@ from ckptx.cli.output import Output
 
 _RUN = [
     "run", "tp", "pp", "pp_split", "dp_shard", "dp_replicate", "tp_plan", "schedule", "microbatches",
-    "reference_memory", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile",
-    "backward", "trust_remote_code", "strict",
+    "reference_memory", "gpu_memory", "device", "backend", "compute_dtype", "activation_checkpointing", "ac_scope",
+    "compile", "backward", "trust_remote_code", "strict",
 ]  # fmt: skip
 
 
@@ -68,6 +68,12 @@ _RUN = [
     metavar="SIZE",
     show_default="what is free",
     help="The reference may take; in pieces, if need be. On one rank: both sides.",
+)
+@click.option(
+    "--gpu-memory",
+    metavar="SIZE",
+    show_default="not asked",
+    help="Of each GPU: what cannot fit is refused before it runs, and measured.",
 )
 @click.option("--device", metavar="auto|cpu|cuda", show_default="auto", help="What to compute on.")
 @click.option("--backend", metavar="auto|gloo|nccl", show_default="auto", help="What ranks talk through.")

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ckptx.forecasting.ledger import Moment
@@ -79,5 +78,5 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         return 5 * int(sdpa_flop_count(args[1].shape, args[2].shape, args[3].shape)) // 2
     if name == "aten::_grouped_mm":  # each row meets one expert, whichever
         left, right = args[0], args[1]
-        return 2 * left.numel() * int(right.shape[-1])
+        return 2 * int(left.numel()) * int(right.shape[-1])
     return 0

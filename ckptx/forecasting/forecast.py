@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptx.child import in_child
 from ckptx.errors import UsageError
-from ckptx.forecasting.child import in_child
 from ckptx.forecasting.ledger import KINDS, Life
 from ckptx.forecasting.model_config import config_of_model, config_of_recipe
+from ckptx.forecasting.reserve import CONTEXT, FRAGMENTATION, reserved
 from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
 from ckptx.forecasting.task import Task, task_of_options, task_of_recipe
 from ckptx.forecasting.timeline import kind_of
@@ -23,9 +24,6 @@ from ckptx.runtime.pipeline.schedules import find_schedule
 from ckptx.training.recipe_file import read_recipe
 
 _GIB = 2**30
-# For what is no tensor: the context of CUDA, libraries and NCCL, and of the peak for rounding and fragmentation. Not
-# measured on a card yet.
-_CONTEXT, _FRAGMENTATION = 3 * _GIB // 2, 0.05
 _MOST_LARGEST = 5
 
 
@@ -110,15 +108,19 @@ def forecast(
                 raise UsageError("forecast: found no model, needed a config.json, a directory, a Hub id, or --recipe")
             source = config_of_model(str(model), revision=revision, token=token, cache_dir=cache_dir)
             dims = ParallelDims(tp=tp, pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
-            stages = pp * find_schedule(schedule).stages if pp > 1 else 1
             task = task_of_options(
                 source, dims=dims, pp_split=pp_split, batch=batch, seq=seq, microbatches=microbatches,
-                schedule=schedule, stages=stages, activation_checkpointing=activation_checkpointing, ac_scope=ac_scope,
-                dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype, optimizer=optimizer, loss=loss,
-                images=images, trust_remote_code=trust_remote_code,
+                schedule=schedule, stages=stages_of(pp, schedule), activation_checkpointing=activation_checkpointing,
+                ac_scope=ac_scope, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype,
+                optimizer=optimizer, loss=loss, images=images, trust_remote_code=trust_remote_code,
             )  # fmt: skip
         found = ranks_of(task)
         return stopwatch.stop(replace(report_of(task, found, memory), warnings=list(log.notes)))
+
+
+def stages_of(pp: int, schedule: str) -> int:
+    """The stages of a pipeline."""
+    return pp * find_schedule(schedule).stages if pp > 1 else 1
 
 
 def ranks_of(task: Task) -> list[RankForecast]:
@@ -178,11 +180,6 @@ def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> 
     )
 
 
-def reserved(peak: int) -> int:
-    """Bytes that are kept free for what is no tensor."""
-    return _CONTEXT + int(_FRAGMENTATION * peak)
-
-
 def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
     course = rank.course
     worst = course.worst
@@ -231,10 +228,14 @@ def assumptions_of(task: Task, ranks: Sequence[RankForecast]) -> list[str]:
     said = [
         "bytes of tensors, on the first rank of each stage, which has the largest part of what is cut",
         loss,
-        "attention as on a CPU: fused, without whole scores wherever transformers chooses sdpa; kernels of CUDA that "
-        "fall back to whole scores take more",
-        f"not counted: workspaces of kernels, NCCL, the context of CUDA, fragmentation; kept free for them are "
-        f"{_CONTEXT / _GIB:.1f} GiB and {_FRAGMENTATION:.0%} of the peak, which no card has confirmed yet",
+        (
+            "attention as on a CPU: fused, without whole scores wherever transformers chooses sdpa; kernels of CUDA "
+            "that fall back to whole scores take more"
+        ),
+        (
+            "not counted: workspaces of kernels, NCCL, the context of CUDA, fragmentation; kept free for them are "
+            f"{CONTEXT / _GIB:.1f} GiB and {FRAGMENTATION:.0%} of the peak, which no card has confirmed yet"
+        ),
     ]
     if task.optimizer in ("adam", "adamw"):
         said.append("the optimizer goes one tensor at a time (foreach=False), as TP needs it")

@@ -190,9 +190,16 @@ class Ledger:
             if isinstance(tensor, FakeTensor) or tensor.device != _META:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._lives:
-                    self._begin(storage, tensor, func)
+                    self._add(storage, tensor, func._schema.name)
         if func.namespace == "fsdp":
             self._see_fsdp(func, args, kwargs)
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Writes down tensors that were there before it watched."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._lives:
+                self._add(storage, tensor, "before")
 
     def label(self, tensors: Iterable[Tensor], label: str) -> None:
         """Says what tensors are that live now."""
@@ -219,9 +226,9 @@ class Ledger:
         elif name == "fsdp::chunk_cat":
             self.label(tensors_in(args, {}), GRADIENTS)
 
-    def _begin(self, storage: Any, tensor: Tensor, func: Any) -> None:
+    def _add(self, storage: Any, tensor: Tensor, op: str) -> None:
         born, shape, key = self.moment(), tuple(tensor.shape), storage._cdata
-        life = Life(storage.nbytes(), func._schema.name, shape, tensor.dtype, born, label=self._forced)
+        life = Life(storage.nbytes(), op, shape, tensor.dtype, born, label=self._forced)
         if born.part == BACKWARD and not born.is_again and self._is_of_parameter(born.module, shape):
             life.label = GRADIENTS
         self._lives[key] = life, weakref.ref(storage, lambda _: self._end(self._lives.pop(key)[0]))

@@ -34,7 +34,9 @@ def config_of_model(
     found = resolve(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
     if found.is_file():
         if found.name != _CONFIG:
-            raise UsageError(f"{found}: found a file of this name, needed a config.json, a directory with one, or a Hub id")
+            raise UsageError(
+                f"{found}: found a file of this name, needed a config.json, a directory with one, or a Hub id"
+            )
         return found.parent
     if not (found / _CONFIG).is_file():
         raise InputError(f"{found}: has no config.json, needed one; name the directory that has it")

@@ -164,12 +164,17 @@ def _shapes(assembled: Assembled, see: Callable[..., None]) -> Iterator[None]:
 
 def _inputs(task: Task, config: dict[str, Any]) -> Inputs:
     """Of one microbatch."""
-    return inputs_for(config, rows=task.microbatch, at_least=task.seq, is_padded=task.padded, images=task.images)
+    return inputs_for(config, rows=task.microbatch, at_least=task.seq, images=task.images)
 
 
 def _batch(inputs: Inputs, task: Task) -> dict[str, Tensor]:
     dtype = getattr(torch, task.recipe.model.dtype)
-    return {name: each.to(dtype) if each.is_floating_point() else each for name, each in inputs.batch.items()}
+    batch = {name: each.to(dtype) if each.is_floating_point() else each for name, each in inputs.batch.items()}
+    if task.padded and "input_ids" in batch:
+        mask = torch.ones_like(batch["input_ids"])
+        mask[:, -1] = 0
+        batch["attention_mask"] = mask
+    return batch
 
 
 def _one_step(
@@ -222,9 +227,7 @@ def _pipeline(assembled: Assembled, boundaries: Boundaries, ledger: Ledger) -> L
     return found
 
 
-def _passes(
-    assembled: Assembled, task: Task, batches: Sequence[dict[str, Tensor]], labels: Sequence[Tensor]
-) -> None:
+def _passes(assembled: Assembled, task: Task, batches: Sequence[dict[str, Tensor]], labels: Sequence[Tensor]) -> None:
     """Forward and backward of every microbatch, as `Trainer` does it."""
     items = labels_per_rank(labels, assembled.mesh)
 

@@ -2,8 +2,8 @@
 
 Floating-point tensors are fake: they have a shape, a dtype, strides and an autograd graph, and no memory. Small tensors
 of whole numbers and truth values, and what follows from these alone, are real, for models decide by them: where a row
-is padded, how large an image is, which microbatch comes next. So the code that runs is the code that would run, masks and all, and what it cannot know
-(where a router sends a token) fails by name instead of being guessed.
+is padded, how large an image is, which microbatch comes next. So the code that runs is the code that would run, masks
+and all, and what it cannot know (where a router sends a token) fails by name instead of being guessed.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _indexed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _is_view(func: Any) -> bool:
     aliases = [each.alias_info for each in func._schema.returns]
-    return any(each is not None and not each.is_write for each in aliases)
+    return any(each is not None and not bool(each.is_write) for each in aliases)
 
 
 def _is_large(tensor: Tensor, most: int) -> bool:
-    return tensor.numel() > (most if tensor.is_floating_point() else _MOST_REAL)
+    return bool(tensor.numel() > (most if tensor.is_floating_point() else _MOST_REAL))

@@ -169,5 +169,7 @@ def stored_dtype(source: Path) -> str:
     found = [part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
     name = str(found[0]) if found else "float32"
     if name not in DTYPES.values():
-        raise UsageError(f"{source / 'config.json'}: found dtype {name}, needed one of {', '.join(DTYPES)}; give --dtype")
+        raise UsageError(
+            f"{source / 'config.json'}: found dtype {name}, needed one of {', '.join(DTYPES)}; give --dtype"
+        )
     return name

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckptx.forecasting.ledger import ACTIVATIONS, BACKWARD, FORWARD, KINDS, TEMPORARIES, Event, Life
 
 Bytes = tuple[int, ...]  # of each of KINDS
 
 
-class Unit(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Unit:
     """A layer, or what is around the layers.
 
     Attributes:

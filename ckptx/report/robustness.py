@@ -19,6 +19,7 @@ from ckptx.report.robustness_words import (
     notes_of,
     oracle_text,
     some,
+    step_memory_text,
     verdict,
     widened,
     widened_text,
@@ -47,6 +48,9 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str) -
         noise = noise_text(report, what)
         if noise is not None:
             lines.append(f"noise of {what}: {noise}")
+    memory = step_memory_text(report)
+    if memory is not None:
+        lines.append(f"tensors of a step, on the rank with the most: {memory}")
     lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened(report)]
     lines += _kills(report, red)
     lines.append(f"everything that was written: {report.out or 'removed, it was in a temporary folder'}")

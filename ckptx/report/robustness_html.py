@@ -29,6 +29,7 @@ from ckptx.report.robustness_words import (
     number_of,
     oracle_text,
     some,
+    step_memory_text,
     verdict,
     widened,
     widened_text,
@@ -251,7 +252,11 @@ def _memory(report: RobustnessReport) -> Iterator[str]:
             _bar(memory["threads"], memory["baseline_threads"], most["threads"], str),
         ]
         yield f"<tr><td>{escape(called(phase))}</td>{''.join(cells)}</tr>"
-    yield "</tbody></table></section>"
+    yield "</tbody></table>"
+    said = step_memory_text(report)
+    if said is not None:
+        yield f"<p>Tensors of one step, on the rank with the most: {escape(said)}.</p>"
+    yield "</section>"
 
 
 def _bar(value: int, baseline: int, most: int, said: Any) -> str:

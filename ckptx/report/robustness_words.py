@@ -139,6 +139,18 @@ def some(items: Sequence[str], most: int = MOST_ITEMS) -> list[str]:
     return [*items[:most], *more]
 
 
+def step_memory_text(report: RobustnessReport) -> str | None:
+    """What a step was forecast to take, and took."""
+    found = report.step_memory
+    said = []
+    for name, words in (("peak", "at the peak"), ("between_steps", "between steps")):
+        forecast, measured = found.get(f"forecast_{name}"), found.get(f"measured_{name}")
+        if measured is not None:
+            expected = f", forecast {human_bytes(forecast)} ({measured / forecast:.3f} x)" if forecast else ""
+            said.append(f"{human_bytes(measured)} {words}{expected}")
+    return "; ".join(said) or None
+
+
 def noise_text(report: RobustnessReport, what: str) -> str | None:
     """What the noise of `loss` or `logits` is, and what it was measured with; None where it was not."""
     row = report.noise.get(what)

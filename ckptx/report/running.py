@@ -33,6 +33,11 @@ def run_text(report: RunReport) -> str:
             f"pipeline   {report.stages} stages, {counted(report.microbatches, 'microbatch')} a step; a "
             f"rank waits {report.bubble_fraction:.0%} of it at best"
         )
+    if report.forecast_peak is not None:
+        found = "" if report.measured_peak is None else f", measured {human_bytes(report.measured_peak)}"
+        lines.append(
+            f"tensors    {human_bytes(report.forecast_peak)} forecast at the peak{found}, on the rank with the most"
+        )
     if report.reference_pieces > 1:
         lines.append(f"reference  in {report.reference_pieces} pieces, one after another")
     for key, (said, run) in report.windows.items():

@@ -28,7 +28,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure, UsageError
+from ckptx.child import in_child
+from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
 from ckptx.runtime.launch import is_launched
 
 _IMPORTED = [
@@ -148,6 +149,22 @@ class Ranks:
             else Answer(value, residue)
             for rank, (value, residue) in answers.items()
         }
+
+    def aside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function gives in a process of its own, which is no rank and may have children.
+
+        Args:
+            function: Of a module.
+            args: Are pickled.
+
+        Raises:
+            CkptxError: As the function raised it.
+            Defect: It raised something else, or its process died.
+        """
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
+        with _nobodys_script(), _environment():
+            return in_child(function, *args, context=context)
 
     def fresh(self) -> Ranks:
         """The same in interpreters of their own, none of which is started yet."""
@@ -331,15 +348,11 @@ def _done(said: bytes, rank: int, settings: Settings) -> bytes:
 
 
 def _bound(settings: Settings, device: Any) -> None:
-    """Keeps a rank from using more of a GPU than it was given.
-
-    Raises:
-        UsageError: There is no GPU to use it of.
-    """
+    """Keeps a rank from using more of a GPU than it was given."""
     if settings.gpu_memory is None:
         return
-    if device.type != "cuda":
-        raise UsageError("--gpu-memory: has no meaning on a CPU; leave it out, or use --device cuda")
+    if device.type != "cuda":  # the forecast has asked whether it would fit
+        return
     import torch
 
     every = torch.cuda.get_device_properties(device).total_memory

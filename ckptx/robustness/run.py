@@ -16,6 +16,7 @@ from ckptx.options import parse_size
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
 from ckptx.report.report import Log, Stopwatch
+from ckptx.robustness.memory import Memory, forecast_memory, with_measured
 from ckptx.robustness.oracles import Difference, Verdict, plain_number
 from ckptx.robustness.phases import Findings, Phase, chosen
 from ckptx.robustness.ranks import Ranks, Residue
@@ -50,7 +51,7 @@ def robustness(
             left out.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
-        gpu_memory: What a GPU may use, as "80GB"; all of it when left out.
+        gpu_memory: What a GPU may use, as "80GB"; all of it when left out. A run that cannot fit is refused.
         log: Has what the user should know, when an error is raised, too.
 
     Returns:
@@ -60,6 +61,7 @@ def robustness(
         UsageError: An option or a key of the recipe has no meaning.
         UnsupportedError: The model cannot run like that.
         EnvironmentProblem: A package, a device or a rank is missing.
+        SpaceError: A step takes more than `gpu_memory`.
     """
     stopwatch, log = Stopwatch(), log or Log()
     path = find_recipe(recipe)
@@ -99,7 +101,8 @@ def robustness(
                     report = replace(report, out=str(folder))
                 session.source, kind = session.ask("prepared", read, folder / "source")
                 session.is_exact = kind == "cpu"
-                report = replace(report, **_run(session, wanted))
+                forecast = forecast_memory(session, memory)
+                report = replace(report, **_run(session, wanted, forecast))
                 if ranks.is_launched:
                     session.ask("agreed", None)  # nobody reads any more
     except BaseException:  # nothing was judged
@@ -145,9 +148,9 @@ def _foreign(recipe: Recipe, path: Path, folder: Path, log: Log) -> dict[str, An
     }
 
 
-def _run(session: Session, phases: Sequence[Phase]) -> dict[str, Any]:
+def _run(session: Session, phases: Sequence[Phase], forecast: Memory) -> dict[str, Any]:
     """The phases one after another; fields of the report."""
-    baseline = baseline_of(session)
+    baseline, taken = baseline_of(session)
     rows, differences = [], []
     for phase in phases:
         row, found = judged(session, phase, baseline)
@@ -164,6 +167,7 @@ def _run(session: Session, phases: Sequence[Phase]) -> dict[str, Any]:
         ],
         "differing": _most_of(differences, session.log),
         "kills": session.kills or None,
+        "step_memory": with_measured(forecast, taken),
     }
 
 
@@ -179,12 +183,15 @@ def judged(session: Session, phase: Phase, baseline: Residue) -> tuple[dict[str,
     ]
 
 
-def baseline_of(session: Session) -> Residue:
-    """What is left of a run of one step that was released: the least that a process which has trained has."""
-    session.ask("train", session.run_of(until=1))
+def baseline_of(session: Session) -> tuple[Residue, tuple[int, int] | None]:
+    """What is left of a run of two steps that was released: the least that a process which has trained has.
+
+    And what the second of them took, which is like all that follow.
+    """
+    outcome = session.ask("train", replace(session.run_of(until=2), measures=True))
     found = _most(session.residues)
     session.residues.clear()
-    return found
+    return found, outcome.taken
 
 
 def _row(phase: Phase, found: Findings, seconds: float, residue: Residue, baseline: Residue) -> dict[str, Any]:

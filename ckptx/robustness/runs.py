@@ -33,6 +33,7 @@ class Run:
         probes: Whether logits are taken at the end.
         events: Called at moments of the run, see `Trainer`.
         lines: A file for a line of JSON of each step, or None.
+        measures: Whether the bytes of the last step are counted.
     """
 
     recipe: Recipe
@@ -46,6 +47,7 @@ class Run:
     probes: bool = False
     events: Mapping[str, Event] = field(default_factory=dict)
     lines: Path | None = None
+    measures: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class Outcome:
         sharded: How many parameters of the model are cut over ranks, of how many.
         wrapped_layers: Layers that recompute their activations, on the rank with the most.
         notes: What the user should know.
+        taken: Bytes of tensors at the peak of the last step, and after it, of the rank with the most; None where they
+            were not counted.
     """
 
     losses: Mapping[int, float]
@@ -90,6 +94,7 @@ class Outcome:
     sharded: tuple[int, int]
     wrapped_layers: int
     notes: Sequence[str]
+    taken: tuple[int, int] | None = None
 
 
 def away(reference: Logits, found: Logits) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptx.forecasting.measured import Taken, measured
 from ckptx.robustness.kills import killing, rehearse
 from ckptx.robustness.moments import held_whole, items_of
 from ckptx.robustness.runs import Logits, Outcome, Run, Watch, away
@@ -27,7 +28,7 @@ from ckptx.training.checkpoints import Steps
 from ckptx.training.data import Dataset, collate, open_dataset
 from ckptx.training.recipe import Recipe
 from ckptx.training.source import prepare_source
-from ckptx.training.trainer import Trainer
+from ckptx.training.trainer import StepRecord, Trainer
 
 _PROBED = 2  # samples that logits are compared on
 LABELS = "labels"
@@ -89,8 +90,14 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
 
     start = everywhere(items_of(trainer)) if run.looks else []
     pause()
+    taken: Taken | None = None
     while trainer.done < run.until:
-        record = trainer.step()
+        records: list[StepRecord] = []
+        if run.measures and trainer.done == run.until - 1:
+            taken = measured(lambda: records.append(trainer.step()), trainer.assembled.models, place.device)
+        else:
+            records.append(trainer.step())
+        record = records[0]
         losses[record.step] = record.loss
         said.append(record.line())
         if place.rank == 0 and run.lines is not None:
@@ -110,7 +117,13 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
         sharded=(max(parts for parts, _ in sharded), max(count for _, count in sharded)),
         wrapped_layers=max(everywhere(trainer.assembled.wrapped_layers)),
         notes=list(dict.fromkeys(note for each in everywhere(trainer.notes) for note in each)),
+        taken=_most_of(everywhere(taken)) if run.measures else None,
     )
+
+
+def _most_of(taken: Sequence[Taken | None]) -> tuple[int, int]:
+    found = [each for each in taken if each is not None]
+    return max(each.peak for each in found), max(each.between_steps for each in found)
 
 
 def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]:

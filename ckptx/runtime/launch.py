@@ -18,6 +18,7 @@ from typing import Any
 
 from ckptx.errors import EnvironmentProblem
 
+_BY_US = "CKPTX_LAUNCHED"
 _GRACE = 20.0  # seconds that the others get to say what they have to say once one has failed
 _POLL = 0.05
 _LAST_WORDS = 2000  # characters of stderr
@@ -26,6 +27,11 @@ _LAST_WORDS = 2000  # characters of stderr
 def is_launched() -> bool:
     """True when torchrun, or anything that speaks as it does, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_launched_by_us() -> bool:
+    """True when `launch` started this process, which asked before whether what it does can be done."""
+    return _BY_US in os.environ
 
 
 def launch(arguments: Sequence[str], world_size: int) -> dict[str, Any]:
@@ -41,6 +47,7 @@ def launch(arguments: Sequence[str], world_size: int) -> dict[str, Any]:
         report = Path(directory, "report.json")
         command = [sys.executable, "-m", "ckptx", *arguments, "--report", str(report), "-q"]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
+        shared[_BY_US] = "1"
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // world_size))
         processes = []
         words = [Path(directory, f"stderr-{rank}") for rank in range(world_size)]

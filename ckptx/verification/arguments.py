@@ -46,6 +46,7 @@ class RunArguments(TypedDict, total=False):
     schedule: Schedule | None
     microbatches: int | None
     reference_memory: int | str | None
+    gpu_memory: int | str | None
     tp_plan: str | Path | None
     device: Device | None
     backend: Backend | None

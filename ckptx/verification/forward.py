@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptx.forecasting.measured import measured
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.distributed import Process, alone, data_index, everywhere, mesh_of, process_group, together, told
@@ -28,6 +29,7 @@ from ckptx.runtime.ledger import NO_PLACE, UNKNOWN
 from ckptx.verification.comparison import Comparison, Reference, difference
 from ckptx.verification.configs import ConfigDifference, compare_configs
 from ckptx.verification.divergence import first_divergence
+from ckptx.verification.execution import Outcome
 from ckptx.verification.inputs import windows
 from ckptx.verification.inputs.batch import Inputs
 from ckptx.verification.loaded import AtOnce, InTurn, Loaded, in_all
@@ -82,7 +84,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         index = data_index(mesh) * microbatches
         own = batches[index : index + microbatches]
         with together() if cut is None else alone():
-            found = loaded.run(own, backward=options.backward)
+            found, taken = _run(loaded, own, options, process)
         comparison = Comparison(process, record.stored, _is_exact(expected, process, options), loaded.copied)
         comparison.forward(expected, found, index)
         expected = None
@@ -100,6 +102,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         share = {
             "rows": rows,
             "undecided": comparison.undecided,
+            "taken": taken,
             "dtype": " and ".join(sorted(record.dtypes)),
             "read": record.bytes_read,
             "nbytes": record.nbytes,
@@ -115,6 +118,15 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     small = {key: [value, windows.SMALL] for key, value in {**seen.windows, **other.windows}.items()}
     report = report_of(options, everyone, inputs, small, worst, cut)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
+
+
+def _run(loaded: Loaded, own: Sequence[Inputs], options: RunOptions, process: Process) -> tuple[Outcome, int | None]:
+    """What the checkpoint computes; and the bytes at the peak of it, where they are counted."""
+    if not options.measures:
+        return loaded.run(own, backward=options.backward), None
+    found: list[Outcome] = []
+    taken = measured(lambda: found.append(loaded.run(own, backward=options.backward)), (), process.device)
+    return found[0], taken.peak - taken.before + loaded.record.nbytes  # others, as the reference, are there as well
 
 
 def _rows_of(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:

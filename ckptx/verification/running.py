@@ -6,6 +6,7 @@ reads what they found.
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.runtime.launch import is_launched, launch
+from ckptx.runtime.launch import is_launched, is_launched_by_us, launch
 from ckptx.sharding import read_plan
 from ckptx.verification.arguments import CHOICES
+from ckptx.verification.fitting import peak_that_fits
 
 _MOST_MICROBATCHES = 1024
 
@@ -34,6 +36,7 @@ def verify_running(
     schedule: str = "1f1b",
     microbatches: int | None = None,
     reference_memory: int | str | None = None,
+    gpu_memory: int | str | None = None,
     tp_plan: str | Path | None = None,
     device: str = "auto",
     backend: str = "auto",
@@ -60,6 +63,7 @@ def verify_running(
         microbatches: Of a step, on each data-parallel rank; as many as there are stages when left out.
         reference_memory: What the reference may take, as `8GB` or in bytes, beside what any process takes; on one rank
             both sides together. It runs in pieces where it takes more as a whole. What is free when left out.
+        gpu_memory: Of each GPU, as `80GB` or in bytes: a run that cannot fit is refused before it begins.
         tp_plan: JSON file {"pattern": "style"}, on top of the plan of the model.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl.
@@ -76,7 +80,7 @@ def verify_running(
         UsageError: An option has a value it cannot have.
         UnsupportedError: The class cannot run like that.
         EnvironmentProblem: torch or transformers are missing, or there is no such device.
-        SpaceError: The reference takes more memory than it may in any number of pieces; the message names the least.
+        SpaceError: A run does not fit `gpu_memory`; or the reference takes more memory than it may in any number of pieces; the message names the least.
         InputError: A checkpoint is damaged or incomplete.
     """
     given: dict[str, Any] = {
@@ -107,6 +111,14 @@ def verify_running(
     dims = ParallelDims(tp=tp, pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     user = dict(read_plan(str(tp_plan))) if tp_plan is not None else None
     log = log or Log()
+    peak = None
+    room = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
+    if room is not None and not is_launched_by_us() and os.environ.get("RANK", "0") == "0":  # others wait for this rank
+        peak = peak_that_fits(
+            reference, checkpoint, dims, room, pp_split=pp_split,
+            microbatches=microbatches, schedule=schedule, activation_checkpointing=activation_checkpointing,
+            ac_scope=ac_scope, dtype=compute_dtype, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     if dims.world_size > 1 and not is_launched():
         arguments = ["verify", str(reference), str(checkpoint), "--run", "--tp", str(tp), "--dp-shard", str(dp_shard)]
         arguments += ["--pp", str(pp), "--pp-split", pp_split, "--dp-replicate", str(dp_replicate)]
@@ -114,12 +126,13 @@ def verify_running(
         arguments += [] if memory is None else ["--reference-memory", str(memory)]
         for name, value in given.items():
             arguments += [f"--{name.replace('_', '-')}", value]
+        arguments += [] if room is None else ["--gpu-memory", str(room)]
         arguments += [] if tp_plan is None else ["--tp-plan", str(tp_plan)]
         arguments += ["--compile"] if compile else []
         arguments += [] if backward else ["--no-backward"]
         arguments += ["--trust-remote-code"] if trust_remote_code else []
         arguments += ["--strict"] if strict else []
-        return _adopted(launch(arguments, dims.world_size), log)
+        return replace(_adopted(launch(arguments, dims.world_size), log), forecast_peak=peak)
     try:
         from ckptx.verification.forward import verify_run
         from ckptx.verification.side import RunOptions
@@ -141,8 +154,9 @@ def verify_running(
         schedule,
         microbatches,
         memory,
+        room is not None,
     )
-    return verify_run(reference, checkpoint, options, log)
+    return replace(verify_run(reference, checkpoint, options, log), forecast_peak=peak)
 
 
 def _adopted(document: dict[str, Any], log: Log) -> RunReport:

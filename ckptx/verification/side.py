@@ -59,6 +59,7 @@ class RunOptions:
         microbatches: Of each step of the pipeline, on each data-parallel rank; None for as many as there are stages.
         reference_memory: Bytes that the reference may take, with its gradients; on one rank both sides together.
             It runs in pieces where it would take more as a whole. None for what is free.
+        measures: Whether bytes of tensors are counted while the checkpoint runs.
     """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -76,6 +77,7 @@ class RunOptions:
     schedule: str = "1f1b"
     microbatches: int | None = None
     reference_memory: int | None = None
+    measures: bool = False
 
 
 class Seen(NamedTuple):

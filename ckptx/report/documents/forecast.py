@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptx.report.report import OPTIONAL, Report
+from ckptx.report.report import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ class RobustnessReport(Report):
         differing: A row for each item that differs: `phase` (its number), `oracle`, `item`, and what else is known
             (`rank`, `reference`, `found`).
         kills: A row for each process that was killed while saving: `at`, `ranks`, `asynchronous`, `latest`, `ok`.
+        step_memory: Bytes of tensors of the rank with the most in one step: `forecast_peak`, `forecast_between_steps`,
+            `measured_peak`, `measured_between_steps`; empty where nothing was.
         environment: What it ran with: ckptx, python, torch, transformers, device, ... -> version or name.
     """
 
@@ -53,6 +55,7 @@ class RobustnessReport(Report):
     losses: Sequence[dict[str, Any]] = field(default_factory=list)
     differing: Sequence[dict[str, Any]] = field(default_factory=list)
     kills: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
+    step_memory: Mapping[str, int] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -47,6 +47,9 @@ class RunReport(Report):
         grad_of_limit: The gradient nearest to its limit, and what part of it that is.
         first_divergence: The first module whose output differs.
         gradient_differences: How far each gradient is away.
+        forecast_peak: Bytes of tensors of the checkpoint's side at the peak of the run, on the rank with the most, as they
+            were forecast; where `--gpu-memory` asked.
+        measured_peak: What they were.
         peak_rss_rank_0: Of the process that ran as rank 0, where this one started the ranks.
     """
 
@@ -80,4 +83,6 @@ class RunReport(Report):
     grad_of_limit: Sequence[Any] | None
     first_divergence: Any
     gradient_differences: Sequence[dict[str, Any]]
+    forecast_peak: int | None = field(default=None, metadata=OPTIONAL)
+    measured_peak: int | None = field(default=None, metadata=OPTIONAL)
     peak_rss_rank_0: int | None = field(default=None, metadata=OPTIONAL)

@@ -116,9 +116,7 @@ def pack(values: Sequence[Any], places: Sequence[Place], device: torch.device) -
 def rows_of(values: Sequence[Any]) -> list[list[int]]:
     """The header of values, or of the places that they need."""
     return [
-        [_NONE] * (1 + _MOST_DIMS)
-        if each is None
-        else [1, *each.shape, *[_NONE] * (_MOST_DIMS - len(each.shape))]
+        [_NONE] * (1 + _MOST_DIMS) if each is None else [1, *each.shape, *[_NONE] * (_MOST_DIMS - len(each.shape))]
         for each in values
     ]
 

@@ -330,6 +330,5 @@ class _Sealed:
         self.values = values
 
 
-
 def _detached(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Work in a fork of this process: a world of its own, whose memory is gone afterwards."""
+"""Work in a process of its own, whose memory is gone afterwards."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ckptx.errors import CkptxError, Defect
 T = TypeVar("T")
 
 
-def in_child(work: Callable[..., T], *args: Any) -> T:
-    """What a function gives, computed in a fork of this process.
-
-    The process must not have run a backward pass before: autograd cannot be forked then.
+def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
+    """What a function gives, computed in a process of its own.
 
     Args:
         work: Its result can be pickled.
         args: Of the function.
+        context: Of multiprocessing. When left out, it is a fork of this process, which must not have run a backward
+            pass: autograd cannot be forked then.
 
     Raises:
         CkptxError: That of the function.
         Defect: It raised something else, or the fork died.
     """
-    context = multiprocessing.get_context("fork")
+    context = context or multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(theirs, work, args), daemon=True)
+    child = context.Process(target=_run, args=(theirs, work, args))
     child.start()
     theirs.close()
     try:
@@ -37,12 +37,13 @@ def in_child(work: Callable[..., T], *args: Any) -> T:
     except EOFError:
         child.join()
         raise Defect(
-            f"a forecast ended with code {child.exitcode}, needed a result; is the machine out of memory?"
+            f"a process of its own ended with code {child.exitcode}, needed a result; is the machine out of memory?"
         ) from None
+    except BaseException:  # interrupted
+        child.kill()
+        raise
     finally:
         ours.close()
-        if child.is_alive():
-            child.join(5) if "found" in locals() else child.kill()
         child.join()
     if is_done:
         return found  # type: ignore[no-any-return]  # what `work` gave

@@ -1,0 +1,84 @@
+"""What a step really took, to hold a forecast against."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptx.forecasting.ledger import Ledger
+
+
+class Taken(NamedTuple):
+    """Bytes of tensors of one rank.
+
+    Attributes:
+        peak: When they were most.
+        between_steps: After the step.
+        before: Before it.
+    """
+
+    peak: int
+    between_steps: int
+    before: int
+
+
+def measured(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> Taken:
+    """Runs a step and measures it: as the allocator of CUDA counts, or every storage on a CPU.
+
+    Args:
+        step: What is run; one like it ran before.
+        models: What it runs.
+        device: Where.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return Taken(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device), before)
+    ledger = Ledger()
+    ledger.adopt(_living())
+    before = ledger.nbytes
+    with ledger.watching(models), _Watching(ledger):
+        step()
+    return Taken(_most(ledger), ledger.nbytes, before)
+
+
+def _most(ledger: Ledger) -> int:
+    now = most = 0
+    for life, is_birth in ledger.events:
+        now += life.nbytes if is_birth else -life.nbytes
+        most = max(most, now)
+    return most
+
+
+def _living() -> list[Tensor]:
+    found = []
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and not issubclass(type(each), DTensor):  # isinstance would ask a proxy
+            found.append(each)
+    return [each for each in found if each.device.type == "cpu"]
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
+    """Shows a ledger what is computed."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, Tensor) and each not in (Tensor, nn.Parameter) for each in types):
+            return NotImplemented  # a DTensor works with plain tensors
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._ledger.see(func, args, kwargs, out)
+        return out

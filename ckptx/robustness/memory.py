@@ -1,0 +1,60 @@
+"""What a step of a recipe will take, found before it is run, and what it took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptx.errors import CkptxError, SpaceError
+from ckptx.report.report import human_bytes
+from ckptx.robustness.session import Session
+from ckptx.training.recipe import Recipe
+
+Memory = dict[str, Any]
+
+
+def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
+    """The forecast of a session, made in a process of its own; a note where the class cannot be forecast.
+
+    Args:
+        session: Whose source is prepared.
+        gpu_memory: Of each GPU, in bytes; None does not ask.
+
+    Raises:
+        SpaceError: It does not fit; the message says what would.
+    """
+    try:
+        found = session.ranks.aside(_forecast, session.recipe, session.source, gpu_memory)
+    except SpaceError:
+        raise
+    except CkptxError as error:
+        session.log.note(f"memory is not forecast: {error}")
+        return {}
+    return {"forecast_peak": found[0], "forecast_between_steps": found[1]}
+
+
+def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None) -> tuple[int, int]:
+    from ckptx.forecasting.forecast import ranks_of
+    from ckptx.forecasting.reserve import reserved
+    from ckptx.forecasting.task import task_of_recipe
+
+    task = task_of_recipe(recipe, source)
+    ranks = ranks_of(task)
+    peak = max(sum(each.course.worst.most) for each in ranks)
+    if gpu_memory is not None and peak + reserved(peak) > gpu_memory:
+        raise SpaceError(
+            f"--gpu-memory: {recipe.name} takes {human_bytes(peak)} of tensors at the peak of a step and "
+            f"{human_bytes(reserved(peak))} beside them, found {human_bytes(gpu_memory)}; {_advice(task, gpu_memory)}"
+        )
+    return peak, max(sum(each.course.between) for each in ranks)
+
+
+def _advice(task: Any, gpu_memory: int) -> str:
+    return "use another layout or activation checkpointing, as `ckptx forecast --search` finds them"
+
+
+def with_measured(memory: Memory, taken: tuple[int, int] | None) -> Memory:
+    """With what a step took."""
+    if taken is None:
+        return memory
+    return {**memory, "measured_peak": taken[0], "measured_between_steps": taken[1]}

@@ -1,0 +1,52 @@
+"""Whether a run fits the GPUs, asked before it begins: in a process of its own, by the forecast of its step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptx.child import in_child
+from ckptx.errors import SpaceError
+from ckptx.forecasting.reserve import reserved
+from ckptx.formats.hf.hf_metadata import directory_of_config
+from ckptx.formats.registry import open_checkpoint
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.report import human_bytes
+
+_LENGTH, _ROWS = 32, 2  # of what models are compared on
+
+
+def peak_that_fits(reference: Path, checkpoint: Path, dims: ParallelDims, gpu_memory: int, **how: Any) -> int:
+    """Bytes of tensors at the peak of a run, on the rank with the most.
+
+    Args:
+        reference: Whose config is taken where the checkpoint has none.
+        checkpoint: What is run.
+        dims: The mesh.
+        gpu_memory: Of each GPU, in bytes.
+        how: The options of `ckptx.forecasting.task.task_of_options` that are known here.
+
+    Raises:
+        SpaceError: It does not fit.
+        CkptxError: It cannot be forecast.
+    """
+    sources = [directory_of_config(open_checkpoint(path)) for path in (checkpoint, reference)]
+    source = next((each for each in sources if (each / "config.json").is_file()), sources[-1])
+    peak: int = in_child(_peak, source, dims, how)
+    if peak + reserved(peak) > gpu_memory:
+        raise SpaceError(
+            f"--gpu-memory: a run of {checkpoint} takes {human_bytes(peak)} of tensors and {human_bytes(reserved(peak))}"
+            f" beside them on each GPU, found {human_bytes(gpu_memory)}; use more ranks (--tp, --pp, --dp-shard)"
+        )
+    return peak
+
+
+def _peak(source: Path, dims: ParallelDims, how: dict[str, Any]) -> int:
+    from ckptx.forecasting.forecast import ranks_of, stages_of
+    from ckptx.forecasting.task import task_of_options
+
+    task = task_of_options(
+        source, dims=dims, batch=None, seq=_LENGTH, stages=stages_of(dims.pp, how["schedule"]), param_dtype=None,
+        reduce_dtype=None, optimizer="none", loss="sharded", images=0, **how,
+    )  # fmt: skip
+    return max(sum(each.course.worst.most) for each in ranks_of(task))
