@@ -47,8 +47,8 @@ class RunReport(Report):
         grad_of_limit: The gradient nearest to its limit, and what part of it that is.
         first_divergence: The first module whose output differs.
         gradient_differences: How far each gradient is away.
-        forecast_peak: Bytes of tensors of the checkpoint's side at the peak of the run, on the rank with the most, as they
-            were forecast; where `--gpu-memory` asked.
+        forecast_peak: Bytes of tensors of the checkpoint's side at the peak of the run, on the rank with the most, as
+            they were forecast; where `--gpu-memory` asked.
         measured_peak: What they were.
         peak_rss_rank_0: Of the process that ran as rank 0, where this one started the ranks.
     """
