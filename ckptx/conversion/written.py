@@ -192,14 +192,22 @@ def _blocks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
 
 
 def _outermost(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
-    """The first and the last block of each file."""
+    """The first and the last block of each file; whatever goes into the same files lies there in the catalog's order."""
+    begins: dict[object, TensorEntry] = {}
+    ends: dict[object, TensorEntry] = {}
+    for entry in catalog.tensors.values():
+        chunks = entry.chunks
+        files = id(chunks.files) if type(chunks) is CutChunks else chunks[0].file
+        begins.setdefault(files, entry)
+        ends[files] = entry
     first: dict[str, tuple[TensorEntry, Chunk]] = {}
     last: dict[str, tuple[TensorEntry, Chunk]] = {}
-    for entry, chunk in _blocks(catalog):
-        if chunk.file not in first or chunk.offset < first[chunk.file][1].offset:
-            first[chunk.file] = entry, chunk
-        if chunk.file not in last or chunk.offset > last[chunk.file][1].offset:
-            last[chunk.file] = entry, chunk
+    for entry in (*begins.values(), *ends.values()):
+        for chunk in entry.chunks:
+            if chunk.file not in first or chunk.offset < first[chunk.file][1].offset:
+                first[chunk.file] = entry, chunk
+            if chunk.file not in last or chunk.offset > last[chunk.file][1].offset:
+                last[chunk.file] = entry, chunk
     yield from first.values()
     yield from last.values()
 
