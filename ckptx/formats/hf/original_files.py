@@ -8,6 +8,7 @@ tensor is which.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def remember(source: Catalog, notes: list[str]) -> OriginalFiles | None:
 
 def _remember_file(source: Catalog, name: str) -> OriginalFile:
     text = source.verbatim[name]
-    metadata = (json.loads(text).get("__metadata__") or {}) if '"__metadata__"' in text else {}
+    metadata = (_value_of(text, "__metadata__") or {}) if '"__metadata__"' in text else {}
     tensors = [entry for entry in source.tensors.values() if entry.chunks[0].file == name]
     try:
         usual = padded(header_of(tensors, metadata)) == text
@@ -64,10 +65,19 @@ def _remember_file(source: Catalog, name: str) -> OriginalFile:
 
 def _remember_index(source: Catalog, name: str) -> OriginalIndex:
     text = source.verbatim[name]
-    metadata: Any = json.loads(text).get("metadata", {})
+    metadata: Any = _value_of(text, "metadata", {})
     weight_map = {entry.name: entry.chunks[0].file for entry in source.tensors.values()}
     usual = _is_shallow(metadata) and index_text(weight_map, metadata) == text
     return OriginalIndex(name, metadata, None) if usual else OriginalIndex(name, None, text)
+
+
+def _value_of(text: str, key: str, default: object = None) -> Any:
+    """What a JSON object has under a key. It was parsed before: where the key is the first, the rest is left alone."""
+    first = re.match(rf'\s*{{\s*"{key}"\s*:\s*', text)
+    if first is None:
+        return json.loads(text).get(key, default)
+    value, _ = json.JSONDecoder().raw_decode(text, first.end())
+    return value
 
 
 def _is_shallow(value: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import Header, parse_header
 from ckptx.formats.sharding_info import SHARDING_INFO, holds_parts, that_record_offsets
@@ -62,6 +62,7 @@ def _open_files(root: Path, names: list[str]) -> Catalog | None:
     catalog = Catalog(root, "huggingface", {})
     owner: dict[str, str] = {}
     recording: set[str] = set()
+    regions: dict[Shape, Region] = {}
     with FilePool(root) as files:
         for name in names:
             identity = files.identity(name)
@@ -72,17 +73,20 @@ def _open_files(root: Path, names: list[str]) -> Catalog | None:
                 recording.add(name)
             catalog.files[name], catalog.identities[name] = identity.nbytes, identity
             catalog.verbatim[name] = header.text
-            for tensor in header.tensors:
-                if tensor.name in owner:
-                    if {name, owner[tensor.name]} <= recording:
+            for tensor, dtype, shape, begin, end in header.tensors:
+                if tensor in owner:
+                    if {name, owner[tensor]} <= recording:
                         return None
                     raise InputError(
-                        f'{root}: tensor "{tensor.name}" is in {owner[tensor.name]} and in {name}; '
+                        f'{root}: tensor "{tensor}" is in {owner[tensor]} and in {name}; '
                         "which one counts is unknown, remove one"
                     )
-                owner[tensor.name] = name
-                chunk = Chunk(whole(tensor.shape), name, tensor.begin, tensor.end - tensor.begin)
-                catalog.tensors[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, (chunk,))
+                owner[tensor] = name
+                region = regions.get(shape)
+                if region is None:
+                    region = regions[shape] = whole(shape)
+                chunk = Chunk(region, name, begin, end - begin)
+                catalog.tensors[tensor] = TensorEntry(tensor, dtype, shape, (chunk,))
         return None if recording and _is_continued(root, files, set(names)) else catalog
 
 
@@ -181,4 +185,9 @@ _ADAPTER_PARTS = frozenset({"base_layer", "modules_to_save", "ia3_l", "prompt_em
 
 def index_text(weight_map: dict[str, str], metadata: dict[str, Any]) -> str:
     """An index as transformers writes it: sorted, two spaces, a newline at the end."""
-    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    if not weight_map:
+        return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    # Python's encoder is in C as long as it is not asked to indent, and the many rows need no more than a separator.
+    around = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")
+    rows = json.dumps(weight_map, separators=(",\n    ", ": "), sort_keys=True)[1:-1]
+    return f'{{\n  "metadata": {around},\n  "weight_map": {{\n    {rows}\n  }}\n}}\n'

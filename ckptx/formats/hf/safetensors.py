@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from json.encoder import encode_basestring
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ckptx.catalog.dtype import BY_NAME, DType
@@ -92,8 +93,9 @@ def parse_header(read: Read, size: int, where: str) -> Header:
         raise half_surrogate(where)
     metadata = parsed.pop("__metadata__", None)
     _refuse_duplicate_keys(text, len(parsed), where)
-    tensors = [_parse_tensor(name, value, 8 + length, size, where) for name, value in parsed.items()]
-    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    kinds: dict[str, _Kind] = {}
+    tensors = [_parse_tensor(name, value, 8 + length, size, where, kinds) for name, value in parsed.items()]
+    tensors.sort(key=itemgetter(3, 4))  # begin, end
     _check_cover(tensors, 8 + length, size, where)
     return Header(tensors, _check_metadata(metadata, where), text)
 
@@ -113,13 +115,43 @@ def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
     json.loads(text, object_pairs_hook=refuse)
 
 
-def _parse_tensor(name: str, value: Any, data_start: int, size: int, where: str) -> HeaderTensor:
+class _Kind(NamedTuple):
+    """What thousands of tensors of a header have in common; `nbytes` is what each of them takes."""
+
+    dtype: DType
+    shape: Shape
+    nbytes: int
+
+
+def _parse_tensor(
+    name: str, value: Any, data_start: int, size: int, where: str, kinds: dict[str, _Kind]
+) -> HeaderTensor:
     try:
         dtype_name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(
             f'{where}: tensor "{name}" lacks one of dtype, shape, data_offsets; the file is corrupt'
         ) from error
+    key = f"{dtype_name!r}{shape!r}"  # a text tells 1 from 1.0 and from true
+    kind = kinds.get(key)
+    if kind is None:
+        kind = kinds[key] = _parse_kind(name, dtype_name, shape, where)
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << ELEMENT_BITS:
+        raise InputError(f'{where}: tensor "{name}" has data_offsets {_brief([begin, end])}; the file is corrupt')
+    if end - begin != kind.nbytes:
+        raise InputError(
+            f'{where}: tensor "{name}" spans {end - begin} bytes, its shape {shape} and dtype {kind.dtype} need '
+            f"{kind.nbytes}; the file is corrupt"
+        )
+    if data_start + end > size:
+        raise InputError(
+            f'{where}: tensor "{name}" ends at byte {data_start + end}, file has {size}; '
+            "the file is truncated, download it again"
+        )
+    return HeaderTensor(name, kind.dtype, kind.shape, data_start + begin, data_start + end)
+
+
+def _parse_kind(name: str, dtype_name: Any, shape: Any, where: str) -> _Kind:
     dtype = BY_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None or not dtype.in_safetensors:
         raise UnsupportedError(
@@ -134,21 +166,9 @@ def _parse_tensor(name: str, value: Any, data_start: int, size: int, where: str)
     if (fault := shape_fault(shape)) is not None:
         raise InputError(f'{where}: tensor "{name}" has a shape of {fault}; the file is corrupt')
     numel = prod(shape)
-    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << ELEMENT_BITS:
-        raise InputError(f'{where}: tensor "{name}" has data_offsets {_brief([begin, end])}; the file is corrupt')
     if numel * dtype.bits % 8:
         raise InputError(f'{where}: tensor "{name}" ({dtype} {shape}) does not fill whole bytes; the file is corrupt')
-    if end - begin != dtype.nbytes(numel):
-        raise InputError(
-            f'{where}: tensor "{name}" spans {end - begin} bytes, its shape {shape} and dtype {dtype} need '
-            f"{dtype.nbytes(numel)}; the file is corrupt"
-        )
-    if data_start + end > size:
-        raise InputError(
-            f'{where}: tensor "{name}" ends at byte {data_start + end}, file has {size}; '
-            "the file is truncated, download it again"
-        )
-    return HeaderTensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
+    return _Kind(dtype, tuple(shape), dtype.nbytes(numel))
 
 
 def _brief(value: object) -> str:
@@ -194,11 +214,12 @@ def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata:
     parts = []
     if metadata:
         parts.append('"__metadata__":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")))
-    parts.extend(
-        f'{encode_basestring(name)}:{{"dtype":"{dtype.name}","shape":[{",".join(map(str, shape))}],'
-        f'"data_offsets":[{begin},{end}]}}'
-        for name, dtype, shape, begin, end in tensors
-    )
+    kinds: dict[tuple[DType, Shape], str] = {}  # thousands of tensors are of a few kinds
+    for name, dtype, shape, begin, end in tensors:
+        kind = kinds.get((dtype, shape))
+        if kind is None:
+            kind = kinds[dtype, shape] = f'{{"dtype":"{dtype.name}","shape":[{",".join(map(str, shape))}]'
+        parts.append(f'{encode_basestring(name)}:{kind},"data_offsets":[{begin},{end}]}}')
     return "{" + ",".join(parts) + "}"
 
 
