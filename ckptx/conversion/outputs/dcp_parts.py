@@ -75,6 +75,9 @@ def _metadata(
     catalog: Catalog, contents: DcpContents, names: Mapping[str, str], planner_data: Mapping[str, Any] | None
 ) -> tuple[dict[str, str], bytes]:
     """Names in the `.metadata` of one part with what each stands for, and the `.metadata` itself."""
+    if not names:
+        fqns = {**{name: name for name in (*catalog.tensors, *catalog.objects)}, **contents.aliases}
+        return fqns, dcp_layout.metadata_bytes(catalog, contents.aliases, planner_data, contents.copies)
 
     def called(name: str) -> str:
         """A name that came with a copy or an alias is spelled as its twin is."""
@@ -118,13 +121,14 @@ def _append(output: DcpOutput, layout: dcp_layout.DcpLayout, lead: str) -> None:
     moved: dict[int, tuple[str, ...]] = {}
     for name, entry in layout.catalog.tensors.items():
         chunks = entry.chunks
-        assert isinstance(chunks, CutChunks)
         if lead:
+            assert isinstance(chunks, CutChunks)
             files = moved.get(id(chunks.files))
             if files is None:
                 files = moved[id(chunks.files)] = tuple(lead + file for file in chunks.files)
             chunks = CutChunks(chunks.blocks, files, chunks.lengths, chunks.offsets, chunks.archive)
-        output.catalog.tensors[name] = entry._replace(chunks=chunks)
+            entry = entry._replace(chunks=chunks)
+        output.catalog.tensors[name] = entry
     for name, pickled in layout.catalog.objects.items():
         output.catalog.objects[name] = pickled._replace(file=lead + pickled.file)
     for file, nbytes in layout.catalog.files.items():

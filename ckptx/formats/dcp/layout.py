@@ -90,6 +90,9 @@ def deal(lengths: Sequence[int], count: int) -> Iterator[int]:
     total = sum(lengths)
     done = index = 0
     for i, length in enumerate(lengths):
+        if index == count - 1:
+            yield index
+            continue
         ideal = min(count - 1, (2 * done + length) * count // (2 * total)) if total else 0
         least = max(index, count - (len(lengths) - i))
         if max(ideal, least) > index and i:
@@ -163,31 +166,54 @@ def _parts_of(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
     return enumerate(parts)
 
 
+class _Alike(NamedTuple):
+    """What tensors that are cut alike have in common in the files that they are appended to.
+
+    Attributes:
+        files: As in `CutChunks`.
+        lengths: Likewise.
+        places: For each block its rank_in_stage, and the bytes that its tensor has in that file before it.
+        sums: Bytes of the tensor for each rank_in_stage that has some.
+    """
+
+    files: tuple[str, ...]
+    lengths: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+    sums: tuple[tuple[int, int], ...]
+
+
 def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
     """Appends tensors to one file per rank_in_stage; gives the bytes of each file that got some."""
-    lengths_of: dict[tuple[int, DType], tuple[int, ...]] = {}
+    known: dict[tuple[int, DType], _Alike] = {}
     files_of: dict[int, tuple[str, ...]] = {}
     filled: dict[int, int] = {}
     for entry, blocks in members:
-        key = (id(blocks), entry.dtype)
-        lengths = lengths_of.get(key)
-        if lengths is None:
-            lengths = lengths_of[key] = _archive_lengths(entry, blocks)
-            files_of[id(blocks)] = tuple(names[block.rank_in_stage] for block in blocks)
-        offsets = array("q")
-        for block, length in zip(blocks, lengths, strict=True):
-            at = filled.get(block.rank_in_stage, 0)
-            offsets.append(at)
-            filled[block.rank_in_stage] = at + length
-        chunks = CutChunks(blocks, files_of[id(blocks)], lengths, offsets, archive=True)
-        catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks)
+        name, dtype, shape, _, _ = entry
+        alike = known.get((id(blocks), dtype))
+        if alike is None:
+            files = files_of.setdefault(id(blocks), tuple(names[block.rank_in_stage] for block in blocks))
+            alike = known[id(blocks), dtype] = _alike(entry, blocks, files)
+            for rank, _ in alike.sums:
+                filled.setdefault(rank, 0)
+        offsets = array("q", [filled[rank] + before for rank, before in alike.places])
+        for rank, nbytes in alike.sums:
+            filled[rank] += nbytes
+        chunks = CutChunks(blocks, alike.files, alike.lengths, offsets, archive=True)
+        catalog.tensors[name] = TensorEntry(name, dtype, shape, chunks)
     return filled
 
 
-def _archive_lengths(entry: TensorEntry, blocks: tuple[Block, ...]) -> tuple[int, ...]:
+def _alike(entry: TensorEntry, blocks: tuple[Block, ...], files: tuple[str, ...]) -> _Alike:
     assert not any(block.replica for block in blocks)
     dtype, name = entry.dtype, entry.name
-    return tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
+    lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
+    places: list[tuple[int, int]] = []
+    sums: dict[int, int] = {}
+    for block, length in zip(blocks, lengths, strict=True):
+        before = sums.get(block.rank_in_stage, 0)
+        places.append((block.rank_in_stage, before))
+        sums[block.rank_in_stage] = before + length
+    return _Alike(files, lengths, tuple(places), tuple(sums.items()))
 
 
 def metadata_bytes(
@@ -213,12 +239,11 @@ def metadata_bytes(
     for name, on_disk in stored.items():
         entry = catalog.tensors[on_disk]
         chunks = entry.chunks
-        cut = (id(chunks.blocks), entry.dtype, entry.shape) if isinstance(chunks, CutChunks) else None
-        tensor = None if cut is None else known.get(cut)
+        regions = id(chunks.blocks) if type(chunks) is CutChunks else tuple([chunk.region for chunk in chunks])
+        cut = (regions, entry.dtype, entry.shape)
+        tensor = known.get(cut)
         if tensor is None:
-            tensor = _describe(entry)
-            if cut is not None:
-                known[cut] = tensor
+            tensor = known[cut] = _describe(entry)
         described[name] = tensor
     objects = list(catalog.objects)
     if planner_data is not None:

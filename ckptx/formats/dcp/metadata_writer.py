@@ -81,13 +81,13 @@ def emit(
     out, file = Emitter(), BytesIO()
     write = file.write
     write(out.head())
-    bodies: dict[TensorMetadata, bytes] = {}
+    bodies: dict[int, bytes] = {}  # by `id`: tensors that are alike are one object
     for fqn, tensor in tensors.items():
         write(out.text(fqn))
-        body = bodies.get(tensor)
+        body = bodies.get(id(tensor))
         if body is None:
             write(out.tensor(tensor))
-            body = bodies[tensor] = out.tensor(tensor)  # shorter the second time: what it shares is in the memo
+            bodies[id(tensor)] = out.tensor(tensor)  # shorter the second time: what it shares is in the memo
         else:
             write(body)
     for fqn in objects:
@@ -123,13 +123,12 @@ def _emit_storage(storage: Iterable[Stored | StoredCut], out: Emitter) -> Iterat
                 yield name + begin + pickled_int(at) + end
             alike[cut] = [(begin, end) for begin, end, _ in lines.of_cut(each)]  # shorter, as in `emit`
             continue
-        yield b"".join(
-            [
-                code
-                for (begin, end), at in zip(known, offsets, strict=True)
-                for code in (name, begin, pickled_int(at), end)
-            ]
-        )
+        before, code, codes = -1, b"", []
+        for (begin, end), at in zip(known, offsets, strict=True):
+            if at != before:  # blocks of one length begin at the same place in the file of every rank
+                before, code = at, pickled_int(at)
+            codes += (name, begin, code, end)
+        yield b"".join(codes)
 
 
 class _Lines:
