@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.architecture.spec import Architecture
+from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UsageError
@@ -153,18 +154,27 @@ class Sharder:
         placed: dict[str, Placed] = {}
         replicated = []
         passed = frozenset(unknown)
+        stages: dict[str, tuple[int, bool]] = {}  # of tensors of the model, into which many may go
+        cuts: dict[tuple[Shape, int, DType], tuple[Block, ...]] = {}  # by `id` of the decision
         for name, entry in tensors.items():
             model_name = decisions.model_name(name)
-            is_extra = model_name is not None and self.stages.is_extra(model_name)
-            is_unknown = name in passed or model_name is None or is_extra
+            path = model_name or name
+            known = stages.get(path)
+            if known is None:
+                known = stages[path] = self.stages.stage_of(path), self.stages.is_extra(path)
+            stage, is_extra = known[0], known[1] and model_name is not None
+            is_unknown = is_extra or model_name is None or name in passed
             if is_unknown and (is_extra or not decisions.has_weight(name, passed)):
                 replicated.append(name)
-                decision = Decision(None, "default", "not in the model; replicated", True)
-                stage = self._stage_of_unknown(model_name or name)
+                decision = _PASSED
+                stage = self._stage_of_unknown(path)
             else:
                 decision = decisions.of(name)
-                stage = self.stages.stage_of(model_name or name)
-            blocks = cut(entry.shape, decision.placement, self.dims, self.replicate, entry.dtype.pack)
+            _, dtype, shape, _, _ = entry
+            blocks = cuts.get((shape, id(decision), dtype))
+            if blocks is None:
+                blocks = cut(shape, decision.placement, self.dims, self.replicate, dtype.pack)
+                cuts[shape, id(decision), dtype] = blocks
             placed[name] = Placed(stage, blocks, decision)
         return ShardedModel(self.dims, self.stages, placed, tuple(replicated))
 
@@ -186,6 +196,12 @@ class _Decisions:
         self._plan, self._tp, self._rules, self._shapes = plan, tp, rules, shapes
         self._places: Mapping[str, Destination | str | None] = {} if rules is None else rules.places(shapes)
         self._has_indices = any(part.isdecimal() for pattern in plan.patterns() for part in pattern.split("."))
+        # Conversions that hold a tensor in another form, not only under another name or its rows reordered.
+        self._rebuilding = {
+            index
+            for index, conversion in enumerate(() if rules is None else rules.conversions)
+            if any(op.kind != "permute_rope" for op in conversion.ops)
+        }
         self._known: dict[tuple[object, ...], Decision] = {}
         self._of_targets: dict[str, Decision] = {}
         self._of_experts: dict[tuple[str, Shape], Decision] = {}
@@ -221,18 +237,13 @@ class _Decisions:
             weight = self._shapes[beside], self.of(beside).placement
         model_name = self.model_name(name)
         place = self._places.get(name)
-        if weight is None and isinstance(place, Destination) and self._is_rebuilt(place):
+        if weight is None and type(place) is Destination and place.conversion in self._rebuilding:
             return self._seen_from_disk(name)
         key = (model_name if self._has_indices else pattern_of(model_name or name), shape, weight)
         decision = self._known.get(key)
         if decision is None:
             decision = self._known[key] = decide(self._plan, model_name or name, shape, self._tp, weight)
         return decision
-
-    def _is_rebuilt(self, place: Destination) -> bool:
-        """True when the model holds it in another form, not only under another name or its rows reordered."""
-        ops = () if self._rules is None else self._rules.conversions[place.conversion].ops
-        return any(op.kind != "permute_rope" for op in ops)
 
     def _seen_from_disk(self, name: str) -> Decision:
         """The decision for a tensor that is a part of tensors of the model, or holds several of them."""
@@ -272,6 +283,7 @@ class _Decisions:
         return cut(shape, decision.placement, ParallelDims(tp=self._tp), True)
 
 
+_PASSED = Decision(None, "default", "not in the model; replicated", True)
 _UNCUT = Decision(None, "default", "stored in a form that cannot be cut as the model is; replicated", True)
 
 

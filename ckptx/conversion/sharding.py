@@ -33,6 +33,8 @@ class Sharded:
 
     def renamed(self, names: Mapping[str, str]) -> Sharded:
         """The same under other names."""
+        if all(old == new for old, new in names.items()):
+            return self
         model = None if self.model is None else self.model.renamed(names.__getitem__)
         return Sharded(self.target.renamed(names.__getitem__), model, self.notes)
 
@@ -92,13 +94,10 @@ def _unknown_names(view: ModelView, target: Target, naming: Naming) -> list[str]
     architecture, config = view.architecture, view.config
     if architecture is None or config is None:
         return []
+    model_names = {name: naming.model_name(name) for name in target.tensors}
+    lacking = {each for each in {*model_names.values()} if each is not None and architecture.lacks(each, config)}
     unknown = set(view.unknown)
-    found = []
-    for name in target.tensors:
-        model_name = naming.model_name(name)
-        if name in unknown or (model_name is not None and architecture.lacks(model_name, config)):
-            found.append(name)
-    return found
+    return [name for name, model_name in model_names.items() if name in unknown or model_name in lacking]
 
 
 def _notes_on(model: ShardedModel) -> list[str]:

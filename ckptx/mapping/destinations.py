@@ -31,8 +31,8 @@ class Destination(NamedTuple):
 
     @property
     def run(self) -> Run:
-        """What the tensors that go together share."""
-        return self.conversion, self.fixed
+        """What the tensors that go together share: `conversion` and `fixed`."""
+        return self[:2]
 
 
 def named(pattern: str, fixed: tuple[int, ...], at: int) -> str:
