@@ -266,17 +266,13 @@ class _Survey:
             pattern, indices = parted(place)
             self._there.setdefault(pattern, set()).add(indices)
             return self._misfit(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
-        conversion = self.rules.conversions[place.conversion]
-        key = place.run
-        run = self._runs.get(key)
+        number, fixed, column, at = place
+        run = self._runs.get(place.run)
         if run is None:
-            run = self._runs[key] = self._run_at(conversion, place.fixed)
-        run.positions[place.column].add(place.at)
+            run = self._runs[place.run] = self._run_at(self.rules.conversions[number], fixed)
+        run.positions[column].add(at)
         return self._misfit(
-            name,
-            entry,
-            (place.conversion, place.column, run.alike),
-            lambda: self._shapes_on_disk(conversion, place),
+            name, entry, (number, column, run.alike), lambda: self._shapes_on_disk(run.conversion, place)
         )
 
     def _run_at(self, conversion: Conversion, fixed: tuple[int, ...]) -> _Run:

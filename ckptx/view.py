@@ -62,6 +62,7 @@ class ModelView:
     trainer_naming: tuple[Conversion, ...] = ()
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    _rules: list[NameRules | None] = field(default_factory=list, compare=False, repr=False)
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Bytes of the tensors with these names on disk."""
@@ -187,8 +188,16 @@ def _were_in_a_model(names: list[str], catalog: Catalog, manifest: Manifest) -> 
 
 
 def rules_of(view: ModelView) -> NameRules | None:
-    """The rules between published names and those of the model; None when the class is unknown."""
-    architecture, config = view.published, view.config
+    """The rules between published names and those of the model; None when the class is unknown.
+
+    What they look up they keep, so all who ask about a view share them.
+    """
+    if not view._rules:
+        view._rules.append(_rules_between(view.published, view.config))
+    return view._rules[0]
+
+
+def _rules_between(architecture: Architecture | None, config: dict[str, Any] | None) -> NameRules | None:
     if architecture is None or config is None or not architecture.name_patterns:
         return None
     conversions = with_scales_of_blocks(architecture.conversions(config), config)
