@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckptx.catalog.catalog import Catalog
@@ -79,7 +80,7 @@ def _counted_apart(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, di
     places: set[object] = set()
     apart: dict[object, list[str]] = {}
     for name, entry in view.tensors.items():
-        numel = entry.numel
+        numel = prod(entry.shape)
         place = entry.place if numel else name
         if place in places:
             continue

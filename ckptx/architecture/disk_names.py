@@ -28,13 +28,12 @@ class NamesOnDisk:
     @functools.cached_property
     def _modules(self) -> frozenset[str]:
         """Every dotted prefix: ``a.b.c`` gives ``a`` and ``a.b``."""
-        found = set()
-        for name in self._names:
-            module = name.rpartition(".")[0]
-            while module and module not in found:
-                found.add(module)
-                module = module.rpartition(".")[0]
-        return frozenset(found)
+        found: set[str] = set()
+        level = {name.rpartition(".")[0] for name in self._names}
+        while level:
+            found |= level
+            level = {module.rpartition(".")[0] for module in level} - found
+        return frozenset(found - {""})
 
     def foreignness(self, name: str) -> int:
         """How many modules around ``name`` the checkpoint does not have; the own dialect has the fewest."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import CutChunks, TensorEntry
+from ckptx.catalog.entry import Chunk, CutChunks
 from ckptx.catalog.manifest import RANK_ORDER, SCHEMA, OriginalFiles
 from ckptx.sharding import ShardedModel
 from ckptx.version import __version__
@@ -40,9 +40,9 @@ def manifest_of(
     rows: dict[str, Any] = {}
     for name in (*layout.tensors, *aliases):
         stored = aliases.get(name, name)
-        entry = layout.tensors[stored]
-        row: dict[str, Any] = {"dtype": entry.dtype.name, "shape": entry.shape, "digest": digests[stored]}
-        row |= cuts.place(entry)
+        _, dtype, shape, chunks, _ = layout.tensors[stored]
+        place, number = cuts.place(chunks)
+        row: dict[str, Any] = {"dtype": dtype.name, "shape": shape, "digest": digests[stored], place: number}
         if name in aliases or name in copies:
             row["tied_to"] = aliases.get(name) or copies[name]
         if name in model_names:
@@ -74,12 +74,11 @@ class _Cuts:
         self._files = {name: index for index, name in enumerate(layout.files)}
         self._numbers: dict[tuple[int, int], int] = {}
 
-    def place(self, entry: TensorEntry) -> dict[str, int]:
-        """`{"file": F}` for a tensor in one piece, else `{"cut": N}`."""
-        chunks = entry.chunks
-        if len(chunks) == 1:
-            return {"file": self._files[chunks[0].file]}
-        assert isinstance(chunks, CutChunks)
+    def place(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
+        """What a row says of a tensor with these chunks: "file" and its number for one in one piece, else "cut"."""
+        if type(chunks) is not CutChunks or len(chunks.blocks) == 1:
+            (chunk,) = chunks
+            return "file", self._files[chunk.file]
         key = (id(chunks.blocks), id(chunks.files))
         number = self._numbers.get(key)
         if number is None:
@@ -92,4 +91,4 @@ class _Cuts:
                     "replicas": [index for index, block in enumerate(chunks.blocks) if block.replica],
                 }
             )
-        return {"cut": number}
+        return "cut", number

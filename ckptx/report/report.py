@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -144,10 +145,8 @@ def peak_memory() -> int:
 
 def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
     """Number of tensors by dtype, by name of the dtype."""
-    counts: dict[str, int] = {}
-    for entry in tensors:
-        counts[entry.dtype.name] = counts.get(entry.dtype.name, 0) + 1
-    return dict(sorted(counts.items()))
+    counts = Counter(entry.dtype for entry in tensors)
+    return dict(sorted((dtype.name, count) for dtype, count in counts.items()))
 
 
 def human_bytes(nbytes: float) -> str:
