@@ -425,10 +425,12 @@ class _Survey:
     def _behind_the_last(self, places: Mapping[str, Destination | str | None]) -> dict[str, tuple[str, int]]:
         """Tensors of layers behind the last one that the config says: name -> list of layers, and the index in it."""
         found: dict[str, tuple[str, int]] = {}
+        runs = {key: run.behind for key, run in self._runs.items() if run.behind is not None}
         for name, place in places.items():
-            layer = (
-                self._runs[place.run].behind if isinstance(place, Destination) else self._layer_behind(place or name)
-            )
+            if isinstance(place, Destination):
+                layer = runs.get(place.run) if runs else None
+            else:
+                layer = self._layer_behind(place or name)
             if layer is not None:
                 found[name] = layer
         return found

@@ -192,7 +192,7 @@ class TensorEntry(NamedTuple):
         """File and first byte of the first chunk, which names that share bytes have in common; no archive is opened."""
         chunks = self.chunks
         first = chunks.archives[0] if type(chunks) is ArchivedChunks else chunks[0]
-        return first.file, first.offset
+        return first[1:3]
 
 
 class BytesEntry(NamedTuple):

@@ -192,7 +192,7 @@ def _blocks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
 
 
 def _outermost(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
-    """The first and the last block of each file; whatever goes into the same files lies there in the catalog's order."""
+    """The first and the last block of each file; tensors in the same files lie there in the order of the catalog."""
     begins: dict[object, TensorEntry] = {}
     ends: dict[object, TensorEntry] = {}
     for entry in catalog.tensors.values():

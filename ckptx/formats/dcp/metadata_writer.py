@@ -123,7 +123,8 @@ def _emit_storage(storage: Iterable[Stored | StoredCut], out: Emitter) -> Iterat
                 yield name + begin + pickled_int(at) + end
             alike[cut] = [(begin, end) for begin, end, _ in lines.of_cut(each)]  # shorter, as in `emit`
             continue
-        before, code, codes = -1, b"", []
+        codes: list[bytes] = []
+        before, code = -1, b""
         for (begin, end), at in zip(known, offsets, strict=True):
             if at != before:  # blocks of one length begin at the same place in the file of every rank
                 before, code = at, pickled_int(at)

@@ -9,6 +9,8 @@ refused, gives no result here, and metadata.py has the say.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from struct import Struct
 from typing import NamedTuple
 
 from ckptx.catalog.dtype import BY_TORCH
@@ -83,12 +85,37 @@ class _Alike(NamedTuple):
         lengths: Likewise.
         longest: The longest of them.
         around: For each line what stands between name and offset, and what behind the offset.
+        form: All lines, where references to names and offsets take four bytes each, as most do: for each line what
+            stands before the name, the name, what stands before the offset, and the offset; then the end of the last.
+        before: What stands before each name, and at the end.
+        behind: What stands between each name and its offset.
     """
 
     files: tuple[str, ...]
     lengths: tuple[int, ...]
     longest: int
     around: tuple[tuple[bytes, bytes], ...]
+    form: Struct
+    before: tuple[bytes, ...]
+    behind: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, lines: list[_Line]) -> _Alike:
+        around = tuple([(line.begin, line.end) for line in lines])
+        ends = [end for _, end in around]
+        before = (_LINE, *(end + _LINE for end in ends[:-1]), ends[-1])
+        behind = tuple([begin + b"J" for begin, _ in around])
+        fields = [f"{len(front)}s5s{len(back)}sI" for front, back in zip(before, behind, strict=False)]
+        lengths = tuple([line.length for line in lines])
+        return cls(
+            tuple([line.file for line in lines]),
+            lengths,
+            max(lengths),
+            around,
+            Struct(f"<{''.join(fields)}{len(ends[-1])}s"),
+            before,
+            behind,
+        )
 
 
 class _Line(NamedTuple):
@@ -201,14 +228,30 @@ class _Reader:
         lines = [self._line(name) for _ in tensor.chunks]
         if any(line.at is not region.offsets for line, region in zip(lines, tensor.chunks, strict=True)):
             raise _OfAnotherForm
-        files, lengths = tuple([line.file for line in lines]), tuple([line.length for line in lines])
-        places = Places(files, [line.offset for line in lines], lengths)
+        offsets = [line.offset for line in lines]
         if len(self._memo) > known or not lines:
-            return None, places
-        return _Alike(files, lengths, max(lengths), tuple([(line.begin, line.end) for line in lines])), places
+            return None, Places(tuple([line.file for line in lines]), offsets, tuple([line.length for line in lines]))
+        alike = _Alike.of(lines)
+        return alike, Places(alike.files, offsets, alike.lengths)
 
-    def _offsets(self, name: bytes, alike: _Alike) -> list[int] | None:
+    def _offsets(self, name: bytes, alike: _Alike) -> Sequence[int] | None:
         """What `_lines` reads where nothing else differs from those of another tensor; None where it does."""
+        data, at, form = self._data, self._at, alike.form
+        if len(data) - at >= form.size:
+            values = form.unpack_from(data, at)
+            offsets = values[3::4]
+            if (
+                values[::4] == alike.before
+                and values[2::4] == alike.behind
+                and values[1::4].count(name) == len(offsets)
+                and max(offsets) < 1 << 31
+                and alike.longest < 1 << 62  # so no block ends where positions do
+            ):
+                self._at = at + form.size
+                return offsets
+        return self._offsets_of_any_length(name, alike)
+
+    def _offsets_of_any_length(self, name: bytes, alike: _Alike) -> list[int] | None:
         data, at = self._data, self._at
         lead, end = _LINE + name, b""
         offsets = []

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise, repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -41,6 +41,7 @@ from ckptx.untrusted.numbers import identity
 METADATA = ".metadata"
 
 _PLACE = itemgetter(1, 2)  # file and first byte of a chunk
+_archive = partial(tuple.__new__, Chunk)  # from its fields in one value, several times as fast as from seven
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -56,8 +57,11 @@ def open_dcp(root: Path) -> Catalog:
         data = _read_metadata(root)
         metadata = parse_own(data) or _with_places(parse_metadata(data, f"{root / METADATA}"), root)
         cuts, places = _Cuts(root), metadata.places
-        entries = [_tensor(name, cuts.of(name, tensor), places[name]) for name, tensor in metadata.tensors.items()]
-        entries.sort(key=lambda entry: _PLACE(entry.chunks[0]) if entry.chunks else ("", 0))
+        in_order: dict[int, bool] = {}
+        entries = [
+            _tensor(name, cuts.of(name, tensor), places[name], in_order) for name, tensor in metadata.tensors.items()
+        ]
+        entries.sort(key=lambda entry: entry.chunks[0][1:3] if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
         catalog.objects = {name: BytesEntry(name, *place[:3]) for name, place in metadata.objects.items()}
         found = _check_files(catalog)
@@ -177,15 +181,18 @@ class _Cuts:
         return _Cut(dtype, shape, regions)
 
 
-def _tensor(name: str, cut: _Cut, places: Places) -> TensorEntry:
+def _tensor(name: str, cut: _Cut, places: Places, in_order: dict[int, bool]) -> TensorEntry:
+    """The entry of a tensor; `in_order` knows, by `id`, which lists of files are ascending."""
     if len(cut.regions) == 1:  # by far the most in a checkpoint of tens of thousands
         (region,), ((file,), (offset,), (length,)) = cut.regions, places
         return TensorEntry(name, cut.dtype, cut.shape, (Chunk(region, file, offset, length, None, None, True),))
-    chunks = [
-        Chunk(region, file, offset, length, None, None, True)
-        for region, file, offset, length in zip(cut.regions, *places, strict=True)
-    ]
-    chunks.sort(key=_PLACE)
+    files = places.files
+    if id(files) not in in_order:
+        in_order[id(files)] = all(file < following for file, following in pairwise(files))
+    chunks: Iterable[Chunk]
+    chunks = map(_archive, zip(cut.regions, *places, repeat(None), repeat(None), repeat(True), strict=False))
+    if not in_order[id(files)]:
+        chunks = sorted(chunks, key=_PLACE)
     return TensorEntry(name, cut.dtype, cut.shape, tuple(chunks))
 
 
