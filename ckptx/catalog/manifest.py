@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
 from ckptx.catalog.dtype import DType
@@ -152,13 +153,37 @@ def emit_manifest(manifest: dict[str, Any]) -> bytes:
     blocks = []
     for key, value in manifest.items():
         if key in ("files", "sidecars", "tensors") and value:
-            rows = _ROW_END.sub('},\n  "', _compact(value)[1:-1])
+            rows = "".join(_tensor_rows(value)) if key == "tensors" else _compact(value)[1:-1]
+            rows = _ROW_END.sub('},\n  "', rows)
             blocks.append(f"{json.dumps(key)}: {{\n  {rows}\n}}")
         else:
             blocks.append(f"{json.dumps(key)}: {_compact(value)}")
     lines.append(",\n".join(blocks))
     lines.append("}\n")
     return "\n".join(lines).encode()
+
+
+def _tensor_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Names and rows of tensors: what stands around the digest is encoded once for all that are alike."""
+    around: dict[tuple[object, ...], tuple[str, str]] = {}
+    comma = ""
+    for name, row in rows.items():
+        get = row.get
+        kind = (row["dtype"], *row["shape"], get("file"), get("cut"), get("tied_to"), get("model"))
+        known = around.get(kind)
+        if known is None:
+            known = around[kind] = _around_digest(row)
+        yield f"{comma}{encode_basestring_ascii(name)}:{known[0]}{row['digest']}{known[1]}"
+        comma = ","
+
+
+def _around_digest(row: Mapping[str, Any]) -> tuple[str, str]:
+    """What stands before and behind the hexadecimal digits of a digest, which look the same in JSON."""
+    keys = list(row)
+    at = keys.index("digest") + 1
+    before = _compact({**{key: row[key] for key in keys[:at]}, "digest": ""}).removesuffix('"}')
+    behind = _compact({key: row[key] for key in keys[at:]})[1:]
+    return before, f'",{behind}' if keys[at:] else '"}'
 
 
 # Rows hold no object, and a quote inside a string is escaped: `},"` is where a row ends, or a string that ends in `},`,
