@@ -181,7 +181,7 @@ class TensorEntry(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, row-major and unpadded."""
-        return self.dtype.nbytes(prod(self.shape))
+        return (prod(self.shape) * self.dtype.bits + 7) // 8  # as `DType.nbytes`; asked for several times a tensor
 
     def called(self, name: str) -> TensorEntry:
         """The same tensor under this name."""

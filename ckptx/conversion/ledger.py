@@ -92,4 +92,4 @@ def _bytes_of(entry: TensorEntry, on_disk: set[str], leaders: Mapping[str, str])
     if entry.name in leaders:
         return leaders[entry.name]
     # An entry that was put together may begin where another begins that was taken out of the same tensor.
-    return entry.place if entry.numel and entry.name in on_disk else entry.name
+    return entry.place if entry.name in on_disk and entry.numel else entry.name

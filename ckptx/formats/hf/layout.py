@@ -93,8 +93,9 @@ def header_of(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
     """The text of the header of a file that holds these tensors one after the other, without padding."""
     rows, at = [], 0
     for entry in shard:
+        name, dtype, shape, _, _ = entry
         end = at + entry.nbytes
-        rows.append((entry.name, entry.dtype, entry.shape, at, end))
+        rows.append((name, dtype, shape, at, end))
         at = end
     return header_text(rows, metadata)
 
