@@ -155,7 +155,7 @@ class Sharder:
         replicated = []
         passed = frozenset(unknown)
         stages: dict[str, tuple[int, bool]] = {}  # of tensors of the model, into which many may go
-        cuts: dict[tuple[Shape, int, DType], tuple[Block, ...]] = {}  # by `id` of the decision
+        cuts: dict[tuple[Shape, int, DType], tuple[Block, ...]] = {}  # by `id` of the decision, kept in `placed`
         for name, entry in tensors.items():
             model_name = decisions.model_name(name)
             path = model_name or name

@@ -170,13 +170,11 @@ class _Alike(NamedTuple):
     """What tensors that are cut alike have in common in the files that they are appended to.
 
     Attributes:
-        files: As in `CutChunks`.
-        lengths: Likewise.
+        lengths: As in `CutChunks`.
         places: For each block its rank_in_stage, and the bytes that its tensor has in that file before it.
         sums: Bytes of the tensor for each rank_in_stage that has some.
     """
 
-    files: tuple[str, ...]
     lengths: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
     sums: tuple[tuple[int, int], ...]
@@ -191,19 +189,20 @@ def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, 
         name, dtype, shape, _, _ = entry
         alike = known.get((id(blocks), dtype))
         if alike is None:
-            files = files_of.setdefault(id(blocks), tuple(names[block.rank_in_stage] for block in blocks))
-            alike = known[id(blocks), dtype] = _alike(entry, blocks, files)
+            alike = known[id(blocks), dtype] = _alike(entry, blocks)
+            # Another object for each dtype: whoever numbers cuts by these objects goes on counting as it always did.
+            files_of[id(blocks)] = tuple([names[block.rank_in_stage] for block in blocks])
             for rank, _ in alike.sums:
                 filled.setdefault(rank, 0)
         offsets = array("q", [filled[rank] + before for rank, before in alike.places])
         for rank, nbytes in alike.sums:
             filled[rank] += nbytes
-        chunks = CutChunks(blocks, alike.files, alike.lengths, offsets, archive=True)
+        chunks = CutChunks(blocks, files_of[id(blocks)], alike.lengths, offsets, archive=True)
         catalog.tensors[name] = TensorEntry(name, dtype, shape, chunks)
     return filled
 
 
-def _alike(entry: TensorEntry, blocks: tuple[Block, ...], files: tuple[str, ...]) -> _Alike:
+def _alike(entry: TensorEntry, blocks: tuple[Block, ...]) -> _Alike:
     assert not any(block.replica for block in blocks)
     dtype, name = entry.dtype, entry.name
     lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
@@ -213,7 +212,7 @@ def _alike(entry: TensorEntry, blocks: tuple[Block, ...], files: tuple[str, ...]
         before = sums.get(block.rank_in_stage, 0)
         places.append((block.rank_in_stage, before))
         sums[block.rank_in_stage] = before + length
-    return _Alike(files, lengths, tuple(places), tuple(sums.items()))
+    return _Alike(lengths, tuple(places), tuple(sums.items()))
 
 
 def metadata_bytes(
