@@ -13,7 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,11 @@ class Shared(Session):
 
 
 @contextmanager
-def opened(folder: Path, needs: Mapping[str, int], ranks: Ranks | None = None) -> Iterator[tuple[Session, Residue]]:
+def opened(
+    folder: Path, needs: Mapping[str, int], ranks: Ranks | None = None, settings: Sequence[str] = ()
+) -> Iterator[tuple[Session, Residue]]:
     """A session on a mesh that has what a fault needs, and what its ranks have when they have nothing."""
-    recipe = read_recipe(RECIPE, [_SETTINGS[axis] for axis in needs if axis in _SETTINGS])
+    recipe = read_recipe(RECIPE, [*settings, *(_SETTINGS[axis] for axis in needs if axis in _SETTINGS)])
     with Ranks(device="cpu") if ranks is None else nullcontext(ranks) as own:
         folder.mkdir()
         session = Shared(
