@@ -33,6 +33,16 @@ def program() -> str:
     return found[1]
 
 
+WRITTEN = 10  # steps of the program, of which it saves the fifth and the last
+
+
+def of_steps(steps: int) -> tuple[tuple[str, str], ...]:
+    """Changes that have it take so many steps, and save half way; the rates are those of ten."""
+    if steps == WRITTEN:
+        return ()
+    return ("while step < 10", f"while step < {steps}"), ("step % 5 == 0", f"step % {steps // 2} == 0")
+
+
 def test_the_loop_fits_on_a_screen() -> None:
     assert len(program().split("with process_group", 1)[1].splitlines()) <= 40
 
@@ -105,28 +115,33 @@ def write_model(directory: Path, name: str, rate: float = 0.1) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "count"),
     [
-        "starcoder2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt2", "mixtral", "gpt-neox")),
+        ("starcoder2", 4),
+        *(
+            pytest.param(name, WRITTEN, marks=pytest.mark.slow)
+            for name in ("starcoder2", "qwen3", "gpt2", "mixtral", "gpt-neox")
+        ),
     ],
 )
-def test_what_goes_on_is_what_never_stopped(pool: GlooPool, tmp_path: Path, name: str) -> None:
+def test_what_goes_on_is_what_never_stopped(pool: GlooPool, tmp_path: Path, name: str, count: int) -> None:
     write_model(tmp_path, name)
-    first = pool.run(run, 4, tmp_path, ["run"])
+    half = count // 2
+    first = pool.run(run, 4, tmp_path, ["run"], *of_steps(count))
     pool.stop()  # fresh processes
-    again = pool.run(run, 4, tmp_path, ["again", "run/step-5"])
+    again = pool.run(run, 4, tmp_path, ["again", f"run/step-{half}"], *of_steps(count))
     for (losses, steps, said), (later_losses, later_steps, later_said) in zip(first, again, strict=True):
-        assert (len(losses), len(steps)) == (20, 10)
-        assert later_losses == losses[10:]
-        assert later_steps == steps[5:]
-        assert later_said.splitlines() == said.splitlines()[5:]
+        assert (len(losses), len(steps)) == (2 * count, count)
+        assert later_losses == losses[2 * half :]
+        assert later_steps == steps[half:]
+        assert later_said.splitlines() == said.splitlines()[half:]
     assert len({losses[0] for losses, *_ in first}) == 2, "each data rank has its data"
-    stock.assert_same_tensors(stock.load(tmp_path / "again" / "step-10"), stock.load(tmp_path / "run" / "step-10"))
-    assert ckptx.verify(tmp_path / "run" / "step-10", tmp_path / "again" / "step-10").exit == 0
+    last, other = (tmp_path / out / f"step-{count}" for out in ("run", "again"))
+    stock.assert_same_tensors(stock.load(other), stock.load(last))
+    assert ckptx.verify(last, other).exit == 0
     state: dict[str, Any] = {"step": None, "training_state": {"scheduler": None}}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "again" / "step-10"), no_dist=True)
-    assert (state["step"], state["training_state"]["scheduler"]["last_epoch"]) == (10, 10)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(other), no_dist=True)
+    assert (state["step"], state["training_state"]["scheduler"]["last_epoch"]) == (count, count)
 
 
 MESH = "ParallelDims(tp=2, dp_shard=2)"
@@ -148,10 +163,10 @@ def test_replicas_go_on_as_well(pool: GlooPool, tmp_path: Path) -> None:
 def test_another_number_of_tp_ranks_goes_on_with_the_same_data(pool: GlooPool, tmp_path: Path, dims: str) -> None:
     """Without dropout: what is cut would be dropped otherwise."""
     write_model(tmp_path, "qwen3", rate=0.0)
-    first = pool.run(run, 4, tmp_path, ["run"])
-    again = pool.run(run, 2, tmp_path, ["again", "run/step-5"], (MESH, f"ParallelDims({dims})"))
+    first = pool.run(run, 4, tmp_path, ["run"], *of_steps(4))
+    again = pool.run(run, 2, tmp_path, ["again", "run/step-2"], (MESH, f"ParallelDims({dims})"), *of_steps(4))
     for before, later in zip(first[::2], again, strict=True):
-        found, wanted = ([float.fromhex(each) for each in losses] for losses in (later[0], before[0][10:]))
+        found, wanted = ([float.fromhex(each) for each in losses] for losses in (later[0], before[0][4:]))
         assert found == pytest.approx(wanted, rel=1e-4), "float32, added in another order"
 
 
@@ -168,9 +183,9 @@ def test_another_number_of_tp_ranks_goes_on_with_the_same_data(pool: GlooPool, t
 def test_what_is_not_restored_is_seen(pool: GlooPool, tmp_path: Path, change: tuple[str, str], named: str) -> None:
     """Planted defects: the comparison above would fail. Two ranks have all that is lost."""
     write_model(tmp_path, "qwen3")
-    changes = (MESH, "ParallelDims(dp_shard=2)"), change
+    changes = (MESH, "ParallelDims(dp_shard=2)"), change, *of_steps(4)
     first = pool.run(run, 2, tmp_path, ["run"], *changes)
-    again = pool.run(run, 2, tmp_path, ["again", "run/step-5"], *changes)
+    again = pool.run(run, 2, tmp_path, ["again", "run/step-2"], *changes)
     if named == "losses":
-        assert any(later[0] != before[0][10:] for before, later in zip(first, again, strict=True))
-    assert all(later[1] != before[1][5:] for before, later in zip(first, again, strict=True))
+        assert any(later[0] != before[0][4:] for before, later in zip(first, again, strict=True))
+    assert all(later[1] != before[1][2:] for before, later in zip(first, again, strict=True))

@@ -25,7 +25,8 @@ from ckptx.runtime.pipeline.pipeline import Pipeline
 from ckptx.runtime.save import load_optimizer
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 
-STEPS, COUNT = 10, 4  # as in the program
+STEPS, COUNT = 4, 4  # the program takes ten steps, and saves the fifth; here it saves the second and the last
+HALF, WRITTEN = STEPS // 2, 10
 MOST = 0.25  # what gradients are clipped to; less than any norm
 CLIPPED = ("clip_grad_norm(1.0)", f"clip_grad_norm({MOST})")
 MESH = 'ParallelDims(pp=2, tp=2), "1f1b"'
@@ -33,12 +34,15 @@ PP2, PP2_TP2, PP2_DP2 = "ParallelDims(pp=2)", "ParallelDims(pp=2, tp=2)", "Paral
 Changes = tuple[tuple[str, str], ...]
 
 
-def program(changes: Changes = ()) -> str:
-    """As a reader copies it, but for some words."""
+def program(changes: Changes = (), steps: int = STEPS) -> str:
+    """As a reader copies it, but for some words, and fewer steps at the rates of ten."""
     text = (ROOT / "docs" / "training.md").read_text()
     found = re.search(r"cat > stages\.py << 'END'\n(.*?)^END$", text, re.S | re.M)
     assert found is not None
     source = found[1]
+    if steps != WRITTEN:
+        fewer = ("while step < 10", f"while step < {steps}"), ("step % 5 == 0", f"step % {steps // 2} == 0")
+        changes = (*changes, *fewer)
     for old, new in changes:
         assert old in source
         source = source.replace(old, new)
@@ -49,7 +53,9 @@ def on(dims: str, schedule: str = "1f1b") -> tuple[str, str]:
     return MESH, f'{dims}, "{schedule}"'
 
 
-def run(rank: int, world_size: int, directory: Path, arguments: list[str], changes: Changes) -> tuple[list[str], str]:
+def run(
+    rank: int, world_size: int, directory: Path, arguments: list[str], changes: Changes, steps: int = STEPS
+) -> tuple[list[str], str]:
     """The program on one rank; the losses of its steps, exactly, and what was printed."""
     losses: list[str] = []
     step = Pipeline.step
@@ -68,7 +74,7 @@ def run(rank: int, world_size: int, directory: Path, arguments: list[str], chang
             mock.patch.object(sys, "argv", ["stages.py", *arguments]),
             contextlib.redirect_stdout(printed),
         ):
-            exec(compile(program(changes), "stages.py", "exec"), {"__name__": "__main__"})
+            exec(compile(program(changes, steps), "stages.py", "exec"), {"__name__": "__main__"})
     finally:
         os.chdir(before)
     return losses, printed.getvalue()
@@ -83,16 +89,16 @@ def write_model(directory: Path, name: str, **settings: Any) -> None:
     model.save_pretrained(directory / "MODEL")
 
 
-def in_one_piece(directory: Path, dp: int, most: float = MOST) -> tuple[list[list[float]], nn.Module]:
+def in_one_piece(directory: Path, dp: int, most: float = MOST, steps: int = STEPS) -> tuple[list[list[float]], nn.Module]:
     """The losses of each data rank step by step, and the model that stock transformers and torch make of MODEL."""
     names: dict[str, Any] = {}
     exec(program().split("root, out")[0], names)
     data = [names["Batches"](index) for index in range(dp)]
     model = load(directory / "MODEL", torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, WRITTEN)
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         batches = [[next(each) for _ in range(COUNT)] for each in data]
         items = sum((labels[:, 1:] != -100).sum() for rank in batches for _, labels in rank) / dp
         losses = []
@@ -111,11 +117,11 @@ def in_one_piece(directory: Path, dp: int, most: float = MOST) -> tuple[list[lis
     return found, model
 
 
-def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float) -> None:
+def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float, steps: int = STEPS) -> None:
     """What was saved last is what the model in one piece became."""
-    stored, initial = stock.load(directory / out / "step-10"), load(directory / "MODEL", torch.float32).state_dict()
+    stored, initial = stock.load(directory / out / f"step-{steps}"), load(directory / "MODEL", torch.float32).state_dict()
     for name, parameter in wanted.named_parameters(remove_duplicate=False):
-        assert float((initial[name] - parameter.detach()).abs().max()) > 1e-3, "ten steps of 1e-3 at most"
+        assert float((initial[name] - parameter.detach()).abs().max()) > 1e-3, "four steps of 1e-3 at most"
         away = float((stored[f"model.{name}"] - parameter.detach()).abs().max())
         assert away <= most, f"{name}: {away}"
     if wanted.config.tie_word_embeddings:
@@ -130,8 +136,8 @@ def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float) ->
 @pytest.mark.parametrize(
     ("name", "dims", "schedule", "ranks", "dp"),
     [
-        pytest.param("llama-tied", PP2, "1f1b", 2, 1, marks=pytest.mark.slow),
         ("llama-tied", PP2_TP2, "1f1b", 4, 1),
+        pytest.param("llama-tied", PP2, "1f1b", 2, 1, marks=pytest.mark.slow),
         pytest.param("llama-tied", PP2_DP2, "1f1b", 4, 2, marks=pytest.mark.slow),
         pytest.param("llama-tied", PP2, "zbvzerobubble", 2, 1, marks=pytest.mark.slow),
         pytest.param("llama-tied", PP2_TP2, "interleaved1f1b", 4, 1, marks=pytest.mark.slow),
@@ -140,26 +146,32 @@ def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float) ->
         pytest.param("gemma4-shared-kv", PP2, "gpipe", 2, 1, marks=pytest.mark.slow),
     ],
 )
-def test_ten_steps_are_those_of_the_model_in_one_piece(
-    pool: GlooPool, tmp_path: Path, name: str, dims: str, schedule: str, ranks: int, dp: int
+def test_its_steps_are_those_of_the_model_in_one_piece(
+    pool: GlooPool, tmp_path: Path, name: str, dims: str, schedule: str, ranks: int, dp: int, steps: int = STEPS
 ) -> None:
     write_model(tmp_path, name)
-    wanted, model = in_one_piece(tmp_path, dp)
-    found = pool.run(run, ranks, tmp_path, ["run"], (on(dims, schedule), CLIPPED))
+    wanted, model = in_one_piece(tmp_path, dp, steps=steps)
+    found = pool.run(run, ranks, tmp_path, ["run"], (on(dims, schedule), CLIPPED), steps)
     last = [[float.fromhex(each) for each in losses] for losses, _ in found if losses]
     assert len(last) == (2 if ranks == 4 else 1), "the last stage alone has losses"
     for index, losses in enumerate(last):
         expected = [each[index if dp > 1 else 0] for each in wanted]
         assert losses == pytest.approx(expected, rel=1e-6), "float32, added in another order"
     norms = [float(norm) for _, said in found for norm in re.findall(r"norm (\S+)", said)]
-    assert len(norms) == len(last) * STEPS
+    assert len(norms) == len(last) * steps
     assert min(norms) > MOST, "every step was clipped"
-    assert_learned(tmp_path, model, "run", 2e-5)
-    ckptx.convert("dcp2hf", tmp_path / "run" / "step-10", tmp_path / "back", base=tmp_path / "MODEL")
+    assert_learned(tmp_path, model, "run", 2e-5, steps)
+    ckptx.convert("dcp2hf", tmp_path / "run" / f"step-{steps}", tmp_path / "back", base=tmp_path / "MODEL")
     load(tmp_path / "back")
 
 
-def test_without_a_tie_ten_steps_are_the_same_to_the_last_bit(pool: GlooPool, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_ten_steps_as_the_page_has_them_are_those_of_the_model_in_one_piece(pool: GlooPool, tmp_path: Path) -> None:
+    given = ("llama-tied", PP2_TP2, "1f1b", 4, 1, WRITTEN)
+    test_its_steps_are_those_of_the_model_in_one_piece(pool, tmp_path, *given)
+
+
+def test_without_a_tie_the_steps_are_the_same_to_the_last_bit(pool: GlooPool, tmp_path: Path) -> None:
     """Where nothing is clipped: the norm is added in another order."""
     write_model(tmp_path, "llama-untied")
     wanted, model = in_one_piece(tmp_path, 1, 1e9)
@@ -211,39 +223,39 @@ def test_what_goes_on_is_what_never_stopped(
     write_model(tmp_path, "llama-tied", attention_dropout=0.1)
     first = pool.run(run, ranks, tmp_path, ["run"], (on(dims, schedule),))
     pool.stop()  # fresh processes
-    again = pool.run(run, ranks, tmp_path, ["again", "run/step-5"], (on(dims, schedule),))
+    again = pool.run(run, ranks, tmp_path, ["again", f"run/step-{HALF}"], (on(dims, schedule),))
     assert sum(len(losses) for losses, _ in first) >= STEPS
     for (losses, said), (later, later_said) in zip(first, again, strict=True):
-        assert later == losses[5:]
-        assert later_said.splitlines() == said.splitlines()[5:]
-    stock.assert_same_tensors(stock.load(tmp_path / "again" / "step-10"), stock.load(tmp_path / "run" / "step-10"))
+        assert later == losses[HALF:]
+        assert later_said.splitlines() == said.splitlines()[HALF:]
+    stock.assert_same_tensors(stock.load(tmp_path / "again" / f"step-{STEPS}"), stock.load(tmp_path / "run" / f"step-{STEPS}"))
 
 
 def test_an_optimizer_that_is_not_restored_would_be_seen(pool: GlooPool, tmp_path: Path) -> None:
     write_model(tmp_path, "llama-tied")
     change = ("load_optimizer(optimizer, stages, resumed, layout=layout)", "pass")
     first = pool.run(run, 2, tmp_path, ["run"], (on(PP2), change))
-    again = pool.run(run, 2, tmp_path, ["again", "run/step-5"], (on(PP2), change))
-    assert again[1][0][0] == first[1][0][5], "the model itself was"
-    assert again[1][0][1:] != first[1][0][6:]
+    again = pool.run(run, 2, tmp_path, ["again", f"run/step-{HALF}"], (on(PP2), change))
+    assert again[1][0][0] == first[1][0][HALF], "the model itself was"
+    assert again[1][0][1:] != first[1][0][HALF + 1 :]
 
 
 @pytest.mark.slow
 def test_stages_go_on_under_another_layout(pool: GlooPool, tmp_path: Path) -> None:
     write_model(tmp_path, "llama-tied")
     first = pool.run(run, 2, tmp_path, ["run"], (on(PP2),))
-    again = pool.run(run, 4, tmp_path, ["again", "run/step-5"], (on(PP2_TP2),))
-    found, wanted = ([float.fromhex(each) for each in losses] for losses in (again[3][0], first[1][0][5:]))
+    again = pool.run(run, 4, tmp_path, ["again", f"run/step-{HALF}"], (on(PP2_TP2),))
+    found, wanted = ([float.fromhex(each) for each in losses] for losses in (again[3][0], first[1][0][HALF:]))
     assert found == pytest.approx(wanted, rel=1e-6), "float32, added in another order"
 
 
 def test_what_an_optimizer_of_stages_knew_one_of_the_whole_model_knows(pool: GlooPool, tmp_path: Path) -> None:
     write_model(tmp_path, "llama-tied")
     pool.run(run, 2, tmp_path, ["run"], (on(PP2, "interleaved1f1b"),))
-    stored = stock.load(tmp_path / "run" / "step-10")
+    stored = stock.load(tmp_path / "run" / f"step-{STEPS}")
     model = load(tmp_path / "MODEL", torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
-    load_optimizer(optimizer, model, tmp_path / "run" / "step-10")
+    load_optimizer(optimizer, model, tmp_path / "run" / f"step-{STEPS}")
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         assert float(state["step"]) == STEPS
