@@ -145,6 +145,9 @@ def changed(hf: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None
     return to
 
 
+TWO = {"tp": 2, "dp_shard": 1}  # enough ranks for what has nothing of a mesh
+
+
 def levels(document: dict[str, Any]) -> set[str]:
     return {row["level"] for row in document["differing"]}
 
@@ -163,7 +166,7 @@ def test_another_eps_in_the_config_is_named_and_shows_in_the_forward_pass(
     other = changed(hf_of("llama-untied"), tmp_path / "eps", lambda tensors: None)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    document, text = verified(pool, hf_of("llama-untied"), other)
+    document, text = verified(pool, hf_of("llama-untied"), other, **TWO)
     assert document["exit"] == 1
     assert {"config", "forward"} <= levels(document) and "bytes" not in levels(document)
     assert "config: rms_norm_eps: 1e-06 in the reference, 0.001 in the checkpoint" in text
@@ -175,8 +178,8 @@ def test_a_key_that_changes_nothing_is_a_note(pool: GlooPool, hf_of: Callable[[s
     other = changed(hf_of("llama-untied"), tmp_path / "eos", lambda tensors: None)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "attention_dropout": 0.5}))
-    document, text = verified(pool, hf_of("llama-untied"), other)
-    assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
+    document, text = verified(pool, hf_of("llama-untied"), other, **TWO)
+    assert_equal(document, text, ParallelDims(**TWO))
     (note,) = (each for each in document["warnings"] if each.startswith("configs differ in what changes nothing"))
     assert "eos_token_id (2 in the reference, 7 in the checkpoint)" in note
     assert "attention_dropout (0.0 in the reference, 0.5 in the checkpoint)" in note
@@ -191,14 +194,14 @@ def test_a_tensor_that_nothing_reads_is_a_difference_unless_both_have_it(
         tensors["model.layers.0.mlp.gate_proj.extra"] = torch.ones(3)
 
     plain, other = hf_of("llama-untied"), changed(hf_of("llama-untied"), tmp_path / "more", add)
-    document, text = verified(pool, plain, other)
+    document, text = verified(pool, plain, other, **TWO)
     assert [(row["level"], row["name"]) for row in document["differing"]] == [
         ("bytes", "model.layers.0.mlp.gate_proj.extra")
     ]
     assert "bytes: model.layers.0.mlp.gate_proj.extra: unknown to the class, and not in the reference" in text
     for checkpoint in (plain, other):
-        document, text = verified(pool, other, checkpoint)
-        assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
+        document, text = verified(pool, other, checkpoint, **TWO)
+        assert_equal(document, text, ParallelDims(**TWO))
         (note,) = (each for each in document["warnings"] if each.startswith("the reference has tensors that"))
         assert note.endswith("not compared: model.layers.0.mlp.gate_proj.extra (unknown to the class)")
 
@@ -216,7 +219,8 @@ def test_exchanged_projections_are_named(pool: GlooPool, hf_of: Callable[[str], 
     def swap(tensors: dict[str, torch.Tensor]) -> None:
         tensors[first], tensors[second] = tensors[second].clone(), tensors[first].clone()
 
-    document, _ = verified(pool, hf_of("llama-untied"), changed(hf_of("llama-untied"), tmp_path / "swapped", swap))
+    swapped = changed(hf_of("llama-untied"), tmp_path / "swapped", swap)
+    document, _ = verified(pool, hf_of("llama-untied"), swapped, **TWO)
     assert levels(document) == {"bytes", "forward", "gradients"}
     assert {row["name"] for row in document["differing"] if row["level"] == "bytes"} == {first, second}
 
@@ -228,12 +232,12 @@ def test_what_is_not_a_number_is_found_before_anything_else(
         tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
 
     spoiled = changed(hf_of("llama-untied"), tmp_path / "nan", spoil)
-    document, text = verified(pool, hf_of("llama-untied"), spoiled)
+    document, text = verified(pool, hf_of("llama-untied"), spoiled, **TWO)
     first = next(row for row in document["differing"] if row["level"] == "forward")
     assert first["what"].endswith("not finite, checkpoint")
     assert document["kl"] == "nan"
     assert "not finite" in text
-    both, _ = verified(pool, spoiled, spoiled)
+    both, _ = verified(pool, spoiled, spoiled, **TWO)
     assert both["exit"] == 1, "that both are not numbers does not make them equal"
 
 
@@ -242,7 +246,7 @@ def test_a_missing_tensor_is_refused_on_every_rank(
 ) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     lacking = changed(hf_of("llama-untied"), tmp_path / "lacking", lambda tensors: tensors.__delitem__(name))
-    kind, said = verified(pool, hf_of("llama-untied"), lacking)
+    kind, said = verified(pool, hf_of("llama-untied"), lacking, **TWO)
     assert (kind, name in said) == ("InputError", True)
 
 

@@ -21,12 +21,13 @@ OF_RESUME = [name for name, each in FAULTS.items() if each.phase == RESUME]
 OTHERS = [name for name, each in FAULTS.items() if each.phase != RESUME]
 # Two runs that go on, from steps 2 and 3; past the end of an epoch, as the recipe itself.
 SHORT = ("training.steps=4", "training.save_at=[2]")
+SHALLOW = "model.config.num_hidden_layers=2"
 Opened = tuple[Session, Residue]
 
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    with opened(tmp_path_factory.mktemp("resumed") / "out", {}, settings=(*SHORT, "model.config.num_hidden_layers=2")) as found:
+    with opened(tmp_path_factory.mktemp("resumed") / "out", {}, settings=(*SHORT, SHALLOW)) as found:
         yield found
 
 

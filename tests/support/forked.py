@@ -17,12 +17,20 @@ from types import ModuleType
 from unittest import mock
 
 _STREAMS = ("stdout", "stderr")
-# What most functions import; importing starts no thread, so that a fork has all there is.
+# What most functions import; importing starts no thread, so that a fork has all there is. A test file imports pytest.
 _PRELOADED = [
+    "pytest",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.masking_utils",
+    "transformers.modeling_layers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.processing_utils",
 ]
 
 

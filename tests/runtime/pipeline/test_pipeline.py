@@ -57,7 +57,7 @@ def assert_right(found: list[Any], count: int) -> None:
     assert sorted(seen for *_, seen, _ in found) == [0] * (len(found) - 1) + [count]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("schedule", "name"), MATRIX)
 def test_a_step_gives_what_the_unsplit_model_gives(pool: GlooPool, schedule: str, name: str) -> None:
     assert_right(pool.run(one_step, 2, name, schedule, 4), 4)
@@ -72,7 +72,7 @@ def test_three_ranks_of_a_pipeline(pool: GlooPool, schedule: str, name: str) -> 
     assert_right(pool.run(one_step, 3, name, schedule, 6), 6)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     list(
@@ -198,7 +198,7 @@ def accumulate(
         under_test._Stage._post_metadata_inference_cleanup = cured
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma4-shared-kv"])
+@pytest.mark.parametrize("name", ["llama-tied", pytest.param("gemma4-shared-kv", marks=pytest.mark.slow)])
 def test_another_sequence_length_keeps_what_was_accumulated(pool: GlooPool, name: str) -> None:
     for is_equal, gradients in pool.run(accumulate, 2, name, "1f1b", (7, 5, 7)):
         assert is_equal
@@ -213,7 +213,7 @@ def test_another_sequence_length_keeps_what_was_accumulated(pool: GlooPool, name
             for each in (("1f1b", "llama-tied"), ("interleaved1f1b", "gemma4-shared-kv"))
             for lengths in ((7,), (7, 7), (7, 5))
         ],
-        [("1f1b", "llama-tied", (7, 5)), ("interleaved1f1b", "gemma4-shared-kv", (7, 7))],
+        [("1f1b", "llama-tied", (7, 5))],
     ),
 )
 def test_fsdp_and_stages(pool: GlooPool, schedule: str, name: str, lengths: tuple[int, ...]) -> None:

@@ -89,7 +89,9 @@ def write_model(directory: Path, name: str, **settings: Any) -> None:
     model.save_pretrained(directory / "MODEL")
 
 
-def in_one_piece(directory: Path, dp: int, most: float = MOST, steps: int = STEPS) -> tuple[list[list[float]], nn.Module]:
+def in_one_piece(
+    directory: Path, dp: int, most: float = MOST, steps: int = STEPS
+) -> tuple[list[list[float]], nn.Module]:
     """The losses of each data rank step by step, and the model that stock transformers and torch make of MODEL."""
     names: dict[str, Any] = {}
     exec(program().split("root, out")[0], names)
@@ -119,7 +121,8 @@ def in_one_piece(directory: Path, dp: int, most: float = MOST, steps: int = STEP
 
 def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float, steps: int = STEPS) -> None:
     """What was saved last is what the model in one piece became."""
-    stored, initial = stock.load(directory / out / f"step-{steps}"), load(directory / "MODEL", torch.float32).state_dict()
+    stored = stock.load(directory / out / f"step-{steps}")
+    initial = load(directory / "MODEL", torch.float32).state_dict()
     for name, parameter in wanted.named_parameters(remove_duplicate=False):
         assert float((initial[name] - parameter.detach()).abs().max()) > 1e-3, "four steps of 1e-3 at most"
         away = float((stored[f"model.{name}"] - parameter.detach()).abs().max())
@@ -228,7 +231,8 @@ def test_what_goes_on_is_what_never_stopped(
     for (losses, said), (later, later_said) in zip(first, again, strict=True):
         assert later == losses[HALF:]
         assert later_said.splitlines() == said.splitlines()[HALF:]
-    stock.assert_same_tensors(stock.load(tmp_path / "again" / f"step-{STEPS}"), stock.load(tmp_path / "run" / f"step-{STEPS}"))
+    last, other = (stock.load(tmp_path / out / f"step-{STEPS}") for out in ("run", "again"))
+    stock.assert_same_tensors(other, last)
 
 
 def test_an_optimizer_that_is_not_restored_would_be_seen(pool: GlooPool, tmp_path: Path) -> None:
