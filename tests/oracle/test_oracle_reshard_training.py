@@ -54,8 +54,7 @@ def is_tied(hf: Path) -> bool:
 
 def train(pool: GlooPool, hf: Path, out: Path, layout: str = "model-optim", threads: int = 1) -> Path:
     """Two ranks of FSDP2 save the model and AdamW after a step."""
-    pool.run(training.train_and_save, 2, hf, out, 2, 1, layout, threads)
-    return out / "dcp"
+    return training.trained_once(pool, hf, out, 2, 1, layout, threads)
 
 
 def objects(path: Path) -> dict[str, Any]:
