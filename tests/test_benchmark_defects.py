@@ -88,7 +88,7 @@ def test_a_defect_of_a_checkpoint_changes_it(
     assert all(before[name].shape == tensors[name].shape for name in before.keys() & tensors.keys())
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("key", "dtype", "levels"), SOME)
 def test_a_defect_is_found_at_its_levels(
     pool: GlooPool, work: Path, key: str, dtype: str, levels: set[str] | None

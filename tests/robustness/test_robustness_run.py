@@ -17,6 +17,12 @@ import ckptx
 from ckptx.errors import OutputError, UsageError
 from ckptx.robustness.phases import PHASES, chosen
 
+# Fewer steps and layers than the recipe has.
+SMALLER = [
+    word
+    for each in ("training.steps=4", "training.save_at=[2]", "model.config.num_hidden_layers=2")
+    for word in ("--set", each)
+]
 SCHEMA = json.loads((ROOT / "docs" / "report.schema.json").read_text(encoding="utf-8"))
 
 
@@ -33,7 +39,7 @@ def ran(*arguments: str, code: int, temporary: Path) -> tuple[dict[str, Any], st
 
 
 def test_a_run_that_passes_leaves_nothing(tmp_path: Path) -> None:
-    document, said = ran("llama_tiny", "--phases", "2", code=0, temporary=tmp_path)
+    document, said = ran("llama_tiny", *SMALLER, "--phases", "2", code=0, temporary=tmp_path)
     (phase,) = document["phases"]
     assert (phase["name"], phase["ok"]) == ("replicas", True)
     assert phase["memory"]["threads"] <= phase["memory"]["baseline_threads"]
@@ -45,7 +51,7 @@ def test_a_run_that_passes_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_fault_runs_the_phase_that_names_it_and_everything_stays(tmp_path: Path) -> None:
     pages = [f"--{kind}={tmp_path / kind}" for kind in ("html", "junit", "report")]
-    document, _ = ran("llama_tiny", "--inject", "byte_changed", *pages, code=1, temporary=tmp_path)
+    document, _ = ran("llama_tiny", *SMALLER, "--inject", "byte_changed", *pages, code=1, temporary=tmp_path)
     (phase,) = document["phases"]
     assert (phase["name"], phase["ok"], document["injected"]) == ("save again", False, "byte_changed")
     assert {each["oracle"] for each in document["differing"]} == {"readable"}

@@ -65,13 +65,19 @@ def differences(model: Any, layout: Any, wanted: dict[str, torch.Tensor]) -> Ite
 # ------------------------------------------------------------------------------------------------ norm
 
 
-def expected(name: str, rows: int, order: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """The norm and the clipped gradients of the mean over rows, by torch on the model in one piece."""
+def expected(name: str, rows: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """For each order, the norm and the clipped gradients of the mean over rows, by torch on the model in one piece."""
     model = model_of(name)
     for row in range(rows):
         (loss_of(model, row) / rows).backward()
-    found = nn.utils.clip_grad_norm_(model.parameters(), MOST, order)
-    return float(found), {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    gradients = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    found = []
+    for order in ORDERS:
+        for key, gradient in gradients.items():
+            model.get_parameter(key).grad = gradient.clone()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MOST, order)
+        found.append((float(norm), {key: model.get_parameter(key).grad for key in gradients}))
+    return found
 
 
 def clipped(rank: int, world_size: int, name: str, dims: ParallelDims) -> list[tuple[float, float, float]]:
@@ -79,12 +85,11 @@ def clipped(rank: int, world_size: int, name: str, dims: ParallelDims) -> list[t
     model, _, layout = cut(name, dims)
     _, data, _ = dims.coordinates(rank)
     found = []
-    for order in ORDERS:
+    for order, (wanted, gradients) in zip(ORDERS, expected(name, dims.dp), strict=True):
         model.zero_grad()
         loss_of(model, data).backward()
         total = clip_grad_norm(model if order == 2.0 else model.parameters(), MOST, order)
         assert type(total) is torch.Tensor and not total.shape
-        wanted, gradients = expected(name, dims.dp, order)
         furthest = max(differences(model, layout, gradients)) / MOST
         found.append((float(total), abs(float(total) - wanted) / wanted, furthest))
     return found

@@ -88,7 +88,7 @@ def test_parameters_and_moments_are_whole(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("shape", [Shape(tp=2, replicate=2), Shape(dp=2, replicate=2), Shape(replicate=2)])
+@pytest.mark.parametrize("shape", [Shape(replicate=2), Shape(tp=2, replicate=2), Shape(dp=2, replicate=2)])
 def test_replicas_store_each_tensor_once(pool: GlooPool, checkpoints: Any, tmp_path: Path, shape: Shape) -> None:
     hf, path = checkpoints("llama-tied"), tmp_path / "saved"
     pool.run(save_ranks.marked, shape.dp * shape.tp * shape.replicate, hf, path, shape)

@@ -85,7 +85,7 @@ def test_gradients_add_up_over_microbatches(pool: GlooPool) -> None:
         assert found.worst < CLOSE, found
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("name", slow_but(("qwen3-moe", "mixtral"), ("qwen3-moe",)))
 def test_routers_are_balanced_over_the_whole_sequence(pool: GlooPool, name: str) -> None:
     for found in pool.run(partial(sequence_parallel, with_routers=True), 2, name):
         assert found.worst < CLOSE, found

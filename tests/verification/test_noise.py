@@ -112,7 +112,14 @@ def test_embeddings_alone_are_moved_each_once_and_put_back() -> None:
     assert differing(before, state_of(model)) == set()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float32,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float16, torch.float64)),
+    ],
+)
 def test_every_number_is_put_back(dtype: torch.dtype) -> None:
     """Also those at the edge, which a step makes subnormal or the largest; in bands, and in any order in memory."""
     info = torch.finfo(dtype)

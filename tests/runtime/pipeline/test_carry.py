@@ -25,6 +25,7 @@ def carried(name: str, how: str) -> list[list[str]]:
     return [[str(slot) for slot in slots] for slots in carry.slots[1:]]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "path"),
     [

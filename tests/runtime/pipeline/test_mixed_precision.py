@@ -61,6 +61,16 @@ def whole(rank: int, world_size: int, name: str, length: int) -> Found:
     return [each.detach() for each in logits], gradients_of(model), set()
 
 
+_WHOLE: dict[tuple[str, int], list[Found]] = {}
+
+
+def without_stages(pool: GlooPool, name: str, length: int) -> list[Found]:
+    """`whole` on two ranks, which two tests of this file want alike."""
+    if (name, length) not in _WHOLE:
+        _WHOLE[name, length] = pool.run(whole, 2, name, length)
+    return _WHOLE[name, length]
+
+
 @pytest.mark.parametrize(
     ("name", "schedule", "length", "sent"),
     [
@@ -77,7 +87,7 @@ def test_stages_compute_what_the_model_computes_in_bfloat16(
     pool: GlooPool, name: str, schedule: str, length: int, sent: set[str]
 ) -> None:
     by_rank = pool.run(staged, 4, name, schedule, length)
-    one = pool.run(whole, 2, name, length)
+    one = without_stages(pool, name, length)
     gradients = one[0][1]
     for rank, (logits, found, dtypes) in enumerate(by_rank):
         assert dtypes == sent
@@ -91,7 +101,7 @@ def test_stages_compute_what_the_model_computes_in_bfloat16(
 
 def test_without_mixed_precision_the_measure_sees_what_bfloat16_rounds(pool: GlooPool) -> None:
     found = pool.run(staged, 4, "llama-untied", "1f1b", 0, MixedPrecisionPolicy())
-    one = pool.run(whole, 2, "llama-untied", 0)
+    one = without_stages(pool, "llama-untied", 0)
     assert found[0][2] == {"torch.float32"}
     for _, gradients, _ in found:
         assert furthest({key: one[0][1][key] for key in gradients}, gradients) > 1e-2

@@ -63,7 +63,7 @@ def test_a_step_gives_what_the_unsplit_model_gives(pool: GlooPool, schedule: str
     assert_right(pool.run(one_step, 2, name, schedule, 4), 4)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "name"),
     list(product(("1f1b", "gpipe", "zbvzerobubble"), ("llama-tied", "gemma4-shared-kv", "qwen3-vl"))),
@@ -213,7 +213,7 @@ def test_another_sequence_length_keeps_what_was_accumulated(pool: GlooPool, name
             for each in (("1f1b", "llama-tied"), ("interleaved1f1b", "gemma4-shared-kv"))
             for lengths in ((7,), (7, 7), (7, 5))
         ],
-        [("1f1b", "llama-tied", (7, 5))],
+        [("interleaved1f1b", "gemma4-shared-kv", (7,))],
     ),
 )
 def test_fsdp_and_stages(pool: GlooPool, schedule: str, name: str, lengths: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ from ckptx.errors import UnsupportedError
 from ckptx.runtime.pipeline.carry import Carry
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("how", "name"), list(product(CUTS, EVERY)))
 def test_a_model_that_is_cut_computes_what_it_does_in_one_piece(how: str, name: str) -> None:
     is_equal, gradients, carry = compared(name, how)
@@ -24,7 +24,7 @@ def test_a_model_that_is_cut_computes_what_it_does_in_one_piece(how: str, name: 
     assert all(carry.slots[1:]), "at least the hidden state travels"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("how", "name"), list(product(CUTS, MULTIMODAL)))
 def test_microbatches_without_an_image_with_one_and_with_several(how: str, name: str) -> None:
     is_equal, gradients = compared_in_microbatches(name, how, pictures_of(name))
