@@ -137,20 +137,26 @@ def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float, st
 
 
 @pytest.mark.parametrize(
-    ("name", "dims", "schedule", "ranks", "dp"),
+    ("name", "dims", "schedule", "ranks", "dp", "steps"),
     [
-        ("llama-tied", PP2_TP2, "1f1b", 4, 1),
-        pytest.param("llama-tied", PP2, "1f1b", 2, 1, marks=pytest.mark.slow),
-        pytest.param("llama-tied", PP2_DP2, "1f1b", 4, 2, marks=pytest.mark.slow),
-        pytest.param("llama-tied", PP2, "zbvzerobubble", 2, 1, marks=pytest.mark.slow),
-        pytest.param("llama-tied", PP2_TP2, "interleaved1f1b", 4, 1, marks=pytest.mark.slow),
-        pytest.param("llama-untied", PP2_DP2, "interleaved1f1b", 4, 2, marks=pytest.mark.slow),
-        pytest.param("mixtral", PP2_TP2, "1f1b", 4, 1, marks=pytest.mark.slow),
-        pytest.param("gemma4-shared-kv", PP2, "gpipe", 2, 1, marks=pytest.mark.slow),
+        ("llama-tied", PP2_TP2, "1f1b", 4, 1, STEPS),
+        *(
+            pytest.param(*each, WRITTEN, marks=pytest.mark.slow)
+            for each in (
+                ("llama-tied", PP2_TP2, "1f1b", 4, 1),
+                ("llama-tied", PP2, "1f1b", 2, 1),
+                ("llama-tied", PP2_DP2, "1f1b", 4, 2),
+                ("llama-tied", PP2, "zbvzerobubble", 2, 1),
+                ("llama-tied", PP2_TP2, "interleaved1f1b", 4, 1),
+                ("llama-untied", PP2_DP2, "interleaved1f1b", 4, 2),
+                ("mixtral", PP2_TP2, "1f1b", 4, 1),
+                ("gemma4-shared-kv", PP2, "gpipe", 2, 1),
+            )
+        ),
     ],
 )
 def test_its_steps_are_those_of_the_model_in_one_piece(
-    pool: GlooPool, tmp_path: Path, name: str, dims: str, schedule: str, ranks: int, dp: int, steps: int = STEPS
+    pool: GlooPool, tmp_path: Path, name: str, dims: str, schedule: str, ranks: int, dp: int, steps: int
 ) -> None:
     write_model(tmp_path, name)
     wanted, model = in_one_piece(tmp_path, dp, steps=steps)
@@ -166,12 +172,6 @@ def test_its_steps_are_those_of_the_model_in_one_piece(
     assert_learned(tmp_path, model, "run", 2e-5, steps)
     ckptx.convert("dcp2hf", tmp_path / "run" / f"step-{steps}", tmp_path / "back", base=tmp_path / "MODEL")
     load(tmp_path / "back")
-
-
-@pytest.mark.slow
-def test_ten_steps_as_the_page_has_them_are_those_of_the_model_in_one_piece(pool: GlooPool, tmp_path: Path) -> None:
-    given = ("llama-tied", PP2_TP2, "1f1b", 4, 1, WRITTEN)
-    test_its_steps_are_those_of_the_model_in_one_piece(pool, tmp_path, *given)
 
 
 def test_without_a_tie_the_steps_are_the_same_to_the_last_bit(pool: GlooPool, tmp_path: Path) -> None:
@@ -211,27 +211,34 @@ def test_inputs_that_would_be_learned_wrongly_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("dims", "schedule", "ranks"),
+    ("dims", "schedule", "ranks", "steps"),
     [
-        (PP2, "1f1b", 2),
-        pytest.param(PP2_TP2, "1f1b", 4, marks=pytest.mark.slow),
-        pytest.param(PP2, "zbvzerobubble", 2, marks=pytest.mark.slow),
-        pytest.param(PP2_DP2, "1f1b", 4, marks=pytest.mark.slow),
-        pytest.param(PP2_TP2, "interleaved1f1b", 4, marks=pytest.mark.slow),
+        (PP2, "1f1b", 2, STEPS),
+        *(
+            pytest.param(*each, WRITTEN, marks=pytest.mark.slow)
+            for each in (
+                (PP2, "1f1b", 2),
+                (PP2_TP2, "1f1b", 4),
+                (PP2, "zbvzerobubble", 2),
+                (PP2_DP2, "1f1b", 4),
+                (PP2_TP2, "interleaved1f1b", 4),
+            )
+        ),
     ],
 )
 def test_what_goes_on_is_what_never_stopped(
-    pool: GlooPool, tmp_path: Path, dims: str, schedule: str, ranks: int
+    pool: GlooPool, tmp_path: Path, dims: str, schedule: str, ranks: int, steps: int
 ) -> None:
     write_model(tmp_path, "llama-tied", attention_dropout=0.1)
-    first = pool.run(run, ranks, tmp_path, ["run"], (on(dims, schedule),))
+    half = steps // 2
+    first = pool.run(run, ranks, tmp_path, ["run"], (on(dims, schedule),), steps)
     pool.stop()  # fresh processes
-    again = pool.run(run, ranks, tmp_path, ["again", f"run/step-{HALF}"], (on(dims, schedule),))
-    assert sum(len(losses) for losses, _ in first) >= STEPS
+    again = pool.run(run, ranks, tmp_path, ["again", f"run/step-{half}"], (on(dims, schedule),), steps)
+    assert sum(len(losses) for losses, _ in first) >= steps
     for (losses, said), (later, later_said) in zip(first, again, strict=True):
-        assert later == losses[HALF:]
-        assert later_said.splitlines() == said.splitlines()[HALF:]
-    last, other = (stock.load(tmp_path / out / f"step-{STEPS}") for out in ("run", "again"))
+        assert later == losses[half:]
+        assert later_said.splitlines() == said.splitlines()[half:]
+    last, other = (stock.load(tmp_path / out / f"step-{steps}") for out in ("run", "again"))
     stock.assert_same_tensors(other, last)
 
 
