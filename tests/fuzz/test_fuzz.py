@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -45,7 +46,15 @@ def test_the_corpus_is_small() -> None:
     assert sizes and max(sizes) < 100_000 and sum(sizes) < 2_000_000
 
 
-def test_others_find_what_is_changed_lost_new_or_cast_wrongly(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def others() -> Iterator[Others]:
+    """The judges, who take seconds to come."""
+    found = Others()
+    yield found
+    found.close()
+
+
+def test_others_find_what_is_changed_lost_new_or_cast_wrongly(others: Others, tmp_path: Path) -> None:
     tensors = llama(1)
     first, second = sorted(name for name, (_, shape, _) in tensors.items() if shape == (8,))[:2]
     swapped = {**tensors, first: tensors[second], second: tensors[first]}
@@ -60,33 +69,26 @@ def test_others_find_what_is_changed_lost_new_or_cast_wrongly(tmp_path: Path) ->
         "reshaped": ({**tensors, first: (dtype, (2, 4), data)}, None, "[2, 4]"),
         "not cast": (tensors, "fp32", "torch.bfloat16"),
     }
-    source, others = write_hf(tmp_path / "source", tensors), Others()
-    try:
-        for name, (output, cast, said) in outputs.items():
-            for root in (write_hf(tmp_path / f"hf {name}", output), write_dcp(tmp_path / f"dcp {name}", output)):
-                found = others.difference(str(source), str(root), cast)
-                assert (found is None) if said is None else (found is not None and said in found), (name, found)
-        (source / "model.safetensors").write_bytes(b"no header")
-        assert others.difference(str(source), str(root), None) is None
-        assert (others.judged, others.unread) == (2 * len(outputs), 1)
-    finally:
-        others.close()
+    source, before = write_hf(tmp_path / "source", tensors), (others.judged, others.unread)
+    for name, (output, cast, said) in outputs.items():
+        for root in (write_hf(tmp_path / f"hf {name}", output), write_dcp(tmp_path / f"dcp {name}", output)):
+            found = others.difference(str(source), str(root), cast)
+            assert (found is None) if said is None else (found is not None and said in found), (name, found)
+    (source / "model.safetensors").write_bytes(b"no header")
+    assert others.difference(str(source), str(root), None) is None
+    assert (others.judged - before[0], others.unread - before[1]) == (2 * len(outputs), 1)
 
 
-def test_others_know_experts_apart_and_fused(tmp_path: Path) -> None:
+def test_others_know_experts_apart_and_fused(others: Others, tmp_path: Path) -> None:
     source = write_hf(tmp_path / "source", experts(), config=EXPERTS)
     swapped = experts()
     first, second = (f"model.layers.0.mlp.experts.{index}.up_proj.weight" for index in range(2))
     swapped[first], swapped[second] = swapped[second], swapped[first]
     other = write_hf(tmp_path / "other", swapped, config=EXPERTS)
-    judges = Others()
-    try:
-        for name, root in (("same", source), ("swapped", other)):
-            ckptx.reshard(root, tmp_path / name, tp=2, to="safetensors")
-            found = judges.difference(str(source), str(tmp_path / name), None)
-            assert (found is None) == (name == "same"), found
-    finally:
-        judges.close()
+    for name, root in (("same", source), ("swapped", other)):
+        ckptx.reshard(root, tmp_path / name, tp=2, to="safetensors")
+        found = others.difference(str(source), str(tmp_path / name), None)
+        assert (found is None) == (name == "same"), found
 
 
 @pytest.mark.parametrize(

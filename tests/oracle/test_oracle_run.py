@@ -91,7 +91,7 @@ def _hears_without_text() -> Any:
     return transformers.HubertForCTC(config)
 
 
-@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+@pytest.mark.parametrize("to", ["dcp", pytest.param("safetensors", marks=pytest.mark.slow)])
 def test_a_cut_checkpoint_is_run_as_it_is(
     pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path, to: str
 ) -> None:

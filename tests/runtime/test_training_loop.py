@@ -117,7 +117,7 @@ def write_model(directory: Path, name: str, rate: float = 0.1) -> None:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("starcoder2", 4),
+        ("starcoder2", 2),
         *(
             pytest.param(name, WRITTEN, marks=pytest.mark.slow)
             for name in ("starcoder2", "qwen3", "gpt2", "mixtral", "gpt-neox")
