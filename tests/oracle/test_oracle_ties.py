@@ -49,7 +49,10 @@ GEMMA3 = Family(
     "language_model.model.embed_tokens.weight",
     (("tie_word_embeddings",), ("text_config", "tie_word_embeddings")),
 )
-FAMILIES = pytest.mark.parametrize("family", [LLAMA, GEMMA3], ids=["llama", "gemma3-vlm"])
+EVERY_FAMILY = pytest.mark.parametrize("family", [LLAMA, GEMMA3], ids=["llama", "gemma3-vlm"])
+FAMILIES = pytest.mark.parametrize(
+    "family", [LLAMA, pytest.param(GEMMA3, marks=pytest.mark.slow)], ids=["llama", "gemma3-vlm"]
+)
 DECLARED = pytest.mark.parametrize("disk", ["source", "target", "equal"])
 ONE_ONLY = pytest.mark.parametrize("disk", ["source", "target"])
 BOTH = pytest.mark.parametrize("disk", ["equal", "different"])
@@ -109,7 +112,7 @@ def case_of(report: ConversionReport, family: Family) -> tuple[str, str]:
 _CASES = {"source": "source-only", "target": "target-only", "equal": "equal", "different": "different"}
 
 
-@FAMILIES
+@EVERY_FAMILY
 @DECLARED
 def test_declared_pair_is_stored_once_in_dcp_under_both_names(family: Family, disk: str, tmp_path: Path) -> None:
     hf = arrange(family, tmp_path / "hf", disk)
@@ -156,7 +159,7 @@ def test_declared_pair_with_different_bytes_stays_two_tensors_in_dcp(family: Fam
     assert raw(loaded[family.source]) == raw(expected[family.source])
 
 
-@FAMILIES
+@EVERY_FAMILY
 def test_declared_pair_with_different_bytes_is_untied_in_the_config(family: Family, tmp_path: Path) -> None:
     hf = arrange(family, tmp_path / "hf", "different")
     report = ckptx.convert("dcp2hf", stock_dcp(hf, tmp_path / "dcp"), tmp_path / "out")
@@ -224,7 +227,7 @@ def test_one_name_of_an_undeclared_pair_is_refused(family: Family, disk: str, tm
         assert not (tmp_path / "out").exists()
 
 
-@FAMILIES
+@EVERY_FAMILY
 @ONE_ONLY
 def test_tie_missing_gives_both_names_and_a_checkpoint_that_loads(family: Family, disk: str, tmp_path: Path) -> None:
     """No loader ties an undeclared pair, so the HF output holds both names."""

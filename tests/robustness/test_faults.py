@@ -43,7 +43,7 @@ def test_without_a_fault_nothing_is_named(session: Opened, number: int) -> None:
     assert row["failed"] == [], row["differing"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OF_RESUME)
 def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
     row = named(*session, name, RESUME)

@@ -181,7 +181,7 @@ def dies(rank: int, hf: Path, out: Path) -> None:
     [
         (forgets, [0, 0], True),
         (ends_the_world, [0, 0], None),
-        (fails, [1, 1], True),
+        pytest.param(fails, [1, 1], True, marks=pytest.mark.slow),
         (fails_alone, [1, 1], True),
         (dies, [1, -signal.SIGKILL], False),
     ],

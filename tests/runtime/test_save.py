@@ -116,7 +116,7 @@ def test_placements_alone_would_put_fused_groups_out_of_order(
 # ------------------------------------------------------------------------------------ training goes on
 
 
-@pytest.fixture(scope="module", params=["llama-tied", "multi-query"])
+@pytest.fixture(scope="module", params=["llama-tied", pytest.param("multi-query", marks=pytest.mark.slow)])
 def run(
     request: pytest.FixtureRequest, pool: GlooPool, checkpoints: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:

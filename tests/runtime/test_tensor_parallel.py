@@ -68,7 +68,7 @@ def test_more_ranks_with_uneven_and_gathered_cuts(pool: GlooPool, name: str, wor
         ("llama-tied", ()),
         ("qwen3-moe", ()),
         ("deepseek-v3", ()),
-        ("qwen3-vl", ()),
+        pytest.param("qwen3-vl", (), marks=pytest.mark.slow),
         ("gpt2", ("transformer.h.0.attn", "transformer.h.0.mlp", "transformer.h.1.attn", "transformer.h.1.mlp")),
         ("mamba", ("backbone.layers.0.mixer", "backbone.layers.1.mixer")),
     ],

@@ -74,7 +74,7 @@ def without_stages(pool: GlooPool, name: str, length: int) -> list[Found]:
 @pytest.mark.parametrize(
     ("name", "schedule", "length", "sent"),
     [
-        ("llama-untied", "1f1b", 0, {"torch.bfloat16"}),
+        pytest.param("llama-untied", "1f1b", 0, {"torch.bfloat16"}, marks=pytest.mark.slow),
         ("llama-tied", "interleaved1f1b", 297, {"torch.bfloat16"}),  # of which bfloat16 makes 296
         pytest.param("gemma4-ple", "1f1b", 0, {"torch.bfloat16"}, marks=pytest.mark.slow),
         pytest.param("qwen3-vl", "1f1b", 0, {"torch.bfloat16"}, marks=pytest.mark.slow),

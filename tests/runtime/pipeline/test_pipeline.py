@@ -213,7 +213,7 @@ def test_another_sequence_length_keeps_what_was_accumulated(pool: GlooPool, name
             for each in (("1f1b", "llama-tied"), ("interleaved1f1b", "gemma4-shared-kv"))
             for lengths in ((7,), (7, 7), (7, 5))
         ],
-        [("interleaved1f1b", "gemma4-shared-kv", (7,))],
+        [],  # the test below has one that is right
     ),
 )
 def test_fsdp_and_stages(pool: GlooPool, schedule: str, name: str, lengths: tuple[int, ...]) -> None:
