@@ -49,7 +49,7 @@ _TITLES = {
     STRAIGHT: "all steps in one run: everything in its checkpoints is finite",
     "sharded": "each rank had a part of the parameters",
     AGAIN: "the same once more: what differs is noise",
-    SAVED_AGAIN: "resumed for no step and saved: what was not restored differs",
+    SAVED_AGAIN: "resumed for no step and saved: all that was saved is there again",
     RESUMED: "resumed to the end: it ends where the run ended that did not stop",
 }
 _COULD_NOT_BE_NAMED = (

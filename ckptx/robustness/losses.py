@@ -72,7 +72,7 @@ def read_losses(place: Path, block: ForeignBlock) -> Losses:
                 "each run into a folder of its own"
             )
     if not found:
-        raise InputError(f"{place}: no loss in it, {_looked_for(block)}")
+        raise InputError(f"{place}: no loss in it, {_looked_for(block)}; correct train.losses in the recipe")
     return Losses(dict(sorted(found.items())), notes)
 
 

@@ -106,7 +106,9 @@ def straight_run(session: Session) -> Findings:
     else:
         found.notes.append("two runs alike need not have the same bits on this device; their difference is noise")
     noise = session.noise
-    found.notes.append(f"noise: loss {max(noise['loss'].values()):.3g}, logits {max(noise['logits'].values()):.3g}")
+    found.notes.append(
+        f"noise of the loss {max(noise['loss'].values()):.3g}, of logits {max(noise['logits'].values()):.3g}"
+    )
     return _merged(found)
 
 

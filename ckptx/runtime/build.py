@@ -125,8 +125,12 @@ def _class_and_config(
         return cls, config_class.from_pretrained(str(config_dir))
     known = known_class(name)
     if known is None:
-        code = f"; its code is {reference} of auto_map, pass --trust-remote-code" if reference else ""
-        raise UnsupportedError(f"{name}: transformers {transformers.__version__} has no such class{code}")
+        code = (
+            f"its code is {reference} of auto_map, pass --trust-remote-code"
+            if reference
+            else ("correct architectures in config.json, or install a transformers that has it")
+        )
+        raise UnsupportedError(f"{name}: transformers {transformers.__version__} has no such class; {code}")
     return known, known.config_class.from_pretrained(str(config_dir))
 
 

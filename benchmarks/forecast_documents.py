@@ -1,0 +1,163 @@
+"""Forecasts of runs whose memory somebody else measured on GPUs and wrote down, side by side with what they wrote.
+
+    python benchmarks/forecast_documents.py [--results DIR] [NAME ...]
+
+What a report does not say (tokens of a row, precision, checkpointing) had to be inferred; the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from measure import HERE, publish, table
+
+from ckptx.forecasting.forecast import forecast
+from ckptx.report.documents.forecast import ForecastReport
+from ckptx.training.recipe_file import read_recipe
+
+_GIB = 2**30
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "norm_topk_prob": True, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A run that somebody measured.
+
+    Attributes:
+        model: Its config.
+        options: Of `forecast`.
+        written: GiB that were measured, or None.
+        inferred: What the report does not say.
+        found: Takes the bytes that are meant from the forecast.
+    """
+
+    model: Mapping[str, Any]
+    options: Mapping[str, Any]
+    written: float | None
+    inferred: str
+    found: Callable[[ForecastReport], int]
+
+
+def _peak(report: ForecastReport) -> int:
+    return max(int(row["peak"]) for row in report.by_stage)
+
+
+def _forward(report: ForecastReport) -> int:
+    return max(sum(each[3:]) for row in report.by_stage for each in row["course"] if each[0] == "forward")
+
+
+def _between(report: ForecastReport) -> int:
+    return max(int(row["between_steps"]) for row in report.by_stage)
+
+
+def cases() -> dict[str, Case]:
+    """All of them, by name."""
+    phi = dict(read_recipe("phi_4_squad").model.shrunk_from)
+    gemma = dict(read_recipe("gemma4_31b").model.shrunk_from)
+    llama = {"tp": 4, "dp_shard": 2, "seq": 16384, "dtype": "fp32", "param_dtype": "bf16",
+             "activation_checkpointing": "submodule"}  # fmt: skip
+    said = "16,384 tokens (what was saved is exactly their logits in bf16), float32 weights, bf16 compute, submodule"
+    phi_4 = {"dp_shard": 8, "seq": 5280, "dtype": "bf16"}
+    tokens = "5,280 tokens, chosen to fit the first figure"
+    gemma_8 = {"dp_shard": 8, "seq": 2048, "dtype": "bf16", "gpu_memory": "80GiB"}
+    gemma_pp = {"tp": 4, "seq": 2048, "dtype": "bf16", "activation_checkpointing": "full"}
+    rows = "2,048 tokens of text; images left out"
+    return {
+        "Llama 3.1 8B, tp4 x dp2, sharded head, forward of lm_head": Case(
+            LLAMA, {**llama, "loss": "none"}, 29.665, said, _forward
+        ),
+        "Llama 3.1 8B, tp4 x dp2, sharded head, step": Case(LLAMA, llama, 35.66, said, _peak),
+        "Llama 3.1 8B, tp4 x dp2, gathered head, step": Case(LLAMA, {**llama, "loss": "whole"}, 51.93, said, _peak),
+        "phi-4, FSDP2 x 8, no checkpointing": Case(phi, {**phi_4, "loss": "whole"}, 74.0, tokens, _peak),
+        "phi-4, FSDP2 x 8, no checkpointing, between steps": Case(phi, phi_4, 10.0, tokens, _between),
+        "phi-4, FSDP2 x 8, full checkpointing": Case(
+            phi, {**phi_4, "activation_checkpointing": "full"}, 70.0,
+            f"{tokens}; the figure is that of a whole test, with several models one after another", _peak,
+        ),
+        "Gemma 4 31B, FSDP2 x 8, 0 layers checkpointed": Case(gemma, gemma_8, None, f"{rows}; ran out of 80 GiB", _peak),
+        "Gemma 4 31B, FSDP2 x 8, 60 layers checkpointed": Case(
+            gemma, {**gemma_8, "activation_checkpointing": "full"}, 40.34, rows, _peak
+        ),
+        "Gemma 4 31B, tp4 x pp2, 1 row a microbatch": Case(gemma, {**gemma_pp, "pp": 2}, None, rows, _peak),
+        "Gemma 4 31B, tp4 x pp4 x dp2, 1 row a microbatch": Case(
+            gemma, {**gemma_pp, "pp": 4, "dp_shard": 2}, 29.18, rows, _peak
+        ),
+        "DeepSeek-V3 671B, tp8 x dp16": Case(
+            DEEPSEEK, {"tp": 8, "dp_shard": 16, "dtype": "bf16", "activation_checkpointing": "full"}, None, "", _peak
+        ),
+        "DeepSeek-V3 671B, tp8 x dp128, 1,024 ranks": Case(
+            DEEPSEEK, {"tp": 8, "dp_shard": 128, "dtype": "bf16", "activation_checkpointing": "full"}, None, "", _peak
+        ),
+    }  # fmt: skip
+
+
+def row_of(name: str, case: Case) -> dict[str, Any]:
+    """A case and its forecast."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = Path(directory, "config.json")
+        config.write_text(json.dumps(case.model))
+        report = forecast(config, **case.options)
+    worst = max(report.by_stage, key=lambda row: row["peak"])
+    kinds = sorted(worst["by_kind"].items(), key=lambda item: -item[1])[:3]
+    return {
+        "case": name,
+        "written": case.written,
+        "forecast": case.found(report) / _GIB,
+        "kinds": ", ".join(f"{kind} {nbytes / _GIB:.1f}" for kind, nbytes in kinds),
+        "at": f"{worst['at']['part']} of {worst['at']['module'] or 'the model'}",
+        "fits": report.fits,
+        "inferred": case.inferred,
+        "seconds": report.seconds,
+    }
+
+
+def main() -> None:
+    """Runs the cases and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only cases whose name has this in it")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    rows = []
+    for name, case in cases().items():
+        if not options.names or any(each in name for each in options.names):
+            rows.append(row_of(name, case))
+            print(rows[-1], flush=True)
+    shown = [
+        {
+            "run": row["case"],
+            "written down, GiB": "" if row["written"] is None else f"{row['written']:.2f}",
+            "forecast, GiB": f"{row['forecast']:.2f}",
+            "ratio": "" if row["written"] is None else f"{row['forecast'] / row['written']:.3f}",
+            "fits 80 GiB": "" if row["fits"] is None else "yes" if row["fits"] else "no",
+            "most of the peak": row["kinds"],
+            "the peak is in": row["at"],
+            "inferred": row["inferred"],
+        }
+        for row in rows
+    ]
+    publish(
+        options.results,
+        "forecast_documents",
+        {"rows": rows},
+        [table("Runs that others measured", list(shown[0]), [list(each.values()) for each in shown])],
+    )
+
+
+if __name__ == "__main__":
+    main()
