@@ -18,7 +18,7 @@ from ckptx.architecture import model_files
 ROOT = Path(ckptx.__file__).parent
 
 FLOORS = (
-    ("errors", "version", "wording"),
+    ("errors", "version", "wording", "child"),
     ("untrusted",),
     ("storage",),
     ("catalog",),
@@ -28,18 +28,20 @@ FLOORS = (
     ("runtime", "report", "sharding", "options", "counting", "fit"),
     ("conversion", "inspection", "difference", "verification"),
     ("training",),
+    ("forecasting",),
     ("robustness",),
     ("cli", "__main__", "pytest_plugin"),
     ("__init__",),  # the Python API names what it offers
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
 
-# Neighbours that meet: verification compares headers as diff does.
-MEETINGS = {("verification", "difference"), ("__main__", "cli")}
+# Rooms that meet: verification compares headers as diff does, and asks a forecast whether a run fits.
+MEETINGS = {("verification", "difference"), ("verification", "forecasting"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
-    "architecture/meta_model", "publishing/processes.py", "robustness/", "runtime/", "training/",
+    "architecture/meta_model", "child.py", "forecasting/", "publishing/processes.py", "robustness/", "runtime/",
+    "training/",
     "verification/budget.py", "verification/comparison.py", "verification/distances.py", "verification/divergence.py",
     "verification/execution.py", "verification/forward.py", "verification/inputs/", "verification/loaded.py",
     "verification/memory.py", "verification/noise.py", "verification/reached.py", "verification/reference.py",
@@ -120,7 +122,7 @@ def test_only_who_plants_faults_knows_them() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [
-        ("storage/x.py", "from ckptx.cli.main import main", "storage (floor 3) imports cli (floor 12)"),
+        ("storage/x.py", "from ckptx.cli.main import main", "storage (floor 3) imports cli (floor 13)"),
         ("formats/x.py", "import ckptx.transfer.plan", "formats (floor 6) imports transfer (floor 6)"),
         ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
         ("storage/x.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),

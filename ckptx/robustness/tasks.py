@@ -90,14 +90,18 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
 
     start = everywhere(items_of(trainer)) if run.looks else []
     pause()
+    records: list[StepRecord] = []
     taken: Taken | None = None
+
+    def step() -> None:
+        records.append(trainer.step())
+
     while trainer.done < run.until:
-        records: list[StepRecord] = []
         if run.measures and trainer.done == run.until - 1:
-            taken = measured(lambda: records.append(trainer.step()), trainer.assembled.models, place.device)
+            taken = measured(step, trainer.assembled.models, place.device)
         else:
-            records.append(trainer.step())
-        record = records[0]
+            step()
+        record = records[-1]
         losses[record.step] = record.loss
         said.append(record.line())
         if place.rank == 0 and run.lines is not None:

@@ -35,8 +35,9 @@ def peak_that_fits(reference: Path, checkpoint: Path, dims: ParallelDims, gpu_me
     peak: int = in_child(_peak, source, dims, how)
     if peak + reserved(peak) > gpu_memory:
         raise SpaceError(
-            f"--gpu-memory: a run of {checkpoint} takes {human_bytes(peak)} of tensors and {human_bytes(reserved(peak))}"
-            f" beside them on each GPU, found {human_bytes(gpu_memory)}; use more ranks (--tp, --pp, --dp-shard)"
+            f"--gpu-memory: a run of {checkpoint} takes {human_bytes(peak)} of tensors and "
+            f"{human_bytes(reserved(peak))} beside them on each GPU, found {human_bytes(gpu_memory)}; use more ranks "
+            "(--tp, --pp, --dp-shard)"
         )
     return peak
 

@@ -80,7 +80,8 @@ def verify_running(
         UsageError: An option has a value it cannot have.
         UnsupportedError: The class cannot run like that.
         EnvironmentProblem: torch or transformers are missing, or there is no such device.
-        SpaceError: A run does not fit `gpu_memory`; or the reference takes more memory than it may in any number of pieces; the message names the least.
+        SpaceError: A run does not fit `gpu_memory`; or the reference takes more memory than it may in any number of
+            pieces, and the message names the least.
         InputError: A checkpoint is damaged or incomplete.
     """
     given: dict[str, Any] = {
