@@ -18,8 +18,8 @@ from ckptx.architecture import model_files
 ROOT = Path(ckptx.__file__).parent
 
 FLOORS = (
-    ("errors", "version", "wording", "child"),
-    ("untrusted",),
+    ("errors", "version", "wording"),
+    ("untrusted", "child"),
     ("storage",),
     ("catalog",),
     ("layout", "mapping"),

@@ -34,7 +34,7 @@ class Moment(NamedTuple):
     """A part of a step.
 
     Attributes:
-        part: forward, backward, or what `Ledger.during` was told (clip, optimizer).
+        part: forward, backward, or what `Ledger.during` was told (clipping, optimizer).
         turn: Which forward or backward pass of the step, from 0.
         is_again: Something is computed a second time, in a backward pass.
         module: For which module; "" for none of them.

@@ -207,7 +207,7 @@ def _one_step(
     ledger.label((each.grad for each in parameters if each.grad is not None), GRADIENTS)
     most = task.recipe.training.clip
     if most is not None:
-        with ledger.during("clip"):
+        with ledger.during("clipping"):
             if assembled.pipeline is not None:
                 assembled.pipeline.clip_grad_norm(most)
             else:

@@ -28,7 +28,7 @@ class Segment:
     """What happens to one unit at a time, in one part of a step.
 
     Attributes:
-        part: forward, backward, clip or optimizer.
+        part: forward, backward, clipping or optimizer.
         turn: Which forward or backward pass.
         unit: Whose operations.
         most: The bytes of each kind when their sum is largest.

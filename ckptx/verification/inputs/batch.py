@@ -87,7 +87,7 @@ def inputs_for(
         target = _tokens(config, rows, generator, shards, at_least)
         batch = {"input_ids": ids, "decoder_input_ids": target, **_mask(ids, is_padded)}
         return _named(config, batch, target.clone(), ["text"])
-    inserts = inserts_for(config, rows, generator) if images != 0 else {}
+    inserts = _repeated(config, rows, 1 if images is None else images, generator)
     batch, labels = _with(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
     if is_padded:
         labels[0, -_PADDING:] = -100
@@ -109,6 +109,16 @@ def inserts_for(config: Mapping[str, Any], rows: int, generator: torch.Generator
         if insert is not None:  # else a config without this tower
             inserts[name] = insert
     return inserts
+
+
+def _repeated(
+    config: Mapping[str, Any], rows: int, times: int, generator: torch.Generator
+) -> dict[str, MultimodalInput]:
+    """`inserts_for` with several of each in a row, one after another."""
+    if not times:
+        return {}
+    found = inserts_for(config, rows * times, generator)
+    return {name: each._replace(tokens=[*each.tokens] * times) for name, each in found.items()}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
