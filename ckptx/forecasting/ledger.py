@@ -171,10 +171,12 @@ class Ledger:
         """Where the step is now."""
         task = torch._C._current_graph_task_id()
         if task == _NO_TASK:
-            return Moment(self._part, max(0, self._turns[FORWARD]), False, self._stack[-1] if self._stack else "")
+            turn = self._turns[BACKWARD if self._part == BACKWARD else FORWARD]
+            return Moment(self._part, max(0, turn), False, self._stack[-1] if self._stack else "")
         if task != self._task:
             self._task = task
             self._turns[BACKWARD] += 1
+            self._part = BACKWARD  # also what FSDP2 and a pipeline do after it, until the next forward pass begins
         turn = self._turns[BACKWARD]
         if self._stack:
             return Moment(BACKWARD, turn, True, self._stack[-1])
