@@ -16,17 +16,22 @@ if TYPE_CHECKING:
     from ckptx.conversion.convert import convert
     from ckptx.conversion.reshard import reshard
     from ckptx.difference import diff
+    from ckptx.forecasting.forecast import forecast
     from ckptx.formats.registry import open_checkpoint
     from ckptx.inspection import inspect
     from ckptx.robustness import robustness
     from ckptx.verification.verify import verify
 
-__all__ = ["__version__", "convert", "diff", "errors", "inspect", "open_checkpoint", "reshard", "robustness", "verify"]
+__all__ = [
+    "__version__", "convert", "diff", "errors", "forecast", "inspect", "open_checkpoint", "reshard", "robustness",
+    "verify",
+]  # fmt: skip
 
 _HOMES = {
     "convert": "ckptx.conversion.convert",
     "diff": "ckptx.difference",
     "errors": "ckptx.errors",
+    "forecast": "ckptx.forecasting.forecast",
     "inspect": "ckptx.inspection",
     "open_checkpoint": "ckptx.formats.registry",
     "reshard": "ckptx.conversion.reshard",
@@ -41,7 +46,12 @@ if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a nam
         """Imports a function when it is first asked for, so that `import ckptx` costs nothing."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = import_module(_HOMES[name])
+        try:
+            home = import_module(_HOMES[name])
+        except ImportError as error:  # some of them are made of torch
+            from ckptx.errors import missing_package
+
+            raise missing_package(name, error) from error
         return home if name in ("errors", "robustness") else getattr(home, name)  # this package can be called
 
 

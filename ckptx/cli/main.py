@@ -23,6 +23,7 @@ _COMMANDS = {
     "reshard": "a checkpoint cut for TP x PP x FSDP",
     "diff": "names, shapes, dtypes and ties of two checkpoints",
     "verify": "two checkpoints compared bit for bit",
+    "forecast": "memory of a training step on each rank, before it runs",
     "robustness": "what a training run saves: read back, exported, re-laid, resumed",
     "env": "versions and machine, for bug reports",
 }

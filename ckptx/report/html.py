@@ -36,7 +36,7 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
     """
     return page(
         f"{_title(report)} - layout",
-        "layout.css",
+        ["layout.css"],
         [
             thumbnails(layout, [group for _, group in _listed(layout)]),
             *_header(report, layout),

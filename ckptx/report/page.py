@@ -12,12 +12,12 @@ from ckptx.publishing.report_file import GENERATOR
 from ckptx.untrusted.printable import one_line
 
 
-def page(title: str, style: str, body: Iterable[str], script: str | None = None) -> str:
+def page(title: str, styles: Iterable[str], body: Iterable[str], script: str | None = None) -> str:
     """A page that asks for nothing outside of itself, and says so in its Content-Security-Policy.
 
     Args:
         title: Escaped.
-        style: Name of the style sheet that comes after `page.css`.
+        styles: Names of the style sheets that come after `page.css`.
         body: HTML, line by line.
         script: The only one that may run.
     """
@@ -35,7 +35,7 @@ def page(title: str, style: str, body: Iterable[str], script: str | None = None)
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{title}</title>",
-            f"<style>{asset('page.css')}{asset(style)}</style>",
+            f"<style>{''.join(map(asset, ['page.css', *styles]))}</style>",
             "</head>",
             "<body>",
             *body,

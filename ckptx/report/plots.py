@@ -1,4 +1,4 @@
-"""Two plots as inline SVG: runs over their steps, and how far each is from the first, in decades.
+"""Plots as inline SVG: runs over their steps, how far each is from the first, in decades, and the frame of any plot.
 
 The SVG is stretched to the width there is, so lines keep their width by `non-scaling-stroke`, dots are lines without
 length and a round end, and words stand beside it in HTML, where they can be read on a phone.
@@ -6,13 +6,13 @@ length and a round end, and words stand beside it in HTML, where they can be rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import floor, isfinite, log10
 from typing import NamedTuple
 
 from ckptx.report.page import escape
 
-_WIDE, _HIGH = 1000, 400  # units of the drawing
+WIDE, HIGH = 1000, 400  # units of the drawing
 _MOST_TICKS = 9
 _MOST_DOTS = 60  # of a run; a longer one is a line alone
 _LEAST_DECADE = -12
@@ -53,12 +53,12 @@ def runs_plot(runs: Sequence[Run]) -> Iterator[str]:
 
     def down(value: float) -> float:
         top = _ROOM_FOR_NONE if has_none else 0
-        return top + (_HIGH - top) * (high - value) / (high - low)
+        return top + (HIGH - top) * (high - value) / (high - low)
 
     values = [(low + (high - low) * part / 4) for part in range(5)]
     marks = [*([(_NONE, "nan")] if has_none else []), *((down(value), f"{value:.4g}") for value in values)]
     shapes = [shape for index, run in enumerate(runs) for shape in _line(run, steps, down, is_first=index == 0)]
-    yield from _framed(f"loss over steps of {', '.join(run.name for run in runs)}", marks, steps, shapes)
+    yield from framed(f"loss over steps of {', '.join(run.name for run in runs)}", marks, _below(steps), shapes)
 
 
 def distances_plot(runs: Sequence[Run], band: Band) -> Iterator[str]:
@@ -74,15 +74,15 @@ def distances_plot(runs: Sequence[Run], band: Band) -> Iterator[str]:
 
     def down(value: float) -> float:
         if value <= 0:
-            return _HIGH - 12.0
+            return HIGH - 12.0
         above = (log10(value) - first) / decades
-        return _ROOM_FOR_NONE + (1 - min(1.0, max(0.0, above))) * (_HIGH - _ROOM_FOR_NONE - 60)
+        return _ROOM_FOR_NONE + (1 - min(1.0, max(0.0, above))) * (HIGH - _ROOM_FOR_NONE - 60)
 
     shapes = []
     for name, value in (("limit", band.limit), ("noise", band.noise)):
         if value is not None and isfinite(value) and value > 0:
-            shapes.append(f'<rect class="{name}" x="0" y="{down(value):.1f}" width="{_WIDE}" height="{_HIGH}"/>')
-            shapes.append(f'<path class="{name}" d="M0 {down(value):.1f}H{_WIDE}"/>')
+            shapes.append(f'<rect class="{name}" x="0" y="{down(value):.1f}" width="{WIDE}" height="{HIGH}"/>')
+            shapes.append(f'<path class="{name}" d="M0 {down(value):.1f}H{WIDE}"/>')
     for run in runs:
         shapes += _line(run, steps, down, is_first=False)
     every = -(-decades // 5)
@@ -90,7 +90,9 @@ def distances_plot(runs: Sequence[Run], band: Band) -> Iterator[str]:
     marks.append((down(0.0), "equal"))
     if _has_none(runs):
         marks.append((_NONE, "nan"))
-    yield from _framed(f"distance of {', '.join(run.name for run in runs)} from the first run", marks, steps, shapes)
+    yield from framed(
+        f"distance of {', '.join(run.name for run in runs)} from the first run", marks, _below(steps), shapes
+    )
 
 
 def _steps(runs: Sequence[Run]) -> list[float]:
@@ -103,7 +105,7 @@ def _has_none(runs: Sequence[Run]) -> bool:
 
 def _across(step: float, steps: Sequence[float]) -> float:
     room = steps[-1] - steps[0]
-    return _WIDE / 2 if not room else 20 + (_WIDE - 40) * (step - steps[0]) / room
+    return WIDE / 2 if not room else 20 + (WIDE - 40) * (step - steps[0]) / room
 
 
 def _line(run: Run, steps: Sequence[float], down: Callable[[float], float], *, is_first: bool) -> Iterator[str]:
@@ -125,24 +127,40 @@ def _line(run: Run, steps: Sequence[float], down: Callable[[float], float], *, i
         yield f'<path class="dot {kind}" d="{dots}"/>'
 
 
-def _framed(
-    label: str, marks: Sequence[tuple[float, str]], steps: Sequence[float], shapes: Sequence[str]
-) -> Iterator[str]:  # fmt: skip
-    """The drawing with its marks beside and below it."""
-    ticks = _ticks(steps)
+def framed(
+    label: str,
+    marks: Sequence[tuple[float, str]],
+    below: Iterable[str],
+    shapes: Iterable[str],
+    over: Iterable[str] = (),
+) -> Iterator[str]:
+    """A drawing with what is written beside and below it.
+
+    Args:
+        label: What is drawn.
+        marks: How far down, in units of the drawing, and what stands there.
+        below: HTML, placed by `left` and `width` in percent of the drawing.
+        shapes: SVG.
+        over: HTML that lies on the drawing.
+    """
     yield "<div class=plot>"
     yield "<div class=ys>"
     for y, said in marks:
-        yield f'<span style="top:{100 * y / _HIGH:.2f}%">{escape(said)}</span>'
+        yield f'<span style="top:{100 * y / HIGH:.2f}%">{escape(said)}</span>'
     yield "</div>"
-    yield f'<svg viewBox="0 0 {_WIDE} {_HIGH}" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
-    yield f'<path class="grid" d="{"".join(f"M0 {y:.1f}H{_WIDE}" for y, _ in marks)}"/>'
+    yield f'<svg viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
+    yield f'<path class="grid" d="{"".join(f"M0 {y:.1f}H{WIDE}" for y, _ in marks)}"/>'
     yield from shapes
     yield "</svg>"
+    yield f"<div class=over>{''.join(over)}</div>"
     yield "<div class=xs>"
-    for step in ticks:
-        yield f'<span style="left:{100 * _across(step, steps) / _WIDE:.2f}%">{step:g}</span>'
+    yield from below
     yield "</div></div>"
+
+
+def _below(steps: Sequence[float]) -> Iterator[str]:
+    for step in _ticks(steps):
+        yield f'<span style="left:{100 * _across(step, steps) / WIDE:.2f}%">{step:g}</span>'
 
 
 def _ticks(steps: Sequence[float]) -> list[float]:

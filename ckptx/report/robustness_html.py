@@ -36,6 +36,7 @@ from ckptx.report.robustness_words import (
 )
 
 _MARKS = {True: ("ok", "&#10003;", "ok"), False: ("bad", "&#10007;", "failed"), None: ("left", "&ndash;", "not run")}
+_STYLES = ("report.css", "robustness.css")
 _MOST_ROWS = 400
 _MOST_RUNS = 6  # drawn, beside the first
 _MOST_FOUND = 12  # items named below an oracle
@@ -49,10 +50,10 @@ def robustness_page(report: Report, recipe: str) -> str:
         recipe: As it was asked for.
     """
     if not isinstance(report, RobustnessReport):
-        return page(f"{escape(recipe)} - robustness", "robustness.css", _failure(report, recipe))
+        return page(f"{escape(recipe)} - robustness", _STYLES, _failure(report, recipe))
     return page(
         f"{escape(report.recipe)} - robustness",
-        "robustness.css",
+        _STYLES,
         [
             *_header(report),
             "<main>",

@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ckptx.report.documents.comparison import DiffReport, VerifyReport
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.documents.environment import EnvironmentReport
+from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.documents.inspection import InspectionReport, RanksOfInspection
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.documents.running import RunReport
@@ -23,6 +24,7 @@ COMMANDS: Mapping[type[Report], tuple[str, ...]] = {
     DiffReport: ("diff",),
     VerifyReport: ("verify",),
     RunReport: ("verify",),
+    ForecastReport: ("forecast",),
     RobustnessReport: ("robustness",),
     FaultsReport: ("robustness",),
     EnvironmentReport: ("env",),

@@ -311,7 +311,8 @@ def pages() -> dict[str, click.Command]:
 
 def test_every_command_is_listed() -> None:
     assert list(pages()) == [
-        "", "inspect", "convert", "convert hf2dcp", "convert dcp2hf", "reshard", "diff", "verify", "robustness", "env",
+        "", "inspect", "convert", "convert hf2dcp", "convert dcp2hf", "reshard", "diff", "verify", "forecast",
+        "robustness", "env",
     ]  # fmt: skip
     listed = run("--help").stdout
     assert all(re.search(rf"^  {name} ", listed, re.MULTILINE) for name in COMMANDS)

@@ -46,6 +46,13 @@ MEANING = {
         "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code", "strict",
         "as_json", "report_file",
     },
+    "forecast": HUB
+    | {
+        "tp", "pp", "dp_shard", "dp_replicate", "pp_split", "batch", "seq", "microbatches", "schedule",
+        "activation_checkpointing", "ac_scope", "dtype", "param_dtype", "reduce_dtype", "optimizer", "no_loss",
+        "loss_fp32", "images", "gpu_memory", "recipe", "settings", "trust_remote_code", "html", "as_json",
+        "report_file",
+    },
     "robustness": {
         "settings", "phases", "inject", "out", "device", "backend", "gpu_memory", "html", "junit", "as_json",
         "report_file",
@@ -165,7 +172,9 @@ def test_an_option_without_meaning_is_refused_in_one_line(
     hf = write_hf(tmp_path / "hf", llama())
     flag = flag_of(option)
     value = [] if OPTIONS[option].is_flag else [str(GIVEN.get(option, "1"))]
-    paths = {"env": [], "inspect": [hf], "robustness": ["llama_tiny"]}.get(words, [hf, tmp_path / "out"])
+    paths = {"env": [], "inspect": [hf], "forecast": [hf], "robustness": ["llama_tiny"]}.get(
+        words, [hf, tmp_path / "out"]
+    )
     assert exit_code(monkeypatch, *words.split(), *paths, flag, *value) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
@@ -264,7 +273,7 @@ def test_a_group_without_a_command_is_one_line(
     assert exit_code(monkeypatch, *words.split()) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
-    below = "hf2dcp" if "convert" in words else "inspect, convert, reshard, diff, verify, robustness, env"
+    below = "hf2dcp" if "convert" in words else "inspect, convert, reshard, diff, verify, forecast, robustness, env"
     assert "needs a command: " in line
     assert below in line
     assert said.out == ""

@@ -166,5 +166,5 @@ def test_nothing_is_drawn_of_nothing() -> None:
 
 
 def test_a_page_has_its_policy_whether_it_has_a_script_or_not() -> None:
-    assert "script-src" not in page("t", "robustness.css", [])
-    assert "script-src 'sha256-" in page("t", "robustness.css", [], "1")
+    assert "script-src" not in page("t", ["robustness.css"], [])
+    assert "script-src 'sha256-" in page("t", ["robustness.css"], [], "1")

@@ -29,7 +29,6 @@ class ForecastReport(Report):
         flops: Of a step, on all ranks.
         recomputed: Those of them that are computed a second time.
         assumptions: What the numbers do and do not say.
-        fitting: A layout that would fit, where this one does not and another was tried.
     """
 
     architecture: str
