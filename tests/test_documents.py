@@ -11,6 +11,7 @@ from support.runner import CliRunner
 
 from ckptx.cli.main import cli
 from ckptx.report.report import SCHEMA_VERSION
+from tests.report.made import forecasted
 from tests.writers import LLAMA, llama, write_dcp, write_hf
 
 PAGE = Path("docs/report.md").read_text(encoding="utf-8")
@@ -43,6 +44,14 @@ def test_every_field_of_a_report_is_described(tmp_path: Path, name: str) -> None
     fields = json.loads(result.stdout)
     described = set(re.findall(r"`(\w+)`", PAGE))
     assert not fields.keys() - described, "docs/report.md says nothing of these"
+
+
+def test_every_field_of_a_forecast_is_described() -> None:
+    """Without a run: those of a report, of a row of it, and of a tensor."""
+    report = forecasted().to_dict()
+    row = report["by_stage"][0]
+    described = set(re.findall(r"`(\w+)`", PAGE))
+    assert not {*report, *row, *row["largest"][0], *report["kinds"], *report["settings"]} - described
 
 
 def test_the_version_of_the_report_is_the_one_described() -> None:

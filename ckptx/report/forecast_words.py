@@ -9,7 +9,7 @@ from typing import Any
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.report import counted, human_bytes
 
-_PARTS = {"build": "the inputs of the step", "clip": "clipping of gradients", "optimizer": "the optimizer"}
+_PARTS = {"build": "the inputs of the step", "clipping": "clipping of gradients", "optimizer": "the optimizer"}
 _PASSES = ("forward", "backward")
 LOSSES = {"sharded": "loss on sharded logits", "whole": "loss on whole logits", "none": "no loss"}
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptx.report.documents.conversion import ConversionReport
+from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.documents.robustness import RobustnessReport
 
@@ -95,3 +96,60 @@ def broken(**fields: Any) -> RobustnessReport:
         "injected": "stale_rng",
     }  # fmt: skip
     return robust(**{**made, **fields})
+
+
+def largest(nbytes: int, module: str = "", **more: Any) -> dict[str, Any]:
+    """A tensor, as `forecast` tells of it."""
+    made = {
+        "nbytes": nbytes, "kind": "temporaries", "op": "aten::exp", "module": module, "part": "backward",
+        "microbatch": 1, "recomputed": False, "shape": [2, 3], "dtype": "float32",
+    }  # fmt: skip
+    return {**made, **more}
+
+
+def stage(number: int, course: Sequence[Sequence[Any]], **more: Any) -> dict[str, Any]:
+    """A row of `by_stage`: the peak is where the course has most, between steps there is what it ends with."""
+    worst, last = max(course, key=lambda row: sum(row[3:]))[3:], course[-1][3:]
+    made = {
+        "stages": [number], "peak": sum(worst), "between_steps": sum(last),
+        "by_kind": dict(zip(KINDS, worst, strict=True)), "between_by_kind": dict(zip(KINDS, last, strict=True)),
+        "at": largest(2 << 20, "lm_head"), "largest": [largest(2 << 20, "lm_head"), largest(1 << 20)],
+        "flops": 4 * 10**12, "recomputed": 10**12, "sent": {"all-gather": 1 << 20}, "wrapped_layers": 2, "fits": True,
+        "course": course,
+    }  # fmt: skip
+    return {**made, **more}
+
+
+KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "carried", "temporaries")
+_MIB = 1 << 20
+COURSE = [
+    ["forward", 0, "", 4 * _MIB, 0, 0, 8 * _MIB, 0, 0, 0],
+    ["forward", 0, "layers.0", 4 * _MIB, 0, 0, 8 * _MIB, 2 * _MIB, 0, 0],
+    ["backward", 0, "layers.0", 4 * _MIB, 0, 4 * _MIB, 8 * _MIB, 2 * _MIB, 0, 2 * _MIB],
+    ["optimizer", 0, "", 4 * _MIB, 0, 0, 8 * _MIB, 0, 0, 0],
+]
+
+
+def forecasted(**fields: Any) -> ForecastReport:
+    """A report of `forecast` with these fields: a step on two pipeline stages that fits."""
+    rows = [stage(0, COURSE), stage(1, [[*row[:3], *(2 * size for size in row[3:])] for row in COURSE])]
+    made: dict[str, Any] = {
+        "command": "forecast", "architecture": "SomeForCausalLM", "parameters": 4_000_000,
+        "layout": {"tp": 2, "pp": 2, "dp_shard": 1, "dp_replicate": 1},
+        "settings": {
+            "batch": 2, "seq": 1024, "images": 0, "microbatches": 2, "schedule": "1f1b",
+            "activation_checkpointing": "full", "ac_scope": "all", "dtype": "float32", "param_dtype": "bfloat16",
+            "reduce_dtype": None, "optimizer": "adamw", "loss": "sharded",
+        },
+        "by_stage": rows, "kinds": KINDS, "gpu_memory": 1 << 30, "reserved": 24 << 20, "fits": True,
+        "flops": 16 * 10**12, "recomputed": 4 * 10**12, "assumptions": ["bytes of tensors", "no fragmentation"],
+    }  # fmt: skip
+    return ForecastReport(**{**made, **fields})
+
+
+def too_large(**fields: Any) -> ForecastReport:
+    """A report of `forecast` of a step whose second stage does not fit."""
+    first, second = forecasted().by_stage
+    rows = [first, {**second, "fits": False}]
+    made: dict[str, Any] = {"exit": 1, "fits": False, "gpu_memory": 50 << 20, "by_stage": rows}
+    return forecasted(**{**made, **fields})

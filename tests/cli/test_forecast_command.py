@@ -1,0 +1,254 @@
+"""`ckptx forecast`: what it passes on, what it prints and writes, how it ends; some forecasts of a tiny model."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from support.runner import CliRunner
+
+import ckptx
+from ckptx.cli import main as main_module
+from ckptx.cli.main import cli, commands
+from ckptx.errors import EnvironmentProblem, UnsupportedError
+from ckptx.forecasting import forecast as forecasting
+from tests.report.made import forecasted
+from tests.report.pages import Page, fault_of_page
+
+SCHEMA = Path(__file__).resolve().parent.parent.parent / "docs" / "report.schema.json"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 128,
+    "max_position_embeddings": 64, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """The calls of a stand-in for `forecast`, which reports what was made."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+
+    def stand_in(model: Any = None, **options: Any) -> Any:
+        found.append((model, options))
+        options["log"].note("a note")
+        return forecasted(warnings=["a note"])
+
+    monkeypatch.setattr(forecasting, "forecast", stand_in)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def ran(*words: object) -> Any:
+    return CliRunner().invoke(cli, ["forecast", *map(str, words)], standalone_mode=False)
+
+
+# ------------------------------------------------------------------------------------------------------- what it runs
+
+WORDS = [
+    "MODEL", "--tp", 2, "--pp", 4, "--dp-shard", 3, "--dp-replicate", 5, "--pp-split", "vllm", "--batch", 8, "--seq",
+    99, "--microbatches", 4, "--schedule", "gpipe", "--activation-checkpointing", "full", "--ac-scope", "language",
+    "--dtype", "fp32", "--param-dtype", "bf16", "--reduce-dtype", "fp32", "--optimizer", "sgd", "--loss-fp32",
+    "--gpu_memory", "80GB", "--images", 2, "--revision", "v1", "--token", "secret", "--cache-dir", "here",
+    "--trust-remote-code",
+]  # fmt: skip
+
+
+def test_options_are_passed_on(calls: list[tuple[Any, dict[str, Any]]]) -> None:
+    assert ran(*WORDS).return_value == 0
+    ((model, options),) = calls
+    assert options.pop("log") is not None
+    assert (model, options) == (
+        "MODEL",
+        {
+            "tp": 2, "pp": 4, "dp_shard": 3, "dp_replicate": 5, "pp_split": "vllm", "batch": 8, "seq": 99,
+            "microbatches": 4, "schedule": "gpipe", "activation_checkpointing": "full", "ac_scope": "language",
+            "dtype": "fp32", "param_dtype": "bf16", "reduce_dtype": "fp32", "optimizer": "sgd", "loss": "whole",
+            "gpu_memory": "80GB", "images": 2, "revision": "v1", "token": "secret", "cache_dir": "here",
+            "trust_remote_code": True, "recipe": None, "settings": (),
+        },
+    )  # fmt: skip
+
+
+def test_every_option_is_an_argument_of_the_function() -> None:
+    of_command = {param.name for param in commands()["forecast"].params} - {"quiet", "verbose", "no_color"}
+    of_command -= {"html", "as_json", "report_file", "no_loss", "loss_fp32"}
+    assert of_command | {"loss", "log"} == set(inspect.signature(ckptx.forecast).parameters)
+
+
+def test_what_is_not_given_is_the_default(calls: list[tuple[Any, dict[str, Any]]]) -> None:
+    assert ran("MODEL").return_value == 0
+    assert set(calls[0][1]) == {"recipe", "settings", "log"}
+
+
+def test_the_defaults_that_help_says_are_those_of_the_function() -> None:
+    defaults = {name: each.default for name, each in inspect.signature(ckptx.forecast).parameters.items()}
+    checked = set()
+    for param in commands()["forecast"].params:
+        default = defaults.get(str(param.name))
+        if isinstance(default, (str, int)) and not isinstance(default, bool):
+            assert getattr(param, "show_default", None) == str(default), param.name
+            checked.add(param.name)
+    assert checked >= {"tp", "seq", "schedule", "dtype", "optimizer", "images"}
+
+
+def test_losses_and_recipes_are_passed_on(calls: list[tuple[Any, dict[str, Any]]]) -> None:
+    assert ran("MODEL", "--no-loss").return_value == 0
+    words = ["--recipe", "llama_tiny", "--set", "layout.tp=2", "--set", "a.b=c=d", "--gpu-memory", "1GB"]
+    assert ran(*words).return_value == 0
+    assert calls[0][1]["loss"] == "none"
+    model, options = calls[1]
+    assert options.pop("log") is not None
+    assert model is None
+    assert options == {"recipe": "llama_tiny", "settings": ("layout.tp=2", "a.b=c=d"), "gpu_memory": "1GB"}
+
+
+# --------------------------------------------------------------------------------------------------- a model of its own
+
+
+def test_a_step_is_forecast_judged_and_drawn(model: Path, tmp_path: Path) -> None:
+    """One run for all of it: it does not fit, so exit is 1; text, document, page and -q say the same."""
+    html, report = tmp_path / "a.html", tmp_path / "a.json"
+    words = [model, "--seq", 32, "--microbatches", 2, "--gpu-memory", "1GB", "--html", html, "--report", report]
+    result = ran(*words)
+    assert result.return_value == 1
+    document = json.loads(report.read_text())
+    assert [error.message for error in Draft202012Validator(json.loads(SCHEMA.read_text())).iter_errors(document)] == []
+    assert (document["command"], document["exit"], document["ok"], document["fits"]) == ("forecast", 1, False, False)
+    (row,) = document["by_stage"]
+    assert row["peak"] == sum(row["by_kind"].values()) > row["between_steps"] > 0
+    assert row["by_kind"]["parameters"] == 2 * document["parameters"] + 2 * 8 * 4  # and frequencies, twice, in float32
+    assert "LlamaForCausalLM" in result.stdout and "DOES NOT FIT: " in result.stdout.splitlines()[-2]
+    assert fault_of_page(html.read_text(), has_script=False) is None
+    (said,) = [each.text for each in Page(html.read_text()).all("p", "verdict")]
+    assert said == result.stdout.splitlines()[-2].replace("DOES NOT FIT:", "DOES NOT FIT")
+
+
+def test_what_fits_ends_with_0(model: Path) -> None:
+    result = ran(model / "config.json", "--seq", 16, "--gpu-memory", "80GB", "--optimizer", "none", "--json")
+    assert result.return_value == 0
+    document = json.loads(result.stdout)
+    assert document["fits"] is True and document["settings"]["loss"] == "sharded"
+    assert document["by_stage"][0]["by_kind"]["optimizer"] == 0
+
+
+# ------------------------------------------------------------------------------------------------- what it ends without
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
+    monkeypatch.setattr("sys.argv", ["ckptx", "forecast", *map(str, words)])
+    with pytest.raises(SystemExit) as leave:
+        main_module.main()
+    return leave.value.code
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Missing argument 'MODEL'"),
+        (["M", "--set", "a=b"], "--set: changes a recipe"),
+        (["M", "--recipe", "r"], "M: is a second model beside --recipe r"),
+        (["--recipe", "r", "--tp", "2"], "--tp: the recipe says what is trained"),
+        (["--recipe", "r", "--no-loss"], "--no-loss: the recipe says what is trained"),
+        (["M", "--no-loss", "--loss-fp32"], "--no-loss, --loss-fp32: name two losses"),
+        (["M", "--html", "x", "--report", "x"], "x: is named for both --report and --html"),
+        (["M", "--tp", "two"], "--tp"),
+    ],
+)
+def test_contradictions_are_one_line(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert ended(monkeypatch, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and "forecast --help" in line
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dtype", "int8"], '--dtype: "int8", needed one of auto, bf16, fp16, fp32'),
+        (["--optimizer", "lion"], '--optimizer: "lion", needed one of'),
+        (["--seq", 1], "--seq: 1, needed 2 to"),
+        (["--batch", 3, "--microbatches", 2], "--batch: 3 rows in 2 microbatches, needed a multiple"),
+        (["--ac-scope", "language"], "--ac-scope: says which layers recompute"),
+        (["--schedule", "gpipe"], "--schedule, --pp-split: say how pipeline stages run"),
+        (["--gpu-memory", "much"], '--gpu-memory: "much" is not a size'),
+        (["--pp", 2, "--schedule", "round"], "round"),
+        (["--tp", 0], "0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line(model: Path, words: list[object], said: str) -> None:
+    result = ran(model, *words)
+    assert result.return_value == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert result.stdout == ""
+
+
+def broken(path: Path) -> None:
+    (path / "config.json").write_text("{")
+
+
+def unknown(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["NoSuchLM"], "model_type": "no_such"}))
+
+
+@pytest.mark.parametrize(
+    ("write", "code", "said"),
+    [
+        (broken, 3, "config.json"),
+        (lambda path: None, 3, "has no config.json"),
+        (unknown, 4, "NoSuchLM"),
+    ],
+    ids=["broken", "absent", "unknown"],
+)
+def test_a_model_that_cannot_be_is_one_line(
+    tmp_path: Path, write: Callable[[Path], None], code: int, said: str
+) -> None:
+    write(tmp_path)
+    html, report = tmp_path / "a.html", tmp_path / "a.json"
+    result = ran(tmp_path, "--html", html, "--report", report)
+    assert result.return_value == code, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert json.loads(report.read_text())["exit"] == code
+    assert "NOT FORECAST" in html.read_text() and fault_of_page(html.read_text(), has_script=False) is None
+
+
+def test_a_refusal_of_the_runtime_is_exit_4(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError("x: found y, needed z; do w")
+
+    monkeypatch.setattr(forecasting, "forecast", refusing)
+    result = ran(model)
+    assert (result.return_value, result.stderr) == (4, "error: x: found y, needed z; do w\n")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ckptx.forecasting.forecast", None)
+    result = ran("MODEL")
+    assert result.return_value == 7
+    assert result.stderr.startswith("error: forecast: ") and len(result.stderr.splitlines()) == 1
+
+
+def test_other_words_of_python_need_the_package_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ckptx.forecasting.forecast", None)
+    with pytest.raises(EnvironmentProblem, match=r"^forecast: "):
+        _ = ckptx.forecast
+
+
+def test_quiet_is_the_verdict(calls: list[Any]) -> None:
+    (line,) = ran("-q", "MODEL").stdout.splitlines()
+    assert line.startswith("FITS: ")

@@ -1,0 +1,135 @@
+"""What `forecast` says to a person."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from ckptx.report.forecast import forecast_text, forecast_verdict
+from ckptx.report.forecast_words import human_count, mesh, moment_text, rows_text, settings_text
+from ckptx.untrusted.printable import shown
+from tests.report.made import COURSE, forecasted, largest, stage, too_large
+from tests.report.test_html import EVIL
+
+SCHEMA = Path(__file__).resolve().parent.parent.parent / "docs" / "report.schema.json"
+
+
+def alone(**fields: Any) -> Any:
+    """On one rank, one microbatch."""
+    step = {**forecasted().settings, "microbatches": 1, "schedule": None, "param_dtype": None}
+    made = {"layout": {"tp": 1, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "settings": step}
+    return forecasted(**{**made, "by_stage": [stage(0, COURSE)], **fields})
+
+
+def hostile(text: str) -> Any:
+    """With this name wherever a config or a model has one."""
+    course = [[row[0], row[1], text, *row[3:]] for row in COURSE]
+    row = stage(0, course, at=largest(1, text), largest=[largest(1, text, op=text)])
+    return forecasted(architecture=text, by_stage=[row], assumptions=[text], warnings=[text])
+
+
+def test_a_block_for_each_stage_and_the_verdict_at_the_end() -> None:
+    lines = forecast_text(forecasted(seconds=2.5)).splitlines()
+    assert lines == [
+        "SomeForCausalLM, 4,000,000 parameters, on tp 2 x pp 2, 4 ranks",
+        "a step on each data rank: 2 rows of 1,024 tokens in 2 microbatches, 1f1b",
+        "float32, gathered in bfloat16, adamw, loss on sharded logits, activation checkpointing full",
+        *block("stage 0", 1),
+        *block("stage 1", 2),
+        "all ranks: 16 TFLOPs, 25.0% of them recomputed",
+        "assumed:",
+        "  bytes of tensors",
+        "  no fragmentation",
+        "FITS: 40.00 MiB at the peak of stage 1 and 24.00 MiB kept free, of 1.00 GiB; 960.00 MiB to spare",
+        "counted in 2.50 s",
+    ]
+
+
+def block(name: str, times: int) -> list[str]:
+    """Of a stage that takes so many times what `COURSE` says."""
+
+    def row(kind: str, peak: int, between: int | None = None) -> str:
+        said = (
+            "0 B" if not each else f"{each * times}.00 MiB" for each in (peak, peak if between is None else between)
+        )
+        return f"  {kind:<12} {next(said):>12} {next(said):>12}"
+
+    return [
+        f"{name}: peak {20 * times}.00 MiB, {12 * times}.00 MiB between steps, 2 layers checkpointed",
+        "  at  backward of microbatch 1, in lm_head, when aten::exp makes float32 [2, 3]",
+        f"  {'':<12}  at the peak      between",
+        row("parameters", 4), row("gradients", 4, 0), row("optimizer", 8), row("activations", 2, 0),
+        row("temporaries", 2, 0),
+        "  largest at the peak",
+        "       2.00 MiB  temporaries  float32 [2, 3] by aten::exp in lm_head",
+        "       1.00 MiB  temporaries  float32 [2, 3] by aten::exp outside of modules",
+        "  4 TFLOPs, 25.0% of them recomputed; sends all-gather 1.00 MiB",
+    ]  # fmt: skip
+
+
+def test_what_does_not_fit_is_red_with_what_is_too_much() -> None:
+    text = forecast_text(too_large(), lambda said: f"<{said}>")
+    assert "stage 0: peak 20.00 MiB" in text and "stage 1: <peak 40.00 MiB>" in text
+    said = "DOES NOT FIT: 40.00 MiB at the peak of stage 1 and 24.00 MiB kept free, of 50.00 MiB; 14.00 MiB too much"
+    assert f"<{said}>" in text
+    assert forecast_verdict(too_large()) == said
+
+
+def test_without_a_size_nothing_is_judged() -> None:
+    said = forecast_verdict(forecasted(gpu_memory=None, fits=None))
+    assert said == "PEAK: 40.00 MiB at the peak of stage 1, 24.00 MiB between steps"
+    assert forecast_verdict(alone(gpu_memory=None, fits=None)) == "PEAK: 20.00 MiB at the peak, 12.00 MiB between steps"
+
+
+def test_one_rank_and_one_microbatch_are_not_numbered() -> None:
+    report = alone()
+    assert mesh(report) == "1 rank"
+    assert rows_text(report) == "2 rows of 1,024 tokens"
+    assert "each rank: peak 20.00 MiB" in forecast_text(report)
+    assert moment_text(report, largest(1)) == "backward, outside of modules"
+    assert moment_text(report, largest(1, "a", recomputed=True)) == "backward, in a, computed again"
+    assert moment_text(report, largest(1, part="optimizer")) == "the optimizer"
+
+
+def test_settings_are_said() -> None:
+    step = {
+        **forecasted().settings, "images": 2, "optimizer": "none", "loss": "none", "ac_scope": "vision",
+        "reduce_dtype": "float32", "batch": 1,
+    }  # fmt: skip
+    report = alone(settings=step)
+    assert rows_text(report) == "1 row of 1,024 tokens and 2 images in 2 microbatches, 1f1b"
+    assert settings_text(report) == (
+        "float32, gathered in bfloat16, reduced in float32, no optimizer, no loss, "
+        "activation checkpointing full of vision layers"
+    )
+
+
+def test_a_rank_may_have_several_stages() -> None:
+    rows = [stage(0, COURSE, stages=[0, 2], sent={}, recomputed=0, wrapped_layers=0, at=None), stage(1, COURSE)]
+    text = forecast_text(forecasted(by_stage=rows))
+    assert "stages 0, 2: peak 20.00 MiB, 12.00 MiB between steps\n  " in text
+    assert "  4 TFLOPs, none of them recomputed\n" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 "), (999, "999 "), (1500, "1.5 k"), (2.5e13, "25 T"), (3e21, "3e+03 E")]
+)
+def test_counts_have_prefixes(number: float, said: str) -> None:
+    assert human_count(number) == said
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
+    said = forecast_text(shown(hostile(text)))
+    assert not {"\x1b", "\r", "\x00", "\u202e", "\ud800"} & set(said)
+    assert len(said.splitlines()) == len(forecast_text(hostile("plain")).splitlines())
+
+
+@pytest.mark.parametrize("made", [forecasted(), too_large(), alone(gpu_memory=None, fits=None), hostile("x")])
+def test_documents_are_as_the_schema_says(made: Any) -> None:
+    validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    assert [error.message for error in validator.iter_errors(json.loads(made.to_json()))] == []
