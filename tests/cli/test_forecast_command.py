@@ -143,6 +143,13 @@ def test_what_fits_ends_with_0(model: Path) -> None:
     assert document["by_stage"][0]["by_kind"]["optimizer"] == 0
 
 
+def test_a_recipe_is_forecast_with_dropout_and_tp() -> None:
+    result = ran("--recipe", "llama_tiny", "--set", "layout.tp=2", "--set", "layout.dp_shard=1", "--json")
+    assert result.return_value == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["layout"]["tp"], document["settings"]["seq"], document["fits"]) == (2, 32, None)
+
+
 # ------------------------------------------------------------------------------------------------- what it ends without
 
 
