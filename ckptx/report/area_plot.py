@@ -148,7 +148,7 @@ def area_plot(
     """
     wide = WIDE / len(slots)
     at = max(range(len(slots)), key=lambda index: _most(slots[index]))
-    shapes = [*_passes(slots, wide), *_areas(slots, areas, scale, wide), *_memory(scale)]
+    shapes = [*_passes(slots, wide), *_reserved(scale), *_areas(slots, areas, scale, wide), *_memory(scale)]
     shapes += [
         f'<rect class="slot" x="{index * wide:.2f}" y="0" width="{wide:.2f}" height="{HIGH}">'
         f"<title>{escape(said(slot))}</title></rect>"
@@ -160,7 +160,7 @@ def area_plot(
     if scale.memory is not None:
         far = "right" if WIDE / 2 <= x < 0.7 * WIDE or x < 0.2 * WIDE else "left"  # away from the label of the peak
         place = f"top:{100 * scale.down(scale.memory) / HIGH:.2f}%;{far}:6px"
-        free = f"{human_bytes(scale.reserved)} of it kept free"
+        free = f"{human_bytes(scale.reserved)} kept free"
         over.append(f'<span class="memory" style="{place}">GPU memory {human_bytes(scale.memory)}, {free}</span>')
     yield from framed("memory of a step over its course", scale.marks(), _names(slots, wide, pass_names), shapes, over)
 
@@ -200,12 +200,15 @@ def _areas(slots: Sequence[Slot], areas: Sequence[Area], scale: Scale, wide: flo
         low = high
 
 
+def _reserved(scale: Scale) -> Iterator[str]:
+    if scale.memory is not None:
+        top, bottom = scale.down(scale.memory), scale.down(max(0, scale.memory - scale.reserved))
+        yield f'<rect class="reserved" x="0" y="{top:.1f}" width="{WIDE}" height="{bottom - top:.1f}"/>'
+
+
 def _memory(scale: Scale) -> Iterator[str]:
-    if scale.memory is None:
-        return
-    top, bottom = scale.down(scale.memory), scale.down(max(0, scale.memory - scale.reserved))
-    yield f'<rect class="reserved" x="0" y="{top:.1f}" width="{WIDE}" height="{bottom - top:.1f}"/>'
-    yield f'<path class="memory" d="M0 {top:.1f}H{WIDE}"/>'
+    if scale.memory is not None:
+        yield f'<path class="memory" d="M0 {scale.down(scale.memory):.1f}H{WIDE}"/>'
 
 
 def _names(slots: Sequence[Slot], wide: float, names: Callable[[str, int], Sequence[str]]) -> Iterator[str]:

@@ -114,7 +114,7 @@ def test_each_slot_says_what_it_is() -> None:
 def test_gpu_memory_is_a_line_where_it_is_near() -> None:
     near = Page(forecast_page(too_large(), "m"))
     assert len(near.all("path", "memory")) == len(near.all("rect", "reserved")) == 2
-    assert {each.text for each in near.all("span", "memory")} == {"GPU memory 50.00 MiB, 24.00 MiB of it kept free"}
+    assert {each.text for each in near.all("span", "memory")} == {"GPU memory 50.00 MiB, 24.00 MiB kept free"}
     far = Page(forecast_page(forecasted(), "m"))
     assert not far.all("path", "memory")
     assert "GPU memory, 1.00 GiB, is far above what is drawn." in [each.text for each in far.all("p", "note")]
