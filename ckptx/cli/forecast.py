@@ -123,7 +123,11 @@ _BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
 @click.option("--loss-fp32", is_flag=True, help="The loss of transformers, on whole logits in float32.")
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run code from MODEL for an unknown class.")
 @click.option(
-    "--recipe", metavar="NAME|FILE", type=click.Path(), show_default="none", help="Forecast what a recipe trains."
+    "--recipe",
+    metavar="RECIPE",
+    type=click.Path(),
+    show_default="none",
+    help="Forecast what a recipe trains: its name, or a file.",
 )
 @click.option(
     "--set",
