@@ -42,9 +42,9 @@ MEANING = {
     "verify": HUB
     | MESH
     | {
-        "dp_replicate", "schedule", "microbatches", "reference_memory", "gpu_memory", "dtype", "run", "device", "backend",
-        "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code", "strict",
-        "as_json", "report_file",
+        "dp_replicate", "schedule", "microbatches", "reference_memory", "gpu_memory", "dtype", "run", "device",
+        "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code",
+        "strict", "as_json", "report_file",
     },
     "forecast": HUB
     | {
