@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from ckptx.errors import CkptxError, Defect
 
 T = TypeVar("T")
+_FORKED = "fork-based multiprocessing"  # as autograd says it
 
 
 def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
@@ -20,14 +24,23 @@ def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
     Args:
         work: Its result can be pickled.
         args: Of the function.
-        context: Of multiprocessing. When left out, it is a fork of this process, which must not have run a backward
-            pass: autograd cannot be forked then.
+        context: Of multiprocessing. When left out, it is a fork of this process; or a new one, which takes seconds,
+            where this one has run a backward pass, for autograd cannot be forked then.
 
     Raises:
         CkptxError: That of the function.
-        Defect: It raised something else, or the fork died.
+        Defect: It raised something else, or the process died.
     """
-    context = context or multiprocessing.get_context("fork")
+    try:
+        return _answer(context or multiprocessing.get_context("fork"), work, args)
+    except Defect as error:
+        if context is not None or _FORKED not in str(error):
+            raise
+    with nobodys_script():
+        return _answer(multiprocessing.get_context("spawn"), work, args)
+
+
+def _answer(context: Any, work: Callable[..., T], args: tuple[Any, ...]) -> T:
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(theirs, work, args))
     child.start()
@@ -50,6 +63,17 @@ def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
     kind, text, trace = found
     error: CkptxError = kind(text) if kind is not None else Defect(text)
     raise error from RuntimeError(trace)
+
+
+@contextmanager
+def nobodys_script() -> Iterator[None]:
+    """Keeps multiprocessing from importing the script that started this process into every process that it starts."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _run(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:

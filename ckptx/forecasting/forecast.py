@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,12 @@ def forecast(
         UnsupportedError: The class cannot run like that, or computes by values that nobody knows before it runs.
         EnvironmentProblem: A package is missing.
     """
+    given = dict(locals())
     stopwatch, log = Stopwatch(), log or Log()
     memory = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     with tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory:
         if recipe is not None:
+            _refuse_beside(recipe, given)
             read = read_recipe(recipe, settings)
             source, notes = config_of_recipe(read.model, Path(directory))
             log.note(*read.notes, *notes)
@@ -116,6 +119,17 @@ def forecast(
             )  # fmt: skip
         found = ranks_of(task)
         return stopwatch.stop(replace(report_of(task, found, memory), warnings=list(log.notes)))
+
+
+def _refuse_beside(recipe: str | Path, given: Mapping[str, Any]) -> None:
+    """Refuses what a recipe says by itself."""
+    own = ("recipe", "settings", "gpu_memory", "log")
+    for name, each in inspect.signature(forecast).parameters.items():
+        if name not in own and given[name] != each.default:
+            raise UsageError(
+                f"{name}: {recipe} says what is trained, needed nothing beside it; change it by settings, or leave out "
+                "recipe"
+            )
 
 
 def stages_of(pp: int, schedule: str) -> int:

@@ -16,10 +16,8 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptx.child import in_child
+from ckptx.child import in_child, nobodys_script
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
 from ckptx.runtime.launch import is_launched
 
@@ -163,7 +161,7 @@ class Ranks:
         """
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED)
-        with _nobodys_script(), _environment():
+        with nobodys_script(), _environment():
             return in_child(function, *args, context=context)
 
     def fresh(self) -> Ranks:
@@ -198,7 +196,7 @@ class Ranks:
         here, there = context.Pipe()
         arguments = (there, rank, self._settings)
         process: BaseProcess = context.Process(target=_work, args=arguments, name=f"ckptx-rank-{rank}", daemon=True)
-        with _nobodys_script(), _environment():
+        with nobodys_script(), _environment():
             process.start()
         there.close()
         return process, here
@@ -273,17 +271,6 @@ def _as_error(said: tuple[type[BaseException] | None, str, str]) -> BaseExceptio
         error = cls(text)
     error.__cause__ = RuntimeError(trace)
     return error
-
-
-@contextmanager
-def _nobodys_script() -> Iterator[None]:
-    """Keeps multiprocessing from importing the script that started this process into every rank."""
-    before = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = before
 
 
 @contextmanager

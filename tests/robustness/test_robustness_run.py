@@ -44,6 +44,10 @@ def test_a_run_that_passes_leaves_nothing(tmp_path: Path) -> None:
     assert (phase["name"], phase["ok"]) == ("replicas", True)
     assert phase["memory"]["threads"] <= phase["memory"]["baseline_threads"]
     assert [each["run"] for each in document["losses"]] == ["straight"]
+    memory = document["step_memory"]
+    assert memory["measured_peak"] == pytest.approx(memory["forecast_peak"], rel=0.01)
+    assert memory["measured_between_steps"] == pytest.approx(memory["forecast_between_steps"], rel=0.01)
+    assert memory["measured_peak"] > memory["measured_between_steps"] > 0
     assert "Warning" not in said
     assert document["out"] == ""
     assert not list(tmp_path.glob("ckptx-robustness-*"))
@@ -102,3 +106,14 @@ def test_phases_are_chosen_by_numbers_ranges_and_names() -> None:
     assert [each.number for each in chosen("0-2,6")] == [0, 1, 2, 6]
     assert [each.number for each in chosen("6, export")] == [4, 6]
     assert chosen(None) == PHASES
+
+
+def test_what_cannot_fit_is_refused_before_it_trains(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckptx", "robustness", "llama_tiny", *SMALLER, "--gpu-memory", "1GB"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=280, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 6
+    (line,) = [each for each in done.stderr.splitlines() if each.startswith("error")]
+    assert "--gpu-memory: llama_tiny takes" in line and "found 953.67 MiB" in line
+    assert not list(tmp_path.glob("ckptx-robustness-*"))

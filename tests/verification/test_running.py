@@ -215,3 +215,33 @@ def test_an_option_that_cannot_be_is_refused_before_anything_starts(
         verify_running(A, B, **given)
     assert all(word in str(error.value) for word in said)
     assert (launched.world_size, asked) == (0, [])
+
+
+def test_ranks_that_are_started_measure_what_was_forecast(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def peak(*given: Any, **how: Any) -> int:
+        asked.append((given, how))
+        return 2**30
+
+    monkeypatch.setattr(running, "peak_that_fits", peak)
+    found = verify_running(A, B, tp=2, gpu_memory="80GB", compute_dtype="bf16", activation_checkpointing="full")
+    ((given, how),) = asked
+    assert given == (A, B, ParallelDims(tp=2), 80_000_000_000)
+    assert (how["dtype"], how["activation_checkpointing"], how["schedule"]) == ("bf16", "full", "1f1b")
+    assert launched.given("--gpu-memory") == "80000000000"
+    assert found.forecast_peak == 2**30
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2", "CKPTX_LAUNCHED": "1"}]
+)
+def test_one_process_asks_for_the_forecast(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(running, "peak_that_fits", lambda *_, **__: pytest.fail("it was asked again"))
+    verify_running(A, B, tp=2, gpu_memory="80GB")
+    ((_, _, options, _),) = asked
+    assert options.measures
