@@ -211,6 +211,15 @@ class Ledger:
             if known is not None:
                 known[0].label = label
 
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Says of tensors that live now that they would not be there: from their birth on they take nothing."""
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            known = self._lives.get(local.untyped_storage()._cdata)
+            if known is not None:
+                self.nbytes -= known[0].nbytes
+                known[0].nbytes = 0
+
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
         """Says what everything is that is made within it."""

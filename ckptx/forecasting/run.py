@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,30 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.forecasting.counting import Counts
 from ckptx.forecasting.fake_world import fake_world
-from ckptx.forecasting.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
+from ckptx.forecasting.ledger import OPTIMIZER, PARAMETERS, Ledger
 from ckptx.forecasting.pipeline import Boundaries, LonePipeline
 from ckptx.forecasting.shape_tensors import ShapeTensors
-from ckptx.forecasting.task import Loss, Task
+from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
+from ckptx.forecasting.task import Task
 from ckptx.forecasting.timeline import Course, course_of
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.build import build_model, give_storage
-from ckptx.runtime.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.layers import layer_groups
-from ckptx.runtime.mixed_inputs import MixedInputs
 from ckptx.runtime.pipeline.carry import Carry
 from ckptx.runtime.pipeline.cut import carry_found
 from ckptx.runtime.pipeline.schedules import Schedule
-from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.training.assembly import Assembled, lay_out
-from ckptx.training.optimization import make_optimizer
-from ckptx.verification.execution import compared, whole
-from ckptx.verification.inputs.batch import Inputs, inputs_for
+from ckptx.verification.inputs.batch import Inputs
 
 
 @dataclass(slots=True)
@@ -93,7 +88,7 @@ def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast
     whole_model = build_model(task.source, trust_remote_code=task.recipe.model.trust_remote_code)
     parameters = sum(each.numel() for each in whole_model.parameters())
     config = {**whole_model.config.to_dict(), "architectures": whole_model.config.architectures}
-    inputs = _inputs(task, config)
+    inputs = inputs_of(task, config)
     with _laid_out(task, pipeline_rank, known) as assembled:
         ledger, counts = Ledger(), Counts()
 
@@ -134,7 +129,7 @@ def walk_stage(task: Task, stages: int, number: int, known: Known) -> Known:
         model = assembled.models[0]
         give_storage(model, torch.device("cpu"))
         config = {**model.config.to_dict(), "architectures": model.config.architectures}
-        _pipeline(assembled, known.boundaries, Ledger()).walk(_batch(_inputs(task, config), task))
+        _pipeline(assembled, known.boundaries, Ledger()).walk(batches_of(task, inputs_of(task, config))[0])
     return known
 
 
@@ -162,21 +157,6 @@ def _shapes(assembled: Assembled, see: Callable[..., None]) -> Iterator[None]:
         ) from error
 
 
-def _inputs(task: Task, config: dict[str, Any]) -> Inputs:
-    """Of one microbatch."""
-    return inputs_for(config, rows=task.microbatch, at_least=task.seq, images=task.images)
-
-
-def _batch(inputs: Inputs, task: Task) -> dict[str, Tensor]:
-    dtype = getattr(torch, task.recipe.model.dtype)
-    batch = {name: each.to(dtype) if each.is_floating_point() else each for name, each in inputs.batch.items()}
-    if task.padded and "input_ids" in batch:
-        mask = torch.ones_like(batch["input_ids"])
-        mask[:, -1] = 0
-        batch["attention_mask"] = mask
-    return batch
-
-
 def _one_step(
     assembled: Assembled, task: Task, inputs: Inputs, ledger: Ledger, counts: Counts, boundaries: Boundaries
 ) -> tuple[int, int]:
@@ -188,36 +168,38 @@ def _one_step(
         give_storage(model, torch.device("cpu"))
         ledger.label([*model.parameters(), *model.buffers()], PARAMETERS)
     parameters = [each for _, each in assembled.parameters()]
-    optimizer = _optimizer(task, parameters)
+    optimizer = optimizer_of(task, parameters)
     if optimizer is not None:
-        for each in optimizer.param_groups[0]["params"]:
-            each.grad = torch.empty_like(each)
-        optimizer.step()
-        optimizer.zero_grad()
-        states = (each for state in optimizer.state.values() for each in state.values())
-        ledger.label((each for each in states if isinstance(each, Tensor)), OPTIMIZER)
-    batches = [_batch(inputs, task) for _ in range(task.microbatches)]
+        _give_state(optimizer, ledger)
     if assembled.cut is not None:
         assembled.pipeline = _pipeline(assembled, boundaries, ledger)
-        assembled.pipeline.prepare(batches[: assembled.cut.microbatches])
+        assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.cut.microbatches])
     begin = len(ledger.events)
     ledger.begin()
     counts.begin()
-    _passes(assembled, task, batches, [inputs.labels] * len(batches))
-    ledger.label((each.grad for each in parameters if each.grad is not None), GRADIENTS)
-    most = task.recipe.training.clip
-    if most is not None:
-        with ledger.during("clipping"):
-            if assembled.pipeline is not None:
-                assembled.pipeline.clip_grad_norm(most)
-            else:
-                clip_grad_norm(assembled.models, most)
-    with ledger.during("optimizer"):
-        if optimizer is not None:
-            optimizer.step()
-        for model in assembled.models:
-            model.zero_grad()
+    Step(assembled, task, inputs, optimizer).run(ledger)
     return begin, len(ledger.events)
+
+
+def _give_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+    """Lets the optimizer make its state, as the first step does; what gets no gradient in the step has none."""
+    trained = optimizer.param_groups[0]["params"]
+    for each in trained:
+        each.grad = torch.empty_like(each)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def state_of(parameter: Tensor) -> list[Tensor]:
+        return [each for each in optimizer.state[parameter].values() if isinstance(each, Tensor)]
+
+    def forget_the_idle(*_: Any) -> None:
+        for each in trained:
+            if each.grad is None:
+                ledger.forget(state_of(each))
+
+    for each in trained:
+        ledger.label(state_of(each), OPTIMIZER)
+    optimizer.register_step_pre_hook(forget_the_idle)
 
 
 def _pipeline(assembled: Assembled, boundaries: Boundaries, ledger: Ledger) -> LonePipeline:
@@ -225,42 +207,3 @@ def _pipeline(assembled: Assembled, boundaries: Boundaries, ledger: Ledger) -> L
     found = assembled.cut.pipeline(assembled.stages, assembled.mesh, LonePipeline.maker(boundaries, ledger))
     assert isinstance(found, LonePipeline)
     return found
-
-
-def _passes(assembled: Assembled, task: Task, batches: Sequence[dict[str, Tensor]], labels: Sequence[Tensor]) -> None:
-    """Forward and backward of every microbatch, as `Trainer` does it."""
-    items = labels_per_rank(labels, assembled.mesh)
-
-    def loss(output: Any, index: int) -> Tensor:
-        return _loss_of(compared(assembled.models[-1], output), labels[index], items, task.loss)
-
-    if assembled.pipeline is not None and assembled.cut is not None:
-        count = assembled.cut.microbatches
-        for begin in range(0, len(batches), count):
-            assembled.pipeline.step(batches[begin : begin + count], loss)
-        return
-    model = assembled.models[0]
-    mixed = MixedInputs(model)
-    for index, batch in enumerate(batches):
-        with mixed.microbatch(batch, is_last=index == len(batches) - 1):
-            loss(model(**batch), index).backward()
-
-
-def _loss_of(logits: Tensor, labels: Tensor, items: Tensor, kind: Loss) -> Tensor:
-    if kind == "none":
-        return (logits.to_local() if isinstance(logits, DTensor) else logits).sum()
-    if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # of a class without a head
-        return whole(logits).float().pow(2).mean()
-    if kind == "whole":
-        logits = whole(logits).float()
-    return causal_lm_loss(logits, labels, num_items_in_batch=items)
-
-
-def _optimizer(task: Task, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-    block = task.recipe.optimizer
-    trained = [each for each in parameters if each.requires_grad]
-    if task.optimizer == "none":
-        return None
-    if task.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr=block.lr, foreach=False)
-    return make_optimizer(replace(block, name=task.optimizer), trained)

@@ -68,6 +68,8 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         if any(isinstance(each, FakeTensor) for each in given):
             if func._overloadpacket in _INDEXING:
                 return _indexed(func, args, kwargs)
+            if func._overloadpacket == torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
+                return _grouped_product(*args, **kwargs)
             return func(*args, **kwargs)
         if any(each.device == _META for each in given):
             return self._of_meta(func, args, kwargs, given)
@@ -128,6 +130,16 @@ def _indexed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             with unset_fake_temporarily():
                 found += each.nonzero().unbind(1)
     return func(args[0], found, *args[2:], **kwargs)
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """What a product of groups of rows gives in other dtypes than bfloat16, which real tensors can, and fake ones not."""
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        shape = [len(offs) if offs is not None else len(left), *shape]
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
 def _is_view(func: Any) -> bool:

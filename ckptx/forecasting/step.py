@@ -1,0 +1,117 @@
+"""One step as `Trainer` does it, on made-up rows, with any of the losses: the forecast runs it without storage, and
+what holds the forecast against real tensors runs it with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ckptx.forecasting.ledger import ACTIVATIONS, GRADIENTS, Ledger
+from ckptx.forecasting.task import Loss, Task
+from ckptx.runtime.gradients import clip_grad_norm, labels_per_rank
+from ckptx.runtime.mixed_inputs import MixedInputs
+from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
+from ckptx.training.assembly import Assembled
+from ckptx.training.optimization import make_optimizer
+from ckptx.verification.execution import compared, whole
+from ckptx.verification.inputs.batch import Inputs, inputs_for
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step is made of, on one rank.
+
+    Attributes:
+        assembled: The model, or its stages, with storage and, where there are stages, connected.
+        task: What is done.
+        inputs: Of one microbatch; all of them are alike.
+        optimizer: None where the task has none.
+    """
+
+    assembled: Assembled
+    task: Task
+    inputs: Inputs
+    optimizer: torch.optim.Optimizer | None
+
+    def run(self, ledger: Ledger) -> None:
+        """Forward and backward of every microbatch, clipping, the optimizer.
+
+        Args:
+            ledger: Is told what is what; one that sees nothing takes note of nothing.
+        """
+        assembled, most = self.assembled, self.task.recipe.training.clip
+        self._passes(ledger)
+        ledger.label((each.grad for _, each in assembled.parameters() if each.grad is not None), GRADIENTS)
+        if most is not None:
+            with ledger.during("clip"):
+                if assembled.pipeline is not None:
+                    assembled.pipeline.clip_grad_norm(most)
+                else:
+                    clip_grad_norm(assembled.models, most)
+        with ledger.during("optimizer"):
+            if self.optimizer is not None:
+                self.optimizer.step()
+            for model in assembled.models:
+                model.zero_grad()
+
+    def _passes(self, ledger: Ledger) -> None:
+        assembled = self.assembled
+        with ledger.labelled(ACTIVATIONS):
+            batches = batches_of(self.task, self.inputs)
+            labels = [self.inputs.labels.clone() for _ in batches]
+        items = labels_per_rank(labels, assembled.mesh)
+
+        def loss(output: Any, index: int) -> Tensor:
+            return _loss_of(compared(assembled.models[-1], output), labels[index], items, self.task.loss)
+
+        if assembled.pipeline is not None and assembled.cut is not None:
+            count = assembled.cut.microbatches
+            for begin in range(0, len(batches), count):
+                assembled.pipeline.step(batches[begin : begin + count], loss)
+            return
+        model = assembled.models[0]
+        mixed = MixedInputs(model)
+        for index, batch in enumerate(batches):
+            with mixed.microbatch(batch, is_last=index == len(batches) - 1):
+                loss(model(**batch), index).backward()
+
+
+def inputs_of(task: Task, config: Mapping[str, Any]) -> Inputs:
+    """Of one microbatch, for a model with this config."""
+    return inputs_for(config, rows=task.microbatch, at_least=task.seq, is_padded=task.padded, images=task.images)
+
+
+def batches_of(task: Task, inputs: Inputs) -> list[dict[str, Tensor]]:
+    """Arguments of the model for each microbatch of a step, every one with storage of its own."""
+    dtype = getattr(torch, task.recipe.model.dtype)
+    return [
+        {name: each.to(dtype if each.is_floating_point() else each.dtype, copy=True) for name, each in given.items()}
+        for given in [inputs.batch] * task.microbatches
+    ]
+
+
+def optimizer_of(task: Task, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+    """The optimizer of a task, over what is trained."""
+    block = task.recipe.optimizer
+    trained = [each for each in parameters if each.requires_grad]
+    if task.optimizer == "none":
+        return None
+    if task.optimizer == "sgd":
+        return torch.optim.SGD(trained, lr=block.lr, foreach=False)
+    return make_optimizer(replace(block, name=task.optimizer), trained)
+
+
+def _loss_of(logits: Tensor, labels: Tensor, items: Tensor, kind: Loss) -> Tensor:
+    if kind == "none":
+        return (logits.to_local() if isinstance(logits, DTensor) else logits).sum()
+    if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # of a class without a head
+        return whole(logits).float().pow(2).mean()
+    if kind == "whole":
+        logits = whole(logits).float()
+    return causal_lm_loss(logits, labels, num_items_in_batch=items)

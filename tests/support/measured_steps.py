@@ -1,0 +1,221 @@
+"""What a training step takes with real tensors in real gloo processes, as torch's profiler sees it.
+
+The step is that of `ckptx/forecasting/step.py`, which a forecast runs, too; storage, processes and the counting of
+bytes are not: here the allocator itself is asked.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.profiler._utils import traverse_dfs
+
+from ckptx.forecasting.ledger import Ledger
+from ckptx.forecasting.run import Known, RankForecast, run_rank
+from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
+from ckptx.forecasting.task import Task, task_of_options
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.build import materialize
+from ckptx.runtime.distributed import Process, process_group
+from ckptx.training.assembly import connect, lay_out
+
+_SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096, "max_position_embeddings": 1024, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SEQ = 256
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_SIZES},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **_SIZES, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 32,
+    },
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_SIZES, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    },
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **_SIZES},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 8,
+        "n_positions": 1024, "vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "qwen2.5-vl": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        "image_token_id": 4090, "video_token_id": 4091, "vision_start_token_id": 4092, "vision_end_token_id": 4093,
+        "text_config": {
+            **_SIZES, "model_type": "qwen2_5_vl_text",
+            "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]},
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 256,
+            "patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1],
+        },
+    },
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp1": {}, "tp4": {"tp": 4}, "dp4": {"dp_shard": 4}, "tp2 x dp2": {"tp": 2, "dp_shard": 2}, "pp2": {"pp": 2},
+}  # fmt: skip
+_STEPS = 2  # measured in a world of several ranks
+_OF_GLOO = ("c10d::", "gloo:")  # operations that only send: what they make is a copy, as NCCL needs none
+MODES = ("none", "full", "submodule", "selective")
+
+
+class Block(NamedTuple):
+    """Memory that was taken.
+
+    Attributes:
+        nbytes: How much.
+        op: The innermost operation around it.
+    """
+
+    nbytes: int
+    op: str
+
+
+class Measured(NamedTuple):
+    """What a rank took.
+
+    Attributes:
+        before: Bytes of tensors before the step.
+        peak: The most during it, without what gloo takes for itself.
+        after: Bytes after it.
+        with_gloo: The most during it, with all there is.
+        alive: At the peak, of what was taken during the step.
+    """
+
+    before: int
+    peak: int
+    after: int
+    with_gloo: int
+    alive: list[Block]
+
+
+def write_config(model: str, directory: Path) -> Path:
+    """The directory of a config.json of one of CONFIGS."""
+    found = directory / model
+    found.mkdir(exist_ok=True)
+    (found / "config.json").write_text(json.dumps(CONFIGS[model]))
+    return found
+
+
+def task_of(source: Path, layout: str, mode: str, *, param_dtype: str | None = None) -> Task:
+    """A step of a small model: one row, or one for each stage of a pipeline."""
+    dims = ParallelDims(**LAYOUTS[layout])
+    return task_of_options(
+        source, dims=dims, pp_split="even", batch=dims.pp, seq=SEQ, microbatches=dims.pp if dims.pp > 1 else 1,
+        schedule="1f1b", stages=dims.pp, activation_checkpointing=mode, ac_scope="all", dtype="fp32",
+        param_dtype=param_dtype, reduce_dtype=None, optimizer="adamw", loss="sharded", images=0,
+        trust_remote_code=False,
+    )  # fmt: skip
+
+
+def forecast_here(task: Task) -> RankForecast:
+    """The forecast of a task without a pipeline, in this process."""
+    return run_rank(task, 0, Known())[0]
+
+
+def measure_alone(task: Task) -> Measured:
+    """What a task of one rank takes, in this process."""
+    with process_group("cpu") as place:
+        return measure(task, place)
+
+
+def measure_on_rank(rank: int, world_size: int, task: Task) -> Measured:
+    """What a task takes on this rank of a pool."""
+    return measure(task, Process(rank, world_size, torch.device("cpu")))
+
+
+def measure(task: Task, place: Process) -> Measured:
+    """What a task takes on this rank.
+
+    The first step makes what stays, such as the state of the optimizer. Of those after it the one with the lowest peak
+    counts: threads of gloo let go of what they have sent when they come to it, which may be an operation later.
+    """
+    step = _prepared(task, place)
+    step.run(Ledger())
+    found = [_measured(step) for _ in range(_STEPS if place.world_size > 1 else 1)]
+    return min(found, key=lambda each: each.peak)
+
+
+def _measured(step: Step) -> Measured:
+    gc.collect()
+    rows = {each.untyped_storage().data_ptr() for each in (*step.inputs.batch.values(), step.inputs.labels)}
+    before = sum(nbytes for address, nbytes in _storages().items() if address not in rows)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step.run(Ledger())
+    return _counted(before, seen)
+
+
+def _prepared(task: Task, place: Process) -> Step:
+    assembled = lay_out(task.recipe, task.source, place)
+    for model in assembled.models:
+        materialize(model, place.device)
+    parameters = [each for _, each in assembled.parameters()]
+    with torch.no_grad():
+        for each in parameters:
+            local = getattr(each, "_local_tensor", each)
+            random = torch.Generator().manual_seed(0)  # copies on several stages have to be equal
+            local.copy_(torch.randn(local.shape, generator=random) * 0.02)
+    model = assembled.models[0]
+    config: Mapping[str, Any] = {**model.config.to_dict(), "architectures": model.config.architectures}
+    inputs = inputs_of(task, config)
+    step = Step(assembled, task, inputs, optimizer_of(task, parameters))
+    connect(assembled)
+    if assembled.cut is not None:
+        assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.cut.microbatches])
+    return step
+
+
+def _storages() -> dict[int, int]:
+    """The bytes of every storage of this process, by its address."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor):
+            local = getattr(each, "_local_tensor", each)
+            if local.device.type == "cpu":
+                storage = local.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _counted(before: int, seen: Any) -> Measured:
+    tree = seen.profiler.kineto_results.experimental_event_tree()
+    events = [each for each in traverse_dfs(tree) if each.typed[0] == torch._C._profiler._EventType.Allocation]
+    now = peak = with_gloo = before
+    of_gloo: dict[int, int] = {}  # bytes by address
+    alive: dict[int, Block] = {}
+    most: list[Block] = []
+    for each in sorted(events, key=lambda each: each.start_time_ns):
+        nbytes, address = each.extra_fields.alloc_size, each.extra_fields.ptr
+        around = _around(each)
+        if nbytes > 0 and any(name.startswith(_OF_GLOO) for name in around):
+            of_gloo[address] = nbytes
+        elif nbytes > 0:
+            now += nbytes
+            alive[address] = Block(nbytes, around[0] if around else "")
+        elif address in of_gloo:
+            del of_gloo[address]
+        else:
+            now += nbytes
+            alive.pop(address, None)
+        with_gloo = max(with_gloo, now + sum(of_gloo.values()))
+        if now > peak:
+            peak, most = now, list(alive.values())
+    return Measured(before, peak, now, with_gloo, most)
+
+
+def _around(event: Any) -> list[str]:
+    """The operations in which something happened, the innermost first."""
+    found = []
+    while event.parent is not None:
+        event = event.parent
+        found.append(event.name)
+    return found
