@@ -19,6 +19,8 @@ _DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was buil
 def fake_world(rank: int, world_size: int) -> Iterator[Process]:
     """This process as a rank of a world of any size; what it sends goes nowhere, and what it receives has a shape.
 
+    Objects that ranks tell each other, to agree on something, are those of this rank.
+
     Args:
         rank: Which.
         world_size: Of how many.
@@ -32,15 +34,14 @@ def fake_world(rank: int, world_size: int) -> Iterator[Process]:
     if dist.is_initialized():
         raise Defect("a forecast needs a process of its own, found one in a process group; please report this")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    asked = dist.all_gather_object
-    dist.all_gather_object = _as_this_rank  # bytes of objects would have to be values
+    gather = dist.all_gather_object
+    dist.all_gather_object = _gather_own
     try:
         yield Process(rank, world_size, _DEVICE)
     finally:
-        dist.all_gather_object = asked
+        dist.all_gather_object = gather
         end_groups()
 
 
-def _as_this_rank(found: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
-    """What the others say is what this rank does."""
-    found[:] = [value] * len(found)
+def _gather_own(found: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
+    found[:] = [own] * len(found)

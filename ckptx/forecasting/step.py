@@ -49,7 +49,7 @@ class Step:
         self._passes(ledger)
         ledger.label((each.grad for _, each in assembled.parameters() if each.grad is not None), GRADIENTS)
         if most is not None:
-            with ledger.during("clip"):
+            with ledger.during("clipping"):
                 if assembled.pipeline is not None:
                     assembled.pipeline.clip_grad_norm(most)
                 else:

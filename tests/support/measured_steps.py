@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
@@ -22,8 +24,9 @@ from ckptx.forecasting.run import Known, RankForecast, run_rank
 from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
 from ckptx.forecasting.task import Task, task_of_options
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.build import materialize
+from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.distributed import Process, process_group
+from ckptx.runtime.layers import layer_groups
 from ckptx.training.assembly import connect, lay_out
 
 _SIZES = {
@@ -63,8 +66,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {}, "tp4": {"tp": 4}, "dp4": {"dp_shard": 4}, "tp2 x dp2": {"tp": 2, "dp_shard": 2}, "pp2": {"pp": 2},
 }  # fmt: skip
-_STEPS = 2  # measured in a world of several ranks
-_OF_GLOO = ("c10d::", "gloo:")  # operations that only send: what they make is a copy, as NCCL needs none
+_STEPS = 3  # measured in a world of several ranks
+_OF_GLOO = ("c10d::", "gloo:")  # operations that only send: what they make is a copy, NCCL needs none
 MODES = ("none", "full", "submodule", "selective")
 
 
@@ -108,7 +111,7 @@ def write_config(model: str, directory: Path) -> Path:
 
 def task_of(source: Path, layout: str, mode: str, *, param_dtype: str | None = None) -> Task:
     """A step of a small model: one row, or one for each stage of a pipeline."""
-    dims = ParallelDims(**LAYOUTS[layout])
+    dims = ParallelDims(**({"tp": 2} if layout == "tp2" else LAYOUTS[layout]))
     return task_of_options(
         source, dims=dims, pp_split="even", batch=dims.pp, seq=SEQ, microbatches=dims.pp if dims.pp > 1 else 1,
         schedule="1f1b", stages=dims.pp, activation_checkpointing=mode, ac_scope="all", dtype="fp32",
@@ -117,9 +120,13 @@ def task_of(source: Path, layout: str, mode: str, *, param_dtype: str | None = N
     )  # fmt: skip
 
 
-def forecast_here(task: Task) -> RankForecast:
-    """The forecast of a task without a pipeline, in this process."""
-    return run_rank(task, 0, Known())[0]
+def forecasts_here(task: Task) -> list[RankForecast]:
+    """The forecast of each stage in this process, which a fork of one that has trained could not make."""
+    known, found = Known(), []
+    for rank in range(task.dims.pp):
+        forecast, known = run_rank(task, rank, known)
+        found.append(forecast)
+    return found
 
 
 def measure_alone(task: Task) -> Measured:
@@ -139,16 +146,17 @@ def measure(task: Task, place: Process) -> Measured:
     The first step makes what stays, such as the state of the optimizer. Of those after it the one with the lowest peak
     counts: threads of gloo let go of what they have sent when they come to it, which may be an operation later.
     """
+    others = _storages()  # kept, so that nobody of them goes during a step
     step = _prepared(task, place)
     step.run(Ledger())
-    found = [_measured(step) for _ in range(_STEPS if place.world_size > 1 else 1)]
+    found = [_measured(step, others) for _ in range(_STEPS if place.world_size > 1 else 1)]
     return min(found, key=lambda each: each.peak)
 
 
-def _measured(step: Step) -> Measured:
+def _measured(step: Step, others: Mapping[int, torch.UntypedStorage]) -> Measured:
     gc.collect()
     rows = {each.untyped_storage().data_ptr() for each in (*step.inputs.batch.values(), step.inputs.labels)}
-    before = sum(nbytes for address, nbytes in _storages().items() if address not in rows)
+    before = sum(each.nbytes() for address, each in _storages().items() if address not in {*rows, *others})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step.run(Ledger())
     return _counted(before, seen)
@@ -174,15 +182,16 @@ def _prepared(task: Task, place: Process) -> Step:
     return step
 
 
-def _storages() -> dict[int, int]:
-    """The bytes of every storage of this process, by its address."""
-    found: dict[int, int] = {}
+def _storages() -> dict[int, torch.UntypedStorage]:
+    """Every storage of this process by its address."""
+    found = {}
     for each in gc.get_objects():
-        if issubclass(type(each), Tensor):
+        if issubclass(type(each), Tensor):  # isinstance would ask a proxy of torch, which warns
             local = getattr(each, "_local_tensor", each)
-            if local.device.type == "cpu":
+            if local.device.type == "cpu" and not isinstance(local, FakeTensor):
                 storage = local.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
+                found[storage.data_ptr()] = storage
+    found.pop(0, None)  # the address of what takes nothing
     return found
 
 
@@ -190,23 +199,23 @@ def _counted(before: int, seen: Any) -> Measured:
     tree = seen.profiler.kineto_results.experimental_event_tree()
     events = [each for each in traverse_dfs(tree) if each.typed[0] == torch._C._profiler._EventType.Allocation]
     now = peak = with_gloo = before
-    of_gloo: dict[int, int] = {}  # bytes by address
+    of_gloo: Counter[tuple[int, int]] = Counter()  # threads may say in another order what one gave back and one got
     alive: dict[int, Block] = {}
     most: list[Block] = []
     for each in sorted(events, key=lambda each: each.start_time_ns):
         nbytes, address = each.extra_fields.alloc_size, each.extra_fields.ptr
         around = _around(each)
         if nbytes > 0 and any(name.startswith(_OF_GLOO) for name in around):
-            of_gloo[address] = nbytes
+            of_gloo[address, nbytes] += 1
         elif nbytes > 0:
             now += nbytes
             alive[address] = Block(nbytes, around[0] if around else "")
-        elif address in of_gloo:
-            del of_gloo[address]
+        elif of_gloo[address, -nbytes]:
+            of_gloo[address, -nbytes] -= 1
         else:
             now += nbytes
             alive.pop(address, None)
-        with_gloo = max(with_gloo, now + sum(of_gloo.values()))
+        with_gloo = max(with_gloo, now + sum(size * count for (_, size), count in of_gloo.items()))
         if now > peak:
             peak, most = now, list(alive.values())
     return Measured(before, peak, now, with_gloo, most)
@@ -219,3 +228,9 @@ def _around(event: Any) -> list[str]:
         event = event.parent
         found.append(event.name)
     return found
+
+
+def layer_parameters(source: Path) -> int:
+    """How many parameters the largest layer of a model has."""
+    groups = layer_groups(build_model(source)).values()
+    return max(sum(each.numel() for each in layer.module.parameters()) for group in groups for layer in group)

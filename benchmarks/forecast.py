@@ -1,0 +1,172 @@
+"""Holds the forecast of a training step against what real tensors take in the very same step.
+
+    python benchmarks/forecast.py [--layouts dp1,tp4] [--modes none,full] [--add] [--results DIR] [MODEL ...]
+
+Small models of six kinds run a step of AdamW on one to four gloo ranks, and torch's profiler sees what the allocator of
+the CPU gives out; the peak of the first rank of each pipeline stage is compared with that of its forecast. Bytes do not
+depend on the machine. What gloo takes to send something is its own, and NCCL needs none of it: it is left out of the
+measured peak, and has a column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
+from support.measured_steps import (  # noqa: E402
+    CONFIGS,
+    LAYOUTS,
+    MODES,
+    layer_parameters,
+    measure_on_rank,
+    task_of,
+    write_config,
+)
+from support.pool import GlooPool, WorkerError  # noqa: E402
+
+from ckptx.errors import CkptxError  # noqa: E402
+from ckptx.forecasting.forecast import ranks_of  # noqa: E402
+
+_CLOSE = 0.01
+_CLOSE_MIXED = 0.03
+_MIXED = (("dp4", "none"), ("dp4", "full"), ("tp2 x dp2", "none"), ("tp2 x dp2", "full"))
+
+
+class Case(NamedTuple):
+    """What is forecast and measured."""
+
+    model: str
+    layout: str
+    mode: str
+    param_dtype: str | None = None
+
+
+def rows_of(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any]]:
+    """A row for each pipeline stage."""
+    model, layout, mode, param_dtype = case
+    shown = {"model": model, "layout": layout, "mode": mode, "param_dtype": param_dtype}
+    task = task_of(source, layout, mode, param_dtype=param_dtype)
+    try:
+        forecasts = ranks_of(task)
+        measured = pool.run(measure_on_rank, task.dims.world_size, task)
+    except (CkptxError, WorkerError) as error:
+        yield {**shown, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
+        return
+    layer = layer_parameters(source) * 2  # in bfloat16
+    for stage, forecast in enumerate(forecasts):
+        real = measured[stage * task.dims.per_stage]
+        found = sum(forecast.course.worst.most)
+        ratio, between = found / real.peak, sum(forecast.course.between) / real.before
+        is_close = abs(ratio - 1) <= (_CLOSE if param_dtype is None else _CLOSE_MIXED)
+        yield {
+            **shown, "stage": stage, "forecast": found, "measured": real.peak, "ratio": round(ratio, 4),
+            "between": round(between, 4), "gloo": real.with_gloo - real.peak, "is_close": is_close,
+            "is_within_a_layer": param_dtype is not None and abs(found - real.peak) <= layer,
+            "error": None,
+        }  # fmt: skip
+
+
+def main() -> None:
+    """Runs the cases, and writes forecast.json and forecast.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--add", action="store_true", help="keep rows of other cases that are in DIR")
+    arguments = parser.parse_args()
+    models, layouts = arguments.models or list(CONFIGS), arguments.layouts.split(",")
+    modes = arguments.modes.split(",")
+    cases = [Case(model, layout, mode) for mode in modes for layout in layouts for model in models]
+    cases += [
+        Case("llama", layout, mode, "bf16")
+        for layout, mode in _MIXED
+        if "llama" in models and layout in layouts and mode in modes
+    ]
+    rows: list[dict[str, Any]] = []
+    pool = GlooPool()
+    with tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory:
+        sources = {model: write_config(model, Path(directory)) for model in models}
+        for case in cases:
+            for row in rows_of(case, sources[case.model], pool):
+                rows.append(row)
+                print(*row.values(), file=sys.stderr, flush=True)
+    pool.close()
+    before = arguments.results / "forecast.json"
+    if arguments.add and before.exists():
+        done = {_case_of(row) for row in rows}
+        rows += [row for row in json.loads(before.read_text())["rows"] if _case_of(row) not in done]
+    rows.sort(key=_place_of)
+    summary = summary_of(rows)
+    publish(arguments.results, "forecast", {"summary": summary, "rows": rows}, [_words(summary), _table(rows)])
+
+
+def _case_of(row: dict[str, Any]) -> Case:
+    return Case(*(row[name] for name in Case._fields))
+
+
+def _place_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    case = _case_of(row)
+    orders = zip(case, (CONFIGS, LAYOUTS, MODES), strict=False)
+    return case.param_dtype or "", *(list(order).index(each) for each, order in orders), row.get("stage", 0)
+
+
+def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The smallest and the largest ratio, and how many are close."""
+    done = [row for row in rows if row["error"] is None]
+    plain = [row for row in done if row["param_dtype"] is None]
+    mixed = [row for row in done if row["param_dtype"] is not None]
+    return {
+        "rows": len(plain),
+        "least": min((row["ratio"] for row in plain), default=None),
+        "most": max((row["ratio"] for row in plain), default=None),
+        "close": sum(row["is_close"] for row in plain),
+        "mixed_rows": len(mixed),
+        "mixed_least": min((row["ratio"] for row in mixed), default=None),
+        "mixed_most": max((row["ratio"] for row in mixed), default=None),
+        "mixed_close": sum(row["is_close"] or row["is_within_a_layer"] for row in mixed),
+        "failed": len(rows) - len(done),
+    }
+
+
+def _words(summary: dict[str, Any]) -> str:
+    said = (
+        f"Peaks of {summary['rows']} stages: forecast / measured is {summary['least']} to {summary['most']}, "
+        f"{summary['close']} within {_CLOSE:.0%}."
+    )
+    if summary["mixed_rows"]:
+        said += (
+            f" With mixed precision {summary['mixed_rows']}: {summary['mixed_least']} to {summary['mixed_most']}, "
+            f"{summary['mixed_close']} within {_CLOSE_MIXED:.0%} or the parameters of a layer."
+        )
+    return said + (f" {summary['failed']} could not be run." if summary["failed"] else "") + "\n"
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    columns = ("model", "layout", "checkpointing", "stage", "forecast", "measured", "ratio", "between steps", "gloo")
+    cells = []
+    for row in rows:
+        layout = row["layout"] + (f", {row['param_dtype']} gathered" if row["param_dtype"] else "")
+        begin = (row["model"], layout, row["mode"])
+        if row["error"] is not None:
+            cells.append((*begin, "", row["error"], "", "", "", ""))
+            continue
+        cells.append(
+            (*begin, row["stage"], f"{row['forecast']:,}", f"{row['measured']:,}", f"{row['ratio']:.4f}",
+             f"{row['between']:.4f}", f"{row['gloo']:,}")
+        )  # fmt: skip
+    return table("Forecast and measured peak, bytes of a rank", columns, cells)
+
+
+if __name__ == "__main__":
+    main()
