@@ -9,12 +9,14 @@ and all, and what it cannot know (where a router sends a token) fails by name in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 See = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
@@ -40,15 +42,17 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._see = see
+        self._entered = ExitStack()
 
     def __enter__(self) -> ShapeTensors:
-        self._fake.__enter__()
+        self._entered.enter_context(_unseen_shapes_of_dtensor())
+        self._entered.enter_context(self._fake)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._fake.__exit__(*exception)
+        self._entered.__exit__(*exception)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -99,6 +103,25 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
                 return shapes
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+@contextmanager
+def _unseen_shapes_of_dtensor() -> Iterator[None]:
+    """Within it, the fake tensors by which DTensor finds the shape of what an operation gives are nobody's memory.
+
+    It does so once for each operation and shape in a process, on whole tensors, which real training never allocates.
+    """
+    found = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(self: ShardingPropagator, *args: Any) -> Any:
+        with _disable_current_modes():
+            return found(self, *args)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = found
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
