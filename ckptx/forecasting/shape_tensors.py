@@ -72,6 +72,8 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         if any(isinstance(each, FakeTensor) for each in given):
             if func._overloadpacket in _INDEXING:
                 return _indexed(func, args, kwargs)
+            if func._overloadpacket == torch.ops._c10d_functional.wait_tensor:
+                return args[0]  # as with real tensors; a fake one would be a second one
             if func._overloadpacket == torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
                 return _grouped_product(*args, **kwargs)
             return func(*args, **kwargs)

@@ -209,7 +209,7 @@ def _counted(before: int, seen: Any) -> Measured:
             of_gloo[address, nbytes] += 1
         elif nbytes > 0:
             now += nbytes
-            alive[address] = Block(nbytes, around[0] if around else "")
+            alive[address] = Block(nbytes, " < ".join(around[:6]))
         elif of_gloo[address, -nbytes]:
             of_gloo[address, -nbytes] -= 1
         else:
