@@ -3,7 +3,7 @@
     python benchmarks/forecast.py [--layouts dp1,tp4] [--modes none,full] [--add] [--results DIR] [MODEL ...]
 
 Small models of six kinds run a step of AdamW on one to four gloo ranks, and torch's profiler sees what the allocator of
-the CPU gives out; the peak of the first rank of each pipeline stage is compared with that of its forecast. Bytes do not
+the CPU gives out; the peak of a rank of each pipeline stage is compared with that of its forecast. Bytes do not
 depend on the machine. What gloo takes to send something is its own, and NCCL needs none of it: it is left out of the
 measured peak, and has a column.
 """
@@ -28,7 +28,7 @@ from support.measured_steps import (  # noqa: E402
     LAYOUTS,
     MODES,
     layer_parameters,
-    measure_on_rank,
+    measured_stages,
     task_of,
     write_config,
 )
@@ -58,13 +58,12 @@ def rows_of(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any]
     task = task_of(source, layout, mode, param_dtype=param_dtype)
     try:
         forecasts = ranks_of(task)
-        measured = pool.run(measure_on_rank, task.dims.world_size, task)
+        measured = measured_stages(pool, task)
     except (CkptxError, WorkerError) as error:
         yield {**shown, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
         return
     layer = layer_parameters(source) * 2  # in bfloat16
-    for stage, forecast in enumerate(forecasts):
-        real = measured[stage * task.dims.per_stage]
+    for stage, (forecast, real) in enumerate(zip(forecasts, measured, strict=True)):
         found = sum(forecast.course.worst.most)
         ratio, between = found / real.peak, sum(forecast.course.between) / real.before
         is_close = abs(ratio - 1) <= (_CLOSE if param_dtype is None else _CLOSE_MIXED)

@@ -27,6 +27,11 @@ _MOST_MADE = 64  # floating-point numbers of one that follows from nothing: coun
 _META = torch.device("meta")
 _DEVICE_OF = torch.ops.prim.device.default
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
+# Kernels that begin with `contiguous()`, on a CPU and on CUDA.
+_COPYING = (
+    torch.ops.aten._softmax, torch.ops.aten._log_softmax, torch.ops.aten._softmax_backward_data,
+    torch.ops.aten._log_softmax_backward_data, torch.ops.aten.native_layer_norm,
+)  # fmt: skip
 
 
 class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
@@ -62,10 +67,22 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         if any(each not in _PLAIN for each in types):
             return NotImplemented  # a DTensor does its work with plain tensors, which come here then
         kwargs = kwargs or {}
+        if func._overloadpacket in _COPYING:
+            args = [self._contiguous(each) for each in args]
         out = self._computed(func, args, kwargs)
         if self._see is not None:
             self._see(func, args, kwargs, out)
         return out
+
+    def _contiguous(self, given: Any) -> Any:
+        """An argument of a kernel that copies what is not contiguous, and has the copy while it runs."""
+        if not isinstance(given, FakeTensor) or given.is_contiguous():
+            return given
+        clone, form = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
+        copy = clone(given, **form)
+        if self._see is not None:
+            self._see(clone, (given,), form, copy)
+        return copy
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = list(tensors_in(args, kwargs))
@@ -160,7 +177,7 @@ def _indexed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What a product of groups of rows gives in other dtypes than bfloat16, which real tensors can, and fake ones not."""
+    """What a product of groups of rows gives in other dtypes than bfloat16, which fake tensors refuse."""
     shape = [left.shape[-2], right.shape[-1]]
     if left.dim() == right.dim():
         shape = [len(offs) if offs is not None else len(left), *shape]

@@ -16,7 +16,7 @@ from support.measured_steps import (
     Measured,
     forecasts_here,
     measure_alone,
-    measure_on_rank,
+    measured_stages,
     task_of,
     write_config,
 )
@@ -64,11 +64,9 @@ def test_what_is_measured_tells_modes_apart(sources: dict[str, Path]) -> None:
     [("llama", "tp2", "none")],
 ))  # fmt: skip
 def test_ranks(model: str, layout: str, mode: str, sources: dict[str, Path], pool: GlooPool) -> None:
-    """Of every stage, the first rank."""
     task = task_of(sources[model], layout, mode)
-    measured = pool.run(measure_on_rank, task.dims.world_size, task)
-    for stage, forecast in enumerate(forecasts_here(task)):
-        hold(forecast, measured[stage * task.dims.per_stage])
+    for forecast, measured in zip(forecasts_here(task), measured_stages(pool, task), strict=True):
+        hold(forecast, measured)
 
 
 @pytest.mark.slow
@@ -76,5 +74,4 @@ def test_ranks(model: str, layout: str, mode: str, sources: dict[str, Path], poo
 @pytest.mark.parametrize("layout", ["dp4", "tp2 x dp2"])
 def test_mixed_precision(layout: str, mode: str, sources: dict[str, Path], pool: GlooPool) -> None:
     task = task_of(sources["llama"], layout, mode, param_dtype="bf16")
-    measured = pool.run(measure_on_rank, task.dims.world_size, task)
-    hold(forecasts_here(task)[0], measured[0], _CLOSE_MIXED)
+    hold(forecasts_here(task)[0], measured_stages(pool, task)[0], _CLOSE_MIXED)

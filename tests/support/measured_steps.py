@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from support.pool import GlooPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
@@ -133,6 +134,16 @@ def measure_alone(task: Task) -> Measured:
     """What a task of one rank takes, in this process."""
     with process_group("cpu") as place:
         return measure(task, place)
+
+
+def measured_stages(pool: GlooPool, task: Task) -> list[Measured]:
+    """What a task takes on a rank of each stage of its pipeline.
+
+    All that is cut divides, so that ranks of a stage take the same; of the one counts whose threads of gloo are first.
+    """
+    size = task.dims.per_stage
+    found = pool.run(measure_on_rank, task.dims.world_size, task)
+    return [min(found[begin : begin + size], key=lambda each: each.peak) for begin in range(0, len(found), size)]
 
 
 def measure_on_rank(rank: int, world_size: int, task: Task) -> Measured:
