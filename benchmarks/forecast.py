@@ -38,6 +38,10 @@ from ckptx.errors import CkptxError  # noqa: E402
 from ckptx.forecasting.forecast import ranks_of  # noqa: E402
 
 _CLOSE = 0.01
+_LEFT = (
+    "What is left under recomputation is the state of the CPU's generator, 5,056 bytes for each layer that computes "
+    "again, and otherwise what kernels take while they copy."
+)
 _CLOSE_MIXED = 0.03
 _MIXED = (("dp4", "none"), ("dp4", "full"), ("tp2 x dp2", "none"), ("tp2 x dp2", "full"))
 
@@ -148,7 +152,9 @@ def _words(summary: dict[str, Any]) -> str:
             f" With mixed precision {summary['mixed_rows']}: {summary['mixed_least']} to {summary['mixed_most']}, "
             f"{summary['mixed_close']} within {_CLOSE_MIXED:.0%} or the parameters of a layer."
         )
-    return said + (f" {summary['failed']} could not be run." if summary["failed"] else "") + "\n"
+    if summary["failed"]:
+        said += f" {summary['failed']} could not be run."
+    return f"{said} {_LEFT}\n"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""A forecast is what real tensors take in the same step, to a thousandth: torch's profiler is asked.
+"""A forecast is what real tensors take in the same step: torch's profiler is asked.
 
 What is left is what the generator of a CPU saves for each layer that computes again (5,056 bytes), of which a GPU has
 sixteen. `benchmarks/forecast.py` has the table of every model.
@@ -26,6 +26,7 @@ from support.slow import slow_but
 from ckptx.forecasting.run import RankForecast
 
 _CLOSE = 1e-3
+_CLOSE_CUT = 0.01  # the less a rank has, the more it is that kernels take for themselves
 _CLOSE_MIXED = 0.03
 
 
@@ -66,7 +67,7 @@ def test_what_is_measured_tells_modes_apart(sources: dict[str, Path]) -> None:
 def test_ranks(model: str, layout: str, mode: str, sources: dict[str, Path], pool: GlooPool) -> None:
     task = task_of(sources[model], layout, mode)
     for forecast, measured in zip(forecasts_here(task), measured_stages(pool, task), strict=True):
-        hold(forecast, measured)
+        hold(forecast, measured, _CLOSE_CUT)
 
 
 @pytest.mark.slow

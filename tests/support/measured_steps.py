@@ -67,7 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {}, "tp4": {"tp": 4}, "dp4": {"dp_shard": 4}, "tp2 x dp2": {"tp": 2, "dp_shard": 2}, "pp2": {"pp": 2},
 }  # fmt: skip
-_STEPS = 3  # measured in a world of several ranks
+_STEPS = 2  # measured in a world of several ranks
 _OF_GLOO = ("c10d::", "gloo:")  # operations that only send: what they make is a copy, NCCL needs none
 MODES = ("none", "full", "submodule", "selective")
 
