@@ -84,15 +84,19 @@ class Step:
 
 def inputs_of(task: Task, config: Mapping[str, Any]) -> Inputs:
     """Of one microbatch, for a model with this config."""
-    return inputs_for(config, rows=task.microbatch, at_least=task.seq, is_padded=task.padded, images=task.images)
+    return inputs_for(config, rows=task.microbatch, at_least=task.seq, images=task.images)
 
 
 def batches_of(task: Task, inputs: Inputs) -> list[dict[str, Tensor]]:
     """Arguments of the model for each microbatch of a step, every one with storage of its own."""
     dtype = getattr(torch, task.recipe.model.dtype)
+    batch = dict(inputs.batch)
+    if task.padded and "input_ids" in batch:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][:, -1] = 0
     return [
         {name: each.to(dtype if each.is_floating_point() else each.dtype, copy=True) for name, each in given.items()}
-        for given in [inputs.batch] * task.microbatches
+        for given in [batch] * task.microbatches
     ]
 
 
