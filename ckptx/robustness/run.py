@@ -150,7 +150,7 @@ def _foreign(recipe: Recipe, path: Path, folder: Path, log: Log) -> dict[str, An
 
 def _run(session: Session, phases: Sequence[Phase], forecast: Memory) -> dict[str, Any]:
     """The phases one after another; fields of the report."""
-    baseline, taken = baseline_of(session)
+    baseline = baseline_of(session)
     rows, differences = [], []
     for phase in phases:
         row, found = judged(session, phase, baseline)
@@ -167,7 +167,7 @@ def _run(session: Session, phases: Sequence[Phase], forecast: Memory) -> dict[st
         ],
         "differing": _most_of(differences, session.log),
         "kills": session.kills or None,
-        "step_memory": with_measured(forecast, taken),
+        "step_memory": with_measured(forecast, session.taken),
     }
 
 
@@ -183,15 +183,16 @@ def judged(session: Session, phase: Phase, baseline: Residue) -> tuple[dict[str,
     ]
 
 
-def baseline_of(session: Session) -> tuple[Residue, tuple[int, int] | None]:
+def baseline_of(session: Session) -> Residue:
     """What is left of a run of two steps that was released: the least that a process which has trained has.
 
-    And what the second of them took, which is like all that follow.
+    The second of them is like all that follow: what it took is measured.
     """
     outcome = session.ask("train", replace(session.run_of(until=2), measures=True))
+    session.taken = outcome.taken
     found = _most(session.residues)
     session.residues.clear()
-    return found, outcome.taken
+    return found
 
 
 def _row(phase: Phase, found: Findings, seconds: float, residue: Residue, baseline: Residue) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Session:
         losses: Of each run, by its name.
         kills: A row for each rank that was killed.
         residues: What ranks held after each task since it was last looked at.
+        taken: Bytes of tensors at the peak of a step and after it, on the rank with the most; None before that is known.
     """
 
     recipe: Recipe
@@ -64,6 +65,7 @@ class Session:
     losses: dict[str, Mapping[int, float]] = field(default_factory=dict)
     kills: list[dict[str, Any]] = field(default_factory=list)
     residues: list[Residue] = field(default_factory=list)
+    taken: tuple[int, int] | None = None
     _found: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -173,9 +173,9 @@ def accumulate(
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     mesh = mesh_of(ParallelDims(pp=world_size // dp_shard, dp_shard=dp_shard), "cpu") if dp_shard > 1 else None
     here = mesh["dp_shard"].get_local_rank() if mesh is not None else 0
-    cured = under_test._Stage._post_metadata_inference_cleanup
+    cured = under_test.TorchStage._post_metadata_inference_cleanup
     if not is_cured:
-        under_test._Stage._post_metadata_inference_cleanup = PipelineStage._post_metadata_inference_cleanup
+        under_test.TorchStage._post_metadata_inference_cleanup = PipelineStage._post_metadata_inference_cleanup
     try:
         run: Ranked | None = None
         total: dict[str, Tensor] = {}
@@ -195,7 +195,7 @@ def accumulate(
         assert run is not None
         return is_equal, away(run, Whole(whole.logits[own], total))[1]
     finally:
-        under_test._Stage._post_metadata_inference_cleanup = cured
+        under_test.TorchStage._post_metadata_inference_cleanup = cured
 
 
 @pytest.mark.parametrize("name", ["llama-tied", pytest.param("gemma4-shared-kv", marks=pytest.mark.slow)])
@@ -239,16 +239,16 @@ def test_fsdp_with_a_split_backward_is_wrong_in_torch(pool: GlooPool) -> None:
 
 def whole_backward(rank: int, world_size: int, function: str, *args: Any) -> Any:
     """One of the functions above, with stages that torch lets compute all gradients when those of inputs are due."""
-    made = under_test._Stage.__init__
+    made = under_test.TorchStage.__init__
 
     def make(self: Any, *given: Any, **settings: Any) -> None:
         made(self, *given, **settings, dw_builder=lambda: lambda: None)
 
-    under_test._Stage.__init__ = make
+    under_test.TorchStage.__init__ = make
     try:
         return {"one_step": one_step, "accumulate": accumulate}[function](rank, world_size, *args)
     finally:
-        under_test._Stage.__init__ = made
+        under_test.TorchStage.__init__ = made
 
 
 @pytest.mark.sampled(1)
