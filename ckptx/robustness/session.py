@@ -52,7 +52,7 @@ class Session:
         losses: Of each run, by its name.
         kills: A row for each rank that was killed.
         residues: What ranks held after each task since it was last looked at.
-        taken: Bytes of tensors at the peak of a step and after it, on the rank with the most; None before that is known.
+        taken: Bytes of tensors at the peak of a step and after it, on the rank with the most; None before that.
     """
 
     recipe: Recipe
