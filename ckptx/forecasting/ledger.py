@@ -189,7 +189,7 @@ class Ledger:
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """An operation, and what it gave."""
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in((out,), {}):
-            if isinstance(tensor, FakeTensor) or tensor.device != _META:
+            if tensor.layout is torch.strided and (isinstance(tensor, FakeTensor) or tensor.device != _META):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._lives:
                     self._add(storage, tensor, func._schema.name)

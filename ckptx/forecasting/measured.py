@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.forecasting.ledger import Ledger
+from ckptx.runtime.living import living_tensors
 
 
 class Taken(NamedTuple):
@@ -43,7 +43,7 @@ def measured(step: Callable[[], object], models: Iterable[nn.Module], device: to
         step()
         return Taken(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device), before)
     ledger = Ledger()
-    ledger.adopt(_living())
+    ledger.adopt(each for each in living_tensors() if each.device == device)
     before = ledger.nbytes
     with ledger.watching(models), _Watching(ledger):
         step()
@@ -56,14 +56,6 @@ def _most(ledger: Ledger) -> int:
         now += life.nbytes if is_birth else -life.nbytes
         most = max(most, now)
     return most
-
-
-def _living() -> list[Tensor]:
-    found = []
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and not issubclass(type(each), DTensor):  # isinstance would ask a proxy
-            found.append(each)
-    return [each for each in found if each.device.type == "cpu"]
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[misc]  # torch says Any

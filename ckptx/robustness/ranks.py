@@ -367,15 +367,15 @@ def _residue() -> Residue:
     """What is still alive in this process; garbage is collected first."""
     import torch
 
+    from ckptx.runtime.living import living_tensors
+
     gc.collect()
     storages: dict[int, int] = {}
-    parameters = 0
-    for each in gc.get_objects():
-        parameters += issubclass(type(each), torch.nn.Parameter)
-        if issubclass(type(each), torch.Tensor):  # isinstance would ask a proxy of torch, which warns
-            storage = getattr(each, "_local_tensor", each).untyped_storage()
-            if storage.nbytes() > _CONSTANT:
-                storages[storage._cdata] = storage.nbytes()
+    for each in living_tensors():
+        storage = each.untyped_storage()
+        if storage.nbytes() > _CONSTANT:
+            storages[storage._cdata] = storage.nbytes()
+    parameters = sum(issubclass(type(each), torch.nn.Parameter) for each in gc.get_objects())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return Residue(sum(storages.values()), parameters, _threads())

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from support.pool import GlooPool
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
@@ -28,6 +26,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.build import build_model, materialize
 from ckptx.runtime.distributed import Process, process_group
 from ckptx.runtime.layers import layer_groups
+from ckptx.runtime.living import living_tensors
 from ckptx.training.assembly import connect, lay_out
 
 _SIZES = {
@@ -196,12 +195,10 @@ def _prepared(task: Task, place: Process) -> Step:
 def _storages() -> dict[int, torch.UntypedStorage]:
     """Every storage of this process by its address."""
     found = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor):  # isinstance would ask a proxy of torch, which warns
-            local = getattr(each, "_local_tensor", each)
-            if local.device.type == "cpu" and not isinstance(local, FakeTensor):
-                storage = local.untyped_storage()
-                found[storage.data_ptr()] = storage
+    for each in living_tensors():
+        if each.device.type == "cpu":
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage
     found.pop(0, None)  # the address of what takes nothing
     return found
 
