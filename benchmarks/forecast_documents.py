@@ -74,7 +74,7 @@ def cases() -> dict[str, Case]:
              "activation_checkpointing": "submodule"}  # fmt: skip
     said = "16,384 tokens (what was saved is exactly their logits in bf16), float32 weights, bf16 compute, submodule"
     phi_4 = {"dp_shard": 8, "seq": 5280, "dtype": "bf16"}
-    tokens = "5,280 tokens, chosen to fit the first figure"
+    tokens = "5,280 tokens, which is not said"
     gemma_8 = {"dp_shard": 8, "seq": 2048, "dtype": "bf16", "gpu_memory": "80GiB"}
     gemma_pp = {"tp": 4, "seq": 2048, "dtype": "bf16", "activation_checkpointing": "full"}
     rows = "2,048 tokens of text; images left out"
