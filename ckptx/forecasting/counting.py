@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from ckptx.forecasting.ledger import Moment
 from ckptx.forecasting.shape_tensors import tensors_in
@@ -73,10 +74,17 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         return int(count(*args, **kwargs, out_val=out))
     name = func._schema.name
     if name == _SDPA_CPU:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+        return _attention_flops(*args[:3])
     if name == f"{_SDPA_CPU}_backward":
-        return 5 * int(sdpa_flop_count(args[1].shape, args[2].shape, args[3].shape)) // 2
+        return 5 * _attention_flops(*args[1:4]) // 2
     if name == "aten::_grouped_mm":  # each row meets one expert, whichever
         left, right = args[0], args[1]
         return 2 * int(left.numel()) * int(right.shape[-1])
     return 0
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Of two products for each head of the queries, which may share keys and values."""
+    return 2 * int(query.numel()) * int(key.shape[-2]) + 2 * int(query.numel() // query.shape[-1]) * int(
+        key.shape[-2] * value.shape[-1]
+    )

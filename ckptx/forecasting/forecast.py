@@ -17,6 +17,7 @@ from ckptx.forecasting.reserve import CONTEXT, FRAGMENTATION, reserved
 from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
 from ckptx.forecasting.task import Task, task_of_options, task_of_recipe
 from ckptx.forecasting.timeline import kind_of
+from ckptx.forecasting.torch_version import check_torch
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
 from ckptx.report.documents.forecast import ForecastReport
@@ -141,8 +142,9 @@ def ranks_of(task: Task) -> list[RankForecast]:
     """One rank of each stage of the pipeline, in forks of this process, one after another.
 
     Raises:
-        UnsupportedError, UsageError: As `forecast`.
+        UnsupportedError, UsageError, EnvironmentProblem: As `forecast`.
     """
+    check_torch()
     layout = task.recipe.layout
     state = Known()
     stages = layout.pp * find_schedule(layout.schedule).stages

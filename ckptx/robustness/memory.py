@@ -22,12 +22,13 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
 
     Raises:
         SpaceError: It does not fit; the message says what would.
+        CkptxError: Whether it fits cannot be known.
     """
     try:
         found = session.ranks.aside(_forecast, session.recipe, session.source, gpu_memory)
-    except SpaceError:
-        raise
     except CkptxError as error:
+        if gpu_memory is not None:
+            raise
         session.log.note(f"memory is not forecast: {error}")
         return {}
     return {"forecast_peak": found[0], "forecast_between_steps": found[1]}

@@ -125,8 +125,10 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
     )
 
 
-def _most_of(taken: Sequence[Taken | None]) -> tuple[int, int]:
+def _most_of(taken: Sequence[Taken | None]) -> tuple[int, int] | None:
     found = [each for each in taken if each is not None]
+    if not found:
+        return None
     return max(each.peak for each in found), max(each.between_steps for each in found)
 
 
