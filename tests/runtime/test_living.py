@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptx.forecasting.measured import measured
+from ckptx.forecasting.torch_version import can_count
 from ckptx.runtime.living import living_tensors
 
 
@@ -19,11 +21,13 @@ def test_tensors_without_storage_are_left_out() -> None:
     assert not {id(each) for each in (*sparse, fake)} & found
 
 
+@pytest.mark.skipif(not can_count(), reason="torch shows operations of DTensors from 2.13 on")
 def test_a_step_beside_sparse_tensors_is_measured() -> None:
     sparse, device = torch.eye(3).to_sparse(), torch.device("cpu")
     kept = []
     taken = measured(
         lambda: kept.append(torch.ones(1000) + torch.sparse.mm(sparse, torch.ones(3, 1)).sum()), (), device
     )
+    assert taken is not None
     assert taken.between_steps - taken.before >= 4000
     assert taken.peak >= taken.between_steps
