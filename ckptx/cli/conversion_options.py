@@ -7,6 +7,7 @@ from collections.abc import Callable
 import click
 
 from ckptx.cli.options import F, Section, hub_options, output_options, with_global_options
+from ckptx.cli.run_options import mesh_options
 
 CONTENT = Section(
     "Content",
@@ -66,45 +67,15 @@ def common_options(function: F) -> F:
 
 
 def layout_options(function: F) -> F:
-    """The mesh to cut for."""
-    for option in reversed(
-        [
-            click.option(
-                "--tp",
-                "--tensor-parallel-size",
-                "tp",
-                type=int,
-                metavar="N",
-                show_default="1",
-                help="Ranks that share each tensor.",
-            ),
-            click.option(
-                "--pp",
-                "--pipeline-parallel-size",
-                "pp",
-                type=int,
-                metavar="N",
-                show_default="1",
-                help="Pipeline stages.",
-            ),
-            click.option("--dp-shard", type=int, metavar="N", show_default="1", help="FSDP ranks inside each TP rank."),
-            click.option(
-                "--pp-split",
-                metavar="even|vllm|titan|hf|a,b,c",
-                show_default="even",
-                help="Layers per stage: by whose rule, or the counts themselves.",
-            ),
-            click.option(
-                "--tp-plan",
-                metavar="FILE",
-                type=click.Path(),
-                show_default="that of the model",
-                help='JSON {"pattern": "style"} in model names; goes before the plan of the model.',
-            ),
-        ]
-    ):
-        function = option(function)
-    return function
+    """The mesh to cut for, and how."""
+    plan = click.option(
+        "--tp-plan",
+        metavar="FILE",
+        type=click.Path(),
+        show_default="that of the model",
+        help='JSON {"pattern": "style"} in model names; goes before the plan of the model.',
+    )
+    return mesh_options(plan(function))
 
 
 def names_option(default: str) -> Callable[[F], F]:

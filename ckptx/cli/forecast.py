@@ -20,6 +20,7 @@ from ckptx.cli.options import (
     with_global_options,
 )  # fmt: skip
 from ckptx.cli.output import Output
+from ckptx.cli.run_options import mesh_options, settings_option, step_options
 from ckptx.errors import missing_package
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.report import Log, Report
@@ -53,32 +54,8 @@ _BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
     ],
 )  # fmt: skip
 @click.argument("model", metavar="[MODEL]", required=False, type=click.Path())
-@click.option(
-    "--tp",
-    "--tensor-parallel-size",
-    "tp",
-    type=int,
-    metavar="N",
-    show_default="1",
-    help="Ranks that share each tensor.",
-)
-@click.option(
-    "--pp", "--pipeline-parallel-size", "pp", type=int, metavar="N", show_default="1", help="Ranks of the pipeline."
-)
-@click.option("--dp-shard", type=int, metavar="N", show_default="1", help="FSDP2 ranks.")
-@click.option("--dp-replicate", type=int, metavar="N", show_default="1", help="Replicas of all of them (HSDP).")
-@click.option(
-    "--pp-split",
-    metavar="even|vllm|titan|hf|a,b,c",
-    show_default="even",
-    help="Layers per stage: by whose rule, or the counts themselves.",
-)
-@click.option(
-    "--schedule",
-    metavar="gpipe|1f1b|interleaved1f1b|...",
-    show_default="1f1b",
-    help="Of the pipeline; also interleavedzerobubble, zbvzerobubble, dualpipev.",
-)
+@mesh_options
+@step_options
 @click.option(
     "--microbatches",
     type=int,
@@ -91,15 +68,6 @@ _BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
 )
 @click.option("--seq", type=int, metavar="N", show_default="4096", help="Tokens of a row.")
 @click.option("--images", type=int, metavar="N", show_default="0", help="In each row, for a model that sees.")
-@click.option(
-    "--activation-checkpointing",
-    metavar="none|full|submodule|selective",
-    show_default="none",
-    help="What layers recompute.",
-)
-@click.option(
-    "--ac-scope", metavar="all|language|vision|audio", show_default="all", help="Which layers recompute, if any."
-)
 @click.option(
     "--dtype",
     metavar="auto|bf16|fp16|fp32",
@@ -129,14 +97,7 @@ _BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
     show_default="none",
     help="Forecast what a recipe trains: its name, or a file.",
 )
-@click.option(
-    "--set",
-    "settings",
-    metavar="KEY=VALUE",
-    multiple=True,
-    show_default="as the recipe says",
-    help="Another value for a key of the recipe, as layout.tp=2; may be given several times.",
-)
+@settings_option
 @click.option(
     "--gpu-memory", metavar="SIZE", show_default="not judged", help="Of each GPU; exit 1 where the step does not fit."
 )

@@ -17,6 +17,7 @@ from ckptx.cli.options import (
     with_global_options,
 )  # fmt: skip
 from ckptx.cli.output import Output
+from ckptx.cli.run_options import settings_option
 from ckptx.report.documents.robustness import FaultsReport
 from ckptx.report.report import Report
 
@@ -37,14 +38,7 @@ from ckptx.report.report import Report
     ],
 )
 @click.argument("recipe", metavar="RECIPE", required=False, type=click.Path())
-@click.option(
-    "--set",
-    "settings",
-    metavar="KEY=VALUE",
-    multiple=True,
-    show_default="as the recipe says",
-    help="Another value for a key of the recipe, as layout.tp=2; may be given several times.",
-)
+@settings_option
 @click.option("--phases", metavar="LIST", show_default="all", help="Run these phases alone, by their numbers: 0-3,6.")
 @click.option(
     "--inject",

@@ -20,6 +20,7 @@ from ckptx.cli.options import (
     with_global_options,
 )  # fmt: skip
 from ckptx.cli.output import Output
+from ckptx.cli.run_options import step_options
 
 _RUN = [
     "run", "tp", "pp", "pp_split", "dp_shard", "dp_replicate", "tp_plan", "schedule", "microbatches",
@@ -49,13 +50,7 @@ _RUN = [
 )
 @click.option("--run", is_flag=True, help="Load both into transformers models and compare what they compute.")
 @layout_options
-@click.option("--dp-replicate", type=int, metavar="N", show_default="1", help="Replicas of all of them (HSDP).")
-@click.option(
-    "--schedule",
-    metavar="gpipe|1f1b|interleaved1f1b|...",
-    show_default="1f1b",
-    help="Of the pipeline; also interleavedzerobubble, zbvzerobubble, dualpipev.",
-)
+@step_options
 @click.option(
     "--microbatches",
     type=int,
@@ -82,15 +77,6 @@ _RUN = [
     metavar="auto|bf16|fp16|fp32",
     show_default="fp32",
     help="Of the parameters, whatever is stored; auto is as stored.",
-)
-@click.option(
-    "--activation-checkpointing",
-    metavar="none|full|submodule|selective",
-    show_default="none",
-    help="What layers recompute.",
-)
-@click.option(
-    "--ac-scope", metavar="all|language|vision|audio", show_default="all", help="Which layers recompute, if any."
 )
 @click.option("--compile", is_flag=True, default=None, help="Compile each layer.")
 @click.option(

@@ -34,7 +34,6 @@ class Counts:
         recomputed: Those of them that are computed a second time.
         sent: Bytes of this rank's part of each kind of collective: what it gives to a reduction, what it gets of a
             gathering, what it sends to the next stage.
-        calls: How often.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,6 @@ class Counts:
         """Forgets what was counted so far."""
         self.flops = self.recomputed = 0
         self.sent: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
 
     def see(
         self, moment: Callable[[], Moment], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -60,7 +58,6 @@ class Counts:
                 given = sum(each.nbytes for each in tensors_in(args, kwargs))
                 got = sum(each.nbytes for each in tensors_in((out,), {}))
                 self.sent[kind] += max(given, got) if func.namespace == "_c10d_functional" else given
-                self.calls[kind] += 1
 
 
 def _kind_of(name: str) -> str | None:

@@ -104,6 +104,11 @@ def forecast(
         if recipe is not None:
             _refuse_beside(recipe, given)
             read = read_recipe(recipe, settings)
+            if read.train is not None:
+                raise UsageError(
+                    f"{read.name}: trains with a command of its own, needed a recipe that ckptx trains; name another, "
+                    "or give a config.json"
+                )
             source, notes = config_of_recipe(read.model, Path(directory))
             log.note(*read.notes, *notes)
             task = task_of_recipe(read, source)

@@ -144,7 +144,7 @@ def _laid_out(task: Task, pipeline_rank: int, known: Known) -> Iterator[Assemble
 @contextmanager
 def _shapes(assembled: Assembled, see: Callable[..., None]) -> Iterator[None]:
     """Within it there are shapes alone; what cannot be known without values is said in our words."""
-    name = type(assembled.models[0]).__name__
+    name = assembled.models[0].config.architectures[0]  # FSDP2 gives a model another class
     try:
         with ShapeTensors(see):
             yield

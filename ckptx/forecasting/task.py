@@ -11,14 +11,13 @@ from ckptx.formats.hf.reader import read_json
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import SPLITS
 from ckptx.training.recipe import LayoutBlock, ModelBlock, OptimizerBlock, Recipe, TrainingBlock
+from ckptx.verification.arguments import CHOICES
 
 Loss = Literal["sharded", "whole", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MOST_TOKENS = 2**24  # of a row: ids are real numbers, everything else has shapes alone
 _MOST_ROWS = 2**16
-_MODES = ("none", "full", "submodule", "selective")
-_SCOPES = ("all", "language", "vision", "audio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +63,6 @@ class Task:
 
 def task_of_recipe(recipe: Recipe, source: Path) -> Task:
     """The step of a recipe: its data has images where its name says so, and rows as long as they may be, padded."""
-    if recipe.train is not None:
-        raise UsageError(f"{recipe.name}: trains with a command of its own, needed a recipe that ckptx trains")
     return Task(
         recipe=recipe,
         source=source,
@@ -105,8 +102,8 @@ def task_of_options(
         UsageError: An option has a value it cannot have.
     """
     for name, value, allowed in (
-        ("--activation-checkpointing", activation_checkpointing, _MODES),
-        ("--ac-scope", ac_scope, _SCOPES),
+        ("--activation-checkpointing", activation_checkpointing, CHOICES["activation_checkpointing"]),
+        ("--ac-scope", ac_scope, CHOICES["ac_scope"]),
         ("--dtype", dtype, ("auto", *DTYPES)),
         ("--param-dtype", param_dtype, (None, *DTYPES)),
         ("--reduce-dtype", reduce_dtype, (None, *DTYPES)),

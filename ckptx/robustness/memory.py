@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ckptx.errors import CkptxError, SpaceError
 from ckptx.report.report import human_bytes
 from ckptx.robustness.session import Session
 from ckptx.training.recipe import Recipe
 
-Memory = dict[str, Any]
+Memory = dict[str, int]
 
 
 def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
@@ -45,13 +44,10 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None) -> tuple[int
     if gpu_memory is not None and peak + reserved(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: {recipe.name} takes {human_bytes(peak)} of tensors at the peak of a step and "
-            f"{human_bytes(reserved(peak))} beside them, found {human_bytes(gpu_memory)}; {_advice(task, gpu_memory)}"
+            f"{human_bytes(reserved(peak))} beside them, found {human_bytes(gpu_memory)}; use more ranks, or "
+            "activation checkpointing (--set layout.activation_checkpointing=full), as ckptx forecast shows"
         )
     return peak, max(sum(each.course.between) for each in ranks)
-
-
-def _advice(task: Any, gpu_memory: int) -> str:
-    return "use another layout or activation checkpointing, as `ckptx forecast --search` finds them"
 
 
 def with_measured(memory: Memory, taken: tuple[int, int] | None) -> Memory:

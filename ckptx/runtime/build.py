@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 
 from ckptx.architecture.configs import remote_reference
+from ckptx.architecture.find import find_architecture
 from ckptx.architecture.meta_model import known_class
 from ckptx.errors import InputError, UnsupportedError, missing_package
 from ckptx.formats.hf.reader import read_json
@@ -88,6 +89,9 @@ def read_config(config_dir: Path, *, trust_remote_code: bool = False) -> tuple[s
         raise InputError(f'{path}: "architectures" names no class, needed one; add it, as ["LlamaForCausalLM"]')
     if values.get("quantization_config"):
         raise UnsupportedError(f"{path}: the checkpoint is quantized, needed plain weights; dequantize it first")
+    architecture = find_architecture(values)
+    if architecture is not None:
+        architecture.stacks(values)  # a number of layers that cannot be would be found out by building them
     with _building(names[0], config_dir):
         return names[0], *_class_and_config(names[0], values, config_dir, trust_remote_code)
 

@@ -210,12 +210,23 @@ def test_a_value_that_cannot_be_is_one_line(model: Path, words: list[object], sa
     assert result.stdout == ""
 
 
+def test_a_recipe_of_another_trainer_is_one_line() -> None:
+    result = ran("--recipe", "fsdp2_script")
+    assert result.return_value == 2
+    (line,) = result.stderr.splitlines()
+    assert "fsdp2_script: trains with a command of its own" in line
+
+
 def broken(path: Path) -> None:
     (path / "config.json").write_text("{")
 
 
 def unknown(path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["NoSuchLM"], "model_type": "no_such"}))
+
+
+def endless(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2_000_000}))
 
 
 @COUNTS
@@ -225,8 +236,9 @@ def unknown(path: Path) -> None:
         (broken, 3, "config.json"),
         (lambda path: None, 3, "has no config.json"),
         (unknown, 4, "NoSuchLM"),
+        (endless, 3, "found 2000000 layers"),
     ],
-    ids=["broken", "absent", "unknown"],
+    ids=["broken", "absent", "unknown", "endless"],
 )
 def test_a_model_that_cannot_be_is_one_line(
     tmp_path: Path, write: Callable[[Path], None], code: int, said: str

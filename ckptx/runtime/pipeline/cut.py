@@ -149,7 +149,7 @@ def cut_model(
         activation_checkpointing=activation_checkpointing,
         batches=batches,
         output=output,
-        find_carry=find_carry or carry_of,
+        find_carry=find_carry,
     )
 
 
