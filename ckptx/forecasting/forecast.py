@@ -17,7 +17,6 @@ from ckptx.forecasting.reserve import CONTEXT, FRAGMENTATION, reserved
 from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
 from ckptx.forecasting.task import Task, task_of_options, task_of_recipe
 from ckptx.forecasting.timeline import kind_of
-from ckptx.forecasting.torch_version import check_torch
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
 from ckptx.report.documents.forecast import ForecastReport
@@ -149,7 +148,6 @@ def ranks_of(task: Task) -> list[RankForecast]:
     Raises:
         UnsupportedError, UsageError, EnvironmentProblem: As `forecast`.
     """
-    check_torch()
     layout = task.recipe.layout
     state = Known()
     stages = layout.pp * find_schedule(layout.schedule).stages

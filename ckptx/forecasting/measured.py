@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.forecasting.ledger import Ledger
-from ckptx.forecasting.torch_version import can_count
+from ckptx.forecasting.shape_tensors import unseen_shapes_of_dtensor
 from ckptx.runtime.living import living_tensors
 
 
@@ -29,16 +29,13 @@ class Taken(NamedTuple):
     before: int
 
 
-def measured(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> Taken | None:
+def measured(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> Taken:
     """Runs a step and measures it: as the allocator of CUDA counts, or every storage on a CPU.
 
     Args:
         step: What is run; one like it ran before.
         models: What it runs.
         device: Where.
-
-    Returns:
-        None on a CPU, where torch cannot show the operations of DTensors.
     """
     gc.collect()
     if device.type == "cuda":
@@ -46,13 +43,10 @@ def measured(step: Callable[[], object], models: Iterable[nn.Module], device: to
         before = torch.cuda.memory_allocated(device)
         step()
         return Taken(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device), before)
-    if not can_count():
-        step()
-        return None
     ledger = Ledger()
     ledger.adopt(each for each in living_tensors() if each.device == device)
     before = ledger.nbytes
-    with ledger.watching(models), _Watching(ledger):
+    with ledger.watching(models), unseen_shapes_of_dtensor(), _Watching(ledger):
         step()
     return Taken(_most(ledger), ledger.nbytes, before)
 

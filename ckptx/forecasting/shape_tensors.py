@@ -50,7 +50,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         self._entered = ExitStack()
 
     def __enter__(self) -> ShapeTensors:
-        self._entered.enter_context(_unseen_shapes_of_dtensor())
+        self._entered.enter_context(unseen_shapes_of_dtensor())
         self._entered.enter_context(self._fake)
         super().__enter__()
         return self
@@ -125,7 +125,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
 
 
 @contextmanager
-def _unseen_shapes_of_dtensor() -> Iterator[None]:
+def unseen_shapes_of_dtensor() -> Iterator[None]:
     """Within it, the fake tensors by which DTensor finds the shape of what an operation gives are nobody's memory.
 
     It does so once for each operation and shape in a process, on whole tensors, which real training never allocates.

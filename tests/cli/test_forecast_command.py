@@ -18,11 +18,8 @@ from ckptx.cli import main as main_module
 from ckptx.cli.main import cli, commands
 from ckptx.errors import EnvironmentProblem, UnsupportedError
 from ckptx.forecasting import forecast as forecasting
-from ckptx.forecasting.torch_version import can_count
 from tests.report.made import forecasted
 from tests.report.pages import Page, fault_of_page
-
-COUNTS = pytest.mark.skipif(not can_count(), reason="torch shows operations of DTensors from 2.13 on")
 
 SCHEMA = Path(__file__).resolve().parent.parent.parent / "docs" / "report.schema.json"
 CONFIG = {
@@ -120,7 +117,6 @@ def test_losses_and_recipes_are_passed_on(calls: list[tuple[Any, dict[str, Any]]
 # --------------------------------------------------------------------------------------------------- a model of its own
 
 
-@COUNTS
 def test_a_step_is_forecast_judged_and_drawn(model: Path, tmp_path: Path) -> None:
     """One run for all of it: it does not fit, so exit is 1; text, document, page and -q say the same."""
     html, report = tmp_path / "a.html", tmp_path / "a.json"
@@ -139,7 +135,6 @@ def test_a_step_is_forecast_judged_and_drawn(model: Path, tmp_path: Path) -> Non
     assert said == result.stdout.splitlines()[-2].replace("DOES NOT FIT:", "DOES NOT FIT")
 
 
-@COUNTS
 def test_what_fits_ends_with_0(model: Path) -> None:
     result = ran(model / "config.json", "--seq", 16, "--gpu-memory", "80GB", "--optimizer", "none", "--json")
     assert result.return_value == 0
@@ -148,7 +143,6 @@ def test_what_fits_ends_with_0(model: Path) -> None:
     assert document["by_stage"][0]["by_kind"]["optimizer"] == 0
 
 
-@COUNTS
 def test_a_recipe_is_forecast_with_dropout_and_tp() -> None:
     result = ran("--recipe", "llama_tiny", "--set", "layout.tp=2", "--set", "layout.dp_shard=1", "--json")
     assert result.return_value == 0, result.stderr
@@ -229,7 +223,6 @@ def endless(path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2_000_000}))
 
 
-@COUNTS
 @pytest.mark.parametrize(
     ("write", "code", "said"),
     [
@@ -253,7 +246,6 @@ def test_a_model_that_cannot_be_is_one_line(
     assert "NOT FORECAST" in html.read_text() and fault_of_page(html.read_text(), has_script=False) is None
 
 
-@COUNTS
 def test_a_refusal_of_the_runtime_is_exit_4(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(*_: Any, **__: Any) -> Any:
         raise UnsupportedError("x: found y, needed z; do w")

@@ -12,9 +12,6 @@ from support.measured_steps import forecasts_here, task_of, write_config
 from ckptx.forecasting.fake_world import fake_world
 from ckptx.forecasting.ledger import KINDS, OPTIMIZER, PARAMETERS, Ledger
 from ckptx.forecasting.shape_tensors import ShapeTensors
-from ckptx.forecasting.torch_version import can_count
-
-pytestmark = pytest.mark.skipif(not can_count(), reason="torch shows operations of DTensors from 2.13 on")
 
 _LARGE = (1024, 2048)
 _NBYTES = 1024 * 2048 * 4

@@ -24,9 +24,6 @@ from support.pool import GlooPool
 from support.slow import slow_but
 
 from ckptx.forecasting.run import RankForecast
-from ckptx.forecasting.torch_version import can_count
-
-pytestmark = pytest.mark.skipif(not can_count(), reason="torch shows operations of DTensors from 2.13 on")
 
 _CLOSE = 1e-3
 _CLOSE_CUT = 0.01  # the less a rank has, the more it is that kernels take for themselves

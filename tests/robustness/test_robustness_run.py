@@ -15,7 +15,6 @@ from support.tool import ROOT
 
 import ckptx
 from ckptx.errors import OutputError, UsageError
-from ckptx.forecasting.torch_version import can_count
 from ckptx.robustness.phases import PHASES, chosen
 
 # Fewer steps and layers than the recipe has.
@@ -46,19 +45,11 @@ def test_a_run_that_passes_leaves_nothing(tmp_path: Path) -> None:
     assert phase["memory"]["threads"] <= phase["memory"]["baseline_threads"]
     assert [each["run"] for each in document["losses"]] == ["straight"]
     memory = document["step_memory"]
-    assert bool(memory) == can_count()
-    if memory:
-        is_as_forecast(memory)
+    assert memory["measured_peak"] == pytest.approx(memory["forecast_peak"], rel=0.01)
+    assert memory["measured_between_steps"] == pytest.approx(memory["forecast_between_steps"], rel=0.01)
     assert "Warning" not in said
     assert document["out"] == ""
     assert not list(tmp_path.glob("ckptx-robustness-*"))
-
-
-def is_as_forecast(memory: dict[str, int]) -> None:
-    """Holds what a step took against its forecast."""
-    assert memory["measured_peak"] == pytest.approx(memory["forecast_peak"], rel=0.01)
-    assert memory["measured_between_steps"] == pytest.approx(memory["forecast_between_steps"], rel=0.01)
-    assert memory["measured_peak"] > memory["measured_between_steps"] > 0
 
 
 def test_a_fault_runs_the_phase_that_names_it_and_everything_stays(tmp_path: Path) -> None:
@@ -116,7 +107,6 @@ def test_phases_are_chosen_by_numbers_ranges_and_names() -> None:
     assert chosen(None) == PHASES
 
 
-@pytest.mark.skipif(not can_count(), reason="torch shows operations of DTensors from 2.13 on")
 def test_what_cannot_fit_is_refused_before_it_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptx", "robustness", "llama_tiny", *SMALLER, "--gpu-memory", "1GB"]
     done = subprocess.run(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptx.forecasting.measured import measured
-from ckptx.forecasting.torch_version import can_count
 from ckptx.runtime.living import living_tensors
 
 
@@ -21,7 +19,6 @@ def test_tensors_without_storage_are_left_out() -> None:
     assert not {id(each) for each in (*sparse, fake)} & found
 
 
-@pytest.mark.skipif(not can_count(), reason="torch shows operations of DTensors from 2.13 on")
 def test_a_step_beside_sparse_tensors_is_measured() -> None:
     sparse, device = torch.eye(3).to_sparse(), torch.device("cpu")
     kept = []

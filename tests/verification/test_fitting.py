@@ -9,12 +9,9 @@ import torch
 from support.models import llama
 
 from ckptx.errors import SpaceError
-from ckptx.forecasting.torch_version import can_count
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.verification.fitting import peak_that_fits
 from ckptx.verification.running import verify_running
-
-pytestmark = pytest.mark.skipif(not can_count(), reason="torch shows operations of DTensors from 2.13 on")
 
 HOW = {
     "pp_split": "even", "microbatches": None, "schedule": "1f1b", "activation_checkpointing": "none",
