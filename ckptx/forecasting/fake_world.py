@@ -16,7 +16,7 @@ _DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was buil
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[Process]:
+def fake_world(rank: int, world_size: int, device: torch.device = _DEVICE) -> Iterator[Process]:
     """This process as a rank of a world of any size; what it sends goes nowhere, and what it receives has a shape.
 
     Objects that ranks tell each other, to agree on something, are those of this rank.
@@ -24,6 +24,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[Process]:
     Args:
         rank: Which.
         world_size: Of how many.
+        device: What it computes on.
 
     Raises:
         Defect: The process is in a group already.
@@ -37,7 +38,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[Process]:
     gather = dist.all_gather_object
     dist.all_gather_object = _gather_own
     try:
-        yield Process(rank, world_size, _DEVICE)
+        yield Process(rank, world_size, device)
     finally:
         dist.all_gather_object = gather
         end_groups()

@@ -1,0 +1,378 @@
+"""Holds the forecast of a training step against what the allocator of one card gives out in the very same step.
+
+    python benchmarks/forecast_gpu.py [--tiny] [--device cuda|cpu] [--only PART,...] [--results DIR]
+
+Layers have their real shapes, and there are as many of them as a card of 80 GB holds. `ckptx forecast` runs for each
+case in a process of its own; then the same step runs on the card, with random weights. Other ranks are torch's fake
+process group: shapes and memory are true, values are not, and sending takes no time. NCCL is not there, but for the
+first row, which shows what a group of one rank takes.
+
+forecast_gpu.json and forecast_gpu.md are written after each case. Exit is 1 when a case fails, or a ratio is off by
+more than 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+from cases import Benchmark, Columns, Part, Row, ended
+from cases import Case as Measurement
+from forecast_documents import LLAMA
+from measure import HERE
+from torch import Tensor
+
+import ckptx
+from ckptx.forecasting.fake_world import fake_world
+from ckptx.forecasting.ledger import Ledger
+from ckptx.forecasting.measured import measured
+from ckptx.forecasting.reserve import reserved
+from ckptx.forecasting.step import Step, inputs_of, optimizer_of
+from ckptx.forecasting.task import Task, task_of_options
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.build import materialize
+from ckptx.runtime.distributed import device_of, mesh_of
+from ckptx.training.assembly import Assembled, lay_out
+from ckptx.training.recipe_file import read_recipe
+
+_GIB = 2**30
+_LIMIT = 480  # seconds after which no case begins
+_GRACE = 60.0
+_AT_ONCE = 6  # forecasts beside each other, each of a core
+_CLOSE = 0.05
+_STD = 0.02
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False, "rope_theta": 1e6,
+}  # fmt: skip
+_TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 1024, "head_dim": 8, "global_head_dim": 16, "pad_token_id": 0,
+    "num_global_key_value_heads": 4, "sliding_window": 16, "num_experts": 8, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A step.
+
+    Attributes:
+        model: Its config, and how many layers it has.
+        options: Of `ckptx forecast`, by their names in Python.
+    """
+
+    model: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+def _llama(layers: int) -> dict[str, Any]:
+    return {**LLAMA, "num_hidden_layers": layers}
+
+
+def _phi(layers: int) -> dict[str, Any]:
+    return {**read_recipe("phi_4_squad").model.shrunk_from, "num_hidden_layers": layers}
+
+
+def _gemma(layers: int) -> dict[str, Any]:
+    """The text model: of six layers one attends to all tokens."""
+    config: Mapping[str, Any] = read_recipe("gemma4_31b").model.shrunk_from
+    text = dict(config["text_config"])
+    kinds = ["full_attention" if each % 6 == 5 else "sliding_attention" for each in range(layers)]
+    return {
+        **text, "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_hidden_layers": layers,
+        "layer_types": kinds, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+def cases() -> dict[str, Case]:
+    """All of them, by name."""
+    modes = ("none", "full", "submodule", "selective")
+    step = {"dtype": "bf16", "seq": 4096}
+    full = {**step, "activation_checkpointing": "full"}
+    found = {
+        f"Llama 3.1 8B, 16 layers, {mode}": Case(_llama(16), {**step, "activation_checkpointing": mode})
+        for mode in modes
+    }
+    found |= {
+        "Llama 3.1 8B, 32 layers, full": Case(_llama(32), full),
+        "Llama 3.1 8B, 16 layers, whole logits in fp32": Case(_llama(16), {**full, "loss": "whole", "batch": 2}),
+        "Llama 3.1 8B, tp4, 4 rows": Case(_llama(32), {**full, "tp": 4, "batch": 4}),
+        "Llama 3.1 8B, FSDP2 x 8, fp32, gathered in bf16": Case(
+            _llama(32), {**full, "dtype": "fp32", "param_dtype": "bf16", "dp_shard": 8, "batch": 2}
+        ),
+        "Llama 3.1 8B, tp2 x FSDP2 x 4, selective": Case(
+            _llama(32), {**step, "tp": 2, "dp_shard": 4, "activation_checkpointing": "selective", "batch": 2}
+        ),
+        "phi-4, 8 layers, none": Case(_phi(8), {**step, "seq": 2048, "batch": 2}),
+        "phi-4, FSDP2 x 8, full, 4 rows in 2 microbatches": Case(
+            _phi(40), {**full, "seq": 2048, "dp_shard": 8, "batch": 4, "microbatches": 2}
+        ),
+        "Gemma 4 31B, 6 layers, none": Case(_gemma(6), {**step, "optimizer": "sgd"}),
+        "Gemma 4 31B, 6 layers, full": Case(_gemma(6), full),
+        "Gemma 4 31B, tp4, 24 layers, full": Case(_gemma(24), {**full, "tp": 4}),
+        "Qwen3 30B-A3B, 6 layers, none": Case(_QWEN3_MOE, step),
+        "Qwen3 30B-A3B, 6 layers, full": Case(_QWEN3_MOE, full),
+    }
+    return found
+
+
+def shrunk(case: Case) -> Case:
+    """The same for a try on a CPU."""
+    kinds = case.model.get("layer_types")
+    small = {key: value for key, value in _TINY.items() if key in case.model or key == "pad_token_id"}
+    if kinds:
+        small["layer_types"] = ["sliding_attention", "full_attention"]
+    if "global_head_dim" not in case.model:
+        small.pop("head_dim", None)
+    return Case({**case.model, **small}, {**case.options, "seq": 64})
+
+
+# ---------------------------------------------------------------------------------------------------------- the figures
+
+
+def forecast_of(source: Path, options: Mapping[str, Any]) -> Row:
+    """What the command says."""
+    words = []
+    for name, value in options.items():
+        if name == "loss":
+            words.append({"whole": "--loss-fp32", "none": "--no-loss"}[value])
+        else:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    command = [sys.executable, "-m", "ckptx", "forecast", str(source), *words, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[2:])}: exit {done.returncode}: {done.stderr[-300:]}")
+    document = json.loads(done.stdout)
+    (stage,) = document["by_stage"]
+    return {"forecast": stage["peak"], "forecast_between": stage["between_steps"], "forecast_s": document["seconds"]}
+
+
+def task_of(source: Path, options: Mapping[str, Any]) -> Task:
+    """The step that the command forecasts."""
+    given = dict(options)
+    dims = ParallelDims(tp=given.pop("tp", 1), dp_shard=given.pop("dp_shard", 1))
+    defaults = {
+        "pp_split": "even", "batch": None, "microbatches": None, "schedule": "1f1b", "stages": 1,
+        "activation_checkpointing": "none", "ac_scope": "all", "param_dtype": None, "reduce_dtype": None,
+        "optimizer": "adamw", "loss": "sharded", "images": 0, "trust_remote_code": False,
+    }  # fmt: skip
+    return task_of_options(source, dims=dims, **{**defaults, **given})
+
+
+def taken_of(task: Task, device: torch.device) -> Row:
+    """What the step takes on the card: the second one, as the first makes the state of the optimizer."""
+    with fake_world(0, task.dims.world_size, device) as place:
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        assembled = lay_out(task.recipe, task.source, place)
+        row = {"before": before, **_taken(_filled(assembled, task, device), device)}
+        assembled.release()
+    gc.collect()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+    return row
+
+
+def _taken(step: Step, device: torch.device) -> Row:
+    def run() -> None:
+        step.run(Ledger())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
+    start = time.perf_counter()
+    found = measured(run, step.assembled.models, device)
+    row = {"measured": found.peak, "measured_between": found.between_steps, "seconds": time.perf_counter() - start}
+    if device.type == "cuda":
+        row["reserved"] = torch.cuda.max_memory_reserved(device)
+        row["beside"] = _of_the_card(device) - torch.cuda.memory_reserved(device)
+    return row
+
+
+def _filled(assembled: Assembled, task: Task, device: torch.device) -> Step:
+    """With random weights, and rows on the device."""
+    torch.manual_seed(0)
+    model = assembled.models[0]
+    materialize(model, device)
+    parameters = [each for _, each in assembled.parameters()]
+    with torch.no_grad():
+        for each in parameters:
+            _local(each).normal_(0, _STD)
+    config = {**model.config.to_dict(), "architectures": model.config.architectures}
+    inputs = inputs_of(task, config)
+    inputs = inputs._replace(
+        batch={name: each.to(device) for name, each in inputs.batch.items()}, labels=inputs.labels.to(device)
+    )
+    return Step(assembled, task, inputs, optimizer_of(task, parameters))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _of_the_card(device: torch.device) -> int:
+    """Bytes that this process has of a card that nobody else uses."""
+    free, every = torch.cuda.mem_get_info(device)
+    return int(every - free)
+
+
+def nccl_taken(device: torch.device, mesh: ParallelDims) -> Row:
+    """What is outside of the allocator once a group of NCCL has sent something."""
+    if device.type != "cuda":
+        return {"beside": 0}
+    with tempfile.TemporaryDirectory() as directory:
+        store = dist.FileStore(str(Path(directory, "store")), 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+        mesh_of(mesh, device.type)
+        for dtype in (torch.bfloat16, torch.float32):
+            dist.all_reduce(torch.ones(2**24, dtype=dtype, device=device))
+        torch.cuda.synchronize(device)
+        found = _of_the_card(device) - torch.cuda.memory_reserved(device)
+        dist.destroy_process_group()
+    return {"beside": found}
+
+
+# ----------------------------------------------------------------------------------------------------------- the tables
+
+
+def comparing(found: Mapping[str, Case], work: Path, device: torch.device, pool: ThreadPoolExecutor) -> Part:
+    """A row for each case."""
+    forecasts: dict[str, Future[Row]] = {}
+    measurements = []
+    for number, (name, case) in enumerate(found.items()):
+        source = work / str(number)
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps(case.model))
+        forecasts[name] = pool.submit(forecast_of, source, case.options)
+        task = task_of(source, case.options)
+
+        def measure(name: str = name, task: Task = task) -> Row:
+            row = taken_of(task, device)
+            row |= forecasts[name].result()
+            return row | {
+                "ratio": row["forecast"] / row["measured"],
+                "between_ratio": row["forecast_between"] / row["measured_between"],
+            }
+
+        measurements.append(Measurement(name, measure))
+
+    def gib(name: str) -> Any:
+        return lambda row: f"{row[name] / _GIB:.3f}" if name in row else ""
+
+    columns: Columns = {
+        "forecast GiB": gib("forecast"),
+        "measured": gib("measured"),
+        "ratio": lambda row: f"{row['ratio']:.4f}",
+        "between steps": gib("forecast_between"),
+        "measured then": gib("measured_between"),
+        "ratio then": lambda row: f"{row['between_ratio']:.4f}",
+        "reserved": gib("reserved"),
+        "beside it": gib("beside"),
+        "s a step": lambda row: f"{row['seconds']:.2f}",
+        "s to forecast": lambda row: f"{row['forecast_s']:.1f}",
+    }
+    return Part("Forecast and `max_memory_allocated` of a step, GiB", measurements, columns, wrong_ratios, _said)
+
+
+def wrong_ratios(rows: list[Row]) -> list[str]:
+    """Forecasts that are off, and cases that began with something of another."""
+    left = [
+        f"{row['case']}: {row['before']:,} bytes were there before, needed none"
+        for row in rows
+        if row["before"] > 2**20
+    ]
+    return left + [
+        f"{row['case']}: forecast / measured is {row['ratio']:.4f}, needed {1 - _CLOSE} to {1 + _CLOSE}"
+        for row in rows
+        if not abs(row["ratio"] - 1) <= _CLOSE
+    ]
+
+
+def _said(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    ratios = [row["ratio"] for row in rows]
+    said = f"{len(rows)} cases: forecast / measured {min(ratios):.4f} to {max(ratios):.4f}."
+    held = [row for row in rows if "reserved" in row]
+    if held:
+        whole = [row["reserved"] + row["beside"] for row in held]
+        above = max((each - row["forecast"]) / _GIB for each, row in zip(whole, held, strict=True))
+        gaps = max(row["reserved"] / row["measured"] for row in held)
+        short = [
+            row["case"]
+            for each, row in zip(whole, held, strict=True)
+            if each > row["forecast"] + reserved(row["forecast"])
+        ]
+        said += (
+            f" The allocator reserved up to {gaps:.3f} times what it gave out; all that the process had of the card is "
+            f"at most {above:.2f} GiB above the forecast. Above forecast and margin: {', '.join(short) or 'none'}."
+        )
+    return said
+
+
+def libraries(device: torch.device) -> Part:
+    """What a group takes."""
+    measurements = [Measurement("a group of NCCL, one rank", lambda: nccl_taken(device, ParallelDims()))]
+    columns: Columns = {"beside the allocator, GiB": lambda row: f"{row['beside'] / _GIB:.3f}"}
+    return Part("Context and NCCL", measurements, columns, lambda rows: [])
+
+
+def machine_of(device: torch.device, is_tiny: bool) -> Row:
+    """What the figures were taken on; nothing that names a host."""
+    found: Row = {"card": "none"}
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        found = {"card": card.name, "card_gib": round(card.total_memory / _GIB, 1), "cuda": torch.version.cuda}
+    return found | {
+        "shapes": "tiny" if is_tiny else "full", "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "ckptx": ckptx.__version__,
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the cases; 1 when one failed or is off."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for a try on a CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", metavar="PART,...", help="cases whose name has one of these in it")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds after which no case begins")
+    options = parser.parse_args(arguments)
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu: these models are for a card; add --tiny")
+    device = device_of(options.device)
+    parts = [each for each in options.only.split(",") if each]
+    found = {name: case for name, case in cases().items() if not parts or any(each in name for each in parts)}
+    if options.tiny:
+        found = {name: shrunk(case) for name, case in found.items()}
+        torch.set_num_threads(1)
+    with (
+        tempfile.TemporaryDirectory(prefix="ckptx-bench-") as directory,
+        ThreadPoolExecutor(min(_AT_ONCE, max(1, (os.cpu_count() or 2) // 2))) as pool,
+    ):
+        tables = {"libraries": libraries(device), "steps": comparing(found, Path(directory), device, pool)}
+        benchmark = Benchmark("forecast_gpu", tables, machine_of(device, options.tiny), options.results)
+        with ended(benchmark, Path(directory), options.limit + _GRACE):
+            benchmark.run(options.limit)
+    print(benchmark.markdown())
+    return 1 if benchmark.findings() else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,155 @@
+"""`ckptx robustness` on one card: layers of their real shapes, as many as its time and memory allow.
+
+    python benchmarks/robustness_gpu.py [--tiny] [--device cuda|cpu] [--work DIR] [--results DIR] [NAME ...]
+
+The recipes of phi-4 and Gemma 4 31B with their own layers, fewer of them, random weights and made-up rows: a machine
+without a network has no others. Phases 0 to 4 and 6: whether the runtime computes what transformers does, what two runs
+differ by, what is saved, exported, and resumed. Exit is 1 when a phase fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from measure import HERE, publish, table
+
+import ckptx
+from ckptx.training.recipe_file import read_recipe
+
+_GIB = 2**30
+_PHASES = "0-4,6"
+Row = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A recipe with other layers.
+
+    Attributes:
+        recipe: Its name.
+        layers: Of the language model.
+        settings: Other values of its keys.
+    """
+
+    recipe: str
+    layers: int
+    settings: Sequence[str]
+
+
+_ROWS = ("training.steps=3", "training.save_at=[2]", "training.global_batch=4", "layout.dp_shard=1")
+_TEXT = ("data.dataset=synthetic_text", "data.samples=12", *_ROWS)
+_IMAGES = ("data.dataset=synthetic_images", "data.samples=12", *_ROWS)
+CASES = {
+    "phi-4, full": Case("phi_4_squad", 2, _TEXT),
+    "phi-4, none": Case("phi_4_squad", 2, (*_TEXT, "layout.activation_checkpointing=none")),
+    "Gemma 4 31B, full": Case("gemma4_31b", 2, _IMAGES),
+}
+_TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_global_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32,
+}  # fmt: skip
+
+
+def config_of(case: Case, is_tiny: bool) -> dict[str, Any]:
+    """The model's own config with fewer layers; the last of a Gemma attends to all tokens, as the last of 60 does."""
+    config: dict[str, Any] = json.loads(json.dumps(read_recipe(case.recipe).model.shrunk_from))
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = case.layers
+    if "text_config" in config:
+        text["layer_types"] = ["sliding_attention"] * (case.layers - 1) + ["full_attention"]
+    if is_tiny:
+        text.update({key: value for key, value in _TINY.items() if key in text})
+        if "vision_config" in config:
+            config["vision_config"]["num_hidden_layers"] = 1
+    return config
+
+
+def row_of(name: str, case: Case, work: Path, device: str, is_tiny: bool) -> Row:
+    """One command, and what it said."""
+    settings = ["model.pretrained=null", f"model.config={json.dumps(config_of(case, is_tiny))}", *case.settings]
+    settings += ["data.sequence_length=64"] if is_tiny else []
+    report = work / "report.json"
+    command = [sys.executable, "-m", "ckptx", "robustness", case.recipe, "--device", device, "--phases", _PHASES]
+    command += ["--out", str(work / "out"), "--report", str(report)]
+    command += [part for each in settings for part in ("--set", each)]
+    start = time.monotonic()
+    print(f"{name}:", file=sys.stderr, flush=True)
+    done = subprocess.run(command, check=False, stdout=sys.stderr, env={**os.environ, "TMPDIR": str(work)})
+    seconds = time.monotonic() - start
+    found: Mapping[str, Any] = json.loads(report.read_text())
+    phases = [each for each in found.get("phases", ()) if each["ok"] is not None]
+    noise = found.get("noise") or {}
+    return {
+        "name": name, "recipe": case.recipe, "layers": case.layers, "settings": list(case.settings),
+        "exit": done.returncode, "error": found["error"], "seconds": seconds, "peak_rss": found["peak_rss"],
+        "phases": {f"{each['number']} {each['name']}": [each["ok"], each["seconds"]] for each in phases},
+        "failed": {
+            each["name"]: [oracle["name"] for oracle in each["oracles"] if not oracle["ok"]]
+            for each in phases if not each["ok"]
+        },
+        "noise": noise, "losses": found.get("losses"), "memory": found.get("step_memory") or {},
+    }  # fmt: skip
+
+
+def _cells(row: Row) -> Sequence[str]:
+    memory, noise = row["memory"], row["noise"]
+
+    def gib(name: str) -> str:
+        return f"{memory[name] / _GIB:.2f}" if name in memory else ""
+
+    passed = [name.split()[0] for name, (ok, _) in row["phases"].items() if ok]
+    failed = "; ".join(f"{name}: {', '.join(oracles)}" for name, oracles in row["failed"].items())
+    return (
+        row["name"], str(row["layers"]), ", ".join(passed), row["error"] or failed or "none", f"{row['seconds']:.0f}",
+        *(" / ".join(f"{each:.3g}" for each in noise.get(kind, {}).values()) for kind in ("loss", "logits")),
+        gib("forecast_peak"), gib("measured_peak"), f"{row['peak_rss'] / _GIB:.1f} GiB" if row["peak_rss"] else "",
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Runs the commands, and writes robustness_gpu.json and robustness_gpu.md; fails where a phase does."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all when left out")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for a try on a CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--work", type=Path, default=None, help="where checkpoints go, and are removed again")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(CASES):
+        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
+    machine = {
+        "card": torch.cuda.get_device_name() if arguments.device == "cuda" else "none",
+        "shapes": "tiny" if arguments.tiny else "full", "python": platform.python_version(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "ckptx": ckptx.__version__,
+    }  # fmt: skip
+    columns = (
+        "recipe", "layers", "phases passed", "failed", "seconds", "noise of loss: repeated / moved", "of logits",
+        "forecast peak, GiB", "measured", "peak RSS",
+    )  # fmt: skip
+    rows = []
+    for name in arguments.names or CASES:
+        work = Path(tempfile.mkdtemp(dir=arguments.work, prefix="ckptx-bench-"))
+        try:
+            rows.append(row_of(name, CASES[name], work, arguments.device, arguments.tiny))
+        finally:
+            shutil.rmtree(work)
+        described = ", ".join(f"{key} {value}" for key, value in machine.items())
+        made = table("`ckptx robustness` on one card", columns, [_cells(row) for row in rows])
+        publish(arguments.results, "robustness_gpu", {"machine": machine, "rows": rows}, [f"{described}\n", made])
+    raise SystemExit(any(row["exit"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
