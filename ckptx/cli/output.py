@@ -137,6 +137,17 @@ class Output:
         """A text in red, where stdout is a terminal that may have colour."""
         return text if self._is_plain or not sys.stdout.isatty() else click.style(text, fg="red", bold=True)
 
+    def tell(self, report: R, text: Callable[[R], str]) -> bool:
+        """Says something of a report that is not done yet.
+
+        Returns:
+            Whether it did: with --quiet and --json only the end is told.
+        """
+        if self.quiet or self.as_json:
+            return False
+        _print(text(shown(report)) + "\n")
+        return True
+
     def _files(self) -> list[Path]:
         return [*([] if self.report_file is None else [self.report_file]), *self._pages]
 

@@ -18,7 +18,7 @@ from ckptx.cli.options import (
 )  # fmt: skip
 from ckptx.cli.output import Output
 from ckptx.cli.run_options import settings_option
-from ckptx.report.documents.robustness import FaultsReport
+from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.report import Report
 
 
@@ -87,7 +87,7 @@ def command(
     report_file: str | None,
 ) -> int:
     """Prove that what a training run saves can be read back, exported, re-laid and resumed; name what differs."""
-    from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
+    from ckptx.report.robustness import faults_text, progress_text, robustness_text, robustness_verdict
     from ckptx.robustness import known_faults, robustness
 
     if inject == "list":
@@ -101,6 +101,13 @@ def command(
     assert recipe is not None
     gc.enable()  # models, unlike catalogs, are full of cycles
     output = Output(as_json=as_json, report_file=report_file, pages=_pages(recipe, html, junit))
+    told: int | None = None
+
+    def tell(report: RobustnessReport) -> None:
+        nonlocal told
+        if output.tell(report, lambda shown: progress_text(shown, output.red, told)):
+            told = len(report.phases)
+
     return output.run(
         "robustness",
         lambda log: robustness(
@@ -113,8 +120,9 @@ def command(
             backend=backend or "auto",
             gpu_memory=gpu_memory,
             log=log,
+            on_phase=tell,
         ),
-        lambda report: robustness_text(report, output.red),
+        lambda report: robustness_text(report, output.red, told),
         robustness_verdict,
     )
 

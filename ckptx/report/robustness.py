@@ -26,24 +26,19 @@ from ckptx.report.robustness_words import (
 )
 from ckptx.report.text import cost
 
+_WIDTH = len("0 source parity")  # the longest that a phase is called
 _WORDS = {True: "ok", False: "FAILED", None: "not run"}
 
 
-def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str) -> str:
+def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, told: int | None = None) -> str:
     """What `robustness` says.
 
     Args:
         report: What was found.
         red: Makes a text red, where the terminal can.
+        told: How many phases `progress_text` has told of; None is nothing.
     """
-    ours = "" if report.trainer == "ckptx" else f", trained by: {report.trainer}"
-    lines = [f"{report.recipe} on {mesh(report)}{ours}"]
-    lines += [f"  {key} = {value}" for key, value in report.settings.items()]
-    if report.injected:
-        lines.append(f"  planted: {report.injected}")
-    width = max((len(called(phase)) for phase in report.phases), default=0)
-    for phase in report.phases:
-        lines += _phase(report, phase, width, red)
+    lines = [progress_text(report, red, told)] if told is None or report.phases[told:] else []
     for what in ("loss", "logits"):
         noise = noise_text(report, what)
         if noise is not None:
@@ -59,6 +54,29 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str) -
     return "\n".join(lines)
 
 
+def progress_text(report: RobustnessReport, red: Callable[[str], str] = str, told: int | None = None) -> str:
+    """What there is to say when the last of the phases of a report that is not done has ended.
+
+    Args:
+        report: What was found so far.
+        red: As `robustness_text` has it.
+        told: How many of its phases are known already; None is not even what it runs.
+    """
+    lines = [] if told is not None else _opening(report)
+    for phase in report.phases[told or 0 :]:
+        lines += _phase(report, phase, red)
+    return "\n".join(lines)
+
+
+def _opening(report: RobustnessReport) -> list[str]:
+    ours = "" if report.trainer == "ckptx" else f", trained by: {report.trainer}"
+    lines = [f"{report.recipe} on {mesh(report)}{ours}"]
+    lines += [f"  {key} = {value}" for key, value in report.settings.items()]
+    if report.injected:
+        lines.append(f"  planted: {report.injected}")
+    return lines
+
+
 def robustness_verdict(report: RobustnessReport) -> str:
     """What `robustness -q` says: passed, or what failed with the first item, in one line."""
     said = verdict(report)
@@ -71,7 +89,7 @@ def robustness_verdict(report: RobustnessReport) -> str:
 
 def phase_text(report: RobustnessReport, phase: Mapping[str, Any]) -> str:
     """What `robustness` says of one phase."""
-    return "\n".join(_phase(report, phase, 0, str))
+    return "\n".join(_phase(report, phase, str, width=0))
 
 
 def faults_text(report: FaultsReport) -> str:
@@ -81,8 +99,8 @@ def faults_text(report: FaultsReport) -> str:
 
 
 def _phase(
-    report: RobustnessReport, phase: Mapping[str, Any], width: int, red: Callable[[str], str]
-) -> list[str]:  # fmt: skip
+    report: RobustnessReport, phase: Mapping[str, Any], red: Callable[[str], str], width: int = _WIDTH
+) -> list[str]:
     notes = notes_of(phase)
     said = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
     took = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"

@@ -7,7 +7,7 @@ makes Python put the package where the function would be.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,7 @@ def robustness(
     backend: str = "auto",
     gpu_memory: int | str | None = None,
     log: Log | None = None,
+    on_phase: Callable[[RobustnessReport], None] = lambda report: None,
 ) -> RobustnessReport:
     """Trains, saves, loads, exports, re-lays and resumes as a recipe says, and compares to the last bit.
 
@@ -42,6 +43,7 @@ def robustness(
         backend: auto, gloo or nccl.
         gpu_memory: Of each GPU, as `80GB` or in bytes.
         log: Has what the user should know, when an error is raised, too.
+        on_phase: Called with the report so far, before the first phase and after each.
 
     Raises:
         UsageError: An option or a setting has a value it cannot have.
@@ -59,7 +61,7 @@ def robustness(
         raise missing_package("robustness", error) from error
     made = run.robustness(
         recipe, settings=settings, phases=phases, inject=inject, out=out, device=device, backend=backend,
-        gpu_memory=gpu_memory, log=log,
+        gpu_memory=gpu_memory, log=log, on_phase=on_phase,
     )  # fmt: skip
     return cast("RobustnessReport", made)
 

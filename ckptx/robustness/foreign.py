@@ -57,8 +57,6 @@ _COULD_NOT_BE_NAMED = (
     "restored is not, as one step spreads it to every parameter"
 )
 
-OnPhase = Callable[[dict[str, Any]], None]
-
 
 @dataclass(slots=True)
 class ForeignOutcome:
@@ -84,6 +82,9 @@ class ForeignOutcome:
         return all(phase["ok"] is not False for phase in self.phases)
 
 
+OnPhase = Callable[[ForeignOutcome], None]
+
+
 class _Run(NamedTuple):
     """One run of the command.
 
@@ -102,7 +103,7 @@ def run_foreign(
     recipe: Recipe,
     out: Path,
     log: Log | None = None,
-    on_phase: OnPhase = lambda row: None,
+    on_phase: OnPhase = lambda found: None,
     *,
     folder: Path = SHIPPED,
 ) -> ForeignOutcome:
@@ -112,7 +113,7 @@ def run_foreign(
         recipe: With a `train` block.
         out: Where the runs go, a folder for each with its output in output.log. It has to be empty, or not there.
         log: Gets what the user should know.
-        on_phase: Called with the row of each phase when it is done.
+        on_phase: Called after each phase with what was found so far.
         folder: That of the recipe, for `{recipe}`.
 
     Raises:
@@ -368,7 +369,7 @@ class _Judge:
         self.outcome.phases.append(row)
         if row["ok"] is False:
             self._log.note(*(f"{row['name']}: {note}" for note in row["notes"]))
-        self._on_phase(row)
+        self._on_phase(self.outcome)
 
 
 def _finite(items: Items, losses: Mapping[int, float]) -> Verdict:

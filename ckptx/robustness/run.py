@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ def robustness(
     backend: str = "auto",
     gpu_memory: int | str | None = None,
     log: Log | None = None,
+    on_phase: Callable[[RobustnessReport], None] = lambda report: None,
 ) -> RobustnessReport:
     """Trains, saves, loads, exports, re-lays, resumes and kills what a recipe says, and names what differs.
 
@@ -53,6 +54,7 @@ def robustness(
         backend: auto, gloo or nccl.
         gpu_memory: What a GPU may use, as "80GB"; all of it when left out. A run that cannot fit is refused.
         log: Has what the user should know, when an error is raised, too.
+        on_phase: Called with the report so far, before the first phase and after each.
 
     Returns:
         The report; `exit` is 1 if something differs.
@@ -83,8 +85,9 @@ def robustness(
     try:
         report = _report(read, path, settings, inject, folder)
         report = replace(report, environment=environment(device=device, backend=backend))
+        on_phase(report)
         if read.train is not None:
-            report = replace(report, **_foreign(read, path, folder, log))
+            report = _foreign(report, read, path, log, on_phase)
         else:
             with Ranks(device=device, backend=backend, gpu_memory=memory) as ranks:
                 session = Session(
@@ -102,7 +105,7 @@ def robustness(
                 session.source, kind = session.ask("prepared", read, folder / "source")
                 session.is_exact = kind == "cpu"
                 forecast = forecast_memory(session, memory)
-                report = replace(report, **_run(session, wanted, forecast))
+                report = _run(report, session, wanted, forecast, on_phase)
                 if ranks.is_launched:
                     session.ask("agreed", None)  # nobody reads any more
     except BaseException:  # nothing was judged
@@ -130,45 +133,54 @@ def _refuse_foreign(recipe: Recipe, phases: str | None, inject: str | None) -> N
         raise UsageError(f"{recipe.name}: its command starts its own ranks; run ckptx without torchrun")
 
 
-def _foreign(recipe: Recipe, path: Path, folder: Path, log: Log) -> dict[str, Any]:
-    """What a trainer that is not ours left; fields of the report."""
-    from ckptx.robustness.foreign import run_foreign
+def _foreign(
+    report: RobustnessReport, recipe: Recipe, path: Path, log: Log, on_phase: Callable[[RobustnessReport], None]
+) -> RobustnessReport:
+    """What a trainer that is not ours left."""
+    from ckptx.robustness.foreign import ForeignOutcome, run_foreign
 
     assert recipe.train is not None
-    found = run_foreign(recipe, folder, log, folder=path.parent)
-    return {
-        "exit": 0 if found.ok else 1,
-        "trainer": recipe.train.command,
-        "phases": found.phases,
-        "losses": found.losses,
-        "differing": _most_of(found.differing, log),
-        "noise": found.noise,
-        "world_size": found.world_size,
-        "layout": {},
-    }
+    report = replace(report, trainer=recipe.train.command, layout={})
+
+    def with_found(found: ForeignOutcome, log: Log) -> RobustnessReport:
+        return replace(
+            report, exit=0 if found.ok else 1, phases=found.phases, losses=found.losses,
+            differing=_most_of(found.differing, log), noise=found.noise, world_size=found.world_size,
+        )  # fmt: skip
+
+    found = run_foreign(
+        recipe, Path(report.out), log, lambda so_far: on_phase(with_found(so_far, Log())), folder=path.parent
+    )
+    return with_found(found, log)
 
 
-def _run(session: Session, phases: Sequence[Phase], forecast: Memory) -> dict[str, Any]:
-    """The phases one after another; fields of the report."""
+def _run(
+    report: RobustnessReport, session: Session, phases: Sequence[Phase], forecast: Memory,
+    on_phase: Callable[[RobustnessReport], None],
+) -> RobustnessReport:  # fmt: skip
+    """The phases one after another."""
     baseline = baseline_of(session)
-    rows, differences = [], []
+    rows: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
     for phase in phases:
         row, found = judged(session, phase, baseline)
         rows.append(row)
         differences += found
+        on_phase(replace(report, phases=rows, differing=differences[:_SHOWN]))
     ok = all(row["ok"] is not False for row in rows)
-    return {
-        "exit": 0 if ok else 1,
-        "phases": rows,
-        "noise": session.noise_found,
-        "losses": [
+    return replace(
+        report,
+        exit=0 if ok else 1,
+        phases=rows,
+        noise=session.noise_found,
+        losses=[
             {"run": name, "steps": list(losses), "losses": [plain_number(each) for each in losses.values()]}
             for name, losses in session.losses.items()
         ],
-        "differing": _most_of(differences, session.log),
-        "kills": session.kills or None,
-        "step_memory": with_measured(forecast, session.taken),
-    }
+        differing=_most_of(differences, session.log),
+        kills=session.kills or None,
+        step_memory=with_measured(forecast, session.taken),
+    )
 
 
 def judged(session: Session, phase: Phase, baseline: Residue) -> tuple[dict[str, Any], list[dict[str, Any]]]:

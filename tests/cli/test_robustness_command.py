@@ -9,6 +9,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import ckptx
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli
 from ckptx.errors import CkptxError, EnvironmentProblem, InputError, UsageError
+from ckptx.report.documents.robustness import RobustnessReport
+from ckptx.report.robustness import robustness_text
 from tests.report.made import broken, robust
 from tests.report.pages import fault_of_page
 
@@ -43,7 +46,7 @@ def test_options_are_passed_on(stub: StubRun) -> None:
     words += ["--out", "here", "--device", "cpu", "--backend", "gloo", "--gpu_memory", "80GB"]
     assert ran(*words).return_value == 0
     ((recipe, options),) = stub.calls
-    assert options.pop("log") is not None
+    assert options.pop("log") is not None and callable(options.pop("on_phase"))
     assert (recipe, options) == (
         "recipe.yaml",
         {
@@ -58,6 +61,7 @@ def test_what_is_not_given_is_the_default(stub: StubRun) -> None:
     assert ckptx.robustness("llama_tiny").ok
     (_, of_command), (_, of_python) = stub.calls
     assert of_command.pop("log") is not None and of_python.pop("log") is None
+    assert callable(of_command.pop("on_phase")) and callable(of_python.pop("on_phase"))
     assert of_command == of_python
 
 
@@ -70,6 +74,26 @@ def test_a_run_that_passes_prints_and_ends_with_0(stub: StubRun) -> None:
     assert "PASSED: small, 2 phases" in result.stdout
     assert result.stderr == "note: a warning\n"
     assert "\x1b" not in result.output
+
+
+def test_each_phase_is_told_when_it_is_over_and_once(stub: StubRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = robust()
+
+    def run(recipe: str, **options: Any) -> RobustnessReport:
+        for done in range(len(whole.phases) + 1):
+            options["on_phase"](replace(whole, phases=whole.phases[:done]))
+        if recipe == "late":
+            raise EnvironmentProblem("rank 1: ended by signal 9; look at its output")
+        return whole
+
+    monkeypatch.setattr(sys.modules["ckptx.robustness.run"], "robustness", run)
+    lines = robustness_text(whole).splitlines()
+    assert ran("llama_tiny").stdout.splitlines()[:-1] == lines[:-1], "the last says how long it took"
+    late = ran("late")
+    assert late.return_value == 7 and late.stdout.splitlines() == lines[: len(late.stdout.splitlines())]
+    assert all(each["name"] in late.stdout for each in whole.phases) and "PASSED" not in late.stdout
+    assert json.loads(ran("llama_tiny", "--json").stdout)["ok"]
+    assert ran("llama_tiny", "-q").stdout.splitlines() == ["PASSED: small, 2 phases"]
 
 
 def test_a_difference_ends_with_1(stub: StubRun, tmp_path: Path) -> None:

@@ -53,7 +53,11 @@ def notes(outcome: ForeignOutcome, name: str) -> str:
 def test_one_that_is_right_passes(tmp_path: Path) -> None:
     seen: list[str] = []
     outcome = run_foreign(
-        recipe(), tmp_path / "out", Log(), lambda row: seen.append(row["name"]), folder=Path(__file__).parent
+        recipe(),
+        tmp_path / "out",
+        Log(),
+        lambda found: seen.append(found.phases[-1]["name"]),
+        folder=Path(__file__).parent,
     )
     assert outcome.ok and seen == ["straight", "again", "saved again", "resumed"]
     assert [row["run"] for row in outcome.losses] == ["straight", "again", "resumed"]
