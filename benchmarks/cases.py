@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import platform
 import shutil
 import sys
 import threading
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from measure import table
+
+import ckptx
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
@@ -119,6 +123,22 @@ class Benchmark:
         if row["status"] != "done":
             return [row["case"], *([""] * len(part.columns)), f"{row['status']}: {row['reason']}"]
         return [row["case"], *(show(row) for show in part.columns.values()), "done"]
+
+
+def machine_of(device: torch.device, *, is_tiny: bool) -> Row:
+    """What figures were taken on; nothing that names a host."""
+    found: Row = {"card": "none"}
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        found = {"card": card.name, "card_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+    return found | {
+        "shapes": "tiny" if is_tiny else "full",
+        "memory": "max_memory_allocated" if device.type == "cuda" else "allocations that torch saw",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "ckptx": ckptx.__version__,
+    }
 
 
 def _outcome(case: Case) -> Row:

@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -29,14 +28,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import transformers
-from cases import Benchmark, Columns, Part, Row, ended
+from cases import Benchmark, Columns, Part, Row, ended, machine_of
 from cases import Case as Measurement
 from forecast_documents import LLAMA
 from measure import HERE
-from torch import Tensor
+from training_step import local_of
 
-import ckptx
 from ckptx.forecasting.fake_world import fake_world
 from ckptx.forecasting.ledger import Ledger
 from ckptx.forecasting.measured import measured
@@ -212,18 +209,13 @@ def _filled(assembled: Assembled, task: Task, device: torch.device) -> Step:
     parameters = [each for _, each in assembled.parameters()]
     with torch.no_grad():
         for each in parameters:
-            _local(each).normal_(0, _STD)
+            local_of(each).normal_(0, _STD)
     config = {**model.config.to_dict(), "architectures": model.config.architectures}
     inputs = inputs_of(task, config)
     inputs = inputs._replace(
         batch={name: each.to(device) for name, each in inputs.batch.items()}, labels=inputs.labels.to(device)
     )
     return Step(assembled, task, inputs, optimizer_of(task, parameters))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 def _of_the_card(device: torch.device) -> int:
@@ -311,17 +303,18 @@ def _said(rows: list[Row]) -> str:
     said = f"{len(rows)} cases: forecast / measured {min(ratios):.4f} to {max(ratios):.4f}."
     held = [row for row in rows if "reserved" in row]
     if held:
-        whole = [row["reserved"] + row["beside"] for row in held]
-        above = max((each - row["forecast"]) / _GIB for each, row in zip(whole, held, strict=True))
-        gaps = max(row["reserved"] / row["measured"] for row in held)
+        needed = [row["measured"] + row["beside"] for row in held]
+        above = max(each - row["forecast"] for each, row in zip(needed, held, strict=True))
         short = [
             row["case"]
-            for each, row in zip(whole, held, strict=True)
+            for each, row in zip(needed, held, strict=True)
             if each > row["forecast"] + reserved(row["forecast"])
         ]
         said += (
-            f" The allocator reserved up to {gaps:.3f} times what it gave out; all that the process had of the card is "
-            f"at most {above:.2f} GiB above the forecast. Above forecast and margin: {', '.join(short) or 'none'}."
+            f" Tensors and what is beside the allocator are at most {above / _GIB:.2f} GiB above the forecast; above "
+            f"forecast and margin: {', '.join(short) or 'none'}. The allocator kept up to "
+            f"{max(row['reserved'] / row['measured'] for row in held):.3f} times the peak: nothing limited it, and how "
+            "much of that a smaller card would need was not tried."
         )
     return said
 
@@ -331,18 +324,6 @@ def libraries(device: torch.device) -> Part:
     measurements = [Measurement("a group of NCCL, one rank", lambda: nccl_taken(device, ParallelDims()))]
     columns: Columns = {"beside the allocator, GiB": lambda row: f"{row['beside'] / _GIB:.3f}"}
     return Part("Context and NCCL", measurements, columns, lambda rows: [])
-
-
-def machine_of(device: torch.device, is_tiny: bool) -> Row:
-    """What the figures were taken on; nothing that names a host."""
-    found: Row = {"card": "none"}
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        found = {"card": card.name, "card_gib": round(card.total_memory / _GIB, 1), "cuda": torch.version.cuda}
-    return found | {
-        "shapes": "tiny" if is_tiny else "full", "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "ckptx": ckptx.__version__,
-    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -367,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ThreadPoolExecutor(min(_AT_ONCE, max(1, (os.cpu_count() or 2) // 2))) as pool,
     ):
         tables = {"libraries": libraries(device), "steps": comparing(found, Path(directory), device, pool)}
-        benchmark = Benchmark("forecast_gpu", tables, machine_of(device, options.tiny), options.results)
+        benchmark = Benchmark("forecast_gpu", tables, machine_of(device, is_tiny=options.tiny), options.results)
         with ended(benchmark, Path(directory), options.limit + _GRACE):
             benchmark.run(options.limit)
     print(benchmark.markdown())

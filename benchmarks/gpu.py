@@ -17,27 +17,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import transformers
-from cases import Benchmark, Case, Columns, Part, Row, ended
+from cases import Benchmark, Case, Columns, Part, Row, ended, machine_of
 from checkpoints import llama
 from measure import HERE
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_step import Shape, built, fitted, gemma4_31b, llama_8b, llama_of, measured
 
 import ckptx
 from ckptx.errors import CkptxError
+from ckptx.forecasting.fake_world import fake_world
 from ckptx.report.report import Log
 from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.distributed import device_of
@@ -164,7 +161,7 @@ def sharding(settings: Settings) -> Part:
 
     def case(name: str, wanted: str, *, on_sequence: bool = False) -> Case:
         def measure() -> Row:
-            with one_rank_of(_TP):
+            with fake_world(0, _TP, settings.device):
                 mesh = init_device_mesh(settings.device.type, (_TP,), mesh_dim_names=("tp",))
                 model = built(shape, settings.device)
                 config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
@@ -227,32 +224,6 @@ PARTS: dict[str, Callable[[Settings], Part]] = {
 }
 
 
-@contextmanager
-def one_rank_of(size: int) -> Iterator[None]:
-    """Rank 0 of a group whose other ranks are not there: collectives give the right shapes and any values."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def machine_of(device: torch.device, is_tiny: bool) -> Row:
-    """What the figures were taken on; nothing that names a host."""
-    found: Row = {"card": "none"}
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        found = {"card": card.name, "card_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
-    return found | {
-        "shapes": "tiny" if is_tiny else "full",
-        "memory": "max_memory_allocated" if device.type == "cuda" else "allocations the profiler of torch saw",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "ckptx": ckptx.__version__,
-    }
-
-
 def home() -> str | None:
     """Where checkpoints are written: a RAM disk with room for them, else the directory for temporary files."""
     ram = Path("/dev/shm")
@@ -284,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=home(), prefix="ckptx-bench-") as directory:
         settings = Settings(device, options.tiny, Path(directory))
         parts = {name: make(settings) for name, make in PARTS.items() if name in wanted}
-        benchmark = Benchmark("gpu", parts, machine_of(device, options.tiny), options.results)
+        benchmark = Benchmark("gpu", parts, machine_of(device, is_tiny=options.tiny), options.results)
         with ended(benchmark, settings.work, options.limit + GRACE):
             benchmark.run(options.limit)
     print(benchmark.markdown())

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -23,10 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
+from cases import machine_of
 from measure import HERE, publish, table
 
-import ckptx
 from ckptx.training.recipe_file import read_recipe
 
 _GIB = 2**30
@@ -129,11 +127,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
-    machine = {
-        "card": torch.cuda.get_device_name() if arguments.device == "cuda" else "none",
-        "shapes": "tiny" if arguments.tiny else "full", "python": platform.python_version(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "ckptx": ckptx.__version__,
-    }  # fmt: skip
+    machine = machine_of(torch.device(arguments.device), is_tiny=arguments.tiny)
     columns = (
         "recipe", "layers", "phases passed", "failed", "seconds", "noise of loss: repeated / moved", "of logits",
         "forecast peak, GiB", "measured", "peak RSS",

@@ -219,7 +219,7 @@ def _settled(model: nn.Module, device: torch.device) -> int:
     """Bytes in use, which are those of the weights; the peak counts from here."""
     gc.collect()
     if device.type != "cuda":
-        return sum(_local(each).nbytes for each in (*model.parameters(), *model.buffers()))
+        return sum(local_of(each).nbytes for each in (*model.parameters(), *model.buffers()))
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -239,10 +239,11 @@ def _peak_on_cpu(step: Callable[[], object]) -> int:
 
 
 def _gradient_norm(model: nn.Module) -> float:
-    norms = [_local(each.grad).float().norm() for each in model.parameters() if each.grad is not None]
+    norms = [local_of(each.grad).float().norm() for each in model.parameters() if each.grad is not None]
     return float(torch.stack(norms).norm())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that is here; any other tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from ckptx.cli.options import F, Section, hub_options, output_options, with_global_options
+from ckptx.cli.options import F, Section, hub_options, output_options, with_global_options, with_options
 from ckptx.cli.run_options import mesh_options
 
 CONTENT = Section(
@@ -20,62 +20,59 @@ LAYOUT = Section("Layout", ["tp", "pp", "dp_shard", "pp_split", "tp_plan"])
 RUN = Section("Run", ["workers", "max_memory", "dry_run", "overwrite", "resume"])
 
 
+_conversion_options = with_options(
+    click.option(
+        "--dtype",
+        metavar="auto|base|bf16|fp16|fp32",
+        show_default="auto",
+        help="Cast floats; auto keeps each tensor's own, base is as the base has it. Integers, scales, and "
+        "fp32 the model needs stay.",
+    ),
+    click.option(
+        "--tied",
+        metavar="auto|alias|copy|drop",
+        show_default="auto",
+        help="Tied names: as files and config say; one copy that names share; copies; left out.",
+    ),
+    click.option(
+        "--tie-missing", is_flag=True, default=None, help="Tie a head that is missing though not declared tied."
+    ),
+    click.option(
+        "--allow-misfit",
+        is_flag=True,
+        default=None,
+        help="Take tensors whose names or shapes are not those of the config: a part of a model, padded rows.",
+    ),
+    click.option("--trust-remote-code", is_flag=True, default=None, help="Run code from SRC for an unknown class."),
+    click.option(
+        "--workers",
+        type=int,
+        metavar="N",
+        show_default="one for each core, at most 16",
+        help="Threads; the output does not depend on it.",
+    ),
+    click.option("--max-memory", metavar="SIZE", show_default="256MB", help="Buffers in flight."),
+    click.option("--dry-run", is_flag=True, default=None, help="Say what would be written; write nothing."),
+    click.option("--overwrite", is_flag=True, default=None, help="Replace DST atomically."),
+    click.option("--resume", is_flag=True, default=None, help="Continue an interrupted run."),
+)
+_plan_option = click.option(
+    "--tp-plan",
+    metavar="FILE",
+    type=click.Path(),
+    show_default="that of the model",
+    help='JSON {"pattern": "style"} in model names; goes before the plan of the model.',
+)
+
+
 def common_options(function: F) -> F:
     """What every conversion takes."""
-    for option in reversed(
-        [
-            click.option(
-                "--dtype",
-                metavar="auto|base|bf16|fp16|fp32",
-                show_default="auto",
-                help="Cast floats; auto keeps each tensor's own, base is as the base has it. Integers, scales, and "
-                "fp32 the model needs stay.",
-            ),
-            click.option(
-                "--tied",
-                metavar="auto|alias|copy|drop",
-                show_default="auto",
-                help="Tied names: as files and config say; one copy that names share; copies; left out.",
-            ),
-            click.option(
-                "--tie-missing", is_flag=True, default=None, help="Tie a head that is missing though not declared tied."
-            ),
-            click.option(
-                "--allow-misfit",
-                is_flag=True,
-                default=None,
-                help="Take tensors whose names or shapes are not those of the config: a part of a model, padded rows.",
-            ),
-            click.option(
-                "--trust-remote-code", is_flag=True, default=None, help="Run code from SRC for an unknown class."
-            ),
-            click.option(
-                "--workers",
-                type=int,
-                metavar="N",
-                show_default="one for each core, at most 16",
-                help="Threads; the output does not depend on it.",
-            ),
-            click.option("--max-memory", metavar="SIZE", show_default="256MB", help="Buffers in flight."),
-            click.option("--dry-run", is_flag=True, default=None, help="Say what would be written; write nothing."),
-            click.option("--overwrite", is_flag=True, default=None, help="Replace DST atomically."),
-            click.option("--resume", is_flag=True, default=None, help="Continue an interrupted run."),
-        ]
-    ):
-        function = option(function)
-    return with_global_options(output_options(hub_options(function)))
+    return with_global_options(output_options(hub_options(_conversion_options(function))))
 
 
 def layout_options(function: F) -> F:
     """The mesh to cut for, and how."""
-    plan = click.option(
-        "--tp-plan",
-        metavar="FILE",
-        type=click.Path(),
-        show_default="that of the model",
-        help='JSON {"pattern": "style"} in model names; goes before the plan of the model.',
-    )
-    return mesh_options(plan(function))
+    return mesh_options(_plan_option(function))
 
 
 def names_option(default: str) -> Callable[[F], F]:

@@ -88,6 +88,17 @@ class SectionedGroup(_Sectioned, click.Group):
         self.format_commands(ctx, formatter)
 
 
+def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """What puts several options on a command, in their order."""
+
+    def put(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return put
+
+
 def need_command() -> None:
     """What a group does itself: nothing, but it says which commands it has when none was given.
 

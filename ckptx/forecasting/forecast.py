@@ -253,7 +253,7 @@ def assumptions_of(task: Task, ranks: Sequence[RankForecast]) -> list[str]:
         ),
         (
             "not counted: workspaces of kernels, NCCL, the context of CUDA, fragmentation; kept free for them are "
-            f"{CONTEXT / _GIB:.1f} GiB and {FRAGMENTATION:.0%} of the peak, which no card has confirmed yet"
+            f"{CONTEXT / _GIB:.1f} GiB and {FRAGMENTATION:.0%} of the peak"
         ),
     ]
     if task.optimizer in ("adam", "adamw"):

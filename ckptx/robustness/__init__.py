@@ -43,7 +43,7 @@ def robustness(
         backend: auto, gloo or nccl.
         gpu_memory: Of each GPU, as `80GB` or in bytes.
         log: Has what the user should know, when an error is raised, too.
-        on_phase: Called with the report so far, before the first phase and after each.
+        on_phase: Called with the report so far, before the first phase of our trainer, and after each phase.
 
     Raises:
         UsageError: An option or a setting has a value it cannot have.

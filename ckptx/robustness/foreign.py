@@ -171,7 +171,8 @@ class _Judge:
         run = self._run(STRAIGHT, self.training.steps, None)
         if run.ended.code or run.ended.is_late:
             raise EnvironmentProblem(self._failure(run))
-        self._checkpoint(run, self.save_at)
+        self._sharding = sharding_of(self._checkpoint(run, self.save_at))
+        self.outcome.world_size = self._sharding.world_size
         end = items_of(self._checkpoint(run, self.training.steps))
         losses = self._read_losses(run)
         self._losses = losses.by_step
@@ -182,9 +183,7 @@ class _Judge:
 
     def sharded(self) -> None:
         """Whether ranks had parts of the parameters, where the recipe asks."""
-        path = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at)
-        found = sharding_of(path)
-        self.outcome.world_size = found.world_size
+        found = self._sharding
         if self.checks.sharded is None:
             return
         is_right = found.is_sharded == self.checks.sharded

@@ -54,7 +54,7 @@ def robustness(
         backend: auto, gloo or nccl.
         gpu_memory: What a GPU may use, as "80GB"; all of it when left out. A run that cannot fit is refused.
         log: Has what the user should know, when an error is raised, too.
-        on_phase: Called with the report so far, before the first phase and after each.
+        on_phase: Called with the report so far, before the first phase of our trainer, and after each phase.
 
     Returns:
         The report; `exit` is 1 if something differs.
@@ -85,7 +85,6 @@ def robustness(
     try:
         report = _report(read, path, settings, inject, folder)
         report = replace(report, environment=environment(device=device, backend=backend))
-        on_phase(report)
         if read.train is not None:
             report = _foreign(report, read, path, log, on_phase)
         else:
@@ -102,6 +101,7 @@ def robustness(
                 if ranks.is_launched:  # a temporary folder is that of rank 0
                     folder = session.out = session.ask("agreed", folder)
                     report = replace(report, out=str(folder))
+                on_phase(report)
                 session.source, kind = session.ask("prepared", read, folder / "source")
                 session.is_exact = kind == "cpu"
                 forecast = forecast_memory(session, memory)

@@ -29,6 +29,7 @@ from ckptx.training.data import Dataset, collate, open_dataset
 from ckptx.training.recipe import Recipe
 from ckptx.training.source import prepare_source
 from ckptx.training.trainer import StepRecord, Trainer
+from ckptx.verification.noise import moved
 
 _PROBED = 2  # samples that logits are compared on
 LABELS = "labels"
@@ -125,10 +126,8 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
     )
 
 
-def _most_of(taken: Sequence[Taken | None]) -> tuple[int, int] | None:
+def _most_of(taken: Sequence[Taken | None]) -> tuple[int, int]:
     found = [each for each in taken if each is not None]
-    if not found:
-        return None
     return max(each.peak for each in found), max(each.between_steps for each in found)
 
 
@@ -206,7 +205,7 @@ def _stock(recipe: Recipe, path: Path, place: Process, draws: int) -> tuple[Logi
     kept = table.detach().clone()
     for draw in range(draws):
         with torch.no_grad():
-            table.copy_(moved(kept, draw))
+            table.copy_(moved(kept, _drawn(draw)))
         noise = max(noise, away(reference, logits()))
     return reference, noise
 
@@ -258,7 +257,7 @@ def move(trainer: Trainer, draw: int) -> None:
         if name in table:
             local = getattr(parameter, "_local_tensor", parameter)
             with torch.no_grad():
-                local.copy_(moved(local, draw))
+                local.copy_(moved(local, _drawn(draw)))
 
 
 def _token_table(trainer: Trainer) -> set[str]:
@@ -270,16 +269,9 @@ def _token_table(trainer: Trainer) -> set[str]:
     return {name for each in everywhere(own) for name in each}
 
 
-def moved(values: Tensor, draw: int) -> Tensor:
-    """Values of which every one is the next that its dtype has, up or down, as a draw says."""
-    generator = torch.Generator().manual_seed(draw)
-    up = torch.rand(values.shape, generator=generator) < 0.5
-    toward = torch.where(up, torch.inf, -torch.inf).to(values.device, values.dtype)
-    if values.dtype is torch.bfloat16:  # torch has no nextafter for it on every device
-        bits = values.view(torch.int16)
-        step = torch.where((values > 0) == up.to(values.device), 1, -1).to(torch.int16)
-        return torch.where(values == 0, values, (bits + step).view(torch.bfloat16))
-    return torch.nextafter(values, toward)
+def _drawn(draw: int) -> torch.Generator:
+    """Says which way each number goes."""
+    return torch.Generator().manual_seed(draw)
 
 
 def _sharded(trainer: Trainer) -> tuple[int, int]:

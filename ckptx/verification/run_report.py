@@ -83,7 +83,7 @@ def report_of(
         unreached=first.get("unreached"),
         compute_dtype=first["dtype"],
         wrapped_layers=layers,
-        measured_peak=max((share["taken"] for share in everyone if share.get("taken") is not None), default=None),
+        measured_peak=max((share["taken"] for share in everyone), default=None) if options.measures else None,
         bytes_read_per_rank=[share["read"] for share in everyone],
         **{name: _plain(value) for name, value in found.items()},
     )

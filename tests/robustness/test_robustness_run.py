@@ -47,6 +47,7 @@ def test_a_run_that_passes_leaves_nothing(tmp_path: Path) -> None:
     memory = document["step_memory"]
     assert memory["measured_peak"] == pytest.approx(memory["forecast_peak"], rel=0.01)
     assert memory["measured_between_steps"] == pytest.approx(memory["forecast_between_steps"], rel=0.01)
+    assert memory["measured_peak"] > memory["measured_between_steps"] > 0
     assert "Warning" not in said
     assert document["out"] == ""
     assert not list(tmp_path.glob("ckptx-robustness-*"))
