@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog, Part
+from ckptx.catalog.entry import StoredChunks, TensorEntry
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
@@ -147,17 +148,13 @@ def _open_parts(located: Located) -> Catalog:
     ]
     merged = Catalog(located.root, "dcp", {})
     for part, catalog in parts:
-        is_second = part == located.weights[1]
+        is_second, below = part == located.weights[1], _Below(part)
         names: dict[str, str] = {}
         for on_disk, entry in catalog.tensors.items():
             name = _optimizer_name(on_disk) if is_second else on_disk
             if name in merged.tensors:
                 raise InputError(f'{located.root}: tensor "{name}" is in two parts ({", ".join(located.weights)})')
-            chunks, replicas = (
-                tuple(chunk._replace(file=f"{part}/{chunk.file}") for chunk in each)
-                for each in (entry.chunks, entry.replicas)
-            )
-            merged.tensors[name] = entry._replace(name=name, chunks=chunks, replicas=replicas)
+            merged.tensors[name] = below.moved(entry)._replace(name=name)
             names[name] = on_disk
         for on_disk, pickled in catalog.objects.items():
             name = _optimizer_name(on_disk) if is_second else on_disk
@@ -170,6 +167,31 @@ def _open_parts(located: Located) -> Catalog:
         merged.identities.update((f"{part}/{name}", each) for name, each in catalog.identities.items())
         merged.notes.extend(f"{part}: {note}" for note in catalog.notes)
     return merged
+
+
+class _Below:
+    """Moves tensors into a directory below the root of their catalog; those that are cut alike stay alike."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._files: dict[int, tuple[Sequence[str], tuple[str, ...]]] = {}  # by `id` of the first, which it keeps alive
+
+    def moved(self, entry: TensorEntry) -> TensorEntry:
+        """The tensor with its files below the directory."""
+        chunks = entry.chunks
+        if type(chunks) is StoredChunks:
+            return entry._replace(chunks=chunks.in_files(self._below(chunks.files)))
+        chunks, replicas = (
+            tuple(chunk._replace(file=f"{self._directory}/{chunk.file}") for chunk in each)
+            for each in (chunks, entry.replicas)
+        )
+        return entry._replace(chunks=chunks, replicas=replicas)
+
+    def _below(self, files: Sequence[str]) -> tuple[str, ...]:
+        known = self._files.get(id(files))
+        if known is None:
+            known = self._files[id(files)] = files, tuple([f"{self._directory}/{file}" for file in files])
+        return known[1]
 
 
 def _optimizer_name(name: str) -> str:

@@ -7,6 +7,7 @@ the way the CRC-32 that the source recorded is checked; stock torch never looks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, product
 from math import prod
 from typing import NamedTuple, Protocol
@@ -18,7 +19,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage.files import FilePool
 from ckptx.transfer.columns import weave_rows
 from ckptx.transfer.digest import crc32
-from ckptx.transfer.grid import Grid, grid_of, is_grid
+from ckptx.transfer.grid import Cell, Grid, grid_of, is_grid
 from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments
 from ckptx.transfer.split_tensor import RecordShare, Share
 from ckptx.untrusted.numbers import packed
@@ -60,6 +61,36 @@ class _FrameBuffers(NamedTuple):
         return cls(frame.head, before, behind, first, after, len(first) + len(after))
 
 
+class _Part(NamedTuple):
+    """Where the elements of an archive go in a tensor in memory.
+
+    Attributes:
+        begin: First byte of the rows that they are in.
+        end: Where these rows end.
+        pitch: Bytes of a row; 0 where the elements are all there is from `begin` to `end`.
+        column: Where they begin in each row.
+        width: Their bytes in each row.
+        nbytes: Their bytes in all.
+        frame: Around them.
+    """
+
+    begin: int
+    end: int
+    pitch: int
+    column: int
+    width: int
+    nbytes: int
+    frame: _FrameBuffers
+
+    @classmethod
+    def of(cls, grid: Grid, cell: Cell, frame: _FrameBuffers) -> _Part:
+        pitch, width = grid.width, cell.right - cell.left
+        begin, end = cell.top * pitch, cell.bottom * pitch
+        if width == pitch or grid.rows == 1:
+            return cls(begin + cell.left, begin + cell.left + cell.nbytes, 0, 0, 0, cell.nbytes, frame)
+        return cls(begin, end, pitch, cell.left, width, cell.nbytes, frame)
+
+
 class TensorReader:
     """Streams tensors of one checkpoint; one reader per thread.
 
@@ -78,6 +109,7 @@ class TensorReader:
         self._strip: memoryview | None = None
         self._grids: dict[tuple[DType, bytes], Grid | None] = {}
         self._frames: dict[tuple[DType, Shape], _FrameBuffers] = {}
+        self._known_parts: dict[tuple[DType, int], tuple[Sequence[Region], Sequence[_Part]]] = {}  # by `id` of regions
 
     def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordShare] | None = None) -> None:
         """Sends `region` of `entry` to `sink`.
@@ -152,48 +184,55 @@ class TensorReader:
     def _read_archives(self, entry: TensorEntry, chunks: ArchivedChunks, view: memoryview) -> bool:
         """`read_all` of archives, which are looked into as they are read."""
         archives = chunks.archives
-        if len(archives) == 1:
-            return self._read_archive(entry, archives[0], chunks.frame_of, view)
-        grid = self._grid(entry, archives)
-        if grid is None:
-            return False
-        whole_width, is_row = grid.width, grid.rows == 1
-        for archive, (_, top, bottom, left, right, _) in zip(archives, grid.cells, strict=True):
-            rows = view[top * whole_width : bottom * whole_width]
-            width = right - left
-            if width == whole_width or is_row:
-                part = rows[left : left + (bottom - top) * width]
-                if not self._read_archive(entry, archive, chunks.frame_of, part):
+        parts = self._parts(entry, chunks)
+        places = zip(parts, archives.files, archives.offsets, archives.lengths, strict=False)
+        for (begin, end, pitch, column, width, nbytes, frame), file, offset, length in places:
+            rows = view[begin:end]
+            if not pitch:
+                if not self._read_archive(entry.name, frame, file, offset, length, rows):
                     return False
                 continue
-            strip = self._strip_buffer((bottom - top) * width)[: (bottom - top) * width]
-            if not self._read_archive(entry, archive, chunks.frame_of, strip):
+            strip = self._strip_buffer(nbytes)[:nbytes]
+            if not self._read_archive(entry.name, frame, file, offset, length, strip):
                 return False
-            weave_rows(rows, whole_width, left, strip, width, width)
-        return True
+            weave_rows(rows, pitch, column, strip, width, width)
+        return bool(parts)
+
+    def _parts(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_Part]:
+        """Where the elements of each archive go; empty when no grid says it. Tensors that are cut alike share it."""
+        regions, shape, dtype = chunks.archives.regions, entry.shape, entry.dtype
+        key = (dtype, id(regions))
+        known = self._known_parts.get(key)
+        if known is None:
+            grid = grid_of(dtype, shape, regions) if is_grid(shape, regions) else None
+            frames = [self._frame(chunks.frame_of, dtype, region.sizes) for region in regions]
+            parts = () if grid is None else tuple(map(partial(_Part.of, grid), grid.cells, frames))
+            known = self._known_parts[key] = regions, parts
+        return known[1]
+
+    def _frame(self, frame_of: Callable[[DType, Shape], Frame], dtype: DType, sizes: Shape) -> _FrameBuffers:
+        known = self._frames.get((dtype, sizes))
+        if known is None:
+            known = self._frames[dtype, sizes] = _FrameBuffers.of(frame_of(dtype, sizes))
+        return known
 
     def _read_archive(
-        self, entry: TensorEntry, archive: Chunk, frame_of: Callable[[DType, Shape], Frame], view: memoryview
+        self, name: str, frame: _FrameBuffers, file: str, offset: int, length: int, view: memoryview
     ) -> bool:
         """Fills `view` with the elements in an archive; False when they are not where they should be."""
-        key = (entry.dtype, archive.region.sizes)
-        frame = self._frames.get(key)
-        if frame is None:
-            frame = self._frames[key] = _FrameBuffers.of(frame_of(*key))
         head, before, behind, first, after, around = frame
         nbytes = len(view)
-        if not before or nbytes + around > archive.nbytes:
+        if not before or nbytes + around > length:
             return False
-        got = self.files.read_into(archive.file, archive.offset, [first, view, after])
+        got = self.files.read_into(file, offset, [first, view, after])
         if got != nbytes + around or first != head or not after.startswith(before) or not after.endswith(behind):
             return False
         self.bytes_read += nbytes
         recorded = int.from_bytes(after[4:8], "little")
         if not recorded:
-            self._count_unrecorded(archive.file, Record(archive.offset + len(head), len(view), None))
+            self._count_unrecorded(file, Record(offset + len(head), nbytes, None))
         elif (crc := crc32(view)) != recorded:
-            record = Record(archive.offset + len(head), len(view), recorded)
-            raise self.crc_error(entry.name, archive.file, record, crc)
+            raise self.crc_error(name, file, Record(offset + len(head), nbytes, recorded), crc)
         return True
 
     def _read_chunk(self, entry: TensorEntry, chunk: Chunk, view: memoryview) -> None:

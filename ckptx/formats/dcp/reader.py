@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise, repeat
-from operator import itemgetter
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH, DType
-from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, TensorEntry
+from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, StoredChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape, coverage_fault
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import (
@@ -40,8 +39,6 @@ from ckptx.untrusted.numbers import identity
 
 METADATA = ".metadata"
 
-_PLACE = itemgetter(1, 2)  # file and first byte of a chunk
-_archive = partial(tuple.__new__, Chunk)  # from its fields in one value, several times as fast as from seven
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -61,7 +58,7 @@ def open_dcp(root: Path) -> Catalog:
         entries = [
             _tensor(name, cuts.of(name, tensor), places[name], in_order) for name, tensor in metadata.tensors.items()
         ]
-        entries.sort(key=lambda entry: entry.chunks[0][1:3] if entry.chunks else ("", 0))
+        entries.sort(key=lambda entry: entry.place if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
         catalog.objects = {name: BytesEntry(name, *place[:3]) for name, place in metadata.objects.items()}
         found = _check_files(catalog)
@@ -151,7 +148,7 @@ class _Cuts:
     def __init__(self, root: Path) -> None:
         self._where = str(root / METADATA)
         self._known: dict[int, _Cut] = {}  # by `id` of what describes a tensor, which lives longer
-        self._proved: set[tuple[int, bytes]] = set()
+        self._proved: dict[tuple[DType, bytes], _Cut] = {}
 
     def of(self, name: str, tensor: TensorMetadata) -> _Cut:
         """That of a tensor.
@@ -168,32 +165,28 @@ class _Cuts:
         dtype, where = BY_TORCH.get(tensor.dtype), f'{self._where}: tensor "{name}"'
         if dtype is None:
             raise UnsupportedError(f"{where} has dtype {tensor.dtype}, which is not supported")
+        key = (dtype, identity((tensor.size, *tensor.chunks)))  # equal shapes and regions are one object
+        proved = self._proved.get(key)
+        if proved is not None:
+            return proved
         shape, regions = _widen(dtype, tensor.size), tensor.chunks
         if dtype.pack > 1:
             regions = tuple([_elements(dtype, region) for region in regions])
         if len(regions) != 1 or regions[0].sizes != shape or any(regions[0].offsets):
-            cut = (dtype.pack, identity((tensor.size, *tensor.chunks)))  # equal shapes and regions are one object
-            if cut not in self._proved:
-                _check_coverage(where, shape, regions)
-                self._proved.add(cut)
+            _check_coverage(where, shape, regions)
         if dtype.pack > 1 and not shape:
             raise UnsupportedError(f"{where} is a 0-d {tensor.dtype}, which is not supported")
-        return _Cut(dtype, shape, regions)
+        proved = self._proved[key] = _Cut(dtype, shape, regions)
+        return proved
 
 
 def _tensor(name: str, cut: _Cut, places: Places, in_order: dict[int, bool]) -> TensorEntry:
     """The entry of a tensor; `in_order` knows, by `id`, which lists of files are ascending."""
-    if len(cut.regions) == 1:  # by far the most in a checkpoint of tens of thousands
-        (region,), ((file,), (offset,), (length,)) = cut.regions, places
-        return TensorEntry(name, cut.dtype, cut.shape, (Chunk(region, file, offset, length, None, None, True),))
     files = places.files
     if id(files) not in in_order:
         in_order[id(files)] = all(file < following for file, following in pairwise(files))
-    chunks: Iterable[Chunk]
-    chunks = map(_archive, zip(cut.regions, *places, repeat(None), repeat(None), repeat(True), strict=False))
-    if not in_order[id(files)]:
-        chunks = sorted(chunks, key=_PLACE)
-    return TensorEntry(name, cut.dtype, cut.shape, tuple(chunks))
+    chunks = StoredChunks(cut.regions, *places)
+    return TensorEntry(name, cut.dtype, cut.shape, chunks if in_order[id(files)] else chunks.in_order())
 
 
 def _widen(dtype: DType, sizes: Shape) -> Shape:
@@ -231,13 +224,7 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
 
 def _check_files(catalog: Catalog) -> dict[str, Identity]:
     """The files that are named, each long enough for what is said to lie in it."""
-    root = catalog.root
-    needed: dict[str, int] = {}
-    chunks = chain.from_iterable(entry.chunks for entry in catalog.tensors.values())
-    for stored in cast("Iterator[Chunk | BytesEntry]", chain(chunks, catalog.objects.values())):
-        end = stored.offset + stored.nbytes
-        if end > needed.get(stored.file, -1):
-            needed[stored.file] = end
+    root, needed = catalog.root, _ends(catalog)
     found = {}
     for name in sorted(needed):
         path = inside(root, name)
@@ -255,6 +242,22 @@ def _check_files(catalog: Catalog) -> dict[str, Identity]:
                 "the file is truncated, copy or download it again"
             )
     return found
+
+
+def _ends(catalog: Catalog) -> dict[str, int]:
+    """Name of each file that is named -> where the last of what is said to lie in it ends."""
+    last: dict[tuple[int, int], tuple[StoredChunks, Sequence[int]]] = {}  # by `id` of files and lengths
+    for entry in catalog.tensors.values():
+        chunks = entry.chunks
+        assert type(chunks) is StoredChunks
+        key = id(chunks.files), id(chunks.lengths)
+        met = last.get(key)
+        last[key] = chunks, chunks.offsets if met is None else tuple(map(max, met[1], chunks.offsets))
+    places = [zip(chunks.files, offsets, chunks.lengths, strict=True) for chunks, offsets in last.values()]
+    ends: dict[str, int] = {}
+    for file, offset, nbytes in chain(*places, (pickled[1:] for pickled in catalog.objects.values())):
+        ends[file] = max(ends.get(file, 0), offset + nbytes)
+    return ends
 
 
 def open_payloads(catalog: Catalog, files: FilePool, *, later: bool = False) -> Catalog:
@@ -279,8 +282,8 @@ def open_payloads(catalog: Catalog, files: FilePool, *, later: bool = False) -> 
             if isinstance(chunks, ArchivedChunks):
                 if not later:
                     assert chunks.located
-            elif later and expected.fit(entry):
-                chunks = ArchivedChunks(tuple(chunks), archive_frame, partial(_locate_all, entry, files))
+            elif later and type(chunks) is StoredChunks and expected.fit(entry.dtype, chunks):
+                chunks = ArchivedChunks(chunks, archive_frame, partial(_locate_all, entry, files))
             else:
                 chunks = tuple([_locate(entry, chunk, ahead) if chunk.archive else chunk for chunk in chunks])
             tensors[name] = TensorEntry(name, entry.dtype, entry.shape, chunks)
@@ -292,21 +295,26 @@ class _ExpectedLengths:
 
     def __init__(self) -> None:
         self._known: dict[tuple[DType, Shape], int] = {}
+        self._fits: dict[tuple[DType, int, int], bool] = {}  # by `id` of regions and lengths
 
-    def fit(self, entry: TensorEntry) -> bool:
-        """True when the chunks of `entry` are archives of the lengths that torch 2.13 gives them."""
-        dtype, known = entry.dtype, self._known
-        for region, _, _, nbytes, _, _, archive in entry.chunks:
-            key = (dtype, region.sizes)
-            length = known.get(key)
-            if length is None:
-                length = known[key] = archive_length(dtype, _narrow(dtype, region.sizes))
-            if length != nbytes or not archive:
-                return False
-        return True
+    def fit(self, dtype: DType, archives: StoredChunks) -> bool:
+        """True when `archives` have the lengths that torch 2.13 gives to blocks of `dtype`."""
+        key = dtype, id(archives.regions), id(archives.lengths)
+        fit = self._fits.get(key)
+        if fit is None:
+            lengths = zip(archives.regions, archives.lengths, strict=True)
+            fit = all(self._length(dtype, region.sizes) == nbytes for region, nbytes in lengths)
+            self._fits[key] = fit
+        return fit
+
+    def _length(self, dtype: DType, sizes: Shape) -> int:
+        length = self._known.get((dtype, sizes))
+        if length is None:
+            length = self._known[dtype, sizes] = archive_length(dtype, _narrow(dtype, sizes))
+        return length
 
 
-def _locate_all(entry: TensorEntry, files: FilePool, archives: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+def _locate_all(entry: TensorEntry, files: FilePool, archives: Iterable[Chunk]) -> tuple[Chunk, ...]:
     ahead = _ReadAhead(files)
     return tuple([_locate(entry, archive, ahead) for archive in archives])
 
