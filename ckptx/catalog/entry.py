@@ -258,7 +258,9 @@ class TensorEntry(NamedTuple):
         chunks = self.chunks
         if type(chunks) is ArchivedChunks:
             chunks = chunks.archives
-        return (chunks.files[0], chunks.offsets[0]) if type(chunks) is StoredChunks else chunks[0][1:3]
+        if type(chunks) is StoredChunks or type(chunks) is CutChunks:
+            return chunks.files[0], chunks.offsets[0]
+        return chunks[0][1:3]
 
 
 class BytesEntry(NamedTuple):

@@ -76,9 +76,11 @@ class _Cuts:
 
     def place(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
         """What a row says of a tensor with these chunks: "file" and its number for one in one piece, else "cut"."""
-        if type(chunks) is not CutChunks or len(chunks.blocks) == 1:
+        if type(chunks) is not CutChunks:
             (chunk,) = chunks
             return "file", self._files[chunk.file]
+        if len(chunks.blocks) == 1:
+            return "file", self._files[chunks.files[0]]
         key = (id(chunks.blocks), id(chunks.files))
         number = self._numbers.get(key)
         if number is None:

@@ -49,13 +49,13 @@ def plan_copy(
     owner = {name: index for index, group in enumerate(names) for name in group}
     members: list[list[Step]] = [[] for _ in names]
     for step in steps:
-        members[owner[_first_file(step.target)]].append(step)
+        members[owner[step.target.place[0]]].append(step)
     files = list(target.files)
     position = {name: len(prologues.get(name, b"")) for name in files}
     blocks = dict.fromkeys(files, 0)
     for index, group in enumerate(members):
         if len(names[index]) == 1:
-            group.sort(key=lambda step: step.target.chunks[0].offset)
+            group.sort(key=lambda step: step.target.place[1])
         _check_files(group, frozenset(names[index]), position, blocks)
     for name, nbytes in target.files.items():
         if position[name] != nbytes:
@@ -77,10 +77,6 @@ def _as_tensor(place: BytesEntry) -> TensorEntry:
     """A pickled object as so many bytes."""
     shape = (place.nbytes,)
     return TensorEntry(place.name, BY_NAME["U8"], shape, (Chunk(whole(shape), place.file, place.offset, place.nbytes),))
-
-
-def _first_file(entry: TensorEntry) -> str:
-    return entry.chunks.files[0] if type(entry.chunks) is CutChunks else entry.chunks[0].file
 
 
 class _Proof:

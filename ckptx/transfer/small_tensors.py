@@ -126,9 +126,9 @@ class SmallCopies:
 
     def _copy_whole(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding) -> Copied | None:
         """Reads into the buffer that is written next."""
-        (strip,), (chunk,) = cut.strips, target.chunks
-        offset, frame = chunk.offset, strip.frame
-        out = self._open_out(chunk.file, offset)
+        (strip,), (file, offset) = cut.strips, target.place
+        frame = strip.frame
+        out = self._open_out(file, offset)
         room = out.reserve(strip.total)
         head = 0 if frame is None else len(frame.head)
         view = room[head : head + strip.nbytes]

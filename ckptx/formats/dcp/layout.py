@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, TensorEntry
+from ckptx.catalog.entry import Block, BytesEntry, CutChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.by_stage import ShardedTensor, by_stage
@@ -70,15 +70,22 @@ def allocate(root: Path, tensors: Iterable[TensorEntry], files: int | None) -> C
         UnsupportedError: torch cannot hold a tensor.
     """
     entries = list(tensors)
-    lengths = [archive_length(entry.dtype, torch_shape(entry.dtype, entry.shape, entry.name)) for entry in entries]
-    count = min(files or file_count(sum(lengths)), max(1, len(entries)))
+    known: dict[tuple[DType, Shape], tuple[tuple[Block, ...], tuple[int, ...]]] = {}
+    for name, dtype, shape, _, _ in entries:
+        if (dtype, shape) not in known:
+            length = archive_length(dtype, torch_shape(dtype, shape, name))
+            known[dtype, shape] = (Block(0, whole(shape)),), (length,)
+    alike = [known[entry.dtype, entry.shape] for entry in entries]
+    sizes = [length for _, (length,) in alike]
+    count = min(files or file_count(sum(sizes)), max(1, len(entries)))
+    names = [(f"__{index}_0.distcp",) for index in range(count)]
     catalog = Catalog(root, "dcp", {})
-    for entry, length, index in zip(entries, lengths, deal(lengths, count), strict=True):
-        name = f"__{index}_0.distcp"
-        at = catalog.files.get(name, 0)
-        chunk = Chunk(whole(entry.shape), name, at, length, archive=True)
-        catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, (chunk,), entry.replicas)
-        catalog.files[name] = at + length
+    for entry, (blocks, lengths), size, index in zip(entries, alike, sizes, deal(sizes, count), strict=True):
+        (file,) = names[index]
+        at = catalog.files.get(file, 0)
+        chunks = CutChunks(blocks, names[index], lengths, array("q", [at]), archive=True)
+        catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks, entry.replicas)
+        catalog.files[file] = at + size
     return catalog
 
 
