@@ -1,0 +1,43 @@
+"""Chunks in columns are the chunks that they would be one by one."""
+
+from __future__ import annotations
+
+from array import array
+
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import Block, Chunk, CutChunks, StoredChunks, TensorEntry
+from ckptx.catalog.region import Region
+
+TOP, BOTTOM = Region((0, 0), (2, 3)), Region((2, 0), (1, 3))
+COLUMNS = StoredChunks((TOP, BOTTOM), ("b", "a"), (64, 0), (90, 70))
+CHUNKS = Chunk(TOP, "b", 64, 90, archive=True), Chunk(BOTTOM, "a", 0, 70, archive=True)
+
+
+def test_chunks_are_made_when_asked_for() -> None:
+    assert len(COLUMNS) == 2
+    assert tuple(COLUMNS) == CHUNKS
+    assert (COLUMNS[0], COLUMNS[-1], COLUMNS[1:]) == (CHUNKS[0], CHUNKS[1], CHUNKS[1:])
+
+
+def test_in_the_order_in_which_they_lie_on_disk() -> None:
+    assert tuple(COLUMNS.in_order()) == CHUNKS[::-1]
+    one_file = COLUMNS.in_files(("a", "a"))
+    assert [chunk.offset for chunk in one_file.in_order()] == [0, 64]
+
+
+def test_in_files_of_other_names() -> None:
+    moved = COLUMNS.in_files(("model/b", "model/a"))
+    assert tuple(moved) == tuple(chunk._replace(file=f"model/{chunk.file}") for chunk in CHUNKS)
+
+
+def test_equal_where_the_chunks_are() -> None:
+    same = StoredChunks([TOP, BOTTOM], ["b", "a"], array("q", [64, 0]), [90, 70])
+    assert COLUMNS == same and hash(COLUMNS) == hash(same)
+    assert COLUMNS != COLUMNS.in_order()
+    assert COLUMNS != StoredChunks((TOP, BOTTOM), ("b", "a"), (64, 1), (90, 70))
+
+
+def test_the_place_of_a_tensor_is_that_of_its_first_chunk() -> None:
+    cut = CutChunks((Block(0, TOP), Block(1, BOTTOM)), ("b", "a"), (90, 70), array("q", [64, 0]))
+    for chunks in (COLUMNS, CHUNKS, cut):
+        assert TensorEntry("w", BY_NAME["F32"], (3, 3), chunks).place == ("b", 64)
