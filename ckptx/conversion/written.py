@@ -172,7 +172,7 @@ class _Planned:
 
     def _planned(self, entry: TensorEntry, file: str) -> Chunk | None:
         chunks = entry.chunks
-        if not isinstance(chunks, CutChunks):
+        if type(chunks) is not CutChunks:
             return next((chunk for chunk in chunks if chunk.file == file), None)
         numbers = self._numbers.get(id(chunks.files))
         if numbers is None:

@@ -351,7 +351,7 @@ def _layout(plan: CopyPlan) -> str:
     known: dict[tuple[int, int], bytes] = {}
 
     def places(chunks: Sequence[Chunk]) -> bytes:
-        if not isinstance(chunks, CutChunks):
+        if type(chunks) is not CutChunks:
             return repr([(*chunk.region, *chunk[1:]) for chunk in chunks]).encode()
         key = (id(chunks.files), id(chunks.blocks))  # which tensors that are cut alike share
         if key not in known:

@@ -32,9 +32,9 @@ def test_in_files_of_other_names() -> None:
 
 def test_equal_where_the_chunks_are() -> None:
     same = StoredChunks([TOP, BOTTOM], ["b", "a"], array("q", [64, 0]), [90, 70])
-    assert COLUMNS == same and hash(COLUMNS) == hash(same)
-    assert COLUMNS != COLUMNS.in_order()
-    assert COLUMNS != StoredChunks((TOP, BOTTOM), ("b", "a"), (64, 1), (90, 70))
+    assert same == COLUMNS and hash(COLUMNS) == hash(same)
+    assert COLUMNS.in_order() != COLUMNS
+    assert StoredChunks((TOP, BOTTOM), ("b", "a"), (64, 1), (90, 70)) != COLUMNS
 
 
 def test_the_place_of_a_tensor_is_that_of_its_first_chunk() -> None:

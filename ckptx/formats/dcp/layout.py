@@ -272,7 +272,7 @@ def _storage(
 ) -> Iterator[Stored | StoredCut]:
     for name, on_disk in stored.items():
         chunks, regions = catalog.tensors[on_disk].chunks, described[name].chunks
-        if isinstance(chunks, CutChunks):
+        if type(chunks) is CutChunks:
             yield StoredCut(name, regions, chunks.files, chunks.offsets, chunks.lengths)
             continue
         for index, (region, chunk) in enumerate(zip(regions, chunks, strict=True)):

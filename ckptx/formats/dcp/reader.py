@@ -246,14 +246,18 @@ def _check_files(catalog: Catalog) -> dict[str, Identity]:
 
 def _ends(catalog: Catalog) -> dict[str, int]:
     """Name of each file that is named -> where the last of what is said to lie in it ends."""
-    last: dict[tuple[int, int], tuple[StoredChunks, Sequence[int]]] = {}  # by `id` of files and lengths
+    alike: dict[tuple[int, int], tuple[StoredChunks, list[Sequence[int]]]] = {}  # by `id` of files and lengths
     for entry in catalog.tensors.values():
         chunks = entry.chunks
         assert type(chunks) is StoredChunks
         key = id(chunks.files), id(chunks.lengths)
-        met = last.get(key)
-        last[key] = chunks, chunks.offsets if met is None else tuple(map(max, met[1], chunks.offsets))
-    places = [zip(chunks.files, offsets, chunks.lengths, strict=True) for chunks, offsets in last.values()]
+        if key not in alike:
+            alike[key] = chunks, []
+        alike[key][1].append(chunks.offsets)
+    places = [
+        zip(chunks.files, map(max, zip(*offsets, strict=True)), chunks.lengths, strict=True)
+        for chunks, offsets in alike.values()
+    ]
     ends: dict[str, int] = {}
     for file, offset, nbytes in chain(*places, (pickled[1:] for pickled in catalog.objects.values())):
         ends[file] = max(ends.get(file, 0), offset + nbytes)
@@ -279,7 +283,7 @@ def open_payloads(catalog: Catalog, files: FilePool, *, later: bool = False) -> 
     with without_garbage_collection():
         for name, entry in catalog.tensors.items():
             chunks = entry.chunks
-            if isinstance(chunks, ArchivedChunks):
+            if type(chunks) is ArchivedChunks:
                 if not later:
                     assert chunks.located
             elif later and type(chunks) is StoredChunks and expected.fit(entry.dtype, chunks):
