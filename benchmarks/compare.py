@@ -20,7 +20,7 @@ from typing import Any
 from checkpoints import experts, qwen3_moe, write_checkpoint
 from measure import HERE, Row, Step, publish, race, size_of, timings
 
-_RUN = "import sys; sys.path.insert(0, {root!r})\nfrom ckptx.cli.main import main\nmain()"
+_RUN = "import sys; sys.path.insert(0, {root!r})\nfrom ckptx.cli.main import run\nrun()"
 _CUT = ["--tp", "4", "--pp", "2"]
 MODELS = {
     "experts": ("Small experts, 18,723 tensors, 2.95 GiB, RAM disk", experts),
