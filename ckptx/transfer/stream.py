@@ -7,7 +7,6 @@ the way the CRC-32 that the source recorded is checked; stock torch never looks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain, product
 from math import prod
 from typing import NamedTuple, Protocol
@@ -85,10 +84,10 @@ class _Part(NamedTuple):
     @classmethod
     def of(cls, grid: Grid, cell: Cell, frame: _FrameBuffers) -> _Part:
         pitch, width = grid.width, cell.right - cell.left
-        begin, end = cell.top * pitch, cell.bottom * pitch
         if width == pitch or grid.rows == 1:
-            return cls(begin + cell.left, begin + cell.left + cell.nbytes, 0, 0, 0, cell.nbytes, frame)
-        return cls(begin, end, pitch, cell.left, width, cell.nbytes, frame)
+            begin = cell.top * pitch + cell.left
+            return cls(begin, begin + cell.nbytes, 0, 0, 0, cell.nbytes, frame)
+        return cls(cell.top * pitch, cell.bottom * pitch, pitch, cell.left, width, cell.nbytes, frame)
 
 
 class TensorReader:
@@ -109,7 +108,8 @@ class TensorReader:
         self._strip: memoryview | None = None
         self._grids: dict[tuple[DType, bytes], Grid | None] = {}
         self._frames: dict[tuple[DType, Shape], _FrameBuffers] = {}
-        self._known_parts: dict[tuple[DType, int], tuple[Sequence[Region], Sequence[_Part]]] = {}  # by `id` of regions
+        # By `id` of the regions, which are kept with what is known of them.
+        self._known_parts: dict[tuple[DType, Shape, int], tuple[Sequence[Region], Sequence[_Part]]] = {}
 
     def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordShare] | None = None) -> None:
         """Sends `region` of `entry` to `sink`.
@@ -201,12 +201,14 @@ class TensorReader:
     def _parts(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_Part]:
         """Where the elements of each archive go; empty when no grid says it. Tensors that are cut alike share it."""
         regions, shape, dtype = chunks.archives.regions, entry.shape, entry.dtype
-        key = (dtype, id(regions))
+        key = (dtype, shape, id(regions))
         known = self._known_parts.get(key)
         if known is None:
-            grid = grid_of(dtype, shape, regions) if is_grid(shape, regions) else None
-            frames = [self._frame(chunks.frame_of, dtype, region.sizes) for region in regions]
-            parts = () if grid is None else tuple(map(partial(_Part.of, grid), grid.cells, frames))
+            parts: Sequence[_Part] = ()
+            if is_grid(shape, regions):
+                frames = [self._frame(chunks.frame_of, dtype, region.sizes) for region in regions]
+                grid = grid_of(dtype, shape, regions)
+                parts = [_Part.of(grid, cell, frame) for cell, frame in zip(grid.cells, frames, strict=True)]
             known = self._known_parts[key] = regions, parts
         return known[1]
 
