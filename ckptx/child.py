@@ -7,9 +7,10 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from ckptx.errors import CkptxError, Defect
@@ -40,29 +41,83 @@ def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
         return _answer(multiprocessing.get_context("spawn"), work, args)
 
 
-def _answer(context: Any, work: Callable[..., T], args: tuple[Any, ...]) -> T:
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(theirs, work, args))
-    child.start()
-    theirs.close()
+def in_children(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int | None = None) -> list[T]:
+    """What a function gives for each of several calls, computed in forks of this process that run side by side.
+
+    Args:
+        work: Its results can be pickled.
+        calls: Arguments of each call.
+        most: Forks at a time; as many as there are cores when left out.
+
+    Raises:
+        CkptxError, Defect: As `in_child`; the other forks are ended then.
+    """
+    waiting = deque(enumerate(calls))
+    running: dict[Any, tuple[int, _Child]] = {}
+    found: dict[int, T] = {}
     try:
-        is_done, found = ours.recv()
-    except EOFError:
-        child.join()
-        raise Defect(
-            f"a process of its own ended with code {child.exitcode}, needed a result; is the machine out of memory?"
-        ) from None
-    except BaseException:  # interrupted
-        child.kill()
-        raise
+        while waiting or running:
+            while waiting and len(running) < (most or len(os.sched_getaffinity(0))):
+                number, args = waiting.popleft()
+                started = _Child(multiprocessing.get_context("fork"), work, args)
+                running[started.pipe] = number, started
+            for pipe in wait(list(running)):
+                number, child = running.pop(pipe)
+                found[number] = child.answer()
     finally:
-        ours.close()
-        child.join()
-    if is_done:
-        return found  # type: ignore[no-any-return]  # what `work` gave
-    kind, text, trace = found
-    error: CkptxError = kind(text) if kind is not None else Defect(text)
-    raise error from RuntimeError(trace)
+        for _, child in running.values():
+            child.end()
+    return [found[number] for number in range(len(calls))]
+
+
+class _Child:
+    """A process that computes one thing.
+
+    Attributes:
+        pipe: Has something to read when it is done.
+    """
+
+    def __init__(self, context: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(theirs, work, args))
+        self._process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        """What it computed; waits for it.
+
+        Raises:
+            CkptxError, Defect: As `in_child`.
+        """
+        try:
+            is_done, found = self.pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise Defect(
+                f"a process of its own ended with code {self._process.exitcode}, needed a result; is the machine out "
+                "of memory?"
+            ) from None
+        except BaseException:  # interrupted
+            self._process.kill()
+            raise
+        finally:
+            self.pipe.close()
+            self._process.join()
+        if is_done:
+            return found
+        kind, text, trace = found
+        error: CkptxError = kind(text) if kind is not None else Defect(text)
+        raise error from RuntimeError(trace)
+
+    def end(self) -> None:
+        """Ends it, done or not."""
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _answer(context: Any, work: Callable[..., T], args: tuple[Any, ...]) -> T:
+    return _Child(context, work, args).answer()  # type: ignore[no-any-return]  # what `work` gave
 
 
 @contextmanager

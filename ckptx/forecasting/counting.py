@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -26,8 +27,9 @@ _COLLECTIVES = {
 _SDPA_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-class Counts:
-    """Floating-point operations, and bytes that are sent.
+@dataclass(slots=True)
+class Tally:
+    """What a part of a step computes and sends.
 
     Attributes:
         flops: Of all passes, a multiplication with an addition counted as two.
@@ -36,13 +38,39 @@ class Counts:
             gathering, what it sends to the next stage.
     """
 
+    flops: int = 0
+    recomputed: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Tally, times: int = 1) -> None:
+        """Adds another so often."""
+        self.flops += times * other.flops
+        self.recomputed += times * other.recomputed
+        for kind, nbytes in other.sent.items():
+            self.sent[kind] += times * nbytes
+
+
+def sum_of(tallies: Iterable[Tally]) -> Tally:
+    """All of them together."""
+    found = Tally()
+    for each in tallies:
+        found.add(each)
+    return found
+
+
+class Counts:
+    """Floating-point operations, and bytes that are sent.
+
+    Attributes:
+        by_turn: Of each pass: its part of the step, and which one.
+    """
+
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
         """Forgets what was counted so far."""
-        self.flops = self.recomputed = 0
-        self.sent: Counter[str] = Counter()
+        self.by_turn: dict[tuple[str, int], Tally] = {}
 
     def see(
         self, moment: Callable[[], Moment], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -50,14 +78,20 @@ class Counts:
         """An operation, as `ShapeTensors` shows it."""
         flops = _flops(func, args, kwargs, out)
         if flops:
-            self.flops += flops
-            self.recomputed += flops if moment().is_again else 0
+            now = moment()
+            tally = self._at(now)
+            tally.flops += flops
+            tally.recomputed += flops if now.is_again else 0
         elif func.namespace in ("c10d", "_c10d_functional"):
             kind = _kind_of(func._schema.name.partition("::")[2])
             if kind is not None:
                 given = sum(each.nbytes for each in tensors_in(args, kwargs))
                 got = sum(each.nbytes for each in tensors_in((out,), {}))
-                self.sent[kind] += max(given, got) if func.namespace == "_c10d_functional" else given
+                nbytes = max(given, got) if func.namespace == "_c10d_functional" else given
+                self._at(moment()).sent[kind] += nbytes
+
+    def _at(self, moment: Moment) -> Tally:
+        return self.by_turn.setdefault((moment.part, moment.turn), Tally())
 
 
 def _kind_of(name: str) -> str | None:

@@ -9,23 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.child import in_child
 from ckptx.errors import UsageError
 from ckptx.forecasting.ledger import KINDS, Life
 from ckptx.forecasting.model_config import config_of_model, config_of_recipe
+from ckptx.forecasting.ranks import ranks_of, stages_of
 from ckptx.forecasting.reserve import CONTEXT, FRAGMENTATION, reserved
-from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
+from ckptx.forecasting.run import RankForecast
 from ckptx.forecasting.task import Task, task_of_options, task_of_recipe
 from ckptx.forecasting.timeline import kind_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.runtime.pipeline.schedules import find_schedule
 from ckptx.training.recipe_file import read_recipe
 
 _GIB = 2**30
-_MOST_LARGEST = 5
 
 
 def forecast(
@@ -137,30 +135,6 @@ def _refuse_beside(recipe: str | Path, given: Mapping[str, Any]) -> None:
             )
 
 
-def stages_of(pp: int, schedule: str) -> int:
-    """The stages of a pipeline."""
-    return pp * find_schedule(schedule).stages if pp > 1 else 1
-
-
-def ranks_of(task: Task) -> list[RankForecast]:
-    """One rank of each stage of the pipeline, in forks of this process, one after another.
-
-    Raises:
-        UnsupportedError, UsageError, EnvironmentProblem: As `forecast`.
-    """
-    layout = task.recipe.layout
-    state = Known()
-    stages = layout.pp * find_schedule(layout.schedule).stages
-    if layout.pp > 1 and stages > layout.pp:  # what stages send is found as if each had a rank of its own
-        for number in range(stages):
-            state = in_child(walk_stage, task, stages, number, state)
-    found = []
-    for rank in range(layout.pp):
-        forecast, state = in_child(run_rank, task, rank, state)
-        found.append(forecast)
-    return found
-
-
 def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> ForecastReport:
     """The report of what was found."""
     dims, training = task.dims, task.recipe.training
@@ -193,16 +167,15 @@ def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> 
         gpu_memory=memory,
         reserved=reserved(peak),
         fits=fits,
-        flops=sum(each.counts.flops for each in ranks) * dims.per_stage,
-        recomputed=sum(each.counts.recomputed for each in ranks) * dims.per_stage,
+        flops=sum(each.work.flops for each in ranks) * dims.per_stage,
+        recomputed=sum(each.work.recomputed for each in ranks) * dims.per_stage,
         assumptions=assumptions_of(task, ranks),
     )
 
 
 def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
     course = rank.course
-    worst = course.worst
-    peak = sum(worst.most)
+    worst, work, peak = course.worst, rank.work, rank.peak
     return {
         "stages": list(rank.stages),
         "peak": peak,
@@ -210,10 +183,10 @@ def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
         "by_kind": dict(zip(KINDS, worst.most, strict=True)),
         "between_by_kind": dict(zip(KINDS, course.between, strict=True)),
         "at": _told(worst.peak) if worst.peak is not None else None,
-        "largest": [_told(each) for each in course.alive[:_MOST_LARGEST]],
-        "flops": rank.counts.flops,
-        "recomputed": rank.counts.recomputed,
-        "sent": dict(rank.counts.sent),
+        "largest": [_told(each) for each in worst.largest],
+        "flops": work.flops,
+        "recomputed": work.recomputed,
+        "sent": dict(work.sent),
         "wrapped_layers": rank.wrapped_layers,
         "fits": None if memory is None else peak + reserved(peak) <= memory,
         "course": [
@@ -258,6 +231,11 @@ def assumptions_of(task: Task, ranks: Sequence[RankForecast]) -> list[str]:
     ]
     if task.optimizer in ("adam", "adamw"):
         said.append("the optimizer goes one tensor at a time (foreach=False), as TP needs it")
+    if any(each.left_out for each in ranks):
+        said.append(
+            "of layers that are alike a few ran: steps of three models, each with some more of them, agree on what each "
+            "part of a step takes for one"
+        )
     if ranks[0].missing and not task.images:
         said.append(f"text alone: nothing for its {' and '.join(ranks[0].missing)} tower to do; see --images")
     return said

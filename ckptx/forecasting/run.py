@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ckptx.errors import CkptxError, UnsupportedError
-from ckptx.forecasting.counting import Counts
+from ckptx.forecasting.counting import Counts, Tally, sum_of
 from ckptx.forecasting.fake_world import fake_world
 from ckptx.forecasting.ledger import OPTIMIZER, PARAMETERS, Ledger
 from ckptx.forecasting.pipeline import Boundaries, LonePipeline
@@ -61,8 +61,9 @@ class RankForecast:
         missing: What the model has a tower for, and rows of the step lack.
         stages: Its pipeline stages by number; 0 alone without a pipeline.
         course: Its bytes over the step.
-        counts: What it computes and sends.
+        turns: What it computes and sends in each pass: its part of the step, and which one.
         wrapped_layers: Layers that compute again.
+        left_out: Layers that did not run, as others are alike.
     """
 
     architecture: str
@@ -70,8 +71,19 @@ class RankForecast:
     missing: tuple[str, ...]
     stages: tuple[int, ...]
     course: Course
-    counts: Counts
+    turns: Mapping[tuple[str, int], Tally]
     wrapped_layers: int
+    left_out: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of the step."""
+        return sum(self.course.worst.most)
+
+    @property
+    def work(self) -> Tally:
+        """What it computes and sends in the step."""
+        return sum_of(self.turns.values())
 
 
 def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast, Known]:
@@ -104,8 +116,8 @@ def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast
             course = course_of(ledger.events[:end], begin, layers)
         return (
             RankForecast(
-                str(config["architectures"][0]), parameters, inputs.missing, tuple(assembled.stages), course, counts,
-                assembled.wrapped_layers,
+                str(config["architectures"][0]), parameters, inputs.missing, tuple(assembled.stages), course,
+                counts.by_turn,                assembled.wrapped_layers,
             ),
             known,
         )  # fmt: skip
@@ -125,11 +137,12 @@ def walk_stage(task: Task, stages: int, number: int, known: Known) -> Known:
     """
     layout = replace(task.recipe.layout, pp=stages, schedule="gpipe")
     task = replace(task, recipe=replace(task.recipe, layout=layout))
-    with _laid_out(task, number, known) as assembled, _shapes(assembled, lambda *_: None):
+    with _laid_out(task, number, known) as assembled:
         model = assembled.models[0]
-        give_storage(model, torch.device("cpu"))
-        config = {**model.config.to_dict(), "architectures": model.config.architectures}
-        _pipeline(assembled, known.boundaries, Ledger()).walk(batches_of(task, inputs_of(task, config))[0])
+        inputs = inputs_of(task, {**model.config.to_dict(), "architectures": model.config.architectures})
+        with _shapes(assembled, lambda *_: None):
+            give_storage(model, torch.device("cpu"))
+            _pipeline(assembled, known.boundaries, Ledger()).walk(batches_of(task, inputs)[0])
     return known
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ckptx.forecasting.ledger import ACTIVATIONS, BACKWARD, FORWARD, KINDS, TEMPORARIES, Event, Life
 
+LARGEST = 5  # tensors that are told of
 Bytes = tuple[int, ...]  # of each of KINDS
 
 
@@ -34,6 +36,7 @@ class Segment:
         most: The bytes of each kind when their sum is largest.
         last: Those at its end.
         peak: What was made when they were most.
+        largest: Some of what lives then, the largest first.
     """
 
     part: str
@@ -42,6 +45,7 @@ class Segment:
     most: Bytes
     last: Bytes
     peak: Life | None
+    largest: tuple[Life, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +55,11 @@ class Course:
     Attributes:
         segments: In their order.
         worst: The one with the most.
-        alive: What lives then, the largest first.
         between: The bytes of each kind between this step and the next.
     """
 
     segments: tuple[Segment, ...]
     worst: Segment
-    alive: tuple[Life, ...]
     between: Bytes
 
 
@@ -126,18 +128,28 @@ def course_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> Cou
             most, peak = tuple(now), life
     if current is not None:
         found.append(Segment(*current, most, tuple(now), peak))
-    worst = max(found, key=lambda each: sum(each.most))
-    return Course(tuple(found), worst, _alive_at(events, worst.peak), tuple(now))
+    return course_from(list(_with_largest(found, events)), tuple(now))
 
 
-def _alive_at(events: Sequence[Event], moment: Life | None) -> tuple[Life, ...]:
-    """What lives when this begins, the largest first."""
+def course_from(segments: Sequence[Segment], between: Bytes) -> Course:
+    """The course that segments make."""
+    return Course(tuple(segments), max(segments, key=lambda each: sum(each.most)), between)
+
+
+def _with_largest(segments: Iterable[Segment], events: Iterable[Event]) -> Iterator[Segment]:
+    """Adds what lives when the bytes of each are most."""
     alive: dict[int, Life] = {}
-    for life, is_birth in events:
-        if is_birth:
-            alive[id(life)] = life
-        else:
-            del alive[id(life)]
-        if life is moment:
-            break
-    return tuple(sorted(alive.values(), key=lambda each: -each.nbytes))
+    changes = iter(events)
+    for segment in segments:
+        if segment.peak is None:
+            yield segment
+            continue
+        for life, is_birth in changes:
+            if is_birth:
+                alive[id(life)] = life
+            else:
+                del alive[id(life)]
+            if is_birth and life is segment.peak:
+                break
+        largest = heapq.nlargest(LARGEST, alive.values(), key=lambda each: each.nbytes)
+        yield replace(segment, largest=tuple(largest))

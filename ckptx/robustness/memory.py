@@ -34,13 +34,13 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
 
 
 def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None) -> tuple[int, int]:
-    from ckptx.forecasting.forecast import ranks_of
+    from ckptx.forecasting.ranks import ranks_of
     from ckptx.forecasting.reserve import reserved
     from ckptx.forecasting.task import task_of_recipe
 
     task = task_of_recipe(recipe, source)
     ranks = ranks_of(task)
-    peak = max(sum(each.course.worst.most) for each in ranks)
+    peak = max(each.peak for each in ranks)
     if gpu_memory is not None and peak + reserved(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: {recipe.name} takes {human_bytes(peak)} of tensors at the peak of a step and "

@@ -43,11 +43,11 @@ def peak_that_fits(reference: Path, checkpoint: Path, dims: ParallelDims, gpu_me
 
 
 def _peak(source: Path, dims: ParallelDims, how: dict[str, Any]) -> int:
-    from ckptx.forecasting.forecast import ranks_of, stages_of
+    from ckptx.forecasting.ranks import ranks_of, stages_of
     from ckptx.forecasting.task import task_of_options
 
     task = task_of_options(
         source, dims=dims, batch=None, seq=_LENGTH, stages=stages_of(dims.pp, how["schedule"]), param_dtype=None,
         reduce_dtype=None, optimizer="none", loss="sharded", images=0, **how,
     )  # fmt: skip
-    return max(sum(each.course.worst.most) for each in ranks_of(task))
+    return max(each.peak for each in ranks_of(task))

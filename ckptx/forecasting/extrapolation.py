@@ -1,0 +1,273 @@
+"""A step of a whole model from steps of the same model with fewer layers.
+
+The step of the smallest is taken segment by segment. One with another period of layers has the same segments and some
+more, which are those of the period. What they change the bytes by, and what every other segment changes them by, is
+then as it would be with all periods; from the start of the step the bytes are added up again, and only then is the
+largest taken. A third step, with two more periods, has to come out as the first two say, else nothing is believed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ckptx.forecasting.alike_layers import Repeat
+from ckptx.forecasting.counting import Tally
+from ckptx.forecasting.ledger import BACKWARD, KINDS, Life
+from ckptx.forecasting.run import RankForecast
+from ckptx.forecasting.timeline import Bytes, Segment, Unit, course_from
+
+_CLOSE = 2e-5  # of the peak: what the third step may differ by
+_NOTHING: Bytes = (0,) * len(KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """A step of a model with fewer layers.
+
+    Attributes:
+        forecast: Of one rank.
+        kept: The layers of each list that it has, by their numbers in the whole model.
+    """
+
+    forecast: RankForecast
+    kept: Mapping[str, Sequence[int]]
+
+
+class _Place(NamedTuple):
+    """Where in a step a segment is.
+
+    Attributes:
+        part: forward, backward, ...
+        turn: Which pass.
+        path: Of the list of the layer, or of the last one before what is outside of layers.
+        layer: Its number in the whole model; of one of a period that may be left out, its place in the period.
+        is_outside: Whether it is no segment of the layer itself.
+        time: How often there was such a segment before.
+    """
+
+    part: str
+    turn: int
+    path: str
+    layer: int
+    is_outside: bool
+    time: int
+
+
+class _Step(NamedTuple):
+    """A segment, and by how much it changes the bytes.
+
+    Attributes:
+        place: Where it is.
+        axis: Which repeat it is of; None for what no layer can be left out of.
+        segment: As it was found.
+        most: By how much the bytes are above those at its start when they are most.
+        last: And at its end.
+    """
+
+    place: _Place
+    axis: int | None
+    segment: Segment
+    most: Bytes
+    last: Bytes
+
+
+@dataclass(slots=True)
+class _Base:
+    """What the steps say together: segments, and where others go between them."""
+
+    steps: list[_Step]
+    grown: list[list[_Step]] = field(default_factory=list)  # of each axis: the same with one more period
+    blocks: dict[int, list[tuple[int, list[_Step]]]] = field(default_factory=dict)  # by position: axis, a period
+
+
+def extrapolated(
+    repeats: Sequence[Repeat], base: Shortened, grown: Sequence[Shortened], third: Shortened | None
+) -> RankForecast | None:
+    """What the whole model takes; None where the steps do not agree.
+
+    Args:
+        repeats: What was left out of the layers of this rank.
+        base: Without any of it.
+        grown: For each repeat, with one period of it.
+        third: With two periods of each; what it says is held against the others. None is not held against anything.
+    """
+    found = _base_of(repeats, base, grown)
+    if found is None:
+        return None
+    if third is not None:
+        twice = [2] * len(repeats)
+        expected = _forecast_of(base, grown, twice, [each for each, _ in _predicted(found, repeats, twice)])
+        if not _agree(expected, third.forecast):
+            return None
+    most = [each.most for each in repeats]
+    predicted = _predicted(found, repeats, most)
+    whole = _forecast_of(base, grown, most, [each for each, _ in predicted])
+    whole = replace(whole, left_out=sum(each.period * each.most for each in repeats))
+    if third is None:
+        return whole
+    source = next(step for segment, step in predicted if segment is whole.course.worst)
+    alike = [each for each in _steps(repeats, third) if (each.axis, each.place) == (source.axis, source.place)]
+    return _with_tensors(whole, alike[0].segment, third.kept)
+
+
+def _base_of(repeats: Sequence[Repeat], base: Shortened, grown: Sequence[Shortened]) -> _Base | None:
+    found = _Base(list(_steps(repeats, base)))
+    if any(each.axis is not None for each in found.steps):
+        return None
+    places = [each.place for each in found.steps]
+    for axis, run in enumerate(grown):
+        steps = list(_steps(repeats, run))
+        common = [each for each in steps if each.axis is None]
+        if [each.place for each in common] != places:
+            return None
+        found.grown.append(common)
+        position = 0
+        for step in steps:
+            if step.axis is None:
+                position += 1
+                continue
+            blocks = found.blocks.setdefault(position, [])
+            if not blocks or blocks[-1][0] != axis:
+                blocks.append((axis, []))
+            blocks[-1][1].append(step)
+    return found
+
+
+def _steps(repeats: Sequence[Repeat], run: Shortened) -> Iterator[_Step]:
+    """The segments of a step, with the layers numbered as in the whole model."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    start = _NOTHING
+    path, index, axis = "", -1, None
+    part = None
+    for segment in run.forecast.course.segments:
+        unit = segment.unit
+        if (segment.part, segment.turn) != part:
+            part = segment.part, segment.turn
+            path, index, axis = "", -1, None
+        if unit.stack:
+            path, index = unit.stack, _number_of(unit, run.kept)
+            axis = next(
+                (n for n, each in enumerate(repeats) if each.path == path and each.at <= index < each.stop), None
+            )
+            if axis is not None:
+                index = (index - repeats[axis].at) % repeats[axis].period
+        key = segment.part, segment.turn, path, index, not unit.stack
+        yield _Step(
+            _Place(*key, seen[key] if axis is None else 0), axis, segment,
+            _difference(segment.most, start), _difference(segment.last, start),
+        )  # fmt: skip
+        if axis is None:
+            seen[key] += 1
+        start = segment.last
+
+
+def _number_of(unit: Unit, kept: Mapping[str, Sequence[int]]) -> int:
+    layers = kept.get(unit.stack)
+    return unit.index if layers is None else layers[unit.index]
+
+
+def _predicted(base: _Base, repeats: Sequence[Repeat], extra: Sequence[int]) -> list[tuple[Segment, _Step]]:
+    """The segments with so many periods of each repeat, each with what it was made from."""
+    found: list[tuple[Segment, _Step]] = []
+    now = _NOTHING
+
+    def add(step: _Step, most: Bytes, last: Bytes, unit: Unit) -> None:
+        nonlocal now
+        segment = replace(step.segment, unit=unit, most=_sum(now, most), last=_sum(now, last))
+        found.append((segment, step))
+        now = segment.last
+
+    for position in range(len(base.steps) + 1):
+        for axis, block in base.blocks.get(position, ()):
+            repeat = repeats[axis]
+            for copy in range(extra[axis]):
+                for step in block:
+                    period = extra[axis] - 1 - copy if step.place.part == BACKWARD else copy
+                    layer = repeat.at + period * repeat.period + step.place.layer
+                    unit = Unit() if step.place.is_outside else Unit(repeat.path, layer)
+                    add(step, step.most, step.last, unit)
+        if position < len(base.steps):
+            step = base.steps[position]
+            others = [grown[position] for grown in base.grown]
+            most = _line(step.most, [each.most for each in others], extra)
+            last = _line(step.last, [each.last for each in others], extra)
+            place = step.place
+            add(step, most, last, Unit() if place.is_outside else Unit(place.path, place.layer))
+    return found
+
+
+def _forecast_of(
+    base: Shortened, grown: Sequence[Shortened], extra: Sequence[int], segments: Sequence[Segment]
+) -> RankForecast:
+    """What a rank takes, with what it computes and sends in proportion."""
+    first, others = base.forecast, [each.forecast for each in grown]
+    return replace(
+        first,
+        course=course_from(segments, segments[-1].last),
+        turns={
+            turn: _tally(first.turns.get(turn, Tally()), [each.turns.get(turn, Tally()) for each in others], extra)
+            for turn in dict.fromkeys(turn for each in (first, *others) for turn in each.turns)
+        },
+        wrapped_layers=_number(first.wrapped_layers, [each.wrapped_layers for each in others], extra),
+    )
+
+
+def _agree(expected: RankForecast, found: RankForecast) -> bool:
+    """Whether a step came out as it was expected."""
+    one, other = expected.course.segments, found.course.segments
+    if [(each.part, each.turn) for each in one] != [(each.part, each.turn) for each in other]:
+        return False
+    most = _CLOSE * sum(found.course.worst.most)
+    for left, right in zip(one, other, strict=True):
+        pairs = zip((*left.most, *left.last), (*right.most, *right.last), strict=True)
+        if any(abs(a - b) > most for a, b in pairs):
+            return False
+    return expected.turns == found.turns and expected.wrapped_layers == found.wrapped_layers
+
+
+def _with_tensors(whole: RankForecast, alike: Segment, kept: Mapping[str, Sequence[int]]) -> RankForecast:
+    """Tells of the tensors that live in a segment of the largest model that ran, as those of the one with the most."""
+    course = whole.course
+    told = replace(
+        course.worst,
+        peak=_renumbered(alike.peak, kept) if alike.peak is not None else None,
+        largest=tuple(_renumbered(each, kept) for each in alike.largest),
+    )
+    return replace(whole, course=replace(course, worst=told))
+
+
+def _renumbered(life: Life, kept: Mapping[str, Sequence[int]]) -> Life:
+    module = life.born.module
+    for path, layers in kept.items():
+        index, _, rest = module.removeprefix(f"{path}.").partition(".")
+        if module.startswith(f"{path}.") and index.isdecimal():
+            name = f"{path}.{layers[int(index)]}" + (f".{rest}" if rest else "")
+            return replace(life, born=life.born._replace(module=name))
+    return life
+
+
+def _line(base: Bytes, grown: Sequence[Bytes], extra: Sequence[int]) -> Bytes:
+    return tuple(_number(each, [other[at] for other in grown], extra) for at, each in enumerate(base))
+
+
+def _tally(base: Tally, grown: Sequence[Tally], extra: Sequence[int]) -> Tally:
+    found = Tally()
+    found.add(base, 1 - sum(extra))
+    for each, number in zip(grown, extra, strict=True):
+        found.add(each, number)
+    return found
+
+
+def _number(base: int, grown: Sequence[int], extra: Sequence[int]) -> int:
+    return base + sum(number * (each - base) for each, number in zip(grown, extra, strict=True))
+
+
+def _difference(one: Bytes, other: Bytes) -> Bytes:
+    return tuple(a - b for a, b in zip(one, other, strict=True))
+
+
+def _sum(one: Bytes, other: Bytes) -> Bytes:
+    return tuple(a + b for a, b in zip(one, other, strict=True))

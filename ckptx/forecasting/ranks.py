@@ -1,0 +1,125 @@
+"""The ranks of a task, one of each stage of the pipeline: each in forks of this process.
+
+Where many layers are alike, models with a few of them run in place of the whole one, side by side; `extrapolation` says
+what that one takes, or that it has to run itself.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptx.child import in_child, in_children
+from ckptx.forecasting.extrapolation import Shortened, extrapolated
+from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
+from ckptx.forecasting.shortening import Plan, plan_of, shortened
+from ckptx.forecasting.task import Task
+from ckptx.runtime.pipeline.schedules import find_schedule
+
+
+def stages_of(pp: int, schedule: str) -> int:
+    """The stages of a pipeline."""
+    return pp * find_schedule(schedule).stages if pp > 1 else 1
+
+
+def ranks_of(task: Task, *, all_layers: bool = False, is_tried: bool = True) -> list[RankForecast]:
+    """What the first rank of each stage of the pipeline takes.
+
+    Args:
+        task: What is done.
+        all_layers: Run all of them, also where many are alike.
+        is_tried: Hold what a few layers say against a run with some more; without that it is taken as it comes.
+
+    Raises:
+        UnsupportedError: The class cannot run like that, or computes by values that nobody knows before.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckptx-layers-") as directory:
+        short = None if all_layers else _short_models(task, Path(directory), is_tried)
+        return _Ranks(task, short).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """Models with fewer layers.
+
+    Attributes:
+        plan: What was left out.
+        tasks: With as little as can be, with one more of each axis, and, where it is tried, with two of all.
+        extra: Of each of them, the periods of each axis.
+    """
+
+    plan: Plan
+    tasks: tuple[Task, ...]
+    extra: tuple[tuple[int, ...], ...]
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The axes that have layers of a pipeline rank."""
+        return [axis for axis, repeat in enumerate(self.plan.of_rank(rank)) if repeat is not None]
+
+
+def _short_models(task: Task, directory: Path, is_tried: bool) -> _Short | None:
+    plan = plan_of(task, runs=3 if is_tried else 2)
+    if plan is None:
+        return None
+    count = len(plan.axes)
+    extra = [tuple(int(axis == each) for each in range(count)) for axis in range(-1, count)]
+    if is_tried:
+        extra.append((2,) * count)
+    tasks = [shortened(task, plan, each, directory / "-".join(map(str, each))) for each in extra]
+    found = tuple(each for each in tasks if each is not None)
+    return _Short(plan, found, tuple(extra)) if len(found) == len(extra) else None
+
+
+class _Ranks:
+    """Runs the ranks of a task one after another, as each needs to know what the one before it sends."""
+
+    def __init__(self, task: Task, short: _Short | None) -> None:
+        self._task, self._short = task, short
+        self._boundaries = Known().boundaries
+        self._carries = [Known() for _ in range(1 + len(short.tasks if short is not None else ()))]
+
+    def run(self) -> list[RankForecast]:
+        """What each takes."""
+        layout = self._task.recipe.layout
+        stages = stages_of(layout.pp, layout.schedule)
+        if layout.pp > 1 and stages > layout.pp:  # what stages send is found as if each had a rank of its own
+            at = 0 if self._short is None else 1
+            for number in range(stages):
+                self._learn(at, in_child(walk_stage, self._task_at(at), stages, number, self._known(at)))
+        return [self._rank(rank) for rank in range(layout.pp)]
+
+    def _rank(self, rank: int) -> RankForecast:
+        found = self._rank_of_few_layers(rank)
+        if found is None:
+            found, known = in_child(run_rank, self._task, rank, self._known(0))
+            self._learn(0, known)
+        return found
+
+    def _rank_of_few_layers(self, rank: int) -> RankForecast | None:
+        short = self._short
+        axes = short.of_rank(rank) if short is not None else []
+        if short is None or not axes:
+            return None
+        needed = [0, *(1 + axis for axis in axes), *range(1 + len(short.plan.axes), len(short.tasks))]
+        answers = in_children(run_rank, [(short.tasks[each], rank, self._known(1 + each)) for each in needed])
+        for each, (_, known) in zip(needed, answers, strict=True):
+            self._learn(1 + each, known)
+        runs = [
+            Shortened(forecast, short.plan.kept(short.extra[each]))
+            for each, (forecast, _) in zip(needed, answers, strict=True)
+        ]
+        repeats = [each for each in short.plan.of_rank(rank) if each is not None]
+        grown, rest = runs[1 : 1 + len(repeats)], runs[1 + len(repeats) :]
+        found = extrapolated(repeats, runs[0], grown, rest[0] if rest else None)
+        return None if found is None else replace(found, parameters=short.plan.parameters)
+
+    def _task_at(self, at: int) -> Task:
+        return self._task if at == 0 or self._short is None else self._short.tasks[at - 1]
+
+    def _known(self, at: int) -> Known:
+        return Known(self._carries[at].carry, self._boundaries)
+
+    def _learn(self, at: int, known: Known) -> None:
+        self._carries[at] = known
+        self._boundaries = {**self._boundaries, **known.boundaries}
