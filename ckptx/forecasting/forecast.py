@@ -233,8 +233,8 @@ def assumptions_of(task: Task, ranks: Sequence[RankForecast]) -> list[str]:
         said.append("the optimizer goes one tensor at a time (foreach=False), as TP needs it")
     if any(each.left_out for each in ranks):
         said.append(
-            "of layers that are alike a few ran: steps of three models, each with some more of them, agree on what each "
-            "part of a step takes for one"
+            "of layers that are alike a few ran: steps of three models, each with some more of them, agree on what "
+            "each part of a step takes for one"
         )
     if ranks[0].missing and not task.images:
         said.append(f"text alone: nothing for its {' and '.join(ranks[0].missing)} tower to do; see --images")
