@@ -7,15 +7,20 @@ what that one takes, or that it has to run itself.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from ckptx.child import in_child, in_children
+from ckptx.child import in_children
 from ckptx.forecasting.extrapolation import Shortened, extrapolated
 from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
-from ckptx.forecasting.shortening import Plan, plan_of, shortened
+from ckptx.forecasting.shortening import Plan, plan_of, shortened, stages_of_model
 from ckptx.forecasting.task import Task
+from ckptx.runtime.build import build_model
 from ckptx.runtime.pipeline.schedules import find_schedule
+
+T = TypeVar("T")
 
 
 def stages_of(pp: int, schedule: str) -> int:
@@ -23,20 +28,43 @@ def stages_of(pp: int, schedule: str) -> int:
     return pp * find_schedule(schedule).stages if pp > 1 else 1
 
 
-def ranks_of(task: Task, *, all_layers: bool = False, is_tried: bool = True) -> list[RankForecast]:
+def ranks_of(
+    task: Task,
+    *,
+    all_layers: bool = False,
+    is_tried: bool = True,
+    few_ranks: bool = False,
+    in_place: bool = False,
+) -> list[RankForecast]:
     """What the first rank of each stage of the pipeline takes.
 
     Args:
         task: What is done.
         all_layers: Run all of them, also where many are alike.
         is_tried: Hold what a few layers say against a run with some more; without that it is taken as it comes.
+        in_place: One after another, and without a pipeline in this process, which keeps what it learns of operations
+            and cannot be forked then.
+        few_ranks: Of a pipeline run only those one of which takes most: the first, which has most microbatches on the
+            way, the one with most parameters, and the last, which has the logits.
 
     Raises:
         UnsupportedError: The class cannot run like that, or computes by values that nobody knows before.
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-layers-") as directory:
         short = None if all_layers else _short_models(task, Path(directory), is_tried)
-        return _Ranks(task, short).run()
+        return _Ranks(task, short, in_place).run(_telling_ranks(task) if few_ranks else range(task.dims.pp))
+
+
+def _telling_ranks(task: Task) -> list[int]:
+    layout = task.recipe.layout
+    if layout.pp == 1 or find_schedule(layout.schedule).stages > 1:
+        return list(range(layout.pp))
+    model = build_model(task.source, trust_remote_code=task.recipe.model.trust_remote_code)
+    stages = stages_of_model(model, task)
+    sizes = [0] * layout.pp
+    for name, parameter in model.named_parameters():
+        sizes[stages.stage_of(name)] += parameter.numel()
+    return sorted({0, sizes.index(max(sizes)), layout.pp - 1})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +102,30 @@ def _short_models(task: Task, directory: Path, is_tried: bool) -> _Short | None:
 class _Ranks:
     """Runs the ranks of a task one after another, as each needs to know what the one before it sends."""
 
-    def __init__(self, task: Task, short: _Short | None) -> None:
-        self._task, self._short = task, short
+    def __init__(self, task: Task, short: _Short | None, in_place: bool) -> None:
+        self._task, self._short, self._in_place = task, short, in_place
         self._boundaries = Known().boundaries
         self._carries = [Known() for _ in range(1 + len(short.tasks if short is not None else ()))]
 
-    def run(self) -> list[RankForecast]:
-        """What each takes."""
+    def run(self, ranks: Sequence[int]) -> list[RankForecast]:
+        """What each takes; what one is given by another that does not run is taken for what the second stage is."""
         layout = self._task.recipe.layout
         stages = stages_of(layout.pp, layout.schedule)
         if layout.pp > 1 and stages > layout.pp:  # what stages send is found as if each had a rank of its own
             at = 0 if self._short is None else 1
             for number in range(stages):
-                self._learn(at, in_child(walk_stage, self._task_at(at), stages, number, self._known(at)))
-        return [self._rank(rank) for rank in range(layout.pp)]
+                self._learn(at, self._answers(walk_stage, [(self._task_at(at), stages, number, self._known(at))])[0])
+        found = []
+        for rank in ranks:
+            if rank > 1 and rank not in self._boundaries:
+                self._boundaries[rank] = self._boundaries[1]
+            found.append(self._rank(rank))
+        return found
 
     def _rank(self, rank: int) -> RankForecast:
         found = self._rank_of_few_layers(rank)
         if found is None:
-            found, known = in_child(run_rank, self._task, rank, self._known(0))
+            found, known = self._answers(run_rank, [(self._task, rank, self._known(0))])[0]
             self._learn(0, known)
         return found
 
@@ -102,7 +135,8 @@ class _Ranks:
         if short is None or not axes:
             return None
         needed = [0, *(1 + axis for axis in axes), *range(1 + len(short.plan.axes), len(short.tasks))]
-        answers = in_children(run_rank, [(short.tasks[each], rank, self._known(1 + each)) for each in needed])
+        calls = [(short.tasks[each], rank, self._known(1 + each)) for each in needed]
+        answers = self._answers(run_rank, calls)
         for each, (_, known) in zip(needed, answers, strict=True):
             self._learn(1 + each, known)
         runs = [
@@ -113,6 +147,13 @@ class _Ranks:
         grown, rest = runs[1 : 1 + len(repeats)], runs[1 + len(repeats) :]
         found = extrapolated(repeats, runs[0], grown, rest[0] if rest else None)
         return None if found is None else replace(found, parameters=short.plan.parameters)
+
+    def _answers(self, work: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
+        if not self._in_place:
+            return in_children(work, calls)
+        if self._task.dims.pp > 1:  # DTensor remembers groups by their mesh, and each rank has others
+            return in_children(work, calls, most=1)
+        return [work(*each) for each in calls]
 
     def _task_at(self, at: int) -> Task:
         return self._task if at == 0 or self._short is None else self._short.tasks[at - 1]

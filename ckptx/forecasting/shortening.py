@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ckptx.architecture.find import find_architecture
 from ckptx.errors import CkptxError
 from ckptx.forecasting.alike_layers import (
@@ -100,11 +102,8 @@ def plan_of(task: Task, runs: int) -> Plan | None:
     layout = task.recipe.layout
     stages, spans = None, {path: [(0, 0, len(each))] for path, each in kinds.items()}
     if layout.pp > 1:
-        architecture = find_architecture(values)
-        schedule = find_schedule(layout.schedule)
-        stacks = architecture.stacks(values) if architecture is not None else ()
-        stages = StageMap(stacks, layout.pp * schedule.stages, layout.pp_split, type(model).__name__)
-        for stack in stacks:
+        schedule, stages = find_schedule(layout.schedule), stages_of_model(model, task)
+        for stack in stages.stacks:
             spans[stack.path] = []
         for number in range(stages.pp):
             for path, first, stop in stages.layers_of(number):
@@ -129,6 +128,21 @@ def plan_of(task: Task, runs: int) -> Plan | None:
         config=values,
         homes=homes,
         kinds=kinds,
+    )
+
+
+def stages_of_model(model: nn.Module, task: Task) -> StageMap:
+    """The pipeline stages of the model of a task.
+
+    Raises:
+        UnsupportedError, UsageError: It has no layers to split, or too few.
+    """
+    config: Any = model.config
+    values = {**config.to_dict(), "architectures": config.architectures}
+    architecture, layout = find_architecture(values), task.recipe.layout
+    stacks = architecture.stacks(values) if architecture is not None else ()
+    return StageMap(
+        stacks, layout.pp * find_schedule(layout.schedule).stages, layout.pp_split, str(config.architectures[0])
     )
 
 

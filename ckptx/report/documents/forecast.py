@@ -43,3 +43,35 @@ class ForecastReport(Report):
     flops: int
     recomputed: int
     assumptions: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchReport(Report):
+    """Of `forecast --search`. Bytes are of tensors on one rank.
+
+    Attributes:
+        architecture: The class of the model.
+        parameters: Of the whole model.
+        gpus: How many.
+        gpu_memory: Of each, in bytes.
+        settings: What a step does, on all GPUs: rows, seq, images, dtypes, optimizer, loss.
+        found: What fits, the best first: `layout`, `activation_checkpointing`, `microbatches` (of each data rank),
+            `rows` (of each of them), `peak`, `between_steps`, `reserved`, `flops`, `recomputed` (of the rank that
+            computes most), `sent` (by collective, of the rank that sends most), `is_whole` (whether every stage and
+            layer was counted, or held against others).
+        too_large: What does not fit in any mode: `layout`, and the `peak` of the least that was looked at.
+        refused: What cannot be: `layout` and `reason`.
+        tried: Steps that were looked at.
+        assumptions: What the numbers do and do not say.
+    """
+
+    architecture: str
+    parameters: int
+    gpus: int
+    gpu_memory: int
+    settings: Mapping[str, Any]
+    found: Sequence[dict[str, Any]]
+    too_large: Sequence[dict[str, Any]]
+    refused: Sequence[dict[str, Any]]
+    tried: int
+    assumptions: Sequence[str]
