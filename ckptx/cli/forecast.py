@@ -22,10 +22,10 @@ from ckptx.cli.options import (
 from ckptx.cli.output import Output
 from ckptx.cli.run_options import mesh_options, settings_option, step_options
 from ckptx.errors import missing_package
-from ckptx.report.documents.forecast import ForecastReport
+from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import Log, Report
 
-_BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
+_BESIDE_A_RECIPE = {"gpu_memory", "search", "gpus"}  # what a recipe does not say
 
 
 @click.command(
@@ -43,6 +43,7 @@ _BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
         ),
         Section("Recipe, in place of these", ["recipe", "settings"]),
         Section("Judgement", ["gpu_memory"]),
+        Section("Search, in place of a layout", ["search", "gpus"]),
         HUB,
         Section("Output", ["html", "as_json", "report_file"]),
         GLOBAL,
@@ -51,6 +52,7 @@ _BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
         "ckptx forecast MODEL --tp 2 --dp-shard 4 --seq 4096",
         "ckptx forecast MODEL --pp 2 --activation-checkpointing selective --gpu-memory 80GB --html forecast.html",
         "ckptx forecast --recipe llama_tiny --set layout.tp=2",
+        "ckptx forecast MODEL --search --gpus 8 --gpu-memory 80GB",
     ],
 )  # fmt: skip
 @click.argument("model", metavar="[MODEL]", required=False, type=click.Path())
@@ -64,7 +66,11 @@ _BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
     help="Portions of a step, on each data rank; without a pipeline 1, and gradients are accumulated over more.",
 )
 @click.option(
-    "--batch", type=int, metavar="N", show_default="one for each microbatch", help="Rows of each data rank in a step."
+    "--batch",
+    type=int,
+    metavar="N",
+    show_default="one for each microbatch",
+    help="Rows of each data rank in a step; with --search, for each GPU.",
 )
 @click.option("--seq", type=int, metavar="N", show_default="4096", help="Tokens of a row.")
 @click.option("--images", type=int, metavar="N", show_default="0", help="In each row, for a model that sees.")
@@ -102,6 +108,12 @@ _BESIDE_A_RECIPE = {"gpu_memory"}  # what a recipe does not say
     "--gpu-memory", metavar="SIZE", show_default="not judged", help="Of each GPU; exit 1 where the step does not fit."
 )
 @click.option(
+    "--search",
+    is_flag=True,
+    help="Find the layouts of --gpus that fit --gpu-memory, with the checkpointing and microbatches each needs.",
+)
+@click.option("--gpus", type=int, metavar="N", show_default="none", help="How many GPUs are searched for.")
+@click.option(
     "--html",
     metavar="FILE",
     type=click.Path(path_type=Path),
@@ -118,21 +130,28 @@ def command(
     recipe: str | None,
     settings: Sequence[str],
     html: Path | None,
+    search: bool,
     as_json: bool,
     report_file: str | None,
     **options: Any,
 ) -> int:
     """Count the memory of a training step on each rank, from config.json alone; no weights, no GPU, no other rank."""
     from ckptx.report.forecast import forecast_text, forecast_verdict
+    from ckptx.report.forecast_search import search_text, search_verdict
 
     given = {name: value for name, value in options.items() if value is not None}
+    if search:
+        given["search"] = True
     _refuse(model, recipe, settings, given, no_loss, loss_fp32)
     if no_loss or loss_fp32:
         given["loss"] = "none" if no_loss else "whole"
     if html is not None and report_file is not None and html == Path(report_file):
         raise click.UsageError(f"{html}: is named for both --report and --html", click.get_current_context())
 
-    def work(log: Log) -> ForecastReport:
+    if search and html is not None:
+        raise click.UsageError("--html: draws one step, and a search has many", click.get_current_context())
+
+    def work(log: Log) -> ForecastReport | SearchReport:
         try:
             from ckptx.forecasting.forecast import forecast
         except ImportError as error:  # it imports torch
@@ -141,7 +160,16 @@ def command(
 
     gc.enable()  # models, unlike catalogs, are full of cycles
     output = Output(as_json=as_json, report_file=report_file, pages=_pages(model or recipe or "", html))
-    return output.run("forecast", work, lambda report: forecast_text(report, output.red), forecast_verdict)
+
+    def text(report: ForecastReport | SearchReport) -> str:
+        if isinstance(report, SearchReport):
+            return search_text(report, output.red)
+        return forecast_text(report, output.red)
+
+    def verdict(report: ForecastReport | SearchReport) -> str:
+        return search_verdict(report) if isinstance(report, SearchReport) else forecast_verdict(report)
+
+    return output.run("forecast", work, text, verdict)
 
 
 def _refuse(

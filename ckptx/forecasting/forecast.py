@@ -10,35 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import UsageError
-from ckptx.forecasting.ledger import KINDS, Life
 from ckptx.forecasting.model_config import config_of_model, config_of_recipe
 from ckptx.forecasting.ranks import ranks_of, stages_of
-from ckptx.forecasting.reserve import CONTEXT, FRAGMENTATION, reserved
-from ckptx.forecasting.run import RankForecast
+from ckptx.forecasting.reporting import report_of, search_report_of
+from ckptx.forecasting.search import MODES, Pins, Question, with_microbatches
+from ckptx.forecasting.search import search as find_layouts
 from ckptx.forecasting.task import Task, task_of_options, task_of_recipe
-from ckptx.forecasting.timeline import kind_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
-from ckptx.report.documents.forecast import ForecastReport
+from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.training.recipe_file import read_recipe
-
-_GIB = 2**30
+from ckptx.untrusted.limits import RANKS
 
 
 def forecast(
     model: str | Path | None = None,
     *,
-    tp: int = 1,
-    pp: int = 1,
+    tp: int | None = None,
+    pp: int | None = None,
     pp_split: str = "even",
-    dp_shard: int = 1,
-    dp_replicate: int = 1,
+    dp_shard: int | None = None,
+    dp_replicate: int | None = None,
     batch: int | None = None,
     seq: int = 4096,
     microbatches: int | None = None,
     schedule: str = "1f1b",
-    activation_checkpointing: str = "none",
+    activation_checkpointing: str | None = None,
     ac_scope: str = "all",
     dtype: str = "auto",
     param_dtype: str | None = None,
@@ -47,6 +45,8 @@ def forecast(
     loss: str = "sharded",
     images: int = 0,
     gpu_memory: int | str | None = None,
+    search: bool = False,
+    gpus: int | None = None,
     recipe: str | Path | None = None,
     settings: Sequence[str] = (),
     revision: str | None = None,
@@ -54,7 +54,7 @@ def forecast(
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
     log: Log | None = None,
-) -> ForecastReport:
+) -> ForecastReport | SearchReport:
     """Counts the bytes of a training step on each rank, without weights, GPUs or other ranks.
 
     The runtime itself runs: the model with its plan, checkpointing and FSDP2, the stages of a pipeline under their
@@ -62,16 +62,18 @@ def forecast(
 
     Args:
         model: A config.json, a directory with one, or a Hub id; None with `recipe`.
-        tp: Ranks that share each tensor.
+        tp: Ranks that share each tensor; 1 when left out, as the next three. With `search`, what is left out of these,
+            of `microbatches` and of `activation_checkpointing` is searched.
         pp: Ranks of the pipeline.
         pp_split: Layers of each stage: even, vllm, titan, hf, or the counts with commas between them.
         dp_shard: FSDP2 ranks.
         dp_replicate: Groups of dp_shard ranks that each hold all of it (HSDP).
-        batch: Rows of each data rank in a step; one for each microbatch when left out.
+        batch: Rows of each data rank in a step; one for each microbatch when left out. With `search`, rows of a step
+            for each GPU, so that every layout does the same.
         seq: Tokens of a row.
         microbatches: Portions of a step; as many as there are stages, or one without a pipeline, when left out.
         schedule: Of the pipeline.
-        activation_checkpointing: none, full, submodule or selective.
+        activation_checkpointing: none, full, submodule or selective; none when left out.
         ac_scope: Which layers: all, language, vision or audio.
         dtype: What parameters are stored in: bf16, fp16, fp32, or auto, as the config says.
         param_dtype: What FSDP2 gathers them in, and computes in; as stored when left out.
@@ -80,7 +82,9 @@ def forecast(
         loss: sharded, whole or none; see `Step`.
         images: In each row, where the model looks at images.
         gpu_memory: Of each GPU, as 80GB or in bytes; what does not fit makes `exit` 1.
-        recipe: A name or a file, in place of all of the above but gpu_memory.
+        search: Find the layouts of `gpus` GPUs that fit `gpu_memory`, in place of one forecast.
+        gpus: How many GPUs.
+        recipe: A name or a file, in place of all of the above but the last three.
         settings: Changes to the recipe, as layout.tp=2.
         revision: Of the Hub id.
         token: For the Hub.
@@ -97,145 +101,79 @@ def forecast(
     given = dict(locals())
     stopwatch, log = Stopwatch(), log or Log()
     memory = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
+    _refuse_half_a_search(given)
     with tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory:
         if recipe is not None:
             _refuse_beside(recipe, given)
-            read = read_recipe(recipe, settings)
-            if read.train is not None:
-                raise UsageError(
-                    f"{read.name}: trains with a command of its own, needed a recipe that ckptx trains; name another, "
-                    "or give a config.json"
-                )
-            source, notes = config_of_recipe(read.model, Path(directory))
-            log.note(*read.notes, *notes)
-            task = task_of_recipe(read, source)
+            task = _task_of_recipe(recipe, settings, Path(directory), log)
         else:
             if model is None:
                 raise UsageError("forecast: found no model, needed a config.json, a directory, a Hub id, or --recipe")
             source = config_of_model(str(model), revision=revision, token=token, cache_dir=cache_dir)
-            dims = ParallelDims(tp=tp, pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
+            sizes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+            dims = ParallelDims(**{axis: 1 if search or size is None else size for axis, size in sizes.items()})
             task = task_of_options(
-                source, dims=dims, pp_split=pp_split, batch=batch, seq=seq, microbatches=microbatches,
-                schedule=schedule, stages=stages_of(pp, schedule), activation_checkpointing=activation_checkpointing,
-                ac_scope=ac_scope, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype,
-                optimizer=optimizer, loss=loss, images=images, trust_remote_code=trust_remote_code,
+                source, dims=dims, pp_split=pp_split, batch=batch, seq=seq,
+                microbatches=1 if search else microbatches, schedule=schedule, stages=stages_of(dims.pp, schedule),
+                activation_checkpointing="none" if search else activation_checkpointing or "none",
+                ac_scope="all" if search else ac_scope, dtype=dtype, param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype, optimizer=optimizer, loss=loss, images=images,
+                trust_remote_code=trust_remote_code,
             )  # fmt: skip
-        found = ranks_of(task)
-        return stopwatch.stop(replace(report_of(task, found, memory), warnings=list(log.notes)))
+        if search:
+            assert gpus is not None and memory is not None
+            pins = Pins(
+                tp=tp, pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate or 1, microbatches=microbatches,
+                mode=activation_checkpointing,
+            )  # fmt: skip
+            task = task if recipe is not None else with_microbatches(task, task.microbatches * gpus)
+            question = Question(task, gpus, memory, pins)
+            return stopwatch.stop(replace(search_report_of(question, find_layouts(question)), warnings=list(log.notes)))
+        return stopwatch.stop(replace(report_of(task, ranks_of(task), memory), warnings=list(log.notes)))
+
+
+def _task_of_recipe(recipe: str | Path, settings: Sequence[str], directory: Path, log: Log) -> Task:
+    read = read_recipe(recipe, settings)
+    if read.train is not None:
+        raise UsageError(
+            f"{read.name}: trains with a command of its own, needed a recipe that ckptx trains; name another, or give "
+            "a config.json"
+        )
+    source, notes = config_of_recipe(read.model, directory)
+    log.note(*read.notes, *notes)
+    return task_of_recipe(read, source)
+
+
+def _refuse_half_a_search(given: Mapping[str, Any]) -> None:
+    """Refuses what only a search takes, and what it does not.
+
+    Raises:
+        UsageError: As above, or a number is none.
+    """
+    gpus = given["gpus"]
+    if not given["search"]:
+        if gpus is not None:
+            raise UsageError("--gpus: says how many GPUs are searched for, needed --search with it")
+        return
+    if gpus is None or given["gpu_memory"] is None:
+        lacking = "--gpus" if gpus is None else "--gpu-memory"
+        raise UsageError(f"--search: looks for what fits, needed {lacking} with it")
+    if not 1 <= gpus <= RANKS:
+        raise UsageError(f"--gpus: {gpus}, needed 1 to {RANKS}")
+    for name, usual in (("schedule", "1f1b"), ("pp_split", "even"), ("ac_scope", "all")):
+        if given[name] != usual:
+            raise UsageError(f"--{name.replace('_', '-')}: is not searched, needed {usual}; leave it out")
+    mode = given["activation_checkpointing"]
+    if mode is not None and mode not in MODES:
+        raise UsageError(f'--activation-checkpointing: "{mode}", needed one of {", ".join(MODES)}')
 
 
 def _refuse_beside(recipe: str | Path, given: Mapping[str, Any]) -> None:
     """Refuses what a recipe says by itself."""
-    own = ("recipe", "settings", "gpu_memory", "log")
+    own = ("recipe", "settings", "gpu_memory", "search", "gpus", "log")
     for name, each in inspect.signature(forecast).parameters.items():
         if name not in own and given[name] != each.default:
             raise UsageError(
                 f"{name}: {recipe} says what is trained, needed nothing beside it; change it by settings, or leave out "
                 "recipe"
             )
-
-
-def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> ForecastReport:
-    """The report of what was found."""
-    dims, training = task.dims, task.recipe.training
-    rows = [_row(rank, memory) for rank in ranks]
-    peak = max(row["peak"] for row in rows)
-    fits = None if memory is None else all(row["fits"] for row in rows)
-    layout = task.recipe.layout
-    return ForecastReport(
-        command="forecast",
-        exit=0 if fits is not False else 1,
-        architecture=ranks[0].architecture,
-        parameters=ranks[0].parameters,
-        layout={"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate},
-        settings={
-            "batch": training.global_batch // dims.dp,
-            "seq": task.seq,
-            "images": task.images,
-            "microbatches": task.microbatches,
-            "schedule": layout.schedule if dims.pp > 1 else None,
-            "activation_checkpointing": layout.activation_checkpointing,
-            "ac_scope": layout.ac_scope,
-            "dtype": task.recipe.model.dtype,
-            "param_dtype": layout.param_dtype,
-            "reduce_dtype": layout.reduce_dtype,
-            "optimizer": task.optimizer,
-            "loss": task.loss,
-        },
-        by_stage=rows,
-        kinds=KINDS,
-        gpu_memory=memory,
-        reserved=reserved(peak),
-        fits=fits,
-        flops=sum(each.work.flops for each in ranks) * dims.per_stage,
-        recomputed=sum(each.work.recomputed for each in ranks) * dims.per_stage,
-        assumptions=assumptions_of(task, ranks),
-    )
-
-
-def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
-    course = rank.course
-    worst, work, peak = course.worst, rank.work, rank.peak
-    return {
-        "stages": list(rank.stages),
-        "peak": peak,
-        "between_steps": sum(course.between),
-        "by_kind": dict(zip(KINDS, worst.most, strict=True)),
-        "between_by_kind": dict(zip(KINDS, course.between, strict=True)),
-        "at": _told(worst.peak) if worst.peak is not None else None,
-        "largest": [_told(each) for each in worst.largest],
-        "flops": work.flops,
-        "recomputed": work.recomputed,
-        "sent": dict(work.sent),
-        "wrapped_layers": rank.wrapped_layers,
-        "fits": None if memory is None else peak + reserved(peak) <= memory,
-        "course": [
-            [each.part, each.turn, f"{each.unit.stack}.{each.unit.index}" if each.unit.stack else "", *each.most]
-            for each in course.segments
-        ],
-    }
-
-
-def _told(life: Life) -> dict[str, Any]:
-    return {
-        "nbytes": life.nbytes,
-        "kind": kind_of(life),
-        "op": life.op,
-        "module": life.born.module,
-        "part": life.born.part,
-        "microbatch": life.born.turn,
-        "recomputed": life.born.is_again,
-        "shape": list(life.shape),
-        "dtype": str(life.dtype).removeprefix("torch."),
-    }
-
-
-def assumptions_of(task: Task, ranks: Sequence[RankForecast]) -> list[str]:
-    """What the numbers of a task do and do not say."""
-    loss = {
-        "sharded": "the loss is computed in float32, on logits that stay cut over the vocabulary under TP",
-        "whole": "the loss is computed as transformers does it: on whole logits, in float32",
-        "none": "no loss: logits are summed up",
-    }[task.loss]
-    said = [
-        "bytes of tensors, on the first rank of each stage, which has the largest part of what is cut",
-        loss,
-        (
-            "attention as on a CPU: fused, without whole scores wherever transformers chooses sdpa; kernels of CUDA "
-            "that fall back to whole scores take more"
-        ),
-        (
-            "not counted: workspaces of kernels, NCCL, the context of CUDA, fragmentation; kept free for them are "
-            f"{CONTEXT / _GIB:.1f} GiB and {FRAGMENTATION:.0%} of the peak"
-        ),
-    ]
-    if task.optimizer in ("adam", "adamw"):
-        said.append("the optimizer goes one tensor at a time (foreach=False), as TP needs it")
-    if any(each.left_out for each in ranks):
-        said.append(
-            "of layers that are alike a few ran: steps of three models, each with some more of them, agree on what "
-            "each part of a step takes for one"
-        )
-    if ranks[0].missing and not task.images:
-        said.append(f"text alone: nothing for its {' and '.join(ranks[0].missing)} tower to do; see --images")
-    return said

@@ -18,9 +18,11 @@ from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
 from ckptx.forecasting.shortening import Plan, plan_of, shortened, stages_of_model
 from ckptx.forecasting.task import Task
 from ckptx.runtime.build import build_model
+from ckptx.runtime.pipeline.carry import Carry
 from ckptx.runtime.pipeline.schedules import find_schedule
 
 T = TypeVar("T")
+Carries = dict[tuple[Any, ...], Carry]  # of a model, by how it is cut into stages
 
 
 def stages_of(pp: int, schedule: str) -> int:
@@ -35,6 +37,7 @@ def ranks_of(
     is_tried: bool = True,
     few_ranks: bool = False,
     in_place: bool = False,
+    carries: Carries | None = None,
 ) -> list[RankForecast]:
     """What the first rank of each stage of the pipeline takes.
 
@@ -44,6 +47,7 @@ def ranks_of(
         is_tried: Hold what a few layers say against a run with some more; without that it is taken as it comes.
         in_place: One after another, and without a pipeline in this process, which keeps what it learns of operations
             and cannot be forked then.
+        carries: What is known of what travels between stages; what is found out is added.
         few_ranks: Of a pipeline run only those one of which takes most: the first, which has most microbatches on the
             way, the one with most parameters, and the last, which has the logits.
 
@@ -52,7 +56,9 @@ def ranks_of(
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-layers-") as directory:
         short = None if all_layers else _short_models(task, Path(directory), is_tried)
-        return _Ranks(task, short, in_place).run(_telling_ranks(task) if few_ranks else range(task.dims.pp))
+        return _Ranks(task, short, in_place, {} if carries is None else carries).run(
+            _telling_ranks(task) if few_ranks else range(task.dims.pp)
+        )
 
 
 def _telling_ranks(task: Task) -> list[int]:
@@ -102,10 +108,10 @@ def _short_models(task: Task, directory: Path, is_tried: bool) -> _Short | None:
 class _Ranks:
     """Runs the ranks of a task one after another, as each needs to know what the one before it sends."""
 
-    def __init__(self, task: Task, short: _Short | None, in_place: bool) -> None:
+    def __init__(self, task: Task, short: _Short | None, in_place: bool, carries: Carries) -> None:
         self._task, self._short, self._in_place = task, short, in_place
         self._boundaries = Known().boundaries
-        self._carries = [Known() for _ in range(1 + len(short.tasks if short is not None else ()))]
+        self._carries = carries
 
     def run(self, ranks: Sequence[int]) -> list[RankForecast]:
         """What each takes; what one is given by another that does not run is taken for what the second stage is."""
@@ -158,9 +164,14 @@ class _Ranks:
     def _task_at(self, at: int) -> Task:
         return self._task if at == 0 or self._short is None else self._short.tasks[at - 1]
 
+    def _stages_at(self, at: int) -> tuple[Any, ...]:
+        layout = self._task_at(at).recipe.layout
+        return layout.pp, layout.schedule, layout.pp_split
+
     def _known(self, at: int) -> Known:
-        return Known(self._carries[at].carry, self._boundaries)
+        return Known(self._carries.get(self._stages_at(at)), self._boundaries)
 
     def _learn(self, at: int, known: Known) -> None:
-        self._carries[at] = known
+        if known.carry is not None:
+            self._carries[self._stages_at(at)] = known.carry
         self._boundaries = {**self._boundaries, **known.boundaries}

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ckptx.child import in_children
 from ckptx.errors import CkptxError, UsageError
-from ckptx.forecasting.ranks import ranks_of
+from ckptx.forecasting.ranks import Carries, ranks_of
 from ckptx.forecasting.reserve import reserved
 from ckptx.forecasting.run import RankForecast
 from ckptx.forecasting.task import Task
@@ -66,7 +66,8 @@ class Candidate:
         flops: Of a step, on the rank that computes most.
         recomputed: Those of them that are computed a second time.
         sent: Bytes by collective, of the rank that sends most.
-        is_whole: Whether all stages and microbatches were forecast, and layers that were left out held against others.
+        missing: What the model has a tower for, and rows of the step lack.
+        is_whole: Whether every stage was forecast, and layers that were left out held against others.
     """
 
     task: Task
@@ -75,6 +76,7 @@ class Candidate:
     flops: int
     recomputed: int
     sent: Mapping[str, int]
+    missing: tuple[str, ...] = ()
     is_whole: bool = False
 
     @property
@@ -130,35 +132,62 @@ class Outcome:
     tried: int = 0
 
 
-def search(question: Question) -> tuple[Outcome, ...]:
-    """Looks at every mesh, several side by side: those that fit come first, the best of them first.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        architecture: The class of the model.
+        parameters: Of the whole model.
+        outcomes: Of every mesh, those that fit first, the best of them first.
+    """
+
+    architecture: str
+    parameters: int
+    outcomes: tuple[Outcome, ...]
+
+
+def search(question: Question) -> Found:
+    """Looks at every mesh, several side by side.
 
     Raises:
         UsageError: There is no such mesh.
         InputError, UnsupportedError: The model cannot be built.
     """
-    task = question.task
-    parameters = sum(each.numel() for each in build_model(task.source, trust_remote_code=_trusts(task)).parameters())
     meshes = layouts(question.gpus, question.pins)
-    found = in_children(outcome_of, [(question, dims, parameters) for dims in meshes])
-    fitting = sorted((each for each in found if each.best is not None), key=_order)
-    rest = [each for each in found if each.best is None]
+    trust = question.task.recipe.model.trust_remote_code
+    model: Any = build_model(question.task.source, trust_remote_code=trust)
+    parameters = sum(each.numel() for each in model.parameters())
+    together: dict[tuple[int, int], list[ParallelDims]] = {}
+    for number, dims in enumerate(meshes):  # those of as many stages, whose stages send the same
+        together.setdefault((dims.pp, number if dims.pp == 1 else 0), []).append(dims)
+    calls = [(question, each, parameters) for _, each in sorted(together.items(), reverse=True)]
+    outcomes = [each for found in in_children(outcomes_of, calls) for each in found]
+    fitting = sorted((each for each in outcomes if each.best is not None), key=_order)
+    rest = [each for each in outcomes if each.best is None]
     for number, outcome in enumerate(fitting[:_CONFIRMED]):
         fitting[number] = confirmed(outcome, question.memory)
         if fitting[number].best is not None:
             break
     rest += [each for each in fitting if each.best is None]
-    return (*sorted((each for each in fitting if each.best is not None), key=_order), *rest)
+    fitting = sorted((each for each in fitting if each.best is not None), key=_order)
+    return Found(str(model.config.architectures[0]), parameters, (*fitting, *rest))
 
 
-def outcome_of(question: Question, dims: ParallelDims, parameters: int) -> Outcome:
-    """The first mode that fits a mesh, with the microbatches that are best for it.
+def outcomes_of(question: Question, meshes: Sequence[ParallelDims], parameters: int) -> list[Outcome]:
+    """What is found of meshes with as many stages, one after another.
 
     Args:
         question: What is searched for.
-        dims: The mesh.
+        meshes: All of one number of stages.
         parameters: Of the model.
     """
+    carries: Carries = {}
+    return [_outcome(question, dims, parameters, carries) for dims in meshes]
+
+
+def _outcome(question: Question, dims: ParallelDims, parameters: int, carries: Carries) -> Outcome:
+    """The first mode that fits a mesh, with the microbatches that are best for it."""
     task, pins = question.task, question.pins
     least = least_bytes(task, parameters, dims)
     if least + reserved(least) > question.memory:
@@ -171,7 +200,9 @@ def outcome_of(question: Question, dims: ParallelDims, parameters: int) -> Outco
         best = None
         for count in counts:  # the most first: they take least
             try:
-                candidate = _candidate(with_layout(task, dims, mode, count))
+                candidate = _candidate(
+                    with_layout(task, dims, mode, count), is_tried=False, few_ranks=True, in_place=True, carries=carries
+                )
             except CkptxError as error:
                 return Outcome(dims, refused=str(error), tried=tried)
             tried += 1
@@ -190,13 +221,12 @@ def outcome_of(question: Question, dims: ParallelDims, parameters: int) -> Outco
 def confirmed(outcome: Outcome, memory: int) -> Outcome:
     """The same mesh, forecast with every stage, and with layers that are held against others."""
     assert outcome.best is not None
-    best = replace(_candidate(outcome.best.task, is_whole=True), is_whole=True)
+    best = replace(_candidate(outcome.best.task), is_whole=True)
     tried = outcome.tried + 1
     return Outcome(outcome.dims, best if best.fits(memory) else None, best.peak, tried=tried)
 
 
-def _candidate(task: Task, is_whole: bool = False) -> Candidate:
-    how: dict[str, Any] = {} if is_whole else {"is_tried": False, "few_ranks": True, "in_place": True}
+def _candidate(task: Task, **how: Any) -> Candidate:
     count = most_that_differ(task)
     ranks = ranks_of(with_microbatches(task, count), **how)
     if count < task.microbatches and not all(map(has_steady_turns, ranks)):
@@ -207,10 +237,6 @@ def _candidate(task: Task, is_whole: bool = False) -> Candidate:
 def _order(outcome: Outcome) -> tuple[float, int, int]:
     assert outcome.best is not None
     return outcome.best.order
-
-
-def _trusts(task: Task) -> bool:
-    return task.recipe.model.trust_remote_code
 
 
 def layouts(gpus: int, pins: Pins) -> list[ParallelDims]:
@@ -315,6 +341,7 @@ def candidate_of(task: Task, ranks: Sequence[RankForecast], more: int) -> Candid
         most.flops,
         most.recomputed,
         Counter(sender.sent),
+        ranks[0].missing,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ckptx.report.documents.comparison import DiffReport, VerifyReport
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.documents.environment import EnvironmentReport
-from ckptx.report.documents.forecast import ForecastReport
+from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.documents.inspection import InspectionReport, RanksOfInspection
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.documents.running import RunReport
@@ -25,6 +25,7 @@ COMMANDS: Mapping[type[Report], tuple[str, ...]] = {
     VerifyReport: ("verify",),
     RunReport: ("verify",),
     ForecastReport: ("forecast",),
+    SearchReport: ("forecast",),
     RobustnessReport: ("robustness",),
     FaultsReport: ("robustness",),
     EnvironmentReport: ("env",),

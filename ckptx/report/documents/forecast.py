@@ -57,8 +57,8 @@ class SearchReport(Report):
         settings: What a step does, on all GPUs: rows, seq, images, dtypes, optimizer, loss.
         found: What fits, the best first: `layout`, `activation_checkpointing`, `microbatches` (of each data rank),
             `rows` (of each of them), `peak`, `between_steps`, `reserved`, `flops`, `recomputed` (of the rank that
-            computes most), `sent` (by collective, of the rank that sends most), `is_whole` (whether every stage and
-            layer was counted, or held against others).
+            computes most), `idle` (the part of a step in which ranks of a pipeline wait), `sent` (by collective, of the
+            rank that sends most), `is_whole` (whether every stage and layer was counted, or held against others).
         too_large: What does not fit in any mode: `layout`, and the `peak` of the least that was looked at.
         refused: What cannot be: `layout` and `reason`.
         tried: Steps that were looked at.
