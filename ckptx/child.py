@@ -32,34 +32,42 @@ def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
         CkptxError: That of the function.
         Defect: It raised something else, or the process died.
     """
-    try:
-        return _answer(context or multiprocessing.get_context("fork"), work, args)
-    except Defect as error:
-        if context is not None or _FORKED not in str(error):
-            raise
-    with nobodys_script():
-        return _answer(multiprocessing.get_context("spawn"), work, args)
+    return _answers(work, [args], 1, context)[0]
 
 
 def in_children(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int | None = None) -> list[T]:
-    """What a function gives for each of several calls, computed in forks of this process that run side by side.
+    """What a function gives for each of several calls, computed in processes of their own that run side by side.
 
     Args:
         work: Its results can be pickled.
         calls: Arguments of each call.
-        most: Forks at a time; as many as there are cores when left out.
+        most: Processes at a time; as many as there are cores when left out.
 
     Raises:
-        CkptxError, Defect: As `in_child`; the other forks are ended then.
+        CkptxError, Defect: As `in_child`; the others are ended then.
     """
+    return _answers(work, calls, most or len(os.sched_getaffinity(0)), None)
+
+
+def _answers(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int, context: Any) -> list[T]:
+    try:
+        return _side_by_side(work, calls, most, context or multiprocessing.get_context("fork"))
+    except Defect as error:
+        if context is not None or _FORKED not in str(error):
+            raise
+    with nobodys_script():
+        return _side_by_side(work, calls, most, multiprocessing.get_context("spawn"))
+
+
+def _side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int, context: Any) -> list[T]:
     waiting = deque(enumerate(calls))
     running: dict[Any, tuple[int, _Child]] = {}
     found: dict[int, T] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < (most or len(os.sched_getaffinity(0))):
+            while waiting and len(running) < most:
                 number, args = waiting.popleft()
-                started = _Child(multiprocessing.get_context("fork"), work, args)
+                started = _Child(context, work, args)
                 running[started.pipe] = number, started
             for pipe in wait(list(running)):
                 number, child = running.pop(pipe)
@@ -114,10 +122,6 @@ class _Child:
         self._process.kill()
         self._process.join()
         self.pipe.close()
-
-
-def _answer(context: Any, work: Callable[..., T], args: tuple[Any, ...]) -> T:
-    return _Child(context, work, args).answer()  # type: ignore[no-any-return]  # what `work` gave
 
 
 @contextmanager

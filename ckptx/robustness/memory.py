@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptx.errors import CkptxError, SpaceError
+from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import human_bytes
 from ckptx.robustness.session import Session
 from ckptx.training.recipe import Recipe
@@ -35,6 +36,7 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
 
 def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None) -> tuple[int, int]:
     from ckptx.forecasting.ranks import ranks_of
+    from ckptx.forecasting.remedy import mesh_that_fits
     from ckptx.forecasting.reserve import reserved
     from ckptx.forecasting.task import task_of_recipe
 
@@ -44,10 +46,21 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None) -> tuple[int
     if gpu_memory is not None and peak + reserved(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: {recipe.name} takes {human_bytes(peak)} of tensors at the peak of a step and "
-            f"{human_bytes(reserved(peak))} beside them, found {human_bytes(gpu_memory)}; use more ranks, or "
-            "activation checkpointing (--set layout.activation_checkpointing=full), as ckptx forecast shows"
+            f"{human_bytes(reserved(peak))} beside them, found {human_bytes(gpu_memory)}; "
+            f"{_advice(task.dims, mesh_that_fits(task, gpu_memory))}"
         )
     return peak, max(sum(each.course.between) for each in ranks)
+
+
+def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str:
+    if fitting is None:
+        return (
+            "no mesh of up to 64 times as many ranks for tp or dp_shard makes it fit; use activation checkpointing "
+            "(--set layout.activation_checkpointing=full), or larger GPUs"
+        )
+    larger, peak = fitting
+    key, size = ("tp", larger.tp) if larger.tp > dims.tp else ("dp_shard", larger.dp_shard)
+    return f"use --set layout.{key}={size}, with which it takes {human_bytes(peak)}"
 
 
 def with_measured(memory: Memory, taken: tuple[int, int] | None) -> Memory:

@@ -32,22 +32,32 @@ def peak_that_fits(reference: Path, checkpoint: Path, dims: ParallelDims, gpu_me
     """
     sources = [directory_of_config(open_checkpoint(path)) for path in (checkpoint, reference)]
     source = next((each for each in sources if (each / "config.json").is_file()), sources[-1])
-    peak: int = in_child(_peak, source, dims, how)
+    peak, fitting = in_child(_peak, source, dims, gpu_memory, how)
     if peak + reserved(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: a run of {checkpoint} takes {human_bytes(peak)} of tensors and "
-            f"{human_bytes(reserved(peak))} beside them on each GPU, found {human_bytes(gpu_memory)}; use more ranks "
-            "(--tp, --pp, --dp-shard)"
+            f"{human_bytes(reserved(peak))} beside them on each GPU, found {human_bytes(gpu_memory)}; "
+            f"{_advice(dims, fitting)}"
         )
-    return peak
+    return int(peak)
 
 
-def _peak(source: Path, dims: ParallelDims, how: dict[str, Any]) -> int:
+def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str:
+    if fitting is None:
+        return "no mesh of up to 64 times as many ranks for --tp or --dp-shard makes it fit; use larger GPUs"
+    larger, peak = fitting
+    option = f"--tp {larger.tp}" if larger.tp > dims.tp else f"--dp-shard {larger.dp_shard}"
+    return f"use {option}, with which it takes {human_bytes(peak)}"
+
+
+def _peak(source: Path, dims: ParallelDims, gpu_memory: int, how: dict[str, Any]) -> tuple[int, Any]:
     from ckptx.forecasting.ranks import ranks_of, stages_of
+    from ckptx.forecasting.remedy import mesh_that_fits
     from ckptx.forecasting.task import task_of_options
 
     task = task_of_options(
         source, dims=dims, batch=None, seq=_LENGTH, stages=stages_of(dims.pp, how["schedule"]), param_dtype=None,
         reduce_dtype=None, optimizer="none", loss="sharded", images=0, **how,
     )  # fmt: skip
-    return max(each.peak for each in ranks_of(task))
+    peak = max(each.peak for each in ranks_of(task))
+    return peak, None if peak + reserved(peak) <= gpu_memory else mesh_that_fits(task, gpu_memory)
