@@ -25,7 +25,7 @@ PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradient
 ACTIVATIONS, CARRIED, TEMPORARIES = "activations", "carried", "temporaries"
 KINDS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, CARRIED, TEMPORARIES)
 
-FORWARD, BACKWARD = "forward", "backward"
+BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
 _NO_TASK = -1
 _META = torch.device("meta")
 
@@ -97,7 +97,7 @@ class Ledger:
         self._stack: list[str] = []
         self._numbers: list[int] = []  # of autograd nodes: the first of each that was made in the module beside it
         self._modules: list[str] = []
-        self._part = "build"
+        self._part = BUILD
         self._turns = {FORWARD: -1, BACKWARD: -1}
         self._task = _NO_TASK
         self._forced: str | None = None

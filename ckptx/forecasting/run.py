@@ -63,6 +63,7 @@ class RankForecast:
         course: Its bytes over the step.
         turns: What it computes and sends in each pass: its part of the step, and which one.
         wrapped_layers: Layers that compute again.
+        inputs: Bytes of the rows of a microbatch.
         left_out: Layers that did not run, as others are alike.
     """
 
@@ -73,6 +74,7 @@ class RankForecast:
     course: Course
     turns: Mapping[tuple[str, int], Tally]
     wrapped_layers: int
+    inputs: int = 0
     left_out: int = 0
 
     @property
@@ -117,7 +119,7 @@ def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast
         return (
             RankForecast(
                 str(config["architectures"][0]), parameters, inputs.missing, tuple(assembled.stages), course,
-                counts.by_turn,                assembled.wrapped_layers,
+                counts.by_turn,                assembled.wrapped_layers, sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
             ),
             known,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from ckptx.child import in_children
 from ckptx.errors import CkptxError, UsageError
+from ckptx.forecasting.ledger import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ckptx.forecasting.ranks import Carries, ranks_of
 from ckptx.forecasting.reserve import reserved
 from ckptx.forecasting.run import RankForecast
@@ -326,6 +327,7 @@ def has_steady_turns(rank: RankForecast) -> bool:
 
 def candidate_of(task: Task, ranks: Sequence[RankForecast], more: int) -> Candidate:
     """What ranks take together, with so many microbatches more than ran."""
+    count = task.microbatches - more  # that ran
     work = []
     for rank in ranks:
         tally = rank.work
@@ -336,13 +338,20 @@ def candidate_of(task: Task, ranks: Sequence[RankForecast], more: int) -> Candid
     sender = max(work, key=lambda each: sum(each.sent.values()))
     return Candidate(
         task,
-        max(each.peak for each in ranks),
+        max(each.peak + more * _of_microbatch(each, count) for each in ranks),
         max(sum(each.course.between) for each in ranks),
         most.flops,
         most.recomputed,
         Counter(sender.sent),
         ranks[0].missing,
     )
+
+
+def _of_microbatch(rank: RankForecast, count: int) -> int:
+    """Bytes that each of so many microbatches takes for the whole step: its rows, and what a pipeline keeps for it."""
+    states = (PARAMETERS, OPTIMIZER, GRADIENTS)
+    kept = sum(size for kind, size in zip(KINDS, rank.course.between, strict=True) if kind not in states)
+    return rank.inputs + kept // count
 
 
 def name_of(dims: ParallelDims) -> str:

@@ -35,9 +35,7 @@ def test_ranks_that_share_take_less(checkpoint: Path) -> None:
 
 
 def test_what_cannot_fit_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(
-        SpaceError, match=r"--gpu-memory: a run of .* takes .* found 1\.00 GiB; no mesh of up to 64"
-    ):
+    with pytest.raises(SpaceError, match=r"--gpu-memory: a run of .* takes .* found 1\.00 GiB; no mesh of up to 64"):
         peak_that_fits(checkpoint, checkpoint, ParallelDims(), GIB, **HOW)
 
 
