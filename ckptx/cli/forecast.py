@@ -156,7 +156,8 @@ def command(
             from ckptx.forecasting.forecast import forecast
         except ImportError as error:  # it imports torch
             raise missing_package("forecast", error) from error
-        return forecast(model, recipe=recipe, settings=settings, log=log, **given)
+        made: ForecastReport | SearchReport = forecast(model, recipe=recipe, settings=settings, log=log, **given)
+        return made
 
     gc.enable()  # models, unlike catalogs, are full of cycles
     output = Output(as_json=as_json, report_file=report_file, pages=_pages(model or recipe or "", html))

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from ckptx.errors import UsageError
 from ckptx.forecasting.model_config import config_of_model, config_of_recipe
@@ -24,7 +24,15 @@ from ckptx.training.recipe_file import read_recipe
 from ckptx.untrusted.limits import RANKS
 
 
-def forecast(
+@overload
+def forecast(model: str | Path | None = None, *, search: Literal[True], **options: Any) -> SearchReport: ...
+
+
+@overload
+def forecast(model: str | Path | None = None, *, search: Literal[False] = False, **options: Any) -> ForecastReport: ...
+
+
+def forecast(  # type: ignore[misc]  # which options there are is said here alone
     model: str | Path | None = None,
     *,
     tp: int | None = None,
@@ -55,7 +63,7 @@ def forecast(
     trust_remote_code: bool = False,
     log: Log | None = None,
 ) -> ForecastReport | SearchReport:
-    """Counts the bytes of a training step on each rank, without weights, GPUs or other ranks.
+    """Counts the bytes of a training step on each rank, without weights, GPUs or other ranks; or finds what would fit.
 
     The runtime itself runs: the model with its plan, checkpointing and FSDP2, the stages of a pipeline under their
     schedule, the loss and the optimizer, on tensors that have shapes and no storage.

@@ -116,13 +116,17 @@ def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast
                 layer.name for model in assembled.models for group in layer_groups(model).values() for layer in group
             ]
             course = course_of(ledger.events[:end], begin, layers)
-        return (
-            RankForecast(
-                str(config["architectures"][0]), parameters, inputs.missing, tuple(assembled.stages), course,
-                counts.by_turn,                assembled.wrapped_layers, sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
-            ),
-            known,
-        )  # fmt: skip
+        found = RankForecast(
+            architecture=str(config["architectures"][0]),
+            parameters=parameters,
+            missing=inputs.missing,
+            stages=tuple(assembled.stages),
+            course=course,
+            turns=counts.by_turn,
+            wrapped_layers=assembled.wrapped_layers,
+            inputs=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
+        )
+        return found, known
 
 
 def walk_stage(task: Task, stages: int, number: int, known: Known) -> Known:

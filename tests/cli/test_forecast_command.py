@@ -18,7 +18,7 @@ from ckptx.cli import main as main_module
 from ckptx.cli.main import cli, commands
 from ckptx.errors import EnvironmentProblem, UnsupportedError
 from ckptx.forecasting import forecast as forecasting
-from tests.report.made import forecasted
+from tests.report.made import forecasted, searched
 from tests.report.pages import Page, fault_of_page
 
 SCHEMA = Path(__file__).resolve().parent.parent.parent / "docs" / "report.schema.json"
@@ -100,7 +100,7 @@ def test_the_defaults_that_help_says_are_those_of_the_function() -> None:
         if isinstance(default, (str, int)) and not isinstance(default, bool):
             assert getattr(param, "show_default", None) == str(default), param.name
             checked.add(param.name)
-    assert checked >= {"tp", "seq", "schedule", "dtype", "optimizer", "images"}
+    assert checked >= {"seq", "schedule", "dtype", "optimizer", "images"}
 
 
 def test_losses_and_recipes_are_passed_on(calls: list[tuple[Any, dict[str, Any]]]) -> None:
@@ -112,6 +112,19 @@ def test_losses_and_recipes_are_passed_on(calls: list[tuple[Any, dict[str, Any]]
     assert options.pop("log") is not None
     assert model is None
     assert options == {"recipe": "llama_tiny", "settings": ("layout.tp=2", "a.b=c=d"), "gpu_memory": "1GB"}
+
+
+def test_a_search_is_passed_on(calls: list[tuple[Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--search", "--gpus", 8, "--gpu-memory", "80GB"]
+    assert ran("MODEL", *words, "--tp", 1).return_value == 0
+    assert ran("--recipe", "llama_tiny", *words).return_value == 0
+    for (_, options), own in zip(calls, ({"tp": 1}, {"recipe": "llama_tiny"}), strict=True):
+        assert {"search": True, "gpus": 8, "gpu_memory": "80GB", **own}.items() <= options.items()
+    monkeypatch.setattr(forecasting, "forecast", lambda *_, **__: searched())
+    result = ran("MODEL", *words)
+    assert result.return_value == 0 and "BEST: --tp 2" in result.stdout
+    document = json.loads(ran("MODEL", *words, "--json").stdout)
+    assert [error.message for error in Draft202012Validator(json.loads(SCHEMA.read_text())).iter_errors(document)] == []
 
 
 # --------------------------------------------------------------------------------------------------- a model of its own

@@ -50,8 +50,8 @@ MEANING = {
     | {
         "tp", "pp", "dp_shard", "dp_replicate", "pp_split", "batch", "seq", "microbatches", "schedule",
         "activation_checkpointing", "ac_scope", "dtype", "param_dtype", "reduce_dtype", "optimizer", "no_loss",
-        "loss_fp32", "images", "gpu_memory", "recipe", "settings", "trust_remote_code", "html", "as_json",
-        "report_file",
+        "loss_fp32", "images", "gpu_memory", "search", "gpus", "recipe", "settings", "trust_remote_code", "html",
+        "as_json", "report_file",
     },
     "robustness": {
         "settings", "phases", "inject", "out", "device", "backend", "gpu_memory", "html", "junit", "as_json",

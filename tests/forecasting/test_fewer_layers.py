@@ -71,7 +71,7 @@ def test_what_a_config_says_of_layers() -> None:
 # ------------------------------------------------------------------------------------------------- what few of them say
 
 
-def deep(model: str, directory: Path, layers: int = 16) -> Path:
+def deep(model: str, directory: Path, layers: int = 20) -> Path:
     """A config with many layers."""
     config: dict[str, Any] = copy.deepcopy(dict(CONFIGS[model]))
     text = config.get("text_config", config)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptx.report.documents.conversion import ConversionReport
-from ckptx.report.documents.forecast import ForecastReport
+from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.documents.robustness import RobustnessReport
 
@@ -153,3 +153,30 @@ def too_large(**fields: Any) -> ForecastReport:
     rows = [first, {**second, "fits": False}]
     made: dict[str, Any] = {"exit": 1, "fits": False, "gpu_memory": 50 << 20, "by_stage": rows}
     return forecasted(**{**made, **fields})
+
+
+def searched(**fields: Any) -> SearchReport:
+    """A report of `forecast --search`: two layouts fit, one does not, one cannot be."""
+    first = {
+        "layout": {"tp": 2, "pp": 1, "dp_shard": 4, "dp_replicate": 1}, "activation_checkpointing": "none",
+        "microbatches": 2, "rows": 1, "peak": 600 << 20, "between_steps": 90 << 20, "reserved": 24 << 20,
+        "flops": 10**12, "recomputed": 0, "idle": 0.0, "sent": {"all-gather": 3 << 20, "all-reduce": 1 << 20},
+        "is_whole": True,
+    }  # fmt: skip
+    second = {
+        **first, "layout": {"tp": 1, "pp": 2, "dp_shard": 4, "dp_replicate": 1}, "activation_checkpointing": "full",
+        "microbatches": 1, "rows": 2, "recomputed": 25 * 10**10, "idle": 0.2, "is_whole": False,
+    }  # fmt: skip
+    made: dict[str, Any] = {
+        "command": "forecast", "architecture": "SomeForCausalLM", "parameters": 4_000_000, "gpus": 8,
+        "gpu_memory": 1 << 30,
+        "settings": {
+            "rows": 8, "seq": 1024, "images": 0, "dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": None,
+            "optimizer": "adamw", "loss": "sharded",
+        },
+        "found": [first, second],
+        "too_large": [{"layout": {"tp": 1, "pp": 1, "dp_shard": 8, "dp_replicate": 1}, "peak": 2 << 30}],
+        "refused": [{"layout": {"tp": 8, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "reason": "tp 8 of 4 heads"}],
+        "tried": 9, "assumptions": ["bytes of tensors"],
+    }  # fmt: skip
+    return SearchReport(**{**made, **fields})

@@ -1,0 +1,54 @@
+"""What `forecast --search` says to a person."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptx.report.forecast_search import options_of, search_text, search_verdict
+from ckptx.untrusted.printable import shown
+from tests.report.made import searched
+
+
+def test_a_table_of_what_fits_and_why_the_rest_does_not() -> None:
+    kept = "tp 2 x dp_shard 4  none           2 of 1 row    600.00 MiB  400.00 MiB"
+    assert search_text(searched(seconds=12.4)).splitlines() == [
+        "SomeForCausalLM, 4,000,000 parameters, on 8 GPUs of 1.00 GiB",
+        "a step over all GPUs: 8 rows of 1,024 tokens",
+        "float32, gathered in bfloat16, adamw, loss on sharded logits",
+        (
+            "layout             checkpointing  microbatches  peak        to spare    recomputed  idle  sent by a rank"
+        ),
+        f"{kept}  none        none  4.00 MiB        checked",
+        "pp 2 x dp_shard 4  full           1 of 2 rows   600.00 MiB  400.00 MiB  25.0%       20%   4.00 MiB",
+        "do not fit in any mode, at the least:",
+        "  dp_shard 8: 2.00 GiB",
+        "cannot be:",
+        "  tp 8: tp 8 of 4 heads",
+        "assumed:",
+        "  bytes of tensors",
+        "BEST: --tp 2 --dp-shard 4 --batch 2 --microbatches 2",
+        "searched in 12 s, 9 steps",
+    ]  # fmt: skip
+
+
+def test_nothing_fits() -> None:
+    report = searched(found=[], exit=1)
+    said = "NOTHING FITS 8 GPUs of 1.00 GiB; the least takes 2.00 GiB of tensors"
+    assert search_verdict(report) == said
+    text = search_text(report, lambda each: f"<{each}>")
+    assert f"<{said}>" in text and "checkpointing" not in text
+    assert search_verdict(searched(found=[], too_large=[])) == "NOTHING FITS 8 GPUs of 1.00 GiB"
+
+
+def test_the_options_of_a_row_are_those_of_a_forecast() -> None:
+    first, second = searched().found
+    assert options_of(first) == "--tp 2 --dp-shard 4 --batch 2 --microbatches 2"
+    assert options_of(second) == "--pp 2 --dp-shard 4 --batch 2 --microbatches 1 --activation-checkpointing full"
+
+
+@pytest.mark.parametrize("text", ["\x1b[31mred", "a\nb", "\u202egnp"])
+def test_what_a_config_says_is_printed_safely(text: str) -> None:
+    report = searched(architecture=text, refused=[{"layout": {"tp": 2}, "reason": text}])
+    said = search_text(shown(report))
+    assert text not in said
+    assert len(said.splitlines()) == len(search_text(searched()).splitlines())
