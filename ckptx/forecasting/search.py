@@ -172,6 +172,7 @@ def search(question: Question) -> Found:
             break
     rest += [each for each in fitting if each.best is None]
     fitting = sorted((each for each in fitting if each.best is not None), key=_order)
+    rest.sort(key=lambda each: meshes.index(each.dims))
     return Found(str(model.config.architectures[0]), parameters, (*fitting, *rest))
 
 
