@@ -1,0 +1,93 @@
+"""How long a forecast and a search take, from the shell, and the memory of the largest of their processes.
+
+python benchmarks/forecast_time.py [--results DIR] [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forecast_documents import DEEPSEEK, LLAMA
+from measure import HERE, publish, table, timed
+
+from ckptx.training.recipe_file import read_recipe
+
+_MIB = 2**20
+_DEEP = ("--tp", "8", "--dp-shard", "128", "--activation-checkpointing", "full")
+CASES: Mapping[str, tuple[str, Sequence[str], float]] = {
+    "Llama 3.1 8B, dp_shard 8": ("llama", ("--dp-shard", "8"), 15),
+    "Gemma 4 31B, dp_shard 8": ("gemma", ("--dp-shard", "8", "--seq", "2048"), 15),
+    "Gemma 4 31B, dp_shard 8, checkpointing full": (
+        "gemma", ("--dp-shard", "8", "--seq", "2048", "--activation-checkpointing", "full"), 15,
+    ),
+    "Gemma 4 31B, tp 4 x pp 2": ("gemma", ("--tp", "4", "--pp", "2", "--seq", "2048"), 30),
+    "DeepSeek-V3 671B, tp 8 x dp_shard 128, 1,024 ranks, checkpointing full": ("deepseek", _DEEP, 30),
+    "search: Llama 3.1 8B, 8 GPUs": ("llama", ("--search", "--gpus", "8", "--gpu-memory", "80GB"), 60),
+    "search: Gemma 4 31B, 8 GPUs": ("gemma", ("--search", "--gpus", "8", "--gpu-memory", "80GB", "--seq", "2048"), 60),
+    "search: Llama 3.1 8B, 64 GPUs": ("llama", ("--search", "--gpus", "64", "--gpu-memory", "80GB"), 300),
+}  # fmt: skip
+
+
+def row_of(name: str, directory: Path) -> dict[str, Any]:
+    """A case, run once."""
+    model, options, aim = CASES[name]
+    command = [sys.executable, "-m", "ckptx", "forecast", str(directory / model), "--dtype", "bf16", *options]
+    report = directory / "report.json"
+    seconds, peak = timed([*command, "--report", str(report)])
+    found = json.loads(report.read_text())
+    rows = found.get("by_stage") or found["found"]
+    return {
+        "case": name,
+        "seconds": seconds,
+        "aim": aim,
+        "peak_rss": peak,
+        "found": len(rows),
+        "of": found.get("tried", len(rows)),
+        "peak": rows[0]["peak"],
+    }
+
+
+def main() -> None:
+    """Runs the cases and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only cases whose name has this in it")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    models = {
+        "llama": LLAMA, "deepseek": DEEPSEEK, "gemma": dict(read_recipe("gemma4_31b").model.shrunk_from),
+    }  # fmt: skip
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for model, config in models.items():
+            (directory / model).mkdir()
+            (directory / model / "config.json").write_text(json.dumps(config))
+        subprocess.run([sys.executable, "-m", "ckptx", "env"], check=True, capture_output=True)  # what is compiled
+        for case in CASES:
+            if not options.names or any(each in case for each in options.names):
+                rows.append(row_of(case, directory))
+                print(rows[-1], flush=True)
+    shown = [
+        {
+            "forecast": row["case"],
+            "seconds": f"{row['seconds']:.1f}",
+            "aim": f"{row['aim']:.0f}",
+            "peak RSS of a process, MiB": f"{row['peak_rss'] / _MIB:.0f}",
+            "steps": row["of"],
+        }
+        for row in rows
+    ]
+    columns = list(shown[0])
+    text = table("What a forecast takes", columns, [list(each.values()) for each in shown])
+    publish(options.results, "forecast_time", {"rows": rows}, [text])
+
+
+if __name__ == "__main__":
+    main()
