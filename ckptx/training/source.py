@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -34,6 +36,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SHARD = "2GB"
 _JITTER = 0.1  # of what a class sets to one number: norms, biases, scales
 _BOUND = 8.0  # in place of an infinite bound
+# Of torch.Tensor and torch.nn.init: what draws, and what a truncated normal makes of it.
+_DRAWING = ("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "erfinv_")
 # Keys that every class takes.
 _ALWAYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")
 
@@ -225,7 +229,7 @@ def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, se
         dtype: Of its parameters.
         seed: The same one gives the same weights.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _Undrawn():
         torch.manual_seed(seed)
         model: PreTrainedModel = cls._from_config(copy.deepcopy(config), dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -238,9 +242,27 @@ def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, se
     return model.eval()
 
 
+class _Undrawn(TorchFunctionMode):  # type: ignore[misc]  # torch says Any
+    """Gives zeros to what `_draw` draws anyway: torch draws a weight when it makes a layer, and its class once more."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in _DRAWING:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Parameter) and _multiplies(tensor):
+                with torch.no_grad():
+                    return tensor.zero_()
+        return function(*args, **kwargs)
+
+
+def _multiplies(tensor: Tensor) -> bool:
+    """Whether `_draw` draws it anew, whatever is in it."""
+    return isinstance(tensor, Parameter) and tensor.dim() >= 2 and tensor.is_floating_point()
+
+
 def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Random values in place."""
-    if tensor.dim() >= 2 and isinstance(tensor, torch.nn.Parameter):
+    if _multiplies(tensor):
         fan_in = tensor.shape[-1] if tensor.dim() < 4 else tensor[0].numel()
         tensor.normal_(0, fan_in**-0.5, generator=generator)
         return

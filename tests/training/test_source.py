@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.errors import InputError, UsageError
 from ckptx.runtime.build import build_model, materialize, read_config
@@ -17,10 +19,14 @@ from ckptx.runtime.load import load
 from ckptx.training.recipe import Recipe
 from ckptx.training.recipe_file import read_recipe, shipped_recipes
 from ckptx.training.shrinking import with_few_layers
-from ckptx.training.source import merged, prepare_source
+from ckptx.training.source import merged, prepare_source, random_model
 from ckptx.verification.inputs.batch import inputs_for
 
 LARGE = ("gemma4_31b", "gemma4_31b_tp4_pp2", "gemma4_31b_tp4_pp4", "phi_4_squad")
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 NEEDS_NO_NETWORK = [name for name in shipped_recipes() if read_recipe(name).train is None]
 
 
@@ -69,6 +75,37 @@ def test_random_numbers_of_the_process_are_left_alone(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     prepare_source(offline("llama_tiny"), tmp_path)
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Drawn(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
+    """Counts the random numbers of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_) and made.dim() > 1:
+            self.count += made.numel()
+        return made
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL)),  # type: ignore[arg-type]  # ints
+        lambda: (transformers.MixtralForCausalLM, transformers.MixtralConfig(**SMALL, num_local_experts=4)),  # type: ignore[arg-type]  # ints
+        lambda: (transformers.ViTModel, transformers.ViTConfig(**SMALL)),  # draws truncated normals
+    ],
+    ids=["llama", "experts", "truncated"],
+)
+def test_each_number_of_a_matrix_is_drawn_once(build: Callable[[], tuple[Any, Any]]) -> None:
+    cls, config = build()
+    with Drawn() as drawn:
+        model = random_model(cls, config, torch.float32, seed=1)
+    assert drawn.count == sum(each.numel() for each in model.parameters() if each.dim() > 1)
+    assert all(each.isfinite().all() and each.std() > 0 for each in model.parameters())
 
 
 def test_dropout_is_set_in_every_part(tmp_path: Path) -> None:
