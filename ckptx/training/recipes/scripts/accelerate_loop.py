@@ -7,6 +7,7 @@ It knows nothing of ckptx. `accelerate.yaml` runs it:
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ def main():
     parser.add_argument("--save-at", type=int, required=True)
     parser.add_argument("--resume")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     data = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
     accelerator = Accelerator(cpu=True, dataloader_config=data, step_scheduler_with_optimizer=False)
 
@@ -89,6 +91,7 @@ def main():
     if saved != progress.step:
         save()
     accelerator.wait_for_everyone()  # without end_training: gloo groups that DDP still holds may wait for ever there
+    os._exit(0)  # a thread of gloo that drops a tensor while the interpreter ends would abort it
 
 
 if __name__ == "__main__":

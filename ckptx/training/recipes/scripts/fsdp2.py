@@ -92,6 +92,7 @@ def main():
     parser.add_argument("--save-at", type=int, required=True)
     parser.add_argument("--resume")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
@@ -139,6 +140,7 @@ def main():
     if saved != app.step:
         save()
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo that drops a tensor while the interpreter ends would abort it
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 trainer.py --out DIR --steps 6 --save-at 3 [--resume
 """
 
 import argparse
+import os
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
@@ -43,6 +44,8 @@ def main():
     )
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_state()
+    trainer.accelerator.wait_for_everyone()
+    os._exit(0)  # a thread of gloo that drops a tensor while the interpreter ends would abort it
 
 
 if __name__ == "__main__":
