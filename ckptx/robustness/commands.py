@@ -103,6 +103,20 @@ def filled(text: str, values: Mapping[str, str], subject: str) -> str:
     return _PLACEHOLDER.sub(value, text)
 
 
+def check_environment(variables: Mapping[str, str]) -> None:
+    """Refuses variables that no process can have.
+
+    Raises:
+        UsageError: A name is empty or has "=" in it, or something has a NUL.
+    """
+    for key, value in variables.items():
+        if not key or "=" in key or "\0" in key + value:
+            raise UsageError(
+                f'train.environment: {one_line(key, 80)!r} is no variable, needed a name without "=", and no NUL; '
+                "correct it"
+            )
+
+
 def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> Ended:
     """Runs a command to its end, with its output in a file.
 

@@ -25,8 +25,8 @@ import ckptx.training
 from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness.causes import likely_causes
-from ckptx.robustness.commands import Ended, filled, run_command, words_of
-from ckptx.robustness.losses import Losses, read_losses
+from ckptx.robustness.commands import Ended, check_environment, filled, run_command, words_of
+from ckptx.robustness.losses import Losses, check_losses, read_losses
 from ckptx.robustness.oracles import (
     Difference,
     Items,
@@ -40,6 +40,7 @@ from ckptx.robustness.oracles import (
 )
 from ckptx.robustness.stored_items import items_of, sharding_of
 from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe
+from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
 SHIPPED = Path(ckptx.training.__file__).parent / "recipes"
@@ -155,14 +156,39 @@ class _Judge:
             raise UsageError(
                 f"training.save_at: {self.save_at}, needed a step before the last, {steps}: what follows it is compared"
             )
-        values = self._values(self._out, 0, None)
-        words_of(self.block.command, values, "train.command")
-        filled(self.block.resume, {**values, "checkpoint": ""}, "train.resume")
-        self._environment(self._out, values)
-        for key, text in (("checkpoint", self.block.checkpoint), ("losses", self.block.losses)):
-            filled(text, {"step": "", "steps": "", "save_at": "", "total_steps": ""}, f"train.{key}")
+        self._check_block()
         if self._out.exists() and any(self._out.iterdir()):
             raise OutputError(f"{self._out}: holds something already, and trainers go on from what they find; empty it")
+
+    def _check_block(self) -> None:
+        """Refuses a command that could not start, or whose runs could not be told from each other."""
+        block, values = self.block, self._values(self._out, 0, None)
+        words = words_of(block.command, values, "train.command")
+        filled(block.resume, {**values, "checkpoint": ""}, "train.resume")
+        check_environment(self._environment(self._out, values))
+        if any("\0" in word for word in words):
+            raise UsageError("train.command: has a NUL in it, which no program can be given; leave it out")
+        if block.time_limit <= 0:
+            raise UsageError(f"train.time_limit: found {block.time_limit:g}, needed seconds above 0; correct it")
+        given = " ".join((block.command, *map(str, block.environment.values())))
+        if "{checkpoint}" not in given.replace("{resume}", block.resume):
+            raise UsageError(
+                "train.command: is not told of {checkpoint}, needed {resume} in it, and {checkpoint} in train.resume; "
+                "every run would begin anew, and end alike whatever a checkpoint lacks"
+            )
+        for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
+            place = filled(text, {"step": "1", "steps": "", "save_at": "", "total_steps": ""}, f"train.{key}")
+            if place.startswith("/") or ".." in Path(place).parts:
+                raise UsageError(
+                    f"train.{key}: {one_line(text, 200)} is not below {{out}}, needed a path from there: each run "
+                    "has a folder of its own; correct it"
+                )
+        if "{step}" not in block.checkpoint:
+            raise UsageError(
+                f"train.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step, needed {{step}} "
+                "in it; save each step in a folder of its own"
+            )
+        check_losses(block)
 
     # ------------------------------------------------------------------------------------------------- the phases
 

@@ -137,16 +137,35 @@ def _number(value: Any, where: str) -> float:
     raise InputError(f"{where}: the loss is {one_line(repr(value), _SHOWN)}, needed a number")
 
 
-def _of_text(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:
+def check_losses(block: ForeignBlock) -> None:
+    """Refuses what losses cannot be read with, before there are some.
+
+    Raises:
+        UsageError: The pattern is no regular expression, or lacks a group.
+    """
+    if block.losses_kind == "regex":
+        _pattern(block)
+
+
+def _pattern(block: ForeignBlock) -> re.Pattern[str]:
+    if block.pattern is None:
+        raise UsageError(
+            r"train.pattern: found nothing, needed one with losses_kind: regex; write (?P<step>\d+) and (?P<loss>\S+)"
+        )
     try:
-        pattern = re.compile(block.pattern or "")
+        pattern = re.compile(block.pattern)
     except re.error as error:
-        raise UsageError(f"train.pattern: {block.pattern!r} is no regular expression: {error}") from error
+        raise UsageError(f"train.pattern: {block.pattern!r} is no regular expression: {error}; correct it") from error
     if not {"step", "loss"} <= set(pattern.groupindex):
         raise UsageError(
             f"train.pattern: {block.pattern!r} has no groups named step and loss; "
             r"write (?P<step>\d+) and (?P<loss>\S+)"
         )
+    return pattern
+
+
+def _of_text(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:
+    pattern = _pattern(block)
     text = _COLOUR.sub("", read_small(place, INDEX_BYTES).decode("utf-8", "replace"))
     for number, line in enumerate(text.split("\n"), start=1):
         for found in pattern.finditer(line):

@@ -158,6 +158,18 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path, fault: str,
         ({"resume": "--from {checkpont}"}, r"train.resume: .* did you mean {checkpoint}\?"),
         ({"environment": {"A": "{otu}"}}, r"train.environment.A: .* did you mean {out}\?"),
         ({"checkpoint": "{stp}"}, r"train.checkpoint: .* did you mean {step}\?"),
+        ({"checkpoint": "last"}, r"train.checkpoint: last is the same for every step, needed {step} in it"),
+        ({"checkpoint": "/all/step-{step}"}, r"train.checkpoint: /all/step-{step} is not below {out}"),
+        ({"checkpoint": "../step-{step}"}, r"train.checkpoint: .* is not below {out}"),
+        ({"losses": "/tmp/losses"}, r"train.losses: /tmp/losses is not below {out}"),
+        ({"losses_kind": "regex"}, r"train.pattern: found nothing, needed one with losses_kind: regex"),
+        ({"losses_kind": "regex", "pattern": "("}, r"train.pattern: .* is no regular expression"),
+        ({"time_limit": 0.0}, r"train.time_limit: found 0, needed seconds above 0"),
+        ({"environment": {"A=B": "1"}}, r"train.environment: 'A=B' is no variable"),
+        ({"environment": {"A": "x\0"}}, r"train.environment: 'A' is no variable"),
+        ({"command": "x {resume} '\0'"}, r"train.command: has a NUL in it"),
+        ({"command": "x {steps}"}, r"train.command: is not told of {checkpoint}, needed {resume} in it"),
+        ({"resume": "--continue"}, r"train.command: is not told of {checkpoint}"),
     ],
 )
 def test_a_recipe_that_cannot_be_run_is_refused_before_anything_is(tmp_path: Path, keys: Any, said: str) -> None:
@@ -184,7 +196,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="no-such-program cannot be started"):
-        run(tmp_path, command="no-such-program {steps}")
+        run(tmp_path, command="no-such-program {steps} {resume}")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
