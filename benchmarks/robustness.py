@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, str | None, Sequence[str]]] = {
     "gemma4_vlm_tiny-tp2-pp2": ("gemma4_vlm_tiny", None, ("layout.tp=2", "layout.pp=2")),
     "gemma4_31b": ("gemma4_31b", None, (*_IMAGES, *_SHORT)),
     "gemma4_31b_tp4_pp2": ("gemma4_31b_tp4_pp2", None, (*_IMAGES, *_SHORT, "layout.tp=1")),
-    "gemma4_31b_tp4_pp4": ("gemma4_31b_tp4_pp4", None, (*_IMAGES, *_SHORT, "layout.tp=1")),
+    "gemma4_31b_tp4_pp4": ("gemma4_31b_tp4_pp4", None, (*_IMAGES, *_SHORT, "layout.tp=1", "checks.layouts=[{pp: 2}]")),
     "phi_4_squad": ("phi_4_squad", None, (*_TEXT, "training.steps=6", "training.save_at=[3]")),
 }
 

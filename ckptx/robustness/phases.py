@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ckptx.architecture.find import find_architecture
 from ckptx.conversion.convert import convert
 from ckptx.conversion.reshard import reshard
-from ckptx.errors import InputError, OutputError, UsageError
+from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import Names
@@ -39,7 +39,7 @@ from ckptx.robustness.runs import Logits, Outcome, Watch, away
 from ckptx.robustness.session import DRAWS, Session, of_steps
 from ckptx.robustness.stored_items import items_of
 from ckptx.training.checkpoints import LATEST
-from ckptx.training.recipe import ChecksBlock
+from ckptx.training.recipe import ChecksBlock, LayoutBlock, Recipe
 from ckptx.verification.bits import verify
 
 _DEFAULTS = ChecksBlock()
@@ -160,32 +160,56 @@ def export(session: Session) -> Findings:
 def other_layouts(session: Session) -> Findings:
     """Phase 5."""
     step, found = session.boundary, Findings()
-    checkpoint = session.checkpoint(step)
     layouts = session.recipe.checks.layouts
     if not layouts:
         return Findings(skipped="the recipe names no other layouts; add checks.layouts")
+    left = [each for each in layouts if not session.can_have(each.dims.world_size)]
+    notes = [
+        f"{session.on(each)}: not run, it needs {each.dims.world_size} ranks, and there are others" for each in left
+    ]
+    if len(left) == len(layouts):
+        return Findings(skipped="; ".join(notes))
+    found.notes += notes
     steady = replace(session.recipe, training=replace(session.recipe.training, dropout=0.0))
+    checkpoint = session.checkpoint(step)
     base: Outcome | None = None
     for number, layout in enumerate(layouts, 1):
-        words = session.on(layout)
-        if not session.ranks.can_have(layout.dims.world_size):
-            found.notes.append(f"{words}: not run, it needs {layout.dims.world_size} ranks and there are others")
+        if layout in left:
             continue
-        with found.reading(f"step-{step} on {words}"):
+        words = session.on(layout)
+        with found.reading(f"step-{step} on {words}"), _naming(f"checks.layouts[{number - 1}]"):
             if base is None:
                 run = replace(session.run_of(resumed=checkpoint, looks=[step]), recipe=steady)
                 base = session.train("without-dropout", run)
-            cut, saved = session.out / f"layout-{number}-cut", session.saved(f"layout-{number}", step)
-            dims = layout.dims
-            reshard(checkpoint, cut, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
-            found.verdicts.append(_same_bytes(checkpoint, cut, words))
-            run = replace(session.run_of(resumed=cut, looks=[step], saves={step: saved}, layout=layout), recipe=steady)
-            outcome = session.train(f"layout-{number}", run)
-            found.verdicts += compare(base.start[:1], outcome.start[:1], _OF_NO_RANK)
-            found.verdicts.append(_same_bytes(checkpoint, saved, words))
-            found.verdicts.append(_losses(session, base, outcome, session.noise_of("loss")))
-            found.verdicts += _same_state(checkpoint, cut, words) + _same_state(checkpoint, saved, words)
+            found.verdicts += _on_other_layout(session, layout, number, base, steady)
     return _merged(found)
+
+
+def _on_other_layout(
+    session: Session, layout: LayoutBlock, number: int, base: Outcome, steady: Recipe
+) -> Iterator[Verdict]:
+    """What was saved, cut for another mesh, loaded there, saved, and trained further."""
+    step, words, dims = session.boundary, session.on(layout), layout.dims
+    checkpoint = session.checkpoint(step)
+    cut, saved = session.out / f"layout-{number}-cut", session.saved(f"layout-{number}", step)
+    reshard(checkpoint, cut, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
+    yield _same_bytes(checkpoint, cut, words)
+    run = replace(session.run_of(resumed=cut, looks=[step], saves={step: saved}, layout=layout), recipe=steady)
+    outcome = session.train(f"layout-{number}", run)
+    yield from compare(base.start[:1], outcome.start[:1], _OF_NO_RANK)
+    yield _same_bytes(checkpoint, saved, words)
+    yield _losses(session, base, outcome, session.noise_of("loss"))
+    yield from _same_state(checkpoint, cut, words)
+    yield from _same_state(checkpoint, saved, words)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Around what a model may have no form for: the error names the key of the recipe that asks for it."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{key}: {error}") from error
 
 
 def resume(session: Session) -> Findings:

@@ -102,8 +102,8 @@ def robustness(
                     folder = session.out = session.ask("agreed", folder)
                     report = replace(report, out=str(folder))
                 on_phase(report)
-                session.source, kind = session.ask("prepared", read, folder / "source")
-                session.is_exact = kind == "cpu"
+                session.source, session.devices = session.ask("prepared", read, folder / "source")
+                session.is_exact = session.devices is None
                 forecast = forecast_memory(session, memory)
                 report = _run(report, session, wanted, forecast, on_phase)
                 if ranks.is_launched:

@@ -47,6 +47,7 @@ class Session:
         out: Where everything is written.
         ranks: Live over the phases.
         is_exact: Whether two runs alike are expected to have the same bits, as on a CPU.
+        devices: How many there are where each rank needs one; None where any number of ranks has room.
         log: What the user should know.
         planted: A fault, or nothing.
         losses: Of each run, by its name.
@@ -66,6 +67,7 @@ class Session:
     kills: list[dict[str, Any]] = field(default_factory=list)
     residues: list[Residue] = field(default_factory=list)
     taken: tuple[int, int] | None = None
+    devices: int | None = None
     _found: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -77,6 +79,12 @@ class Session:
     def boundary(self) -> int:
         """The step that resumed runs go on from."""
         return self.recipe.training.save_at[0]
+
+    def can_have(self, world_size: int) -> bool:
+        """Whether there can be so many ranks: under torchrun as many as it started, else one for each device."""
+        return self.ranks.can_have(world_size) and (
+            self.ranks.is_launched or self.devices is None or world_size <= self.devices
+        )
 
     def ask(self, task: str, *args: Any, world_size: int | None = None, ranks: Ranks | None = None) -> Any:
         """What a task found; each rank knows what all of them found."""

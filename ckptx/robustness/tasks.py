@@ -35,14 +35,14 @@ _PROBED = 2  # samples that logits are compared on
 LABELS = "labels"
 
 
-def prepared(place: Process, recipe: Recipe, directory: Path) -> tuple[Path, str]:
-    """The checkpoint that a recipe begins with, written by rank 0 where it has none, and the kind of the device."""
+def prepared(place: Process, recipe: Recipe, directory: Path) -> tuple[Path, int | None]:
+    """The checkpoint that a recipe begins with, written by rank 0 where it has none; the GPUs here, None on a CPU."""
     found: Path | None = None
     with together():
         if place.rank == 0:
             found = prepare_source(recipe, directory)
     source: Path = told(found)
-    return source, place.device.type
+    return source, None if place.device.type == "cpu" else torch.cuda.device_count()
 
 
 def agreed(place: Process, value: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import UsageError
-from ckptx.training.recipe import Recipe
+from ckptx.training.recipe import LayoutBlock, Recipe
 from ckptx.training.recipe_schema import Subject, block_of, found_as
 from ckptx.training.sizes import check_sizes, with_data_ranks
 from ckptx.training.yaml_text import parse_yaml
@@ -62,7 +62,7 @@ def read_recipe(name_or_file: str | Path, sets: Sequence[str] = (), world_size: 
             of a block, and a path through one that is not there, make it.
         world_size: The ranks there are: `dp_shard` is filled in from it, and a layout of another number is refused.
             Without it, `dp_shard` is 1 unless the recipe says otherwise. The layouts of `checks` are filled in from the
-            ranks of the recipe's own.
+            ranks of the recipe's own; one that needs more than these has 1.
 
     Raises:
         UsageError: A key is unknown, a value is of another type, or the numbers cannot be run together.
@@ -95,11 +95,17 @@ def _checked(recipe: Recipe, subject: Subject, world_size: int | None) -> Recipe
     layout = with_data_ranks(recipe.layout, world_size, subject)
     ranks = layout.dims.world_size
     others = tuple(
-        with_data_ranks(each, ranks if each.dp_shard is None else None, subject, f"checks.layouts[{at}]")
+        with_data_ranks(each, _ranks_of(each, ranks), subject, f"checks.layouts[{at}]")
         for at, each in enumerate(recipe.checks.layouts)
     )
     recipe = replace(recipe, layout=layout, checks=replace(recipe.checks, layouts=others))
     return replace(recipe, notes=check_sizes(recipe, subject))
+
+
+def _ranks_of(layout: LayoutBlock, ranks: int) -> int | None:
+    """What `dp_shard` of a layout of `checks` is filled in from; None where it is given, or is to be 1."""
+    needed = layout.tp * layout.pp * layout.dp_replicate
+    return None if layout.dp_shard is not None or needed > ranks else ranks
 
 
 def _text_of(path: Path) -> str:

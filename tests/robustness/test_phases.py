@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ckptx.errors import UnsupportedError
+from ckptx.report.report import Log
 from ckptx.robustness.oracles import Verdict
-from ckptx.robustness.phases import _same_bytes, _same_state
+from ckptx.robustness.phases import _same_bytes, _same_state, other_layouts
+from ckptx.robustness.ranks import Ranks
+from ckptx.robustness.session import Session
+from ckptx.training.recipe_file import read_recipe
 
 State = dict[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
@@ -84,3 +90,31 @@ def test_a_model_of_other_bytes_is_named_by_its_tensor(tmp_path: Path) -> None:
     given["model.weight"][1, 2] = -5.0
     verdict: Verdict = _same_bytes(saved(tmp_path / "first", state()), saved(tmp_path / "second", given), "tp2")
     assert [each.item for each in verdict.differences] == ["tp2: model.weight"]
+
+
+def session_with(layouts: str, tmp_path: Path, stack: ExitStack, **others: Any) -> Session:
+    """One whose runs are not run."""
+    ranks = stack.enter_context(Ranks(device="cpu"))
+    recipe = read_recipe("llama_tiny", [f"checks.layouts={layouts}"])
+    return Session(recipe=recipe, source=tmp_path, out=tmp_path, ranks=ranks, is_exact=True, log=Log(), **others)
+
+
+def test_meshes_that_need_more_devices_than_there_are_are_left_out(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        session = session_with("[{tp: 4}, {tp: 2, pp: 2}]", tmp_path, stack, devices=2)
+        found = other_layouts(session)
+    assert not found.verdicts  # nothing was compared, and so nothing passes
+    said = "not run, it needs 4 ranks, and there are others"
+    assert found.skipped == f"tp4: {said}; tp2 x pp2: {said}"
+
+
+def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise UnsupportedError("LlamaForCausalLM: num_key_value_heads is 2, needed a multiple of tp=4")
+
+    with ExitStack() as stack:
+        session = session_with("[{tp: 4}]", tmp_path, stack)
+        monkeypatch.setattr(Session, "checkpoint", lambda self, step: tmp_path)
+        monkeypatch.setattr(Session, "train", refuse)
+        with pytest.raises(UnsupportedError, match=r"^checks.layouts\[0\]: LlamaForCausalLM: num_key_value"):
+            other_layouts(session)

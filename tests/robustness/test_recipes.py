@@ -19,7 +19,7 @@ RECIPES = {
     "gemma4_vlm_tiny": (),
     "gemma4_31b": (*IMAGES, *SHORT),
     "gemma4_31b_tp4_pp2": (*IMAGES, *SHORT, "layout.tp=1"),
-    "gemma4_31b_tp4_pp4": (*IMAGES, *SHORT, "layout.tp=1"),
+    "gemma4_31b_tp4_pp4": (*IMAGES, *SHORT, "layout.tp=1", "checks.layouts=[{pp: 2}]"),
     "phi_4_squad": (*TEXT, *SHORT),
 }
 

@@ -93,7 +93,6 @@ def test_changes_are_made_in_order_and_reach_into_mappings() -> None:
         ("layout.pp=4", "found 2 microbatches for 4 stages, needed as many at least"),
         ("layout.schedule=1f2b", "is unknown, needed one of 1f1b"),
         ("layout.pp_split=2,x", 'layout.pp_split: found "2,x", needed even'),
-        ("checks.layouts=[{tp: 2, pp: 2}]", "checks.layouts[0]: tp x pp x dp_replicate is 4, found 2 ranks"),
         ("=3", "found no key with a value"),
         ("training", "found no key with a value"),
         ("training..steps=3", "found no key with a value"),
@@ -169,6 +168,16 @@ def test_data_ranks_are_those_that_are_left() -> None:
         read_recipe(TINY, [*free, "layout.tp=4"], world_size=6)
     with pytest.raises(UsageError, match="found 3 ranks, needed 2; start so many"):
         read_recipe(TINY, world_size=3)
+
+
+def test_a_mesh_of_checks_may_need_more_ranks_than_there_are() -> None:
+    more = ["checks.layouts=[{tp: 2, pp: 2}]"]
+    for world_size in (None, 2):
+        (layout,) = read_recipe(TINY, more, world_size).checks.layouts
+        assert (layout.dp_shard, layout.dims.world_size) == (1, 4)
+    uneven = ["layout.dp_shard=3", "training.global_batch=24", "checks.layouts=[{tp: 2}]"]
+    with pytest.raises(UsageError, match=r"checks.layouts\[0\]: tp x pp x dp_replicate is 2, found 3 ranks"):
+        read_recipe(TINY, uneven)
 
 
 def test_few_microbatches_are_refused_with_1f1b_and_noted_otherwise() -> None:
