@@ -29,6 +29,10 @@ _COMMANDS = {
 }
 
 
+# Of processes, devices, and the directory where a forkserver listens.
+_HAVE_TO_TAKE_LEAVE = frozenset({"torch", "multiprocessing.forkserver"})
+
+
 class _LazyGroup(SectionedGroup):
     """Imports `ckptx.cli.NAME` when its command is asked for."""
 
@@ -129,7 +133,7 @@ def run() -> None:
     try:
         main()
     except SystemExit as leave:
-        if "torch" in sys.modules:  # has processes and devices to take leave of
+        if not _HAVE_TO_TAKE_LEAVE.isdisjoint(sys.modules):
             raise
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

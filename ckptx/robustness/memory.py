@@ -21,11 +21,14 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
         gpu_memory: Of each GPU, in bytes; None does not ask.
 
     Raises:
-        SpaceError: It does not fit; the message says what would.
+        SpaceError: It does not fit, in a GPU or in the memory that ranks on a CPU share.
         CkptxError: Whether it fits cannot be known.
     """
     try:
-        found = session.ranks.aside(_forecast, session.recipe, session.source, gpu_memory)
+        shares = session.devices is None and not session.ranks.is_launched
+        found = session.ranks.aside(_forecast, session.recipe, session.source, gpu_memory, shares)
+    except SpaceError:
+        raise
     except CkptxError as error:
         if gpu_memory is not None:
             raise
@@ -34,11 +37,22 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
     return {"forecast_peak": found[0], "forecast_between_steps": found[1]}
 
 
-def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None) -> tuple[int, int]:
+def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool) -> tuple[int, int]:
+    """Peak and what is left between steps, on the rank with the most.
+
+    Args:
+        recipe: Whose step it is.
+        source: The checkpoint.
+        gpu_memory: Of each GPU, in bytes; None does not ask.
+        shares: Whether the ranks share the memory of this machine.
+    """
+    import torch
+
     from ckptx.forecasting.ranks import ranks_of
     from ckptx.forecasting.remedy import mesh_that_fits
     from ckptx.forecasting.reserve import reserved
     from ckptx.forecasting.task import task_of_recipe
+    from ckptx.verification.memory import free_bytes
 
     task = task_of_recipe(recipe, source)
     ranks = ranks_of(task)
@@ -48,6 +62,13 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None) -> tuple[int
             f"--gpu-memory: {recipe.name} takes {human_bytes(peak)} of tensors at the peak of a step and "
             f"{human_bytes(reserved(peak))} beside them, found {human_bytes(gpu_memory)}; "
             f"{_advice(task.dims, mesh_that_fits(task, gpu_memory))}"
+        )
+    free = free_bytes(torch.device("cpu")) if shares else None
+    needed = sum(each.peak for each in ranks) * recipe.layout.dims.per_stage
+    if free is not None and needed > free:
+        raise SpaceError(
+            f"{recipe.name}: its ranks take {human_bytes(needed)} of tensors at the peak of a step, found "
+            f"{human_bytes(free)} free on this machine; set a shorter data.sequence_length, or a smaller model"
         )
     return peak, max(sum(each.course.between) for each in ranks)
 

@@ -208,8 +208,8 @@ def _naming(key: str) -> Iterator[None]:
     """Around what a model may have no form for: the error names the key of the recipe that asks for it."""
     try:
         yield
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{key}: {error}") from error
+    except (UsageError, UnsupportedError) as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def resume(session: Session) -> Findings:

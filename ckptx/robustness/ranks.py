@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any, NamedTuple
 
 from ckptx.child import in_child, nobodys_script
@@ -251,7 +252,8 @@ class _Died(PeerFailure):
     """A signal ended a rank."""
 
     def __init__(self, rank: int, signal: int) -> None:
-        super().__init__(f"rank {rank}: ended by signal {signal}; look at its output", 7, is_said=False)
+        why = " and unless somebody did that, memory was short" if signal == SIGKILL else ""
+        super().__init__(f"rank {rank}: ended by signal {signal}{why}; look at its output", 7, is_said=False)
         self.signal = signal
 
 

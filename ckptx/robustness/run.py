@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.errors import OutputError, UsageError
+from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.options import parse_size
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
@@ -24,6 +24,7 @@ from ckptx.robustness.session import Planted, Session
 from ckptx.runtime.launch import is_launched
 from ckptx.training.recipe import Recipe
 from ckptx.training.recipe_file import find_recipe, read_recipe
+from ckptx.verification.arguments import CHOICES
 
 _SHOWN = 200  # rows of differences in a report
 
@@ -69,6 +70,7 @@ def robustness(
     path = find_recipe(recipe)
     read = read_recipe(path, settings, int(os.environ["WORLD_SIZE"]) if is_launched() else None)
     log(read)
+    _refuse_choices(device, backend)
     wanted, memory = chosen(phases), None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     planted = Planted()
     if inject is not None:
@@ -80,6 +82,8 @@ def robustness(
             wanted = [each for each in wanted if each.number == fault.phase]
     if read.train is not None:
         _refuse_foreign(read, phases, inject)
+    else:
+        _refuse_nothing_after(read)
     folder, is_mine = _folder(out)
     mine = folder
     try:
@@ -108,16 +112,42 @@ def robustness(
                 report = _run(report, session, wanted, forecast, on_phase)
                 if ranks.is_launched:
                     session.ask("agreed", None)  # nobody reads any more
-    except BaseException:  # nothing was judged
-        if is_mine:
+    except BaseException as error:  # nothing was judged
+        stays = read.train is not None and isinstance(error, CkptxError)  # with what the command printed
+        if is_mine and not (stays and any(mine.iterdir())):
             shutil.rmtree(mine, ignore_errors=True)
-        elif folder.is_dir() and not any(folder.iterdir()):
+        elif not is_mine and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         raise
     if is_mine and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, out="")
     return stopwatch.stop(replace(report, warnings=log.notes))
+
+
+def _refuse_choices(device: str, backend: str) -> None:
+    """Refuses a device or a backend that nobody has.
+
+    Raises:
+        UsageError: There is one.
+    """
+    for name, value in (("device", device), ("backend", backend)):
+        if value not in CHOICES[name]:
+            raise UsageError(f'--{name}: "{value}", needed one of {", ".join(CHOICES[name])}')
+
+
+def _refuse_nothing_after(recipe: Recipe) -> None:
+    """Refuses a run that saves nothing to go on from.
+
+    Raises:
+        UsageError: It saves at the last step alone.
+    """
+    training = recipe.training
+    if min(training.save_at, default=training.steps) >= training.steps:
+        raise UsageError(
+            f"training.save_at: found {list(training.save_at)}, needed a step before the last, {training.steps}: what "
+            "follows it is compared; set training.steps or training.save_at"
+        )
 
 
 def _refuse_foreign(recipe: Recipe, phases: str | None, inject: str | None) -> None:

@@ -61,7 +61,7 @@ def build_model(
         EnvironmentProblem: A package that the class needs is missing.
     """
     name, cls, config = read_config(config_dir, trust_remote_code=trust_remote_code)
-    with _building(name, config_dir):
+    with building(name, config_dir):
         if edit is not None:
             edit(config)
         model = on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
@@ -92,13 +92,22 @@ def read_config(config_dir: Path, *, trust_remote_code: bool = False) -> tuple[s
     architecture = find_architecture(values)
     if architecture is not None:
         architecture.stacks(values)  # a number of layers that cannot be would be found out by building them
-    with _building(names[0], config_dir):
+    with building(names[0], config_dir):
         return names[0], *_class_and_config(names[0], values, config_dir, trust_remote_code)
 
 
 @contextlib.contextmanager
-def _building(name: str, config_dir: Path) -> Iterator[None]:
-    """What goes wrong in transformers, in our words."""
+def building(name: str, config_dir: Path) -> Iterator[None]:
+    """Around what transformers builds: what goes wrong there, in our words.
+
+    Args:
+        name: Of the class.
+        config_dir: Where its config.json is.
+
+    Raises:
+        UnsupportedError: It raised anything.
+        EnvironmentProblem: It needs a package that is not there.
+    """
     try:
         yield
     except ImportError as error:

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ckptx.errors import InputError, UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.hf.reader import read_json
-from ckptx.runtime.build import read_config
+from ckptx.runtime.build import building, read_config
 from ckptx.training.dropouts import dropouts_of, set_dropout
 from ckptx.training.recipe import ModelBlock, Recipe
 from ckptx.training.recipe_schema import unknown
@@ -74,7 +74,8 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config, cls, name = _random_config(values, directory, recipe)
     tokenizer = make_tokenizer(config)
-    made = random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
+    with building(name, directory):
+        made = random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
     made.config.architectures = [name]
     with _without_bars():
         made.save_pretrained(directory, max_shard_size=_SHARD)

@@ -38,7 +38,7 @@ def allowed(seen: Seen, options: RunOptions, process: Process) -> Allowed:
     """What the user says, or what is free."""
     if options.reference_memory is not None:
         return Allowed(options.reference_memory, options.reference_memory)
-    free = _free(process.device)
+    free = free_bytes(process.device)
     if free is None:
         return Allowed(None, None)
     free = int(free * _USED)
@@ -67,7 +67,7 @@ def needed_bytes(weights: int, *, backward: bool) -> int:
     return weights * 2 if backward else weights
 
 
-def _free(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be had, or None where nobody says."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 from support.tool import ROOT
 
 import ckptx
-from ckptx.errors import OutputError, UsageError
+from ckptx.errors import EnvironmentProblem, OutputError, SpaceError, UsageError
+from ckptx.robustness.memory import _forecast
 from ckptx.robustness.phases import PHASES, chosen
+from ckptx.training.recipe_file import read_recipe
+from ckptx.training.source import prepare_source
 
 # Fewer steps and layers than the recipe has.
 SMALLER = [
@@ -50,7 +54,7 @@ def test_a_run_that_passes_leaves_nothing(tmp_path: Path) -> None:
     assert memory["measured_peak"] > memory["measured_between_steps"] > 0
     assert "Warning" not in said
     assert document["out"] == ""
-    assert not list(tmp_path.glob("ckptx-robustness-*"))
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(("ckptx-", "pymp-"))]
 
 
 def test_a_fault_runs_the_phase_that_names_it_and_everything_stays(tmp_path: Path) -> None:
@@ -82,16 +86,26 @@ def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
         (["llama_tiny", "--phases", "3-1"], "found '3-1'"),
         (["llama_tiny", "--inject", "nothing"], "no such fault"),
         (["llama_tiny", "--gpu-memory", "many"], "--gpu-memory"),
+        (["llama_tiny", "--backend", "mpi"], '--backend: "mpi", needed one of auto, gloo, nccl'),
+        (["llama_tiny", "--device", "tpu"], '--device: "tpu", needed one of auto, cpu, cuda'),
+        (
+            ["llama_tiny", "--set", "training.save_at=[]"],
+            "training.save_at: found [], needed a step before the last, 6",
+        ),
+        (["llama_tiny", "--set", "training.save_at=[6]"], "training.save_at: found [6], needed a step before the last"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    names = {"--phases": "phases", "--inject": "inject", "--gpu-memory": "gpu_memory"}
-    options = {
+    names = {
+        "--phases": "phases", "--inject": "inject", "--gpu-memory": "gpu_memory", "--backend": "backend",
+        "--device": "device",
+    }  # fmt: skip
+    options = {"device": "cpu"} | {
         names[option]: value for option, value in zip(arguments[1::2], arguments[2::2], strict=True) if option in names
     }
     settings = [value for option, value in zip(arguments[1::2], arguments[2::2], strict=True) if option == "--set"]
     with pytest.raises(UsageError) as error:
-        ckptx.robustness(arguments[0], settings=settings, device="cpu", **options)  # type: ignore[arg-type]
+        ckptx.robustness(arguments[0], settings=settings, **options)  # type: ignore[arg-type]
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -116,4 +130,26 @@ def test_what_cannot_fit_is_refused_before_it_trains(tmp_path: Path) -> None:
     assert done.returncode == 6
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("error")]
     assert "--gpu-memory: llama_tiny takes" in line and "found 953.67 MiB" in line
-    assert not list(tmp_path.glob("ckptx-robustness-*"))
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(("ckptx-", "pymp-"))]
+
+
+def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = read_recipe("llama_tiny")
+    source = prepare_source(recipe, tmp_path)
+    monkeypatch.setattr("ckptx.verification.memory.free_bytes", lambda device: 6 << 20)
+    with pytest.raises(SpaceError, match=r"llama_tiny: its ranks take .* at the peak of a step, found 6.00 MiB free"):
+        _forecast(recipe, source, None, shares=True)
+    assert _forecast(recipe, source, None, shares=False)[0] < 6 << 20  # of one rank
+
+
+def test_what_a_command_printed_stays_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    failing = ["train.command='{python} -c \"exit(3)\" {resume}'"]
+    with pytest.raises(EnvironmentProblem, match="straight: ended with exit code 3") as caught:
+        ckptx.robustness("fsdp2_script", settings=failing)
+    (folder,) = tmp_path.glob("ckptx-robustness-*")
+    assert (folder / "straight" / "output.log").is_file() and str(folder) in str(caught.value)
+    shutil.rmtree(folder)
+    with pytest.raises(UsageError, match=r"train\.time_limit"):
+        ckptx.robustness("fsdp2_script", settings=["train.time_limit=0"])
+    assert not any(tmp_path.iterdir())

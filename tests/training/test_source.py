@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptx.errors import InputError, UsageError
+from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.build import build_model, materialize, read_config
 from ckptx.runtime.load import load
 from ckptx.training.recipe import Recipe
@@ -163,6 +163,8 @@ def test_a_changed_config_stands_beside_the_same_weights(tmp_path: Path) -> None
         (["model.config={model_type: llama}"], InputError, '"architectures" names no class'),
         (["model.config.num_hidden_layer=2"], UsageError, 'did you mean "num_hidden_layers"?'),
         (["model.config.vocab_size=200"], UsageError, "vocab_size is 200"),
+        (["model.config.hidden_act=nope"], UnsupportedError, "cannot build it from"),
+        (["model.config.hidden_size=0"], UnsupportedError, "cannot build it from"),
         (["model.pretrained=no/such", "model.shrunk=true", "model.config={}"], InputError, "or give model.shrunk_from"),
         (["model.pretrained=no/such"], InputError, "no/such"),
     ],

@@ -24,7 +24,7 @@ def seen(nbytes: int, stored: int) -> Seen:
 
 @pytest.fixture
 def has_10_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free", lambda device: 10 * GIB)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * GIB)
 
 
 def allowed(nbytes: int, ranks: int = 1, **options: Any) -> tuple[int | None, int | None]:
@@ -62,13 +62,13 @@ def test_only_what_would_help_is_advised() -> None:
 
 
 def test_what_is_free_here_is_known() -> None:
-    free = memory._free(CPU)
+    free = memory.free_bytes(CPU)
     assert free is not None and free > 1 << 20
 
 
 def test_where_nobody_says_what_is_free_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "gone")
-    assert memory._free(CPU) is None
+    assert memory.free_bytes(CPU) is None
     assert allowed(1 << 30) == (None, None)
 
 
