@@ -57,6 +57,12 @@ _COULD_NOT_BE_NAMED = (
     "this trainer cannot resume for no step, so the ends are compared: that something differs is certain, what was not "
     "restored is not, as one step spreads it to every parameter"
 )
+_IN_NO_CHECKPOINT = (
+    "all that was saved came back, so what was not restored is in no checkpoint, as the place in the data or a "
+    "schedule may be; save it with the rest, and it is named"
+)
+# What a step does not spread to: it differs because it was not restored.
+_OF_ITSELF = ("adam step", "group", "scheduler", "step", "samples", "rng", "batch", "rate")
 
 
 @dataclass(slots=True)
@@ -278,9 +284,19 @@ class _Judge:
         losses = self._read_losses(run)
         verdicts += [self._of_losses(losses.by_step)]
         notes = [*losses.notes]
-        if not self.block.zero_steps and any(True for _ in failing(verdicts)):
-            notes.append(_COULD_NOT_BE_NAMED)
+        notes += self._why(verdicts)
         self._say(run, verdicts, notes)
+
+    def _why(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
+        """What the ends say of the cause, where the run for no step said nothing."""
+        failed = [each.oracle for each in failing(verdicts)]
+        was_named = any(row["name"] == SAVED_AGAIN and row["ok"] is False for row in self.outcome.phases)
+        if not failed or was_named:
+            return
+        yield _IN_NO_CHECKPOINT if self.block.zero_steps else _COULD_NOT_BE_NAMED
+        first = [oracle for oracle in _OF_ITSELF if oracle in failed]
+        if first:
+            yield f"begin with {', '.join(first)}: no step spreads a fault there"
 
     def _of_losses(self, found: Mapping[int, float]) -> Verdict:
         after = {step: loss for step, loss in self._losses.items() if step > self.save_at}

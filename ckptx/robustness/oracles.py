@@ -104,7 +104,8 @@ def compare(reference: Sequence[Items], found: Sequence[Items], oracles: Iterabl
     Args:
         reference: The items of each rank, of the run that did not stop.
         found: Of the other, with as many ranks.
-        oracles: Which are asked; one without a single item on either side is not.
+        oracles: Which are asked; one without a single item on either side is not. What is missing is no finite number
+            and no NaN either: the oracle that speaks of it says so.
     """
     wanted = set(oracles)
     compared: dict[str, int] = {}
@@ -115,7 +116,7 @@ def compare(reference: Sequence[Items], found: Sequence[Items], oracles: Iterabl
                 continue
             compared[oracle] = compared.get(oracle, 0) + 1
             was, now = before.get((oracle, item)), after.get((oracle, item))
-            if was != now:
+            if was != now and not (oracle == "finite" and None in (was, now)):
                 differences.setdefault(oracle, []).append(Difference(oracle, item, rank, was, now))
     return [Verdict(oracle, compared[oracle], differences.get(oracle, ())) for oracle in ORDER if oracle in compared]
 

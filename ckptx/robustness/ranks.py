@@ -21,10 +21,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, SIGKILL, pthread_sigmask
 from typing import Any, NamedTuple
 
 from ckptx.child import in_child, nobodys_script
@@ -198,7 +199,10 @@ class Ranks:
         arguments = (there, rank, self._settings)
         process: BaseProcess = context.Process(target=_work, args=arguments, name=f"ckptx-rank-{rank}", daemon=True)
         with nobodys_script(), _environment():
-            process.start()
+            with _deaf_to_ctrl_c():
+                process.start() if self._is_fresh else forkserver.ensure_running()
+            if not self._is_fresh:
+                process.start()  # waits until the nursery has imported
         there.close()
         return process, here
 
@@ -273,6 +277,20 @@ def _as_error(said: tuple[type[BaseException] | None, str, str]) -> BaseExceptio
         error = cls(text)
     error.__cause__ = RuntimeError(trace)
     return error
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """What begins here does not hear SIGINT, which a terminal sends to all of them: it ends when this process does.
+
+    Else nursery and ranks would each show where they were. Here one that arrives meanwhile is heard afterwards.
+    """
+    resource_tracker.ensure_running()  # it would be started with a nursery, and lets SIGINT through when it is
+    before = pthread_sigmask(SIG_BLOCK, {SIGINT})
+    try:
+        yield
+    finally:
+        pthread_sigmask(SIG_SETMASK, before)
 
 
 @contextmanager

@@ -87,7 +87,17 @@ def test_without_zero_steps_the_ends_are_compared(tmp_path: Path) -> None:
     row = next(row for row in outcome.phases if row["name"] == "saved again")
     assert row["ok"] is None and "cannot resume for no step" in row["notes"][0]
     assert {"model", "moments", "batch", "loss"} <= set(failed(outcome)["resumed"])
-    assert "what was not restored is not" in notes(outcome, "resumed")
+    said = notes(outcome, "resumed")
+    assert "what was not restored is not" in said and "begin with batch: no step spreads a fault there" in said
+
+
+def test_what_is_in_no_checkpoint_shows_at_the_end(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "late iterator")
+    assert set(failed(outcome)) == {"resumed"}
+    said = notes(outcome, "resumed")
+    assert "what was not restored is in no checkpoint" in said and "begin with rng: no step" in said
+    named = run(tmp_path / "named", "iterator")  # by the run for no step, so that nothing more is said of the end
+    assert not notes(named, "resumed")
 
 
 def test_noise_is_measured_and_not_compared(tmp_path: Path) -> None:

@@ -91,3 +91,9 @@ def test_nan_on_both_sides_is_not_equal() -> None:
     items = {("finite", "a"): "2 NaN", ("finite", "b"): "finite"}
     assert [each.item for each in all_finite([items]).differences] == ["a"]
     assert all_finite([{("finite", "b"): "finite"}]).ok
+
+
+def test_what_is_missing_is_not_said_to_be_infinite() -> None:
+    before = {("finite", "m"): "finite", ("moments", "m"): "1", ("finite", "w"): "finite"}
+    found = {each.oracle: len(each.differences) for each in compare([before], [{("finite", "w"): "1 NaN"}])}
+    assert found == {"finite": 1, "moments": 1}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +105,21 @@ def test_the_script_that_started_them_is_not_run_again(ranks: Ranks) -> None:
     main = sys.modules["__main__"]
     ranks.run(added, 1, world_size=1)
     assert sys.modules["__main__"] is main
+
+
+def test_ctrl_c_is_for_the_process_above_them(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, signal, threading\n"
+        "from ckptx.robustness.ranks import Ranks\n"
+        "if __name__ == '__main__':\n"
+        "    threading.Timer(1.5, os.killpg, (0, signal.SIGINT)).start()\n"  # while the nursery imports torch
+        "    with Ranks(device='cpu') as ranks:\n"
+        "        ranks.run('gathered', 1, world_size=2)\n"
+        "        threading.Event().wait(30)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60, start_new_session=True
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.count("Traceback") == 1 and done.stderr.endswith("KeyboardInterrupt\n")
