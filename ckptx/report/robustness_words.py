@@ -96,14 +96,15 @@ def oracle_text(row: Mapping[str, Any]) -> str:
 
 def items_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> list[str]:
     """Each item of an oracle that differs, with its ranks, and what it is where that is known: `a on rank 1: x, y`."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[tuple[str, object], list[Mapping[str, Any]]] = {}
     for row in report.differing:
         if is_of(row, phase) and row.get("oracle") == oracle:
-            found.setdefault(str(row["item"]), []).append(row)
+            said = row.get("found") if row.get("rank") is None else None  # of no rank, as several things a kill left
+            found.setdefault((str(row["item"]), said), []).append(row)
     if not found:
         (names,) = (row.get("differing") or () for row in phase["oracles"] if row["name"] == oracle)
         return [str(name) for name in names]
-    return [f"{item}{_ranks(rows)}{_values(rows[0])}" for item, rows in found.items()]
+    return [f"{item}{_ranks(rows)}{_values(rows[0])}" for (item, _), rows in found.items()]
 
 
 def is_of(row: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:

@@ -85,6 +85,16 @@ def test_more_items_than_a_line_names_are_counted() -> None:
     assert "          layers.3 on rank 0\n          and 16 more\n" in robustness_text(report)
 
 
+def test_several_things_at_one_place_are_each_said() -> None:
+    said = ["step-3: is no complete step", "the next save: step-3 is there"]
+    rows = [
+        {"phase": "kills", "oracle": "readable", "item": "write a", "rank": None, "reference": "none", "found": found}
+        for found in said
+    ]
+    text = robustness_text(broken(phases=[phase("kills", False, oracle("readable", ["write a"]))], differing=rows))
+    assert all(f"write a: {each}, should be none" in text for each in said)
+
+
 def test_items_come_from_the_oracle_where_the_report_has_no_rows() -> None:
     report = robust(exit=1, phases=[phase("resume", False, oracle("model", ["a", "b"]))], differing=[])
     assert "          a\n          b\n" in robustness_text(report)
