@@ -8,13 +8,18 @@ and all, and what it cannot know (where a router sends a token) fails by name in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -25,13 +30,36 @@ _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 _MOST_REAL = 2**22  # numbers of a tensor that is real: ids and masks of a microbatch, and what follows from them
 _MOST_MADE = 64  # floating-point numbers of one that follows from nothing: counters of an optimizer
 _META = torch.device("meta")
+
+
+def _overloads(*names: str) -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return frozenset(getattr(packet, each) for packet in packets for each in packet.overloads())
+
+
+_CPU = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
+# Of one tensor, another on the same storage: the kernel says it, and need not be asked through fake tensors.
+_VIEWS = _overloads(
+    "view", "_unsafe_view", "detach", "alias", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice",
+    "select", "as_strided",
+)  # fmt: skip
+_WRITING = _overloads("mul_", "add_", "sub_", "div_", "addcmul_", "addcdiv_", "lerp_", "zero_", "fill_", "copy_")
+_PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 # Kernels that begin with `contiguous()`, on a CPU and on CUDA.
 _COPYING = (
     torch.ops.aten._softmax, torch.ops.aten._log_softmax, torch.ops.aten._softmax_backward_data,
     torch.ops.aten._log_softmax_backward_data, torch.ops.aten.native_layer_norm,
 )  # fmt: skip
+
+
+class _Form(NamedTuple):
+    """A tensor of floating-point numbers without them."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
@@ -47,6 +75,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._see = see
+        self._forms: dict[Hashable, _Form] = {}  # of what operations give, by what they are given
         self._entered = ExitStack()
 
     def __enter__(self) -> ShapeTensors:
@@ -85,6 +114,24 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         return copy
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func in _VIEWS and type(args[0]) is FakeTensor:
+            with in_kernel_invocation_manager(self._fake):
+                found = func(*args, **kwargs)
+            return FakeTensor(self._fake, found, args[0].fake_device)
+        if func in _WRITING and type(args[0]) is FakeTensor:
+            return args[0]
+        key = _key_of(func, args, kwargs)
+        form = None if key is None else self._forms.get(key)
+        if form is not None:
+            with torch._C._DisableTorchDispatch():
+                made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
+            return FakeTensor(self._fake, made, _CPU)
+        found = self._computed_anew(func, args, kwargs)
+        if key is not None and _is_plain(found):
+            self._forms[key] = _Form(found.shape, found.stride(), found.dtype)
+        return found
+
+    def _computed_anew(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = list(tensors_in(args, kwargs))
         if any(isinstance(each, FakeTensor) for each in given):
             if func._overloadpacket in _INDEXING:
@@ -122,6 +169,37 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
                 return shapes
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+def _key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """What decides the form of what an operation gives; None where more than forms does, or nothing new is made."""
+    parts: list[Hashable] = [func]
+    has_tensor = False
+    for each in (*args, *kwargs.items()) if kwargs else args:
+        if type(each) is FakeTensor:
+            has_tensor = True
+            parts.append((each.shape, each.stride(), each.dtype))
+        elif isinstance(each, _PLAIN_TYPES):
+            parts.append((type(each), each))
+        elif isinstance(each, (list, tuple)) and all(isinstance(item, _PLAIN_TYPES) for item in each):
+            parts.append(tuple(each))
+        else:
+            return None
+    if not has_tensor or func._schema.is_mutable or func.namespace != "aten" or _is_view(func):
+        return None
+    return tuple(parts)
+
+
+def _is_plain(found: Any) -> bool:
+    """Whether a tensor is all that its form says: fake, strided, on a storage of its own that is no larger."""
+    return (
+        type(found) is FakeTensor
+        and found.fake_device == _CPU
+        and found.layout is torch.strided
+        and found.constant is None
+        and found.storage_offset() == 0
+        and not found.is_conj()
+    )
 
 
 @contextmanager
