@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -140,6 +141,7 @@ def _run(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> N
     from transformers.utils import logging
 
     torch.set_num_threads(1)  # threads of the parent are not here
+    gc.freeze()  # what was there before will not go
     logging.disable_progress_bar()
     try:
         said: Any = (True, work(*args))
