@@ -54,7 +54,8 @@ def _answers(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int
     try:
         return _side_by_side(work, calls, most, context or multiprocessing.get_context("fork"))
     except Defect as error:
-        if context is not None or _FORKED not in str(error):
+        said = f"{error} {error.__cause__}"  # a pipeline of torch puts its own words before it
+        if context is not None or _FORKED not in said:
             raise
     with nobodys_script():
         return _side_by_side(work, calls, most, multiprocessing.get_context("spawn"))

@@ -1,0 +1,71 @@
+"""Work in processes of its own: in the order it was asked for, with its errors, and after a backward pass, too."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from ckptx.child import in_child, in_children
+from ckptx.errors import Defect, InputError
+
+
+def late(seconds: float) -> tuple[float, int]:
+    """A number, later, and the process."""
+    time.sleep(seconds)
+    return seconds, os.getpid()
+
+
+def refuse(number: int) -> int:
+    """What only one of several does."""
+    if number == 1:
+        raise InputError("number 1: found, needed another")
+    time.sleep(30)
+    return number
+
+
+def backward(size: int) -> float:
+    """Fails in a fork of a process that has run a backward pass, under another error that has it for its cause."""
+    value = torch.ones(size, requires_grad=True)
+    try:
+        value.sum().backward()
+    except RuntimeError as error:
+        raise RuntimeError("failed to run a stage") from error
+    assert value.grad is not None
+    return float(value.grad.sum())
+
+
+def test_answers_come_in_the_order_of_the_calls() -> None:
+    found = in_children(late, [(0.3,), (0.0,), (0.1,)], most=3)
+    assert [seconds for seconds, _ in found] == [0.3, 0.0, 0.1]
+    assert len({process for _, process in found} | {os.getpid()}) == 4
+
+
+def test_no_more_run_than_may() -> None:
+    begin = time.perf_counter()
+    in_children(late, [(0.2,)] * 3, most=1)
+    assert time.perf_counter() - begin > 0.6
+
+
+def test_an_error_ends_the_others() -> None:
+    begin = time.perf_counter()
+    with pytest.raises(InputError, match="number 1: found"):
+        in_children(refuse, [(0,), (1,), (2,)], most=3)
+    assert time.perf_counter() - begin < 20
+
+
+def test_a_process_that_dies_is_a_defect() -> None:
+    with pytest.raises(Defect, match="ended with code 9"):
+        in_child(os._exit, 9)
+
+
+def test_nothing_to_do_is_nothing() -> None:
+    assert in_children(late, []) == []
+
+
+def test_a_process_that_has_gone_backward_asks_new_ones() -> None:
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert in_children(backward, [(3,), (5,)]) == [3.0, 5.0]
+    assert in_child(backward, 2) == 2.0
