@@ -70,6 +70,7 @@ def process_group(device: str = "auto", backend: str = "auto", store: dist.Store
 
     Raises:
         EnvironmentProblem: There is no such device or backend.
+        PeerFailure: Another rank is gone before all have met.
     """
     if dist.is_initialized():
         yield Process(dist.get_rank(), dist.get_world_size(), device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
@@ -82,12 +83,19 @@ def process_group(device: str = "auto", backend: str = "auto", store: dist.Store
         raise EnvironmentProblem("--backend nccl: needs CUDA devices, found none; use gloo")
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
-    if store is not None:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
-    elif is_launched():
-        dist.init_process_group(backend, timeout=_TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    try:
+        if store is not None:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+        elif is_launched():
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        code = EnvironmentProblem.exit_code
+        said = f"rank {rank}: another rank was gone before all had met; look at its output"
+        raise PeerFailure(said, code, is_said=False) from error
     try:
         yield process
     finally:

@@ -123,3 +123,29 @@ def test_ctrl_c_is_for_the_process_above_them(tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGINT
     assert done.stderr.count("Traceback") == 1 and done.stderr.endswith("KeyboardInterrupt\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        ("Gloo connectFullMesh failed with pair.cc: Connection closed by peer [127.0.0.1]:1", PeerFailure),
+        ("some other fault", RuntimeError),
+    ],
+)
+def test_who_fails_before_all_have_met_is_not_blamed_on_who_waits(
+    said: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the one that failed by itself is the one that is told; see `_first`."""
+    import torch.distributed as dist
+
+    from ckptx.runtime.distributed import process_group
+
+    def meet(*_: object, **__: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(dist, "init_process_group", meet)
+    expected = "was gone before all had met" if raised is PeerFailure else said
+    with pytest.raises(raised, match=expected) as caught, process_group("cpu"):
+        pass
+    if isinstance(caught.value, PeerFailure):
+        assert caught.value.exit_code == 7

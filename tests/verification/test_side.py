@@ -111,6 +111,6 @@ def test_rows_have_padding_where_the_class_takes_a_mask(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_before_it_has_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(EVERY["llama-untied"], tmp_path)
-    monkeypatch.setattr(memory, "_free", lambda device: 1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     with pytest.raises(Exception, match=r"the reference may take 900 B, needed .* at least, in up to 2 pieces"):
         verified(tmp_path, tmp_path)
