@@ -135,7 +135,7 @@ def forecast(  # type: ignore[misc]  # which options there are is said here alon
                 mode=activation_checkpointing,
             )  # fmt: skip
             task = task if recipe is not None else with_microbatches(task, task.microbatches * gpus)
-            question = Question(task, gpus, memory, pins)
+            question = Question(task, gpus, memory, pins, Path(directory))
             return stopwatch.stop(replace(search_report_of(question, find_layouts(question)), warnings=list(log.notes)))
         return stopwatch.stop(replace(report_of(task, ranks_of(task), memory), warnings=list(log.notes)))
 

@@ -38,6 +38,7 @@ def ranks_of(
     few_ranks: bool = False,
     in_place: bool = False,
     carries: Carries | None = None,
+    directory: Path | None = None,
 ) -> list[RankForecast]:
     """What the first rank of each stage of the pipeline takes.
 
@@ -45,17 +46,18 @@ def ranks_of(
         task: What is done.
         all_layers: Run all of them, also where many are alike.
         is_tried: Hold what a few layers say against a run with some more; without that it is taken as it comes.
+        few_ranks: Of a pipeline run only those one of which takes most: the first, which has most microbatches on the
+            way, the one with most parameters, and the last, which has the logits.
         in_place: One after another, and without a pipeline in this process, which keeps what it learns of operations
             and cannot be forked then.
         carries: What is known of what travels between stages; what is found out is added.
-        few_ranks: Of a pipeline run only those one of which takes most: the first, which has most microbatches on the
-            way, the one with most parameters, and the last, which has the logits.
+        directory: Where configs with fewer layers are written to; who may be killed does not remove them itself.
 
     Raises:
         UnsupportedError: The class cannot run like that, or computes by values that nobody knows before.
     """
-    with tempfile.TemporaryDirectory(prefix="ckptx-layers-") as directory:
-        short = None if all_layers else _short_models(task, Path(directory), is_tried)
+    with tempfile.TemporaryDirectory(prefix="ckptx-layers-", dir=directory) as own:
+        short = None if all_layers else _short_models(task, Path(own), is_tried)
         return _Ranks(task, short, in_place, {} if carries is None else carries).run(
             _telling_ranks(task) if few_ranks else range(task.dims.pp)
         )
@@ -114,19 +116,28 @@ class _Ranks:
         self._carries = carries
 
     def run(self, ranks: Sequence[int]) -> list[RankForecast]:
-        """What each takes; what one is given by another that does not run is taken for what the second stage is."""
+        """What each takes; what one is given by another that is left out is taken for what the second stage is given.
+
+        Where stages are not given as many values, none is left out.
+        """
         layout = self._task.recipe.layout
         stages = stages_of(layout.pp, layout.schedule)
         if layout.pp > 1 and stages > layout.pp:  # what stages send is found as if each had a rank of its own
             at = 0 if self._short is None else 1
             for number in range(stages):
                 self._learn(at, self._answers(walk_stage, [(self._task_at(at), stages, number, self._known(at))])[0])
-        found = []
+        found: dict[int, RankForecast] = {}
         for rank in ranks:
             if rank > 1 and rank not in self._boundaries:
-                self._boundaries[rank] = self._boundaries[1]
-            found.append(self._rank(rank))
-        return found
+                if self._are_given_as_many():
+                    self._boundaries[rank] = self._boundaries[1]
+                else:
+                    found |= {each: self._rank(each) for each in range(max(found) + 1, rank)}
+            found[rank] = self._rank(rank)
+        return list(found.values())
+
+    def _are_given_as_many(self) -> bool:
+        return all(len({len(slots) for slots in each.slots[1:]}) == 1 for each in self._carries.values())
 
     def _rank(self, rank: int) -> RankForecast:
         found = self._rank_of_few_layers(rank)

@@ -13,10 +13,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from ckptx.child import in_children
-from ckptx.errors import CkptxError, UsageError
+from ckptx.errors import CkptxError, Defect, UsageError
 from ckptx.forecasting.ledger import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ckptx.forecasting.ranks import Carries, ranks_of
 from ckptx.forecasting.reserve import reserved
@@ -106,12 +107,14 @@ class Question:
         gpus: How many there are.
         memory: Of each, in bytes.
         pins: What is not searched.
+        directory: For files that are gone with the search.
     """
 
     task: Task
     gpus: int
     memory: int
     pins: Pins
+    directory: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +206,16 @@ def _outcome(question: Question, dims: ParallelDims, parameters: int, carries: C
         for count in counts:  # the most first: they take least
             try:
                 candidate = _candidate(
-                    with_layout(task, dims, mode, count), is_tried=False, few_ranks=True, in_place=True, carries=carries
-                )
+                    with_layout(task, dims, mode, count), is_tried=False, few_ranks=True, in_place=True,
+                    carries=carries, directory=question.directory,
+                )  # fmt: skip
+            except Defect:
+                raise
             except CkptxError as error:
                 return Outcome(dims, refused=str(error), tried=tried)
             tried += 1
             smallest = min(smallest, candidate.peak)
-            _logger.info("%s, %s, %d microbatches: %d bytes", name_of(dims), mode, count, candidate.peak)
+            _logger.info("%s, %s, %d microbatches: %d bytes", dims, mode, count, candidate.peak)
             if not candidate.fits(question.memory):
                 break
             best = candidate if best is None else min(best, candidate, key=lambda each: each.order)
@@ -353,9 +359,3 @@ def _of_microbatch(rank: RankForecast, count: int) -> int:
     states = (PARAMETERS, OPTIMIZER, GRADIENTS)
     kept = sum(size for kind, size in zip(KINDS, rank.course.between, strict=True) if kind not in states)
     return rank.inputs + kept // count
-
-
-def name_of(dims: ParallelDims) -> str:
-    """`tp 2 x pp 2 x dp_shard 2`."""
-    sizes = {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate}
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"

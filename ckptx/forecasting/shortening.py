@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckptx.architecture.find import find_architecture
@@ -210,6 +211,4 @@ def _shorten(config: Mapping[str, Any], home: tuple[str, str], count: int, layer
 
 
 def _dtype_of(task: Task) -> Any:
-    import torch
-
     return getattr(torch, task.recipe.model.dtype)

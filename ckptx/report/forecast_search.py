@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptx.report.documents.forecast import SearchReport
-from ckptx.report.forecast_words import LOSSES
+from ckptx.report.forecast_words import mesh_text, step_text
 from ckptx.report.report import counted, human_bytes
 
 _HEADS = ("layout", "checkpointing", "microbatches", "peak", "to spare", "recomputed", "idle", "sent by a rank", "")
@@ -24,7 +24,7 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     lines = [
         f"{report.architecture}, {report.parameters:,} parameters, on {_gpus(report)}",
         f"a step over all GPUs: {counted(step['rows'], 'row')} of {step['seq']:,} tokens{images}",
-        ", ".join(_settings(step)),
+        step_text(step),
     ]
     if report.found:
         lines += _table([_HEADS, *(_row(report, each) for each in report.found)])
@@ -65,16 +65,6 @@ def _gpus(report: SearchReport) -> str:
     return f"{counted(report.gpus, 'GPU')} of {human_bytes(report.gpu_memory)}"
 
 
-def _settings(step: Mapping[str, Any]) -> Iterator[str]:
-    yield str(step["dtype"])
-    if step["param_dtype"]:
-        yield f"gathered in {step['param_dtype']}"
-    if step["reduce_dtype"]:
-        yield f"reduced in {step['reduce_dtype']}"
-    yield "no optimizer" if step["optimizer"] == "none" else str(step["optimizer"])
-    yield LOSSES[step["loss"]]
-
-
 def _row(report: SearchReport, found: Mapping[str, Any]) -> tuple[str, ...]:
     rows = counted(found["rows"], "row")
     return (
@@ -91,7 +81,7 @@ def _row(report: SearchReport, found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _mesh(layout: Mapping[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in layout.items() if size > 1) or "one GPU"
+    return mesh_text(layout) or "one GPU"
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -16,8 +16,13 @@ LOSSES = {"sharded": "loss on sharded logits", "whole": "loss on whole logits", 
 
 def mesh(report: ForecastReport) -> str:
     """`tp 2 x dp_shard 2, 4 ranks`."""
-    dims = [f"{name} {size}" for name, size in report.layout.items() if size > 1]
-    return f"{' x '.join(dims)}{', ' if dims else ''}{counted(prod(report.layout.values()), 'rank')}"
+    dims = mesh_text(report.layout)
+    return f"{dims}{', ' if dims else ''}{counted(prod(report.layout.values()), 'rank')}"
+
+
+def mesh_text(layout: Mapping[str, int]) -> str:
+    """`tp 2 x dp_shard 2`; nothing for one GPU."""
+    return " x ".join(f"{name} {size}" for name, size in layout.items() if size > 1)
 
 
 def rows_text(report: ForecastReport) -> str:
@@ -33,6 +38,11 @@ def settings_text(report: ForecastReport) -> str:
     """How it is done."""
     step = report.settings
     mode, scope = step["activation_checkpointing"], step["ac_scope"]
+    return f"{step_text(step)}, activation checkpointing {mode}{'' if scope == 'all' else f' of {scope} layers'}"
+
+
+def step_text(step: Mapping[str, Any]) -> str:
+    """What a step does on any mesh: dtypes, optimizer, loss."""
     said = [str(step["dtype"])]
     if step["param_dtype"]:
         said.append(f"gathered in {step['param_dtype']}")
@@ -40,7 +50,6 @@ def settings_text(report: ForecastReport) -> str:
         said.append(f"reduced in {step['reduce_dtype']}")
     said.append("no optimizer" if step["optimizer"] == "none" else str(step["optimizer"]))
     said.append(LOSSES[step["loss"]])
-    said.append(f"activation checkpointing {mode}{'' if scope == 'all' else f' of {scope} layers'}")
     return ", ".join(said)
 
 

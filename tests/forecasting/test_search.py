@@ -17,7 +17,7 @@ from ckptx.errors import UsageError
 from ckptx.forecasting import search as searching
 from ckptx.forecasting.counting import Tally
 from ckptx.forecasting.forecast import forecast
-from ckptx.forecasting.ranks import ranks_of
+from ckptx.forecasting.ranks import _Ranks, ranks_of
 from ckptx.forecasting.remedy import mesh_that_fits
 from ckptx.forecasting.reserve import reserved
 from ckptx.forecasting.search import (
@@ -218,3 +218,16 @@ def test_the_smallest_mesh_that_fits_is_named(source: Path) -> None:
     peak = ranks_of(half)[0].peak
     assert mesh_that_fits(task, peak + reserved(peak)) == (ParallelDims(tp=2), peak)
     assert mesh_that_fits(task, reserved(0)) is None
+
+
+@pytest.mark.slow
+def test_no_stage_is_left_out_where_stages_are_given_other_values(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = with_layout(step(source, 4), ParallelDims(pp=4), "none", 4)
+    few = ranks_of(task, few_ranks=True)
+    assert [each.stages for each in few] == [(0,), (3,)]
+    monkeypatch.setattr(_Ranks, "_are_given_as_many", lambda _: False)
+    every = ranks_of(task, few_ranks=True)
+    assert [each.stages for each in every] == [(0,), (1,), (2,), (3,)]
+    assert [each.peak for each in few] == [every[0].peak, every[3].peak]
