@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 import types
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from ckptx.errors import CkptxError, Defect
 
 T = TypeVar("T")
+_PATIENCE = 5.0  # seconds until what was told to end is ended
 _FORKED = "fork-based multiprocessing"  # as autograd says it
 
 
@@ -108,7 +110,7 @@ class _Child:
                 "of memory?"
             ) from None
         except BaseException:  # interrupted
-            self._process.kill()
+            self._process.terminate()
             raise
         finally:
             self.pipe.close()
@@ -120,7 +122,9 @@ class _Child:
         raise error from RuntimeError(trace)
 
     def end(self) -> None:
-        """Ends it, done or not."""
+        """Ends it, done or not, and what it started."""
+        self._process.terminate()
+        self._process.join(_PATIENCE)
         self._process.kill()
         self._process.join()
         self.pipe.close()
@@ -137,10 +141,19 @@ def nobodys_script() -> Iterator[None]:
         sys.modules["__main__"] = before
 
 
+def _leave(*_: Any) -> None:
+    """Ends this process and what it started, without raising: an exception would be lost in a callback."""
+    for each in multiprocessing.active_children():
+        each.terminate()
+    os._exit(128 + signal.SIGTERM)
+
+
 def _run(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
     from transformers.utils import logging
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; who started this one ends it
+    signal.signal(signal.SIGTERM, _leave)
     torch.set_num_threads(1)  # threads of the parent are not here
     gc.freeze()  # what was there before will not go
     logging.disable_progress_bar()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +61,36 @@ def test_an_error_ends_the_others() -> None:
 def test_a_process_that_dies_is_a_defect() -> None:
     with pytest.raises(Defect, match="ended with code 9"):
         in_child(os._exit, 9)
+
+
+def nested(path: Path) -> None:
+    """Starts a process that says who it is, and waits for it."""
+    in_child(wait_long, path)
+
+
+def wait_long(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_child(nested, tmp_path / "pid")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    process = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{process}").exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {process} is still there")
 
 
 def test_nothing_to_do_is_nothing() -> None:
