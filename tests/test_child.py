@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -77,13 +78,17 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    def when_it_waits() -> None:
+        while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGALRM)
+
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 5)
+    threading.Thread(target=when_it_waits, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             in_child(nested, tmp_path / "pid")
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     process = int((tmp_path / "pid").read_text())
     for _ in range(100):
