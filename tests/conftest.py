@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import defaultdict
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
     of_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: item.path not in of_pool)
+
+
+def pytest_collection_finish() -> None:
+    """Ten thousand tests and what they import are no garbage, and need not be looked at again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
