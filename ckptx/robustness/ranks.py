@@ -32,12 +32,13 @@ from ckptx.child import in_child, nobodys_script
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
 from ckptx.runtime.launch import is_launched
 
+_TASKS = "ckptx.robustness.tasks"
 _IMPORTED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.modeling_utils",
-    "ckptx.robustness.tasks",
+    _TASKS,
 ]
 _CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
 _worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
@@ -317,6 +318,9 @@ def _work(pipe: Connection, rank: int, settings: Settings) -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    importlib.import_module(_TASKS)
+    gc.collect()
+    gc.freeze()  # what was imported stays, and need not be looked at after each task
     while True:
         try:
             said = pipe.recv_bytes()
@@ -342,7 +346,7 @@ def _done(said: bytes, rank: int, settings: Settings) -> bytes:
             os.environ["LOCAL_RANK"] = str(rank)
         store = _store(settings, rank, world, world_size)
         if isinstance(task, str):
-            task = getattr(importlib.import_module("ckptx.robustness.tasks"), task)
+            task = getattr(importlib.import_module(_TASKS), task)
         with process_group(settings.device, settings.backend, store) as place, alone():
             _bound(settings, place.device)
             answer = pickle.dumps(task(place, *args))
@@ -387,15 +391,16 @@ def _residue() -> Residue:
     """What is still alive in this process; garbage is collected first."""
     import torch
 
-    from ckptx.runtime.living import living_tensors
+    from ckptx.runtime.living import living_tensors, tensors_of
 
     gc.collect()
+    alive = tensors_of(gc.get_objects())
     storages: dict[int, int] = {}
-    for each in living_tensors():
+    for each in living_tensors(alive):
         storage = each.untyped_storage()
         if storage.nbytes() > _CONSTANT:
             storages[storage._cdata] = storage.nbytes()
-    parameters = sum(issubclass(type(each), torch.nn.Parameter) for each in gc.get_objects())
+    parameters = sum(issubclass(type(each), torch.nn.Parameter) for each in alive)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return Residue(sum(storages.values()), parameters, _threads())

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-def living_tensors() -> Iterator[Tensor]:
-    """Each that has a storage of its own, of a DTensor its local part; sparse ones and fake ones have none."""
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor):  # isinstance would ask a proxy of torch, which warns
-            local = getattr(each, "_local_tensor", each)
-            if isinstance(local, Tensor) and local.layout is torch.strided and not isinstance(local, FakeTensor):
-                yield local
+def tensors_of(objects: Iterable[object]) -> list[Tensor]:
+    """Those that are tensors, of whatever kind."""
+    # isinstance would ask a proxy of torch, which warns
+    return [each for each in objects if issubclass(type(each), Tensor)]
+
+
+def living_tensors(alive: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
+    """Each that has a storage of its own, of a DTensor its local part; sparse ones and fake ones have none.
+
+    Args:
+        alive: Among which to look, as `tensors_of` finds them; all that the garbage collector knows when left out.
+    """
+    for each in tensors_of(gc.get_objects()) if alive is None else alive:
+        local = getattr(each, "_local_tensor", each)
+        if isinstance(local, Tensor) and local.layout is torch.strided and not isinstance(local, FakeTensor):
+            yield local

@@ -28,6 +28,8 @@ _TIMEOUT = 120.0  # seconds that one function may take
 # gloo keeps the threads of a mesh as long as anything remembers it, and torch remembers many; a thousand of them slow
 # the whole machine down, so that a worker with this many is replaced.
 _MOST_THREADS = 120
+_MANY_THREADS = 60
+_NEW_MODULES = 50
 # What gloo says on a rank whose peer has gone, and how much of that is worth reading.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SHORT = 700
@@ -142,7 +144,7 @@ def _work(pipe: Connection, last_words: Path) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported is no garbage, and need not be looked at after each function
+    known = _freeze()
     said = last_words.open("w")
     faulthandler.enable(said)
     while True:
@@ -160,10 +162,20 @@ def _work(pipe: Connection, last_words: Path) -> None:
                 gc.collect()  # sends and receives that a schedule left must not outlive their group
                 dist.destroy_process_group()
                 _forget_meshes()
-                gc.collect()
+                if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
+                    gc.collect()  # what still remembers a mesh keeps its threads
+                if len(sys.modules) > known + _NEW_MODULES:
+                    known = _freeze()
         except BaseException:  # handed to the test, which fails with it
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+
+
+def _freeze() -> int:
+    """What was imported is no garbage, and need not be looked at after each function; gives how many modules it is."""
+    gc.collect()
+    gc.freeze()
+    return len(sys.modules)
 
 
 def _forget_meshes() -> None:
