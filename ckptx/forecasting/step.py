@@ -16,6 +16,7 @@ from ckptx.forecasting.ledger import ACTIVATIONS, GRADIENTS, Ledger
 from ckptx.forecasting.task import Loss, Task
 from ckptx.runtime.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.mixed_inputs import MixedInputs
+from ckptx.runtime.model_errors import running
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.training.assembly import Assembled
 from ckptx.training.optimization import make_optimizer
@@ -44,9 +45,13 @@ class Step:
 
         Args:
             ledger: Is told what is what; one that sees nothing takes note of nothing.
+
+        Raises:
+            UnsupportedError: The code of the model fails.
         """
         assembled, most = self.assembled, self.task.recipe.training.clip
-        self._passes(ledger)
+        with running(assembled.models[0]):
+            self._passes(ledger)
         ledger.label((each.grad for _, each in assembled.parameters() if each.grad is not None), GRADIENTS)
         if most is not None:
             with ledger.during("clipping"):

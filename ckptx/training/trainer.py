@@ -25,6 +25,7 @@ from ckptx.errors import UnsupportedError
 from ckptx.runtime.background_save import Saver
 from ckptx.runtime.distributed import Process, data_index, everywhere
 from ckptx.runtime.gradients import clip_grad_norm, labels_per_rank
+from ckptx.runtime.model_errors import running
 from ckptx.runtime.randomness import RandomState, seed
 from ckptx.runtime.save import load_optimizer, save
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss, token_losses
@@ -139,7 +140,12 @@ class Trainer:
         self._at("loaded")
 
     def step(self) -> StepRecord:
-        """One step of the optimizer; every rank calls it."""
+        """One step of the optimizer; every rank calls it.
+
+        Raises:
+            UnsupportedError: The code of the model fails.
+            SpaceError: The memory of a GPU is not enough.
+        """
         begin = time.perf_counter()
         connect(self.assembled)
         self.done += 1
@@ -148,7 +154,8 @@ class Trainer:
         labels = [each[_LABELS] for each in batches]
         mesh, pipeline = self.assembled.mesh, self.assembled.pipeline
         items = labels_per_rank(labels, mesh)
-        losses = self._backward(batches, items) if pipeline is None else self._schedules(batches, items)
+        with running(self.assembled.models[0]):
+            losses = self._backward(batches, items) if pipeline is None else self._schedules(batches, items)
         self._at("gradients")
         most = self.recipe.training.clip if self.recipe.training.clip is not None else float("inf")
         norm = clip_grad_norm(self.assembled.models, most) if pipeline is None else pipeline.clip_grad_norm(most)
@@ -263,12 +270,13 @@ class Trainer:
             found.append(logits.detach().float().cpu())
             return logits.float().mean()
 
-        if pipeline is not None:
-            pipeline.forward(given, take)
-        else:
-            with torch.no_grad():
-                for each in given:
-                    take(models[0](**each), 0)
+        with running(models[0]):
+            if pipeline is not None:
+                pipeline.forward(given, take)
+            else:
+                with torch.no_grad():
+                    for each in given:
+                        take(models[0](**each), 0)
         for model in models:
             model.train()
         return found or None

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.model_errors import class_of
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.verification.inputs.batch import Inputs
 
@@ -98,13 +99,13 @@ def failing(model: nn.Module) -> Iterator[None]:
         if _NO_MEMORY in str(error):
             raise _out_of_memory(model, error) from error
         raise UnsupportedError(
-            f"{_class_of(model)}: fails when it is run like this: {_brief(error)}; use another layout or "
+            f"{class_of(model)}: fails when it is run like this: {_brief(error)}; use another layout or "
             "--compute-dtype, or compare the bytes without --run"
         ) from error
 
 
 def _out_of_memory(model: nn.Module, error: BaseException) -> SpaceError:
-    return SpaceError(f"{_class_of(model)}: {_brief(error)}; use more ranks, or a smaller --reference-memory")
+    return SpaceError(f"{class_of(model)}: {_brief(error)}; use more ranks, or a smaller --reference-memory")
 
 
 @contextmanager
@@ -134,7 +135,7 @@ def tokens_used(model: nn.Module) -> frozenset[str]:
     RoBERTa counts positions from that of padding; a classifier takes the last token that is no padding, or the end.
     Elsewhere they say which row of the embedding is not trained, and what generating begins and ends with.
     """
-    if "ForSequenceClassification" in _class_of(model):
+    if "ForSequenceClassification" in class_of(model):
         return frozenset({"pad_token_id", "eos_token_id"})
     own = (
         type(each).__name__.endswith("Embeddings") and isinstance(getattr(each, "padding_idx", None), int)
@@ -205,12 +206,6 @@ def watched(model: nn.Module, see: See, unless: Collection[str] = ()) -> Iterato
             handle.remove()
 
 
-def _class_of(model: nn.Module) -> str:
-    """The class in the config: FSDP2 gives a model another one."""
-    config = getattr(model, "config", None)
-    return str((getattr(config, "architectures", None) or [type(model).__name__])[0])
-
-
 def _brief(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
@@ -221,7 +216,7 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         output = model(**batch)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedError(
-            f"{_class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {_brief(error)}; "
+            f"{class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {_brief(error)}; "
             "the bytes can be compared without --run"
         ) from error
     return compared(model, output)
@@ -246,7 +241,7 @@ def compared(model: nn.Module, output: Any) -> torch.Tensor:
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(found, torch.Tensor):
             return found
-    raise UnsupportedError(f"{_class_of(model)}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run")
+    raise UnsupportedError(f"{class_of(model)}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run")
 
 
 def loss_of(found: torch.Tensor, inputs: Inputs) -> torch.Tensor:

@@ -17,7 +17,7 @@ from support.tool import ROOT
 
 import ckptx
 from ckptx.cli.main import cli
-from ckptx.errors import EnvironmentProblem, OutputError, SpaceError, UsageError
+from ckptx.errors import EnvironmentProblem, OutputError, SpaceError, UnsupportedError, UsageError
 from ckptx.robustness.memory import _forecast
 from ckptx.robustness.phases import PHASES, chosen
 from ckptx.training.recipe_file import read_recipe
@@ -144,6 +144,12 @@ def test_phases_are_chosen_by_numbers_ranges_and_names() -> None:
 def test_what_cannot_fit_is_refused_before_it_trains(temporary: Path) -> None:
     with pytest.raises(SpaceError, match=r"--gpu-memory: llama_tiny takes .* found 953\.67 MiB"):
         ckptx.robustness("llama_tiny", settings=SMALLER[1::2], gpu_memory="1GB", device="cpu")
+    assert not [*temporary.glob("ckptx-*")]
+
+
+def test_a_model_whose_code_fails_is_no_defect_of_ours(temporary: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Qwen3MoeForCausalLM: its code fails when it runs: RuntimeError: "):
+        ckptx.robustness("qwen3_moe_tiny", settings=["model.config.num_experts_per_tok=99"], device="cpu")
     assert not [*temporary.glob("ckptx-*")]
 
 
