@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ckptx.errors import InputError, UsageError
+from ckptx.errors import CkptxError, InputError, UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.build import building, read_config
@@ -69,19 +69,33 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
         if not model.config and dropout is None and model.attn_implementation is None:
             return root
         values = merged(read_json(root / _CONFIG), model.config)
-        return _linked(root, directory, values, recipe)
+        with _said_of_the_recipe(directory):
+            return _linked(root, directory, values, recipe)
     values = _first_values(model)
     directory.mkdir(parents=True, exist_ok=True)
-    config, cls, name = _random_config(values, directory, recipe)
-    tokenizer = make_tokenizer(config)
-    with building(name, directory):
-        made = random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
+    with _said_of_the_recipe(directory):
+        config, cls, name = _random_config(values, directory, recipe)
+        tokenizer = make_tokenizer(config)
+        with building(name, directory):
+            made = random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
     made.config.architectures = [name]
     with _without_bars():
         made.save_pretrained(directory, max_shard_size=_SHARD)
     tokenizer.save_pretrained(directory)
     _write_config(directory, _with_attention(read_json(directory / _CONFIG), model))
     return directory
+
+
+@contextlib.contextmanager
+def _said_of_the_recipe(directory: Path) -> Iterator[None]:
+    """What is found wrong with the config that the recipe makes is wrong with the recipe, and its file is gone soon."""
+    written = str(directory / _CONFIG)
+    try:
+        yield
+    except CkptxError as error:
+        if written not in str(error):
+            raise
+        raise type(error)(str(error).replace(written, "model.config of the recipe")) from error
 
 
 @contextlib.contextmanager
@@ -126,8 +140,10 @@ def _linked(root: Path, directory: Path, values: Values, recipe: Recipe) -> Path
         else:
             shutil.copyfile(each, copied)
     _write_config(directory, values)
+    name, _, config = read_config(directory, trust_remote_code=recipe.model.trust_remote_code)
+    _refuse_other_type(recipe.model.config, name, config)
+    _refuse_unknown(recipe.model.config, config)
     if recipe.training.dropout is not None:
-        config = read_config(directory, trust_remote_code=recipe.model.trust_remote_code)[2]
         for path, key in dropouts_of(config):
             part = values
             for step in path:
@@ -174,6 +190,7 @@ def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any
     trusts = recipe.model.trust_remote_code
     _write_config(directory, values)
     name, cls, config = read_config(directory, trust_remote_code=trusts)
+    _refuse_other_type(recipe.model.config, name, config)
     _refuse_unknown(recipe.model.config, config)
     if recipe.model.shrunk:
         _write_config(directory, with_few_layers(values, config, recipe.model.config))
@@ -182,6 +199,21 @@ def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any
     if recipe.training.dropout is not None:
         set_dropout(config, recipe.training.dropout)
     return config, cls, name
+
+
+def _refuse_other_type(given: Mapping[str, Any], name: str, config: PreTrainedConfig) -> None:
+    """Refuses a model type that is not that of the class, which decides.
+
+    Raises:
+        UsageError: It is another.
+    """
+    needed = type(config).model_type
+    found = given.get("model_type", needed)
+    if found != needed:
+        raise UsageError(
+            f'model.config.model_type: found "{found}", needed "{needed}", that of {name}; leave it out, or '
+            "name another class in model.config.architectures"
+        )
 
 
 def _refuse_unknown(given: Mapping[str, Any], config: Any, path: str = "model.config") -> None:
