@@ -40,7 +40,7 @@ def raced(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]], othe
     for name, (verb, *rest) in cases:
         words = [*verb.split(), str(source), str(out), *rest]
         steps += [Step(f"{name}, {which}", command(root, *words), out) for which, root in _both(other)]
-    return race(steps, rounds, work, size_of(source))
+    return race(steps, rounds, size_of(source))
 
 
 def _both(other: Path) -> list[tuple[str, Path]]:

@@ -30,7 +30,7 @@ def in_ram(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
             Step("stock torch HF -> DCP", [*STOCK, "hf2dcp", str(source), str(stock_dcp)], stock_dcp),
             Step("stock torch DCP -> HF", [*STOCK, "dcp2hf", str(dcp), str(stock_back)], stock_back),
         ]
-    return race(steps, rounds, work, size_of(source))
+    return race(steps, rounds, size_of(source))
 
 
 def flat(work: Path) -> list[dict[str, float]]:

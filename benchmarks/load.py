@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import Model, llama, write_checkpoint
-from measure import CKPTX, HERE, arguments_of, ballast, publish, table, timed
+from measure import CKPTX, HERE, arguments_of, fed, publish, table, timed
 
 TP = 4
 _RANK = 1  # whose loads are raced; norms lie in the file of another
@@ -138,8 +138,8 @@ def main() -> None:
         for turn in range(0 if is_tiny else arguments.rounds + 1):
             rows = []
             for how in _HOW:
-                ballast(Path(directory), 1 << 30)
-                rows += loaded(warm, source, _RANK, how)
+                with fed(1 << 30):
+                    rows += loaded(warm, source, _RANK, how)
             check(rows, _RANK, described)
             for row in rows if turn else ():
                 raced[row["how"]].append(row)

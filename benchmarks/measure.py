@@ -1,9 +1,9 @@
 """Times commands as whole processes, in rounds, against `cp -r` of the same round, and writes the tables.
 
 Every round runs every command once, in turn, so a drift of the machine meets all of them; the first does not count. On
-virtual machines freed memory goes back to the host, and whoever writes first pays for getting it again, up to four
-times the seconds of a copy. So before each run on a RAM disk a file as large as its output is written and removed; and
-each command is compared with a `cp -r` right before it, when as much memory is taken as then.
+a RAM disk each command is compared with a `cp -r` right before it, when as much memory is taken as then, and both are
+given memory that was in use a moment ago (`feeder.py`): without that a virtual machine makes whoever takes longer than
+two seconds pay for getting it back from the host.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -33,6 +34,7 @@ CKPTX = [str(Path(sys.executable).with_name("ckptx"))]
 STOCK = [sys.executable, str(HERE / "stock.py")]
 # The kernel counts the memory of whoever forked into the peak of the child, so a small process does the forking.
 _LAUNCH = [sys.executable, "-I", "-S", str(HERE / "launch.py")]
+_FEEDER = [sys.executable, "-I", "-S", str(HERE / "feeder.py")]
 
 
 class Step(NamedTuple):
@@ -75,45 +77,48 @@ class Row:
         }
 
 
-def timed(command: Sequence[str], warm: Path | None = None, nbytes: int = 0) -> tuple[float, int]:
-    """Seconds from fork to exit, and peak RSS in bytes, of one process."""
-    if warm is not None:
-        ballast(warm, nbytes)
-    launched = subprocess.run([*_LAUNCH, *command], capture_output=True, text=True, check=False)
+def timed(command: Sequence[str], nbytes: int = 0) -> tuple[float, int]:
+    """Seconds from fork to exit, and peak RSS in bytes, of one process, which is fed `nbytes` of memory."""
+    with fed(nbytes):
+        launched = subprocess.run([*_LAUNCH, *command], capture_output=True, text=True, check=False)
     if launched.returncode:
         raise SystemExit(f"{' '.join(command)}: exit {launched.returncode}\n{launched.stderr}")
     seconds, peak = launched.stdout.split()
     return float(seconds), int(peak)
 
 
-def ballast(directory: Path, nbytes: int) -> None:
-    """Takes and gives back as much memory (or disk) as the next run will write."""
-    path = directory / "ballast"
-    block = bytes(8 << 20)
-    with path.open("wb") as file:
-        for _ in range(0, nbytes, len(block)):
-            file.write(block)
-    path.unlink()
+@contextmanager
+def fed(nbytes: int) -> Iterator[None]:
+    """So many bytes of memory are freed within the block, as they are taken; none for 0."""
+    if not nbytes:
+        yield
+        return
+    with subprocess.Popen([*_FEEDER, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as feeder:
+        assert feeder.stdin is not None and feeder.stdout is not None
+        feeder.stdout.readline()
+        try:
+            yield
+        finally:
+            feeder.stdin.close()
 
 
-def race(steps: Sequence[Step], rounds: int, warm: Path | None = None, nbytes: int = 0) -> list[Row]:
+def race(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
     """Rounds of all steps in turn.
 
     Args:
         steps: The first is what the others are compared with; on a RAM disk it runs again before each of them.
         rounds: How many count.
-        warm: Where ballast goes before each step, for a RAM disk.
-        nbytes: Of ballast.
+        nbytes: What a step writes, on a RAM disk; 0 for another.
     """
     rows = {step.name: Row(step.name) for step in steps}
     copy = steps[0]
-    if warm is not None:
+    if nbytes:
         steps = [each for step in steps[1:] for each in (copy, step)]
     for turn in range(rounds + 1):
         copied = 0.0
         for step in steps:
             row = rows[step.name]
-            seconds, peak = timed(step.command, warm, nbytes)
+            seconds, peak = timed(step.command, nbytes)
             for check in step.checks if not turn else ():
                 timed(check)
             if not step.keep:

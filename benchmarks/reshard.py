@@ -53,7 +53,7 @@ def cutting(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
     ]
     if stock:
         steps.append(Step("stock torch DCP tp4 x pp2 -> HF", [*STOCK, "dcp2hf", str(cut), str(stock_back)], stock_back))
-    return race(steps, rounds, work, size_of(source))
+    return race(steps, rounds, size_of(source))
 
 
 def flat(work: Path, sizes: tuple[tuple[int, int], ...]) -> list[dict[str, float]]:
