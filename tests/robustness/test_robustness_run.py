@@ -90,6 +90,7 @@ def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
     document = document_of(done.stdout)
+    assert "Warning" not in done.stderr, "of its ranks, too"
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(("ckptx-", "pymp-"))]
     assert [each["ok"] for each in document["phases"]] == [True] * len(PHASES)
     assert all(each["ok"] for each in document["kills"])
