@@ -95,7 +95,8 @@ def fed(nbytes: int) -> Iterator[None]:
         return
     with subprocess.Popen([*_FEEDER, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as feeder:
         assert feeder.stdin is not None and feeder.stdout is not None
-        feeder.stdout.readline()
+        if feeder.stdout.readline() != b"ready\n":
+            raise SystemExit(f"feeder.py: could not take {nbytes} bytes of memory")
         try:
             yield
         finally:

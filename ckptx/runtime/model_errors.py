@@ -11,6 +11,7 @@ from torch import nn
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 
+_NO_MEMORY = "can't allocate memory"  # as the allocator of CPUs says it
 _OF_MODELS = ("transformers", "transformers_modules")
 _OURS = ("ckptx", "torch.distributed.distributed_c10d")  # who calls the second lost another rank
 
@@ -27,7 +28,7 @@ def running(model: nn.Module) -> Iterator[None]:
 
     Raises:
         UnsupportedError: The code of the model raised something, as for a config that contradicts itself.
-        SpaceError: The memory of a GPU is not enough.
+        SpaceError: There is not enough memory.
     """
     try:
         yield
@@ -35,15 +36,28 @@ def running(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:  # a model class may raise anything
         cause = _first_cause(error)
-        said = (str(cause).splitlines() or [""])[0]
-        if isinstance(cause, torch.OutOfMemoryError):
-            raise SpaceError(f"{class_of(model)}: {said}; use more ranks, or fewer rows at a time") from error
+        space = lack_of_memory(model, cause, "use more ranks, or fewer rows at a time")
+        if space is not None:
+            raise space from error
         if not _is_raised_by_a_model(cause.__traceback__):
             raise
         raise UnsupportedError(
-            f"{class_of(model)}: its code fails when it runs: {type(cause).__name__}: {said}; look at its config, or "
-            "use another layout"
+            f"{class_of(model)}: its code fails when it runs: {type(cause).__name__}: {brief(cause)}; look at its "
+            "config, or use another layout"
         ) from error
+
+
+def lack_of_memory(model: nn.Module, error: BaseException, advice: str) -> SpaceError | None:
+    """The refusal for an error that says that memory is not enough, of a GPU or of the machine; None for any other."""
+    of_cpu = isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
+    if of_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return SpaceError(f"{class_of(model)}: {brief(error)}; {advice}")
+    return None
+
+
+def brief(error: BaseException) -> str:
+    """Its first line, or its class where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptx.errors import CkptxError, SpaceError, UnsupportedError
+from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.model_errors import class_of
+from ckptx.runtime.model_errors import brief, class_of, lack_of_memory
 from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
 from ckptx.verification.inputs.batch import Inputs
 
-_NO_MEMORY = "can't allocate memory"  # as the allocator of CPUs says it
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 
@@ -91,21 +90,14 @@ def failing(model: nn.Module) -> Iterator[None]:
     """What goes wrong in a kernel, in our words."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _out_of_memory(model, error) from error
     except CkptxError:
         raise
-    except RuntimeError as error:  # a kernel that cannot have these shapes or dtypes
-        if _NO_MEMORY in str(error):
-            raise _out_of_memory(model, error) from error
-        raise UnsupportedError(
-            f"{class_of(model)}: fails when it is run like this: {_brief(error)}; use another layout or "
+    except (RuntimeError, MemoryError) as error:  # a kernel that cannot have these shapes or dtypes, or no memory
+        space = lack_of_memory(model, error, "use more ranks, or a smaller --reference-memory")
+        raise space or UnsupportedError(
+            f"{class_of(model)}: fails when it is run like this: {brief(error)}; use another layout or "
             "--compute-dtype, or compare the bytes without --run"
         ) from error
-
-
-def _out_of_memory(model: nn.Module, error: BaseException) -> SpaceError:
-    return SpaceError(f"{class_of(model)}: {_brief(error)}; use more ranks, or a smaller --reference-memory")
 
 
 @contextmanager
@@ -206,17 +198,13 @@ def watched(model: nn.Module, see: See, unless: Collection[str] = ()) -> Iterato
             handle.remove()
 
 
-def _brief(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
 def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     batch = arguments(model, inputs)
     try:
         output = model(**batch)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedError(
-            f"{class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {_brief(error)}; "
+            f"{class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {brief(error)}; "
             "the bytes can be compared without --run"
         ) from error
     return compared(model, output)

@@ -62,7 +62,7 @@ def test_a_run_that_passes_leaves_nothing(temporary: Path) -> None:
     assert phase["memory"]["threads"] <= phase["memory"]["baseline_threads"]
     assert [each["run"] for each in document["losses"]] == ["straight"]
     memory = document["step_memory"]
-    # A thread of gloo may keep what it has sent a moment longer than the rank that waited for it.
+    # Mostly equal; one run in some was seen 2 to 3 % above, as if a thread of gloo kept what it sent a moment longer.
     assert 0.99 <= memory["measured_peak"] / memory["forecast_peak"] <= 1.05
     assert memory["measured_between_steps"] == pytest.approx(memory["forecast_between_steps"], rel=0.01)
     assert memory["measured_peak"] > memory["measured_between_steps"] > 0

@@ -67,6 +67,12 @@ def test_refusals_pass_and_memory_is_space(model: LlamaForCausalLM) -> None:
     rigged(model, InputError("a: damaged"), modeling_llama.__name__)
     with pytest.raises(InputError, match=r"^a: damaged$"), running(model):
         model(IDS)
-    rigged(model, torch.OutOfMemoryError("CUDA out of memory. Tried"), modeling_llama.__name__)
-    with pytest.raises(SpaceError, match=r"CUDA out of memory. Tried; use more ranks"), running(model):
-        model(IDS)
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        MemoryError("no more"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ):
+        rigged(model, error, modeling_llama.__name__)
+        with pytest.raises(SpaceError) as caught, running(model):
+            model(IDS)
+        assert str(caught.value) == f"LlamaForCausalLM: {error}; use more ranks, or fewer rows at a time"

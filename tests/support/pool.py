@@ -28,8 +28,8 @@ _TIMEOUT = 120.0  # seconds that one function may take
 # gloo keeps the threads of a mesh as long as anything remembers it, and torch remembers many; a thousand of them slow
 # the whole machine down, so that a worker with this many is replaced.
 _MOST_THREADS = 120
-_MANY_THREADS = 60
-_NEW_MODULES = 50
+_MANY_THREADS = 60  # what remembers a mesh is looked for then
+_NEW_MODULES = 50  # as a class of transformers brings with it
 # What gloo says on a rank whose peer has gone, and how much of that is worth reading.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SHORT = 700
