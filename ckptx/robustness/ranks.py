@@ -18,6 +18,7 @@ import os
 import pickle
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _IMPORTED = [
 _CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
 _worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
 _GRACE = 30.0  # seconds that the others get to end once a rank has failed or died
+_PATIENCE = 1.0  # seconds in which the threads of a group that was ended are gone
 
 
 class Residue(NamedTuple):
@@ -51,7 +53,7 @@ class Residue(NamedTuple):
     Attributes:
         tensor_bytes: Of tensors that are alive, each storage once; without the constants that modules keep.
         parameters: Of models, how many are alive, with storage or without.
-        threads: Of the process.
+        threads: Of the process; those that were ending when they were counted are given the time to.
     """
 
     tensor_bytes: int
@@ -406,7 +408,21 @@ def _residue() -> Residue:
     return Residue(sum(storages.values()), parameters, _threads())
 
 
+_threads_before: list[int] = []  # the fewest that this process has had after a task
+
+
 def _threads() -> int:
+    """Threads that stay: a group's are told to end with it, and the system lists each until it has."""
+    until = time.monotonic() + _PATIENCE
+    found = _listed_threads()
+    while _threads_before and found > _threads_before[0] and time.monotonic() < until:
+        time.sleep(0.01)
+        found = _listed_threads()
+    _threads_before[:] = [min([found, *_threads_before])]
+    return found
+
+
+def _listed_threads() -> int:
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,11 @@ def killed(place: Any) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def with_thread(place: Any, seconds: float) -> None:
+    """Leaves a thread behind that lives for so long."""
+    threading.Thread(target=time.sleep, args=(seconds,), daemon=True).start()
+
+
 _KEPT: list[Any] = []
 
 
@@ -74,6 +81,15 @@ def test_ranks_answer_in_one_world_after_the_other(ranks: Ranks) -> None:
 def test_a_world_that_is_over_leaves_no_thread(ranks: Ranks) -> None:
     first, second = (ranks.run(added, 1, world_size=2) for _ in range(2))
     assert {each.residue for each in first.values()} == {each.residue for each in second.values()}
+
+
+def test_a_thread_that_ends_a_moment_later_is_not_left_and_one_that_stays_is(ranks: Ranks) -> None:
+    before = ranks.run(added, 1, world_size=2)[0].residue
+    assert before is not None
+    assert ranks.run(with_thread, 0.2, world_size=1)[0].residue == before
+    stays = ranks.run(with_thread, 3.0, world_size=1)[0].residue
+    assert stays is not None
+    assert stays.threads == before.threads + 1
 
 
 def test_what_a_task_keeps_is_measured(ranks: Ranks) -> None:
