@@ -89,13 +89,14 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
 @contextlib.contextmanager
 def _said_of_the_recipe(directory: Path) -> Iterator[None]:
     """What is found wrong with the config that the recipe makes is wrong with the recipe, and its file is gone soon."""
-    written = str(directory / _CONFIG)
+    written = re.escape(str(directory / _CONFIG))
     try:
         yield
     except CkptxError as error:
-        if written not in str(error):
+        said = re.sub(rf"{written}|(?<![\w./-]){re.escape(_CONFIG)}", "model.config of the recipe", str(error))
+        if said == str(error):
             raise
-        raise type(error)(str(error).replace(written, "model.config of the recipe")) from error
+        raise type(error)(said) from error
 
 
 @contextlib.contextmanager
