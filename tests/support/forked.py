@@ -20,9 +20,11 @@ _STREAMS = ("stdout", "stderr")
 # What most functions import; importing starts no thread, so that a fork has all there is. A test file imports pytest.
 _PRELOADED = [
     "pytest",
+    "torch._functorch.partitioners",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
     "transformers.modeling_utils",
     "transformers.generation.utils",

@@ -172,8 +172,10 @@ def _work(pipe: Connection, last_words: Path) -> None:
 
 
 def _freeze() -> int:
-    """What was imported is no garbage, and need not be looked at after each function; gives how many modules it is."""
-    gc.collect()
+    """What was imported is no garbage, and need not be looked at after each function; gives how many modules it is.
+
+    Called where nothing is garbage: before the first function, and after what one left was collected.
+    """
     gc.freeze()
     return len(sys.modules)
 
