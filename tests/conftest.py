@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.installed import IS_ASKED
-from support.pool import GlooPool
+from support.pool import SELDOM, GlooPool
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -46,9 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Ten thousand tests and what they import are no garbage, and need not be looked at again and again."""
+    """Ten thousand tests and what they import are no garbage, and need not be looked at again and again.
+
+    Nor need what a model is made of be searched each time that one is built: it goes when nobody refers to it.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*SELDOM)
 
 
 @pytest.fixture(scope="session", autouse=True)

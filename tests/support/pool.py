@@ -30,6 +30,7 @@ _TIMEOUT = 120.0  # seconds that one function may take
 _MOST_THREADS = 120
 _MANY_THREADS = 60  # what remembers a mesh is looked for then
 _NEW_MODULES = 50  # as a class of transformers brings with it
+SELDOM = (10_000, 10, 10)  # allocations between searches for garbage; of 700 a tenth of the time goes into them
 # What gloo says on a rank whose peer has gone, and how much of that is worth reading.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SHORT = 700
@@ -145,6 +146,7 @@ def _work(pipe: Connection, last_words: Path) -> None:
 
     torch.set_num_threads(1)
     known = _freeze()
+    gc.set_threshold(*SELDOM)
     said = last_words.open("w")
     faulthandler.enable(said)
     while True:
