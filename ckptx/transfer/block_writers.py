@@ -11,6 +11,8 @@ from ckptx.transfer.grid import Grid
 from ckptx.transfer.outfile import OutFile
 from ckptx.transfer.small_tensors import crc_note
 
+_LONG = 256 << 10  # bytes of a piece that are worth a write of their own
+
 
 class BlockWriter:
     """A block while it is written, or the share of it that belongs to this run.
@@ -43,41 +45,69 @@ class BlockWriter:
 
     def add(self, view: memoryview) -> None:
         """Takes note of bytes that were put into the buffer of `out`."""
+        self._note(view)
+        self.out.advance(len(view))
+
+    def pass_on(self, view: memoryview) -> None:
+        """Takes note of bytes that are in no buffer of `out`, and has them written."""
+        self._note(view)
+        self.out.write_through(view)
+
+    def _note(self, view: memoryview) -> None:
         if self.frame is not None:
             self.crc = crc32(view, self.crc)
         elif self.hash is not None:
             self.hash.update(view)
         self.at += len(view)
         self.left -= len(view)
-        self.out.advance(len(view))
 
 
 Close = Callable[[BlockWriter], None]  # called with each block when it is full
 
 
 class Direct:
-    """A sink whose memory is the buffer of the file that is written next."""
+    """A sink whose memory is the buffer of the file that is written next.
 
-    def __init__(self, close: Close, grid: Grid, blocks: dict[int, BlockWriter]) -> None:
+    Long pieces of blocks in turn go through one buffer instead, which stays in the cache: what is left of a piece in
+    the buffer of its file would be out of it when the next piece of that file comes.
+    """
+
+    def __init__(self, close: Close, grid: Grid, blocks: dict[int, BlockWriter], buffer: memoryview | None) -> None:
+        """Begins.
+
+        Args:
+            close: Called with each block when it is full.
+            grid: How the tensor is cut.
+            blocks: By index in the grid.
+            buffer: For long pieces; None where there is one block.
+        """
         self.digest = TreeDigest()
-        self._close, self._blocks = close, blocks
+        self._close, self._blocks, self._buffer = close, blocks, buffer
         self._pieces = iter(grid.pieces())
         self._left = 0
         self._missing = grid.nbytes
         self._block: BlockWriter
+        self._is_passed_on = False
 
     def space(self, nbytes: int) -> memoryview:
         if not self._left:
             index, self._left = next(self._pieces)
             self._block = self._blocks[index]
             self._block.out.seek(self._block.at)
-        return self._block.out.space(min(nbytes, self._left, self.digest.room))
+            self._is_passed_on = self._buffer is not None and self._left >= _LONG
+        nbytes = min(nbytes, self._left, self.digest.room)
+        if self._buffer is not None and self._is_passed_on:
+            return self._buffer[:nbytes]
+        return self._block.out.space(nbytes)
 
     def commit(self, view: memoryview) -> None:
         self._left -= len(view)
         self._missing -= len(view)
         self.digest.update(view, last=not self._missing)
-        self._block.add(view)
+        if self._is_passed_on:
+            self._block.pass_on(view)
+        else:
+            self._block.add(view)
         if not self._block.left:
             self._close(self._block)
 

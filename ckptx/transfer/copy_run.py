@@ -227,7 +227,7 @@ class CopyRun:
         blocks = self._open_blocks(step, cut, grid)
         sink: Direct | Tiles
         if cut.is_whole or (not cut.has_replicas and grid.narrowest >= _DIRECT):
-            sink = Direct(self.close, grid, blocks)
+            sink = Direct(self.close, grid, blocks, None if cut.is_whole else self._buffers.get(0))
         else:
             sink = Tiles(self.close, grid, blocks, self._buffers.get(0)[: self._size])
         records: list[RecordShare] | None = None if self._shared is None else []

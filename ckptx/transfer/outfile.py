@@ -108,21 +108,27 @@ class OutFile:
             at += len(view)
             self.advance(len(view))
 
+    def write_through(self, view: memoryview) -> None:
+        """Writes bytes that are in a buffer of the caller; what is in the buffer goes before them."""
+        self.flush()
+        self._put(view)
+
     def flush(self) -> None:
         """Writes what is in the buffer."""
-        if not self.fill:
-            return
-        self._on_write(self.fill)
-        view = self._buffer[: self.fill]
-        position = self.position
-        while len(view):
-            piece = view[: digest.LEAF - position % digest.LEAF]
+        if self.fill:
+            self._put(self._buffer[: self.fill])
+            self.fill = 0
+
+    def _put(self, view: memoryview) -> None:
+        self._on_write(len(view))
+        at, position = 0, self.position
+        while at < len(view):
+            piece = view[at : at + digest.LEAF - position % digest.LEAF]
             self._digest_piece(piece, position)
-            view = view[len(piece) :]
+            at += len(piece)
             position += len(piece)
-        self._file.write(self._buffer[: self.fill], self.position)
+        self._file.write(view, self.position)
         self.position = position
-        self.fill = 0
 
     def leave(self) -> None:
         """Writes what is in the buffer; whoever goes on where it ends goes on with the digest of that block, too."""

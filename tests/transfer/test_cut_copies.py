@@ -22,6 +22,7 @@ from ckptx.layout.placement import Placement, cut
 from ckptx.storage import open_file
 from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
+from ckptx.transfer import block_writers
 from ckptx.transfer import copy_run as passes_module
 from ckptx.transfer import digest as digest_module
 from ckptx.transfer import plan as plan_module
@@ -166,6 +167,27 @@ def test_a_cut_is_what_numpy_cuts(tmp_path: Path, dims: ParallelDims, parts: int
     assert outcome.file_digests == {name: defined(data) for name, data in written.items()}
     assert outcome.bytes_written == plan.bytes_written == sum(map(len, written.values()))
     assert outcome.bytes_read == plan.bytes_read == sum(len(data_of(name)) for name in CUTS)
+
+
+@pytest.mark.parametrize("long", [1, 1 << 16, 1 << 30])
+@pytest.mark.parametrize("framed", [True, False])
+def test_pieces_that_are_passed_on_and_pieces_in_buffers_are_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framed: bool, long: int
+) -> None:
+    """Where a piece begins in the buffer of its file, or behind one that was written past it."""
+    monkeypatch.setattr(block_writers, "_LONG", long)
+    passed: list[int] = []
+    pass_on = block_writers.BlockWriter.pass_on
+    monkeypatch.setattr(
+        block_writers.BlockWriter, "pass_on", lambda self, view: (passed.append(len(view)), pass_on(self, view))
+    )
+    source = write_source(tmp_path / "in", 3)
+    target = allocate(ParallelDims(tp=2), framed)
+    outcome = run(planned(source, target, framed), source.root, tmp_path / "out")
+    written = tree_bytes(tmp_path / "out" / "tree")
+    assert written == expected(target, framed)
+    assert outcome.file_digests == {name: defined(data) for name, data in written.items()}
+    assert bool(passed) == (long < 1 << 30)
 
 
 @pytest.mark.parametrize("leaf", [1 << 18, 1 << 20])

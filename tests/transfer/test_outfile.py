@@ -68,7 +68,10 @@ def test_any_passes_give_the_digest_of_the_file(tmp_path: Path, data: st.DataObj
                     passes[-1].leave()
                 out = OutFile(file, nbytes, memoryview(bytearray(BUFFER)), digests, lambda _: None, begin)
                 passes.append(out)
-            write(out, payload[begin:end])
+            middle = data.draw(st.integers(begin, end))  # what lies before it goes through the buffer
+            write(out, payload[begin:middle])
+            if middle < end:
+                out.write_through(memoryview(payload)[middle:end])
             if data.draw(st.booleans()):
                 out.flush()
         for out in passes:
