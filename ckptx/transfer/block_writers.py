@@ -87,27 +87,25 @@ class Direct:
         self._left = 0
         self._missing = grid.nbytes
         self._block: BlockWriter
-        self._is_passed_on = False
+        self._passing: memoryview | None = None  # the buffer, while a long piece goes through it
 
     def space(self, nbytes: int) -> memoryview:
         if not self._left:
             index, self._left = next(self._pieces)
             self._block = self._blocks[index]
             self._block.out.seek(self._block.at)
-            self._is_passed_on = self._buffer is not None and self._left >= _LONG
+            self._passing = self._buffer if self._left >= _LONG else None
         nbytes = min(nbytes, self._left, self.digest.room)
-        if self._buffer is not None and self._is_passed_on:
-            return self._buffer[:nbytes]
-        return self._block.out.space(nbytes)
+        return self._block.out.space(nbytes) if self._passing is None else self._passing[:nbytes]
 
     def commit(self, view: memoryview) -> None:
         self._left -= len(view)
         self._missing -= len(view)
         self.digest.update(view, last=not self._missing)
-        if self._is_passed_on:
-            self._block.pass_on(view)
-        else:
+        if self._passing is None:
             self._block.add(view)
+        else:
+            self._block.pass_on(view)
         if not self._block.left:
             self._close(self._block)
 

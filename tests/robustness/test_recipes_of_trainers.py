@@ -1,7 +1,7 @@
 """The shipped recipes of other trainers, under torchrun on two ranks: passing as they are, and each fault named.
 
-A fault is a line of the script that is another one; nothing else is changed, and no script knows of ckptx. A run takes
-ten seconds of one core, most of them imports, so that a fault is tried without the runs that it does not touch.
+A mistake is a line of the script that is another one; nothing else is changed, no script knows of ckptx. A run takes
+ten seconds of one core, most of them imports, so that a mistake is tried without the runs that it does not touch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, plant
 from ckptx.report.report import Log
 from ckptx.robustness import foreign
 from ckptx.robustness.foreign import SHIPPED, ForeignOutcome
@@ -22,7 +23,6 @@ from ckptx.training.recipe import Recipe
 from ckptx.training.recipe_file import read_recipe
 
 NEEDS_ACCELERATE = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-SCRIPTS = {"fsdp2_script": "fsdp2.py", "accelerate": "accelerate_loop.py", "transformers_trainer": "trainer.py"}
 
 
 def read(name: str) -> Recipe:
@@ -52,13 +52,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     return run
 
 
-def with_fault(straight: Any, tmp_path: Path, name: str, old: str, new: str) -> Any:
-    """A judge whose script has one line changed, and which takes the straight run as its own."""
+def with_mistake(straight: Any, tmp_path: Path, name: str, mistake: Mistake) -> Any:
+    """A judge whose script has a mistake, and which takes the straight run as its own."""
     shutil.copytree(SHIPPED, tmp_path / "recipes")
-    script = tmp_path / "recipes" / "scripts" / SCRIPTS[name]
-    text = script.read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    script.write_text(text.replace(old, new), encoding="utf-8")
+    plant(name, mistake, tmp_path / "recipes")
     shutil.copytree(straight._out, tmp_path / "out")
     judge = judge_of(read(name), tmp_path / "out", tmp_path / "recipes")
     judge._ends, judge._losses, judge._noise = straight._ends, straight._losses, 0.0
@@ -99,43 +96,34 @@ def test_a_trainer_that_is_right_passes(name: str, tmp_path: Path) -> None:
     }
 
 
-ITERATOR = """    batches = iter(loader)  # it draws a random number, so it comes before random numbers are restored
-    if args.resume:
-        dcp.load({"app": app}, checkpoint_id=args.resume)
-"""
-AFTER = """    if args.resume:
-        dcp.load({"app": app}, checkpoint_id=args.resume)
-    batches = iter(loader)
-"""
-SET = 'set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])'
-SET_MODEL = 'torch.distributed.checkpoint.state_dict.set_model_state_dict(self.model, state["model"])'
-
-FAULTS = {
-    "iterator made after random numbers were restored": (ITERATOR, AFTER, {"rng"}, "make the iterator first"),
-    "scheduler not loaded": (
-        '        self.scheduler.load_state_dict(state["scheduler"])\n', "", {"scheduler"}, "schedule was not loaded",
-    ),
-    "data not loaded": (
-        '        self.sampler.load_state_dict(state["sampler"])\n', "", {"batch"}, "place in the data was not loaded",
-    ),
-    "optimizer not set": (SET, SET_MODEL, {"group", "rate"}, "the optimizer was not set"),
-    "random numbers of rank 0 everywhere": (
+RNG_OF_RANK_0 = Mistake(
+    "random numbers of rank 0 everywhere",
+    [(
         'torch.set_rng_state(state["rng"][f"rank{self.rank}"])',
         'dist.broadcast(rng := state["rng"][f"rank{self.rank}"], 0)\n        torch.set_rng_state(rng)',
-        {"rng"},
-        "random numbers of one rank were given to others",
-    ),
-}  # fmt: skip
+    )],
+    "saved again", frozenset({"rng"}),
+)  # fmt: skip
+OF_THE_SCRIPT = MISTAKES["fsdp2_script"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_plain_script_is_named(fault: str, straight: Straight, tmp_path: Path) -> None:
-    old, new, oracles, said = FAULTS[fault]
-    judge = with_fault(straight("fsdp2_script"), tmp_path, "fsdp2_script", old, new)
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (OF_THE_SCRIPT["iterator"], "make the iterator first"),
+        (OF_THE_SCRIPT["scheduler"], "schedule was not loaded"),
+        (OF_THE_SCRIPT["data"], "place in the data was not loaded"),
+        (OF_THE_SCRIPT["optimizer"], "the optimizer was not set"),
+        (RNG_OF_RANK_0, "random numbers of one rank were given to others"),
+    ],
+    ids=lambda each: each.says if isinstance(each, Mistake) else "",
+)
+def test_a_mistake_of_a_plain_script_is_named(mistake: Mistake, said: str, straight: Straight, tmp_path: Path) -> None:
+    judge = with_mistake(straight("fsdp2_script"), tmp_path, "fsdp2_script", mistake)
     judge.saved_again()
     (row,) = judge.outcome.phases
-    assert set(failed(judge.outcome)["saved again"]) == oracles
+    assert set(failed(judge.outcome)["saved again"]) == mistake.oracles
     assert said in " ".join(row["notes"])
 
 
@@ -157,9 +145,7 @@ def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @NEEDS_ACCELERATE
 def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, tmp_path: Path) -> None:
-    old = "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)"
-    new = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-    judge = with_fault(straight("accelerate"), tmp_path, "accelerate", old, new)
+    judge = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["scheduler"])
     judge.saved_again()
     assert failed(judge.outcome) == {"saved again": ["scheduler"]}
 
@@ -168,8 +154,7 @@ def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, 
 @NEEDS_ACCELERATE
 def test_data_that_accelerate_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
     """Its checkpoint has no place in the data, so that only what was trained on it differs."""
-    old = "accelerator.skip_first_batches(loader, done) if done else loader"
-    judge = with_fault(straight("accelerate"), tmp_path, "accelerate", old, "loader")
+    judge = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["data"])
     judge.resumed()
     assert {"model", "moments", "loss"} <= set(failed(judge.outcome)["resumed"])
 
@@ -177,8 +162,8 @@ def test_data_that_accelerate_does_not_skip_shows_at_the_end(straight: Straight,
 @pytest.mark.slow
 @NEEDS_ACCELERATE
 def test_data_that_the_trainer_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
-    old, new = "        seed=0,\n", "        seed=0,\n        ignore_data_skip=True,\n"
-    judge = with_fault(straight("transformers_trainer"), tmp_path, "transformers_trainer", old, new)
+    mistake = MISTAKES["transformers_trainer"]["data"]
+    judge = with_mistake(straight("transformers_trainer"), tmp_path, "transformers_trainer", mistake)
     judge.resumed()
     assert {"model", "moments", "loss"} <= set(failed(judge.outcome)["resumed"])
     assert "what was not restored is not" in " ".join(judge.outcome.phases[-1]["notes"])

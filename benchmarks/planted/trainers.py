@@ -1,0 +1,124 @@
+"""Mistakes of trainers, each a line or two of a script that `ckptx robustness` ships a recipe for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+SCRIPTS = {"fsdp2_script": "fsdp2.py", "accelerate": "accelerate_loop.py", "transformers_trainer": "trainer.py"}
+
+
+class Mistake(NamedTuple):
+    """What is changed in a script.
+
+    Attributes:
+        says: What it is.
+        edits: The text that is there once, and what stands there instead.
+        phase: The phase that names it; a mistake in what no checkpoint holds shows at the end alone.
+        oracles: Those that have to fail there; others may, as a step spreads a fault.
+    """
+
+    says: str
+    edits: Sequence[tuple[str, str]]
+    phase: str
+    oracles: frozenset[str]
+
+
+_EARLY = """    batches = iter(loader)  # it draws a random number, so it comes before random numbers are restored
+    if args.resume:
+        dcp.load({"app": app}, checkpoint_id=args.resume)
+"""
+_LATE = """    if args.resume:
+        dcp.load({"app": app}, checkpoint_id=args.resume)
+    batches = iter(loader)
+"""
+_SET = 'set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])'
+_SET_MODEL = 'torch.distributed.checkpoint.state_dict.set_model_state_dict(self.model, state["model"])'
+_LOAD = "        accelerator.load_state(args.resume)\n"
+_PREPARED = "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)"
+_GENERATOR = ", generator=torch.Generator().manual_seed(1))\n    optimizer"
+_TRAIN = "    trainer.train("
+_LOADER = "trainer._load_optimizer_and_scheduler"
+_AGAIN, _END = "saved again", "resumed"
+
+MISTAKES: dict[str, dict[str, Mistake]] = {
+    "fsdp2_script": {
+        "iterator": Mistake(
+            "the iterator of the loader is made after random numbers were restored",
+            [(_EARLY, _LATE)], _AGAIN, frozenset({"rng"}),
+        ),
+        "scheduler": Mistake(
+            "the scheduler is not loaded",
+            [('        self.scheduler.load_state_dict(state["scheduler"])\n', "")], _AGAIN, frozenset({"scheduler"}),
+        ),
+        "data": Mistake(
+            "the place in the data is not loaded",
+            [('        self.sampler.load_state_dict(state["sampler"])\n', "")], _AGAIN, frozenset({"batch"}),
+        ),
+        "optimizer": Mistake(
+            "the optimizer is not set: `dcp.load` has filled its moments in place, its groups are new",
+            [(_SET, _SET_MODEL)], _AGAIN, frozenset({"group", "rate"}),
+        ),
+    },
+    "accelerate": {
+        "iterator": Mistake(
+            "a batch is looked at after `load_state`, through a loader without a generator of its own",
+            [(_GENERATOR, ")\n    optimizer"), (_LOAD, _LOAD + "        next(iter(loader))\n")],
+            _AGAIN, frozenset({"rng"}),
+        ),
+        "scheduler": Mistake(
+            "the scheduler is not given to `prepare`, so that it is not saved",
+            [(_PREPARED, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")],
+            _END, frozenset({"group", "rate"}),
+        ),
+        "data": Mistake(
+            "`skip_first_batches` is forgotten",
+            [("accelerator.skip_first_batches(loader, done) if done else loader", "loader")],
+            _END, frozenset({"model", "moments"}),
+        ),
+        "optimizer": Mistake(
+            "the state of the optimizer is thrown away after `load_state`",
+            [(_LOAD, _LOAD + "        optimizer.optimizer.state.clear()\n")], _AGAIN, frozenset({"moments"}),
+        ),
+    },
+    "transformers_trainer": {
+        "iterator": Mistake(
+            "random numbers are not restored",
+            [(_TRAIN, "    trainer._load_rng_state = lambda checkpoint: None\n" + _TRAIN)], _END, frozenset({"rng"}),
+        ),
+        "scheduler": Mistake(
+            "the schedule begins anew",
+            [(
+                _TRAIN,
+                f"    load = {_LOADER}\n    {_LOADER} = lambda folder: (\n"
+                '        load(folder), setattr(trainer.lr_scheduler, "last_epoch", 0)\n    )\n' + _TRAIN,
+            )],
+            _END, frozenset({"scheduler", "rate"}),
+        ),
+        "data": Mistake(
+            "`ignore_data_skip`: the data begins anew",
+            [("        seed=0,\n", "        seed=0,\n        ignore_data_skip=True,\n")],
+            _END, frozenset({"model", "moments"}),
+        ),
+        "optimizer": Mistake(
+            "optimizer and scheduler are not loaded",
+            [(_TRAIN, f"    {_LOADER} = lambda folder: None\n" + _TRAIN)], _END, frozenset({"adam step", "moments"}),
+        ),
+    },
+}  # fmt: skip
+
+
+def plant(recipe: str, mistake: Mistake, recipes: Path) -> None:
+    """Changes the script of a recipe in a copy of the folder of recipes.
+
+    Raises:
+        ValueError: A text that is to be changed does not stand there once.
+    """
+    script = recipes / "scripts" / SCRIPTS[recipe]
+    text = script.read_text(encoding="utf-8")
+    for old, new in mistake.edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{script.name}: {old!r} stands {text.count(old)} times in it, needed once")
+        text = text.replace(old, new)
+    script.write_text(text, encoding="utf-8")
