@@ -33,14 +33,8 @@ from ckptx.child import in_child, nobodys_script
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
 from ckptx.runtime.launch import is_launched
 
+_NURSERY = "ckptx.robustness.nursery"
 _TASKS = "ckptx.robustness.tasks"
-_IMPORTED = [
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "transformers.modeling_utils",
-    _TASKS,
-]
 _CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
 _worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
 _GRACE = 30.0  # seconds that the others get to end once a rank has failed or died
@@ -165,7 +159,7 @@ class Ranks:
             Defect: It raised something else, or its process died.
         """
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        context.set_forkserver_preload([_NURSERY])
         with nobodys_script(), _environment():
             return in_child(function, *args, context=context)
 
@@ -197,7 +191,7 @@ class Ranks:
     def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
         context: Any = multiprocessing.get_context("spawn" if self._is_fresh else "forkserver")
         if not self._is_fresh:
-            context.set_forkserver_preload(_IMPORTED)
+            context.set_forkserver_preload([_NURSERY])
         here, there = context.Pipe()
         arguments = (there, rank, self._settings)
         process: BaseProcess = context.Process(target=_work, args=arguments, name=f"ckptx-rank-{rank}", daemon=True)
@@ -314,15 +308,13 @@ def _environment() -> Iterator[None]:
 
 def _work(pipe: Connection, rank: int, settings: Settings) -> None:
     """What a rank does: one task after another, until nobody asks any more."""
+    importlib.import_module(_NURSERY)  # is there already but in an interpreter of its own
     import torch
     from transformers.utils import logging
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    importlib.import_module(_TASKS)
-    gc.collect()
-    gc.freeze()  # what was imported stays, and need not be looked at after each task
     while True:
         try:
             said = pipe.recv_bytes()

@@ -11,35 +11,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 _STREAMS = ("stdout", "stderr")
-# What most functions import; importing starts no thread, so that a fork has all there is. A test file imports pytest.
-_PRELOADED = [
-    "pytest",
-    "torch._functorch.partitioners",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.debug",
-    "torch.distributed.tensor.parallel",
-    "transformers.modeling_utils",
-    "transformers.generation.utils",
-    "transformers.masking_utils",
-    "transformers.modeling_layers",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.processing_utils",
-]
 
 
 def fresh() -> ForkServerContext:
     """To start processes that have imported torch and transformers, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(["support.preloaded"])
+    # What they are forked from is told the path of what runs here, but looks at that of its environment alone.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
     return context
 
 

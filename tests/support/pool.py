@@ -140,6 +140,7 @@ def _answer(process: multiprocessing.process.BaseProcess, pipe: Connection) -> t
 
 
 def _work(pipe: Connection, last_words: Path) -> None:
+    assert "torch" in sys.modules, "nothing was imported before the fork, and each worker does it again"
     os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
