@@ -197,6 +197,12 @@ def rules_of(view: ModelView) -> NameRules | None:
     return view._rules[0]
 
 
+def has_model_names(view: ModelView) -> bool:
+    """True when the tensors have the names of the model, as in what a trainer saves; published ones may be others."""
+    rules = rules_of(view)
+    return view.catalog.form.has_model_names or (rules is not None and rules.are_model_names(view.tensors))
+
+
 def _rules_between(architecture: Architecture | None, config: dict[str, Any] | None) -> NameRules | None:
     if architecture is None or config is None or not architecture.name_patterns:
         return None

@@ -89,10 +89,16 @@ def rename(
     if spoken is not None:
         renamed = renamed.then(spoken.to_model(renamed.tensors))
     rules = published
-    if wanted == "model":
-        renamed = renamed.then(published.to_model(renamed.tensors))
-    else:
-        renamed = renamed.then(published.to_disk(renamed.tensors, original))
+    try:
+        if wanted == "model":
+            renamed = renamed.then(published.to_model(renamed.tensors))
+        else:
+            renamed = renamed.then(published.to_disk(renamed.tensors, original))
+    except UnsupportedError as error:
+        if asked is not None:
+            raise
+        left = "disk" if wanted == "model" else "model"
+        raise UnsupportedError(f"{error}; --names {left} leaves them as they are") from error
     if wanted == "torchtitan":
         rules = _torchtitan(view)
         renamed = renamed.then(rules.to_disk(renamed.tensors))

@@ -144,6 +144,10 @@ class NameRules:
         """
         return self._places(names).places
 
+    def are_model_names(self, names: Iterable[str]) -> bool:
+        """True when none of these names is one of the disk alone."""
+        return not any(isinstance(place, Destination) for place in self.places(names).values())
+
     def _places(self, names: Iterable[str]) -> Settled:
         found: dict[str, Destination | str | None] = {}
         doubtful: dict[str, tuple[Destination, str]] = {}

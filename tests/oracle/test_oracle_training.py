@@ -76,12 +76,28 @@ def test_other_ways_to_shard_become_the_gathered_model(
     """Copies of shards on several ranks, and cuts along the last dim; Mixtral's experts are fused in 3-d tensors."""
     write(models.RECIPES[recipe], tmp_path / "hf")
     pool.run(training.save_otherwise_sharded, world_size, tmp_path / "hf", tmp_path, how)
-    ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(tmp_path / "hf"))
+    ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(tmp_path / "hf"), names="model")
     expected = read_file(tmp_path / "expected.safetensors")
     assert_same_tensors(read_hf(tmp_path / "out"), expected)
     reference = load(tmp_path / "hf")
     reference.load_state_dict(expected)
     assert_same_outputs(outputs(load(tmp_path / "out"), tokens()), outputs(reference, tokens()))
+
+
+@pytest.mark.parametrize("name", slow_but(models.EVERY, ("qwen3-moe", "mixtral", "gemma3-vlm", "bert-mlm", "t5")))
+def test_what_a_trainer_saves_is_published_as_save_pretrained_does(tmp_path: Path, name: str) -> None:
+    """A trainer knows the names of the model alone: its experts are fused, its towers lie elsewhere."""
+    recipe = models.EVERY[name]
+    model = models.build(recipe)
+    model.save_pretrained(tmp_path / "hf", max_shard_size=recipe.shard)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(tmp_path / "hf"))
+    assert_same_tensors(read_hf(tmp_path / "out"), read_hf(tmp_path / "hf"))
+    ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "same", base=str(tmp_path / "hf"), names="model")
+    kept = read_hf(tmp_path / "same")
+    assert_same_tensors(kept, {each: model.state_dict()[each] for each in kept})
+    report = ckptx.verify(tmp_path / "out", tmp_path / "dcp")
+    assert report.ok, report
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from ckptx.formats.dcp.megatron import COMMON_FILE, without_backend
 from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.hf_metadata import FILES
 from ckptx.transfer.executor import Outcome
-from ckptx.view import ModelView
+from ckptx.view import ModelView, has_model_names
 from ckptx.wording import counted, first_of
 
 
@@ -41,7 +41,8 @@ class HuggingFaceFormat(OutputFormat):
         return leave_state_behind(view, view.catalog.objects, "is not converted to HF")
 
     def default_naming(self, view: ModelView) -> str | None:
-        return "disk" if view.catalog.form.has_model_names or view.trainer_naming else None
+        """Published names, which all loaders know; where tensors have them, old and new ones alike, they keep theirs."""
+        return "disk" if view.trainer_naming or has_model_names(view) else None
 
     def restored(self, opened: Opened, base: Base, view: ModelView, ties: Ties) -> Restoring:
         """What the manifest of this very checkpoint remembers, unless the options ask for something else.
