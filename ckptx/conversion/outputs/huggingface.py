@@ -41,7 +41,7 @@ class HuggingFaceFormat(OutputFormat):
         return leave_state_behind(view, view.catalog.objects, "is not converted to HF")
 
     def default_naming(self, view: ModelView) -> str | None:
-        """Published names, which all loaders know; where tensors have them, old and new ones alike, they keep theirs."""
+        """Published names, which all loaders know; tensors that have such, old ones or new, keep theirs."""
         return "disk" if view.trainer_naming or has_model_names(view) else None
 
     def restored(self, opened: Opened, base: Base, view: ModelView, ties: Ties) -> Restoring:
