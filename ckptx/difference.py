@@ -129,15 +129,22 @@ def differing_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
     tied = {row["name"] for row in _tied_apart(a, b)}
     rows: list[dict[str, Any]] = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
-        first, second = a.tensors.get(name), b.tensors.get(name)
-        if first is None or second is None:
-            if name not in tied:
-                rows.append({"name": name, "what": "missing", "a": _said(first), "b": _said(second)})
-        elif first.shape != second.shape:
-            rows.append({"name": name, "what": "shape", "a": _said(first), "b": _said(second)})
-        elif first.dtype is not second.dtype:
-            rows.append({"name": name, "what": "dtype", "a": _said(first), "b": _said(second)})
+        row = difference_of(name, a.tensors.get(name), b.tensors.get(name))
+        if row is not None and not (row["what"] == "missing" and name in tied):
+            rows.append(row)
     return rows
+
+
+def difference_of(name: str, a: TensorEntry | None, b: TensorEntry | None) -> dict[str, Any] | None:
+    """The row of a tensor that one side lacks, or that has another shape or dtype there; None where it has not."""
+    what = None
+    if a is None or b is None:
+        what = "missing"
+    elif a.shape != b.shape:
+        what = "shape"
+    elif a.dtype is not b.dtype:
+        what = "dtype"
+    return None if what is None else {"name": name, "what": what, "a": _said(a), "b": _said(b)}
 
 
 def _said(entry: TensorEntry | None) -> str | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.conversion.sharding import Sharded
-from ckptx.conversion.state import Owners, State, refuse_indices
 from ckptx.errors import UnsupportedError
+from ckptx.mapping.state_names import Owners, State, refuse_indices
 from ckptx.sharding import ShardedModel
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest_sink import digest_of

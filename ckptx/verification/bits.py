@@ -24,7 +24,8 @@ from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.digest_sink import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
-from ckptx.view import ModelView, compare_replicas, locate_payloads
+from ckptx.verification.state_pairs import has_state, notes_on_objects, pair_state
+from ckptx.view import ModelView, compare_replicas, locate_all, locate_payloads
 
 _BUFFER = 1 << 20
 
@@ -59,21 +60,22 @@ def verify(
     first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint))
     tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
-        first, second = _located(first, files_a, log), _located(second, files_b, log)
-        first, second = in_common_names(first, second)
-        targets = _targets(first, dtype)
-        pairs, rows = _pair_up(first, second, targets)
+        with_state = has_state(first) and has_state(second)
+        a, b = _located(first, files_a, log, with_state), _located(second, files_b, log, with_state)
+        first, second = in_common_names(a, b)
+        targets, ties = _targets(first, dtype), TiedNames.of(first, second)
+        pairs, rows = _pair_up(first, second, targets, ties)
+        state = pair_state(a, b, ties, in_model_names=first is not a)
+        pairs += [_Pair(name, x, y, x.dtype) for name, x, y in state.pairs]
+        rows += state.rows
+        log.note(*state.notes)
+        if with_state:
+            log.note(*notes_on_objects(a.catalog.objects, b.catalog.objects, (files_a, files_b)))
         comparison = _Comparison(pairs, (files_a, files_b), max_memory)
         rows += comparison.run(workers or default_workers(), on_progress)
     if comparison.unrecorded:
         said = counted(comparison.unrecorded, "archive")
         log.note(f"without a recorded CRC-32: {said}, whose bytes could not be checked")
-    for view in (first, second):
-        if view.optimizer or view.other:
-            log.note(
-                f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
-                f"{counted(len(view.other), 'other tensor')}"
-            )
     report = VerifyReport(
         command="verify",
         exit=1 if rows or not pairs else 0,
@@ -91,10 +93,10 @@ def verify(
     return stopwatch.stop(report)
 
 
-def _located(view: ModelView, files: FilePool, log: Log) -> ModelView:
-    """The view with every block of its model located, and blocks that were stored twice compared."""
+def _located(view: ModelView, files: FilePool, log: Log, with_state: bool) -> ModelView:
+    """The view with every block of its model located, and of its state if asked; what is stored twice is compared."""
     log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
-    view = locate_payloads(view, files)
+    view = locate_all(view, files) if with_state and view.catalog.form.has_archives else locate_payloads(view, files)
     compare_replicas(view.catalog, files)
     return view
 
@@ -119,14 +121,15 @@ class _Pair:
     dtype: DType
 
 
-def _pair_up(a: ModelView, b: ModelView, targets: dict[str, DType]) -> tuple[list[_Pair], list[dict[str, Any]]]:
+def _pair_up(
+    a: ModelView, b: ModelView, targets: dict[str, DType], ties: TiedNames
+) -> tuple[list[_Pair], list[dict[str, Any]]]:
     """Pairs of names, and what the headers already tell apart.
 
     A tied name that one side lacks is compared with its partner there, so that no alias passes unseen.
     """
     rows = differing_headers(replace_dtypes(a, targets), b)
     bad = {row["name"] for row in rows}
-    ties = TiedNames.of(a, b)
     pairs = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
         in_a = name if name in a.tensors else ties.stand_in(name, b, a)

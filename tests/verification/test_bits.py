@@ -137,10 +137,10 @@ def test_what_headers_tell_apart_is_not_read(tmp_path: Path) -> None:
 
 
 def test_nothing_in_common_is_no_equality(tmp_path: Path) -> None:
-    """As of two checkpoints of optimizer state alone, which is not compared."""
+    """As of optimizer state alone, and of two checkpoints none of which has a name of the other."""
     moments = {f"optim.state.w.{name}": value("F32", 2) for name in ("exp_avg", "exp_avg_sq")}
-    dcp = write_dcp(tmp_path / "dcp", moments)
-    found = verify(dcp, dcp)
+    counted = {f"optim.state.0.{name}": value("F32", 2) for name in ("exp_avg", "exp_avg_sq")}
+    found = verify(write_dcp(tmp_path / "a", moments), write_dcp(tmp_path / "b", counted))
     assert (found.exit, found.compared, found.differing) == (1, 0, [])
 
 

@@ -1,0 +1,141 @@
+"""What two checkpoints hold beside the model, name by name: moments, counters, and whatever else a trainer keeps.
+
+Trainers call it differently, and a mesh may give the twin of a tied tensor a copy of its state. So names are compared
+with their parameter called as the model calls it, and what one side lacks with the state of the tied name there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptx.catalog.entry import BytesEntry, TensorEntry
+from ckptx.difference import TiedNames, difference_of
+from ckptx.mapping.state_names import Owners, State
+from ckptx.storage.files import FilePool
+from ckptx.view import ModelView, rules_of, trainer_rules
+from ckptx.wording import counted, first_of
+
+_PIECE = 1 << 20  # bytes of an object that are read at once
+
+
+@dataclass(frozen=True, slots=True)
+class StatePairs:
+    """What to compare of the state of two checkpoints.
+
+    Attributes:
+        pairs: Name on disk of the first, and both tensors, which are alike but for their contents.
+        rows: What headers tell apart.
+        notes: What is not compared.
+    """
+
+    pairs: tuple[tuple[str, TensorEntry, TensorEntry], ...] = ()
+    rows: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def has_state(view: ModelView) -> bool:
+    """True when it holds tensors beside the model."""
+    return bool(view.optimizer or view.other)
+
+
+def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: bool) -> StatePairs:
+    """Pairs the state of two checkpoints.
+
+    Where only one has any, or where no name of one is that of the other, a note says what is not compared.
+
+    Args:
+        a: The first, with every block located; its entries have their names on disk.
+        b: The second.
+        ties: In the names that are compared.
+        in_model_names: The names that are compared are those of the model; else those of the views.
+    """
+    first, second = (_by_key(view, in_model_names) for view in (a, b))
+    if not first.keys() & second.keys():
+        return StatePairs(notes=tuple(_not_compared(view) for view in (a, b) if has_state(view)))
+    pairs, rows = [], []
+    for key in dict.fromkeys((*first, *second)):
+        x = first.get(key) or _twin(second[key], first, ties)
+        y = second.get(key) or _twin(first[key], second, ties)
+        name = (first.get(key) or second[key]).entry.name
+        if x is not None and y is not None and (x.entry.dtype, x.entry.shape) == (y.entry.dtype, y.entry.shape):
+            pairs.append((name, x.entry, y.entry))
+            continue
+        row = difference_of(name, None if x is None else x.entry, None if y is None else y.entry)
+        assert row is not None
+        rows.append(row)
+    return StatePairs(tuple(pairs), tuple(rows))
+
+
+def notes_on_objects(
+    a: Mapping[str, BytesEntry], b: Mapping[str, BytesEntry], files: tuple[FilePool, FilePool]
+) -> list[str]:
+    """Which pickled objects are other bytes, or are on one side alone. Equal values may be pickled otherwise."""
+    other = [name for name in a if name in b and not _are_equal(a[name], b[name], files)]
+    alone = [name for name in (*a, *b) if name not in a or name not in b]
+    said = ((other, "of other bytes"), (alone, "on one side alone"))
+    return [
+        f"not judged: {counted(len(names), 'pickled object')} {what}: {first_of(names)}"
+        for names, what in said
+        if names
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor beside the model, and what its name says when it belongs to a parameter."""
+
+    entry: TensorEntry
+    state: State | None
+    parameter: str = ""
+
+
+def _by_key(view: ModelView, in_model_names: bool) -> dict[str, _Held]:
+    owners = Owners.of({name: entry.name for name, entry in view.tensors.items()}, view.prefix)
+    found: dict[str, _Held] = {}
+    for name in (*view.optimizer, *view.other):
+        entry, state = view.catalog.tensors[name], owners.find(name)
+        if state is None:
+            found[name] = _Held(entry, None)
+            continue
+        parameter = _model_name(view, state.parameter) if in_model_names else state.parameter
+        key = state.of(parameter)
+        found[name if key in found else key] = _Held(entry, state, parameter)
+    return found
+
+
+def _model_name(view: ModelView, name: str) -> str:
+    if view.trainer_naming:
+        name = trainer_rules(view.trainer_naming).model_name(name) or name
+    rules = rules_of(view)
+    return name if rules is None else rules.model_name(name) or name
+
+
+def _twin(held: _Held, others: Mapping[str, _Held], ties: TiedNames) -> _Held | None:
+    """The same state of a name that the parameter is tied to."""
+    if held.state is None:
+        return None
+    twins = (held.state.of(name) for name in sorted(ties.groups.get(held.parameter, ())))
+    return next((others[key] for key in twins if key in others), None)
+
+
+def _not_compared(view: ModelView) -> str:
+    return (
+        f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
+        f"{counted(len(view.other), 'other tensor')}"
+    )
+
+
+def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[FilePool, FilePool]) -> bool:
+    if a.nbytes != b.nbytes:
+        return False
+    for at in range(0, a.nbytes, _PIECE):
+        pieces = []
+        for each, pool in zip((a, b), files, strict=True):
+            piece = bytearray(min(_PIECE, each.nbytes - at))
+            got = pool.read_into(each.file, each.offset + at, [memoryview(piece)])
+            pieces.append(bytes(piece[:got]))
+        if pieces[0] != pieces[1]:
+            return False
+    return True
