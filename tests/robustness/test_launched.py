@@ -34,4 +34,5 @@ def test_all_phases_pass_and_only_rank_0_speaks(tmp_path: Path) -> None:
 def test_a_fault_fails_on_every_rank(tmp_path: Path) -> None:
     ran = launched(tmp_path, "--inject", "rng_stale")
     assert ran.stdout.count("FAILED: llama_tiny: resume (rng") == 1
-    assert dict(_ENDED.findall(ran.stderr)) == {"0": "1", "1": "1"}
+    ended = dict(_ENDED.findall(ran.stderr))  # torchrun ends with SIGTERM who has not ended when the first one has
+    assert ended.keys() == {"0", "1"} and "1" in ended.values() and set(ended.values()) <= {"1", "-15"}

@@ -20,8 +20,11 @@ from ckptx.runtime.activation_checkpointing.wrap import KVSharingFallback, canon
 from ckptx.runtime.layers import layer_groups
 from ckptx.verification.inputs.batch import inputs_for
 
+CANNOT = {"gemma3n"}  # its tower is a model of timm, which is no dependency
 # Those that are registered and only listen, by the name of their model.
-LISTENING = tuple(name for name in LISTENERS if name not in TINY and name in every() and every()[name].layers)
+LISTENING = tuple(
+    name for name in LISTENERS if name not in {*TINY, *CANNOT} and name in every() and every()[name].layers
+)
 FEW = ("mllama", "idefics2")  # two stacks in a tower; a resampler
 
 
