@@ -358,7 +358,7 @@ def _logits(session: Session, reference: Logits, found: Logits, noise: float) ->
 
 def _same_bytes(reference: Path, found: Path, where: str = "") -> Verdict:
     """Every tensor of two models, in whatever format and layout."""
-    report = verify(reference, found)
+    report = verify(reference, found, with_state=False)  # which other oracles judge, each what it names
     lead = f"{where}: " if where else ""
     differences = [
         Difference("model", f"{lead}{row['name']}", None, "the same", str(row.get("kind", "differs")))
@@ -372,7 +372,7 @@ _OF_A_RUN = ("moments", "adam step", "group", "rate", "scheduler", "step", "batc
 
 
 def _same_state(reference: Path, found: Path, where: str) -> list[Verdict]:
-    """What two checkpoints of a run have besides the model; `verify` compares models alone."""
+    """What two checkpoints of a run have besides the model."""
     verdicts = compare([items_of(reference)], [items_of(found)], _OF_A_RUN)
     return [
         each._replace(differences=[one._replace(item=f"{where}: {one.item}", rank=None) for one in each.differences])

@@ -24,7 +24,7 @@ from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.digest_sink import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
-from ckptx.verification.state_pairs import has_state, notes_on_objects, pair_state
+from ckptx.verification.state_pairs import has_state, not_compared, notes_on_objects, pair_state
 from ckptx.view import ModelView, compare_replicas, locate_all, locate_payloads
 
 _BUFFER = 1 << 20
@@ -39,6 +39,7 @@ def verify(
     max_memory: int = 256_000_000,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     log: Log | None = None,
+    with_state: bool = True,
 ) -> VerifyReport:
     """Compares the contents of two checkpoints; `exit` of the report is 1 when they differ.
 
@@ -50,6 +51,7 @@ def verify(
         max_memory: Bytes of buffers.
         on_progress: Called now and then with bytes compared and bytes in all.
         log: Has what the user should know, when an error is raised, too.
+        with_state: Compare what both hold beside the model, too.
 
     Raises:
         InputError, UnsupportedError: One of them cannot be read.
@@ -60,17 +62,19 @@ def verify(
     first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint))
     tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
-        with_state = has_state(first) and has_state(second)
+        with_state = with_state and has_state(first) and has_state(second)
         a, b = _located(first, files_a, log, with_state), _located(second, files_b, log, with_state)
         first, second = in_common_names(a, b)
         targets, ties = _targets(first, dtype), TiedNames.of(first, second)
         pairs, rows = _pair_up(first, second, targets, ties)
-        state = pair_state(a, b, ties, in_model_names=first is not a)
-        pairs += [_Pair(name, x, y, x.dtype) for name, x, y in state.pairs]
-        rows += state.rows
-        log.note(*state.notes)
         if with_state:
+            state = pair_state(a, b, ties, in_model_names=first is not a)
+            pairs += [_Pair(name, x, y, x.dtype) for name, x, y in state.pairs]
+            rows += state.rows
+            log.note(*state.notes)
             log.note(*notes_on_objects(a.catalog.objects, b.catalog.objects, (files_a, files_b)))
+        else:
+            log.note(*(not_compared(view) for view in (a, b) if has_state(view)))
         comparison = _Comparison(pairs, (files_a, files_b), max_memory)
         rows += comparison.run(workers or default_workers(), on_progress)
     if comparison.unrecorded:

@@ -43,7 +43,7 @@ def has_state(view: ModelView) -> bool:
 def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: bool) -> StatePairs:
     """Pairs the state of two checkpoints.
 
-    Where only one has any, or where no name of one is that of the other, a note says what is not compared.
+    Where no name of one is that of the other, notes say that nothing is compared.
 
     Args:
         a: The first, with every block located; its entries have their names on disk.
@@ -53,7 +53,7 @@ def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: b
     """
     first, second = (_by_key(view, in_model_names) for view in (a, b))
     if not first.keys() & second.keys():
-        return StatePairs(notes=tuple(_not_compared(view) for view in (a, b) if has_state(view)))
+        return StatePairs(notes=(not_compared(a), not_compared(b)))
     pairs, rows = [], []
     for key in dict.fromkeys((*first, *second)):
         x = first.get(key) or _twin(second[key], first, ties)
@@ -120,7 +120,8 @@ def _twin(held: _Held, others: Mapping[str, _Held], ties: TiedNames) -> _Held | 
     return next((others[key] for key in twins if key in others), None)
 
 
-def _not_compared(view: ModelView) -> str:
+def not_compared(view: ModelView) -> str:
+    """The note on a checkpoint whose state nothing is held against."""
     return (
         f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
         f"{counted(len(view.other), 'other tensor')}"
