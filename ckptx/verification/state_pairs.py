@@ -135,8 +135,9 @@ def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[FilePool, FilePool]) -
         pieces = []
         for each, pool in zip((a, b), files, strict=True):
             piece = bytearray(min(_PIECE, each.nbytes - at))
-            got = pool.read_into(each.file, each.offset + at, [memoryview(piece)])
-            pieces.append(bytes(piece[:got]))
+            if pool.read_into(each.file, each.offset + at, [memoryview(piece)]) < len(piece):
+                return False  # the file ends before the object does
+            pieces.append(piece)
         if pieces[0] != pieces[1]:
             return False
     return True
