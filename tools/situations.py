@@ -11,7 +11,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-from tests.situations import files, paths, words  # noqa: E402, F401 (importing them fills the table)
+from tests.situations import load_all  # noqa: E402 (run from a checkout)
 from tests.situations.box import SITUATIONS, Runner, play  # noqa: E402 (run from a checkout)
 
 _HEAD = """# Hostile situations, and how each ends
@@ -26,6 +26,7 @@ a successful run wrote is equal to its source as `ckptx verify` sees it.
 
 def main() -> int:
     """Writes the page; the exit code is 1 when a situation ended otherwise than it must."""
+    load_all()
     rows, right, wrong = [], Counter[str](), 0
     runner = Runner()
     with tempfile.TemporaryDirectory(prefix="situations-") as place:
