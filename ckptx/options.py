@@ -75,6 +75,7 @@ class ConvertArguments(TypedDict, total=False):
     tied: Tied | None
     tie_missing: bool | None
     allow_misfit: bool | None
+    allow_overflow: bool | None
     optimizer: Optimizer | None
     to: To | None
     tp: int | None
@@ -108,6 +109,7 @@ class ConvertOptions:
         tied: "auto", "alias", "copy" or "drop".
         tie_missing: Tie a head that is missing and not declared tied.
         allow_misfit: Take tensors whose names or shapes are not those of the config.
+        allow_overflow: Write numbers that the dtype does not have as infinity.
         optimizer: "keep" or "drop"; None keeps what the output can hold.
         to: reshard: "dcp", "safetensors", or None for the family of the input.
         tp, pp, dp_shard: The mesh.
@@ -128,6 +130,7 @@ class ConvertOptions:
     tied: str = "auto"
     tie_missing: bool = False
     allow_misfit: bool = False
+    allow_overflow: bool = False
     optimizer: str | None = None
     to: str | None = None
     tp: int = 1
@@ -205,6 +208,8 @@ class ConvertOptions:
         Raises:
             UsageError: One has no meaning beside the others.
         """
+        if self.allow_overflow and self.dtype == "auto":
+            raise UsageError("--allow-overflow has an effect only where --dtype casts; pass --dtype too")
         if self.pp_split != "even" and self.pp == 1:
             raise UsageError("--pp-split: says which layers a stage gets, needed --pp 2 or more with it")
         if self.tp_plan is not None and self.tp == 1:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.entry import BytesEntry, Sidecar, TensorEntry
 from ckptx.catalog.form import FORMS, Form
+from ckptx.storage.files import Identity
 
 
 class Part(NamedTuple):
@@ -36,7 +37,7 @@ class Catalog:
             shared storages in a `.bin`) are entries of their own with equal chunks.
         objects: Pickled objects of a DCP, never opened.
         files: Size in bytes of every file that holds tensor data.
-        identities: Device, inode, size and time of every file that was read or will be, as they were before: those of
+        identities: Device, inode, size and times of every file that was read or will be, as they were before: those of
             tensor files come from the descriptor their header was read from.
         sidecars: Files that travel with the weights.
         config: The parsed `config.json`, or None.
@@ -45,6 +46,7 @@ class Catalog:
         planner_data: `planner_data` of a DCP in one part, carried over as it is.
         parts: The directories of a DCP in two parts; empty for everything else.
         notes: What the reader wants the user to know ("consolidated.safetensors ignored: not in the index").
+        opened_from: Path that was opened; None for a catalog that was not read from disk.
     """
 
     root: Path
@@ -52,13 +54,14 @@ class Catalog:
     tensors: dict[str, TensorEntry]
     objects: dict[str, BytesEntry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
-    identities: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    identities: dict[str, Identity] = field(default_factory=dict)
     sidecars: tuple[Sidecar, ...] = ()
     config: dict[str, Any] | None = None
     verbatim: dict[str, str] = field(default_factory=dict)
     planner_data: Mapping[str, Any] | None = None
     parts: tuple[Part, ...] = ()
     notes: list[str] = field(default_factory=list)
+    opened_from: Path | None = None
 
     @property
     def form(self) -> Form:

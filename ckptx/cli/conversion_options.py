@@ -12,8 +12,8 @@ from ckptx.cli.run_options import mesh_options
 CONTENT = Section(
     "Content",
     [
-        "to", "dtype", "names", "prefix", "tied", "tie_missing", "allow_misfit", "optimizer", "base", "max_shard_size",
-        "index", "files", "trust_remote_code",
+        "to", "dtype", "names", "prefix", "tied", "tie_missing", "allow_misfit", "allow_overflow", "optimizer", "base",
+        "max_shard_size", "index", "files", "trust_remote_code",
     ],
 )  # fmt: skip
 LAYOUT = Section("Layout", ["tp", "pp", "dp_shard", "pp_split", "tp_plan"])
@@ -42,6 +42,12 @@ _conversion_options = with_options(
         is_flag=True,
         default=None,
         help="Take tensors whose names or shapes are not those of the config: a part of a model, padded rows.",
+    ),
+    click.option(
+        "--allow-overflow",
+        is_flag=True,
+        default=None,
+        help="Write numbers that are too large for --dtype as infinity. [default: exit 3]",
     ),
     click.option("--trust-remote-code", is_flag=True, default=None, help="Run code from SRC for an unknown class."),
     click.option(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 
 from ckptx.conversion.base import Need, find_base
+from ckptx.conversion.cast_losses import refuse_overflow
 from ckptx.conversion.choosing import choose_tensors
 from ckptx.conversion.dtypes import cast_tensors
 from ckptx.conversion.ledger import settle_ledger
@@ -121,6 +122,8 @@ def convert_opened(
         dict(sidecars.files),
         options.fingerprint(),
         lambda outcome: output.manifest(contents, allocation, outcome.digests),
+        opened.source,
+        lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
         allocation.check,
         list(allocation.markers),
     )
@@ -130,7 +133,7 @@ def convert_opened(
 
 
 def _published(found: Found, on_progress: Progress) -> Outcome | None:
-    """Writes the output; None when `--resume` found it complete."""
+    """Writes the output."""
     opened, options, total = found.opened, found.opened.options, found.job.plan.bytes_written
     named = found.contents.base.catalog
     return publish(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ckptx.conversion.cast_losses import notes_on_losses, rows_of
 from ckptx.conversion.dtypes import Cast
 from ckptx.conversion.ledger import Ledger
 from ckptx.conversion.model import HeldAgainstConfig, LeftBehind, Model, Ties
@@ -46,13 +47,15 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
     Args:
         command: Name for the report.
         found: By the steps before anything was written.
-        outcome: Of the copy; None for a dry run, and where the output was complete already.
+        outcome: Of the copy; None for a dry run, and on a rank that found the output complete already.
         log: Has the notes of all steps.
     """
     opened, view, state, job = found.opened, found.model.view, found.contents.state, found.job
     target, architecture = found.contents.sharded.target, found.model.view.architecture
     described = _described(found, log) if opened.options.dry_run else {}
     bytes_read, bytes_written = _cost(found, outcome, described, log)
+    if outcome is not None:
+        log.note(*notes_on_losses(outcome))
     carried = sum(not step.framed for step in job.plan.steps())
     known = architecture is not None
     return ConversionReport(
@@ -77,6 +80,8 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
         unknown=list(view.unknown) if view.unknown and known else None,
         kept_dtype=found.cast.kept,
         base_dtypes=found.cast.base_dtypes,
+        overflows=rows_of(outcome.overflows) if outcome is not None and outcome.overflows else None,
+        underflows=rows_of(outcome.underflows) if outcome is not None and outcome.underflows else None,
         optimizer=found.left.optimizer,
         objects={"count": carried, "carried": True} if carried else found.left.objects,
         state_without_parameter=list(state.without_parameter) or None,
@@ -125,7 +130,7 @@ def _cost(found: Found, outcome: Outcome | None, described: dict[str, Any], log:
     job, dst = found.job, found.opened.dst
     if described:
         return job.plan.bytes_read, sum(file["bytes"] for file in described["files"])
-    if outcome is None:
+    if outcome is None or outcome.was_complete:
         log.note(f"{dst} is complete already; nothing to resume")
         return 0, 0
     if outcome.unrecorded:

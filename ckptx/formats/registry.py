@@ -81,6 +81,7 @@ def open_checkpoint(path: Path) -> Catalog:
     _add_surroundings(catalog, located)
     around = identities(located.root, (sidecar.name for sidecar in catalog.sidecars))
     catalog.identities = {**around, **before, **catalog.identities}
+    catalog.opened_from = path
     return catalog
 
 

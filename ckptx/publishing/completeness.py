@@ -13,15 +13,17 @@ from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.reader import open_payloads
 from ckptx.storage.files import FilePool
+from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest_sink import digest_of
+from ckptx.transfer.executor import Outcome
 from ckptx.transfer.plan import CopyPlan, Step
 from ckptx.transfer.stream import TensorReader
 
 
-def holds_what_was_planned(target: Path, plan: CopyPlan, source: FilePool, max_memory: int) -> bool:
-    """True when the files of `plan` below `target`, read as a loader reads them, have the bytes of the source.
+def outcome_of_written(target: Path, plan: CopyPlan, source: FilePool, max_memory: int) -> Outcome | None:
+    """Find out about files that are there what a copy would have found out.
 
-    Reads all of both.
+    Reads all of the source, and all of the files as a loader reads them.
 
     Args:
         target: A directory.
@@ -29,25 +31,32 @@ def holds_what_was_planned(target: Path, plan: CopyPlan, source: FilePool, max_m
         source: Files of the source.
         max_memory: Bytes of buffers.
 
+    Returns:
+        None when the files of `plan` below `target` have other bytes than the source.
+
     Raises:
         InputError: The source is corrupt.
     """
     reader = TensorReader(source, max_memory // 2)
+    digests, losses = {}, LossesByTensor()
     with FilePool(target) as written:
         try:
             if any(written.read_up_to(file.name, 0, len(file.prologue)) != file.prologue for file in plan.files):
-                return False
+                return None
         except CkptxError:
-            return False
+            return None
         for step in plan.steps():
-            wanted = digest_of(reader, step.source, step.target.dtype).leaves
+            lost = CastLosses()
+            digest = digest_of(reader, step.source, step.target.dtype, lost)
+            digests[step.target.name] = digest.digest().hex()
+            losses.add(step.target.name, lost)
             try:
                 found = _leaves(step, written, plan.frame_of is not None, max_memory // 2)
-                if any(leaves != wanted for leaves in found):
-                    return False
+                if any(leaves != digest.leaves for leaves in found):
+                    return None
             except CkptxError:
-                return False
-    return True
+                return None
+    return Outcome(digests, was_complete=True, overflows=losses.overflows, underflows=losses.underflows)
 
 
 def _leaves(step: Step, written: FilePool, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:

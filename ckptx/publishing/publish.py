@@ -15,12 +15,13 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks
 from ckptx.catalog.manifest import emit_manifest
-from ckptx.catalog.manifest_parser import read_manifest
+from ckptx.catalog.manifest_parser import parse_manifest, read_manifest
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.publishing.completeness import holds_what_was_planned
+from ckptx.publishing.completeness import outcome_of_written
 from ckptx.publishing.processes import Processes
+from ckptx.publishing.source_contents import require_unchanged
 from ckptx.publishing.source_state import Seen, agreement, is_agreed, seen_of
 from ckptx.publishing.staging import Staging, open_staged
 from ckptx.storage.files import FilePool, size_of
@@ -43,6 +44,8 @@ class Job:
         source: The checkpoint they are read from.
         sidecars: Name in the output -> file to copy, or bytes to write.
         options: What else decides the bytes; a resumed run must have the same.
+        opened: The source, as it was when it was opened.
+        refuse: Raises for what the copy found out about the source.
         check: Looks at the finished tensor files in the staged tree before anything marks it as complete.
         markers: Commit markers (index, `.metadata`) in the order to write them, name and bytes.
         manifest: The manifest without `files` and `sidecars`, from what the copy found out.
@@ -53,6 +56,8 @@ class Job:
     sidecars: dict[str, Path | bytes]
     options: dict[str, Any]
     manifest: Callable[[Outcome], dict[str, Any]]
+    opened: Catalog
+    refuse: Callable[[Outcome], None]
     check: Callable[[Path, Outcome], None] = lambda tree, outcome: None
     markers: list[tuple[str, bytes]] = field(default_factory=list)
 
@@ -108,7 +113,7 @@ def publish(
         may_replace: Raises OutputError for a directory that must not be replaced.
 
     Returns:
-        What the copy found out, or None when `resume` found the output complete already.
+        What the copy found out. When `resume` found the output complete already, it wrote nothing.
 
     Raises:
         OutputError, SpaceError: It cannot be written, or somebody else changed what was written.
@@ -119,12 +124,13 @@ def publish(
         return _assist(job, target, files, workers, max_memory, on_progress, processes, seen)
     together = processes.failing_together() if processes is not None else nullcontext()
     with Staging(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
-        seen.require_unchanged()
-        if resume and _is_done(target, job, files, seen, max_memory):
+        seen.touched()
+        done = _done(target, job, files, seen, max_memory) if resume else None
+        if done is not None:
             staging.discard()
             if processes is not None:
                 processes.say("plan", "complete")
-            return None
+            return done
         staging.refuse_target_unless(overwrite)
         resumed = _begin(job, staging, seen, resume)
         _logger.info("staged in %s%s", staging.output.path, ", going on where a run was interrupted" if resumed else "")
@@ -145,7 +151,8 @@ def publish(
         if processes is not None:
             for rank in range(1, processes.world_size):
                 outcome.add(Outcome(**processes.hear(rank, "outcome")))
-        seen.require_unchanged()
+        job.refuse(outcome)
+        require_unchanged(seen, job.plan, outcome.digests, files, job.opened, max_memory)
         expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
         _logger.info("copied: %d bytes read, %d written", outcome.bytes_read, outcome.bytes_written)
         _check(job, outcome, staging, expected)
@@ -201,7 +208,7 @@ def _assist(
     seen: Seen,
 ) -> Outcome | None:
     """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
-    seen.require_unchanged()
+    seen.touched()
     wanted = processes.hear(0, "plan")
     if wanted == "complete":
         return None
@@ -222,7 +229,7 @@ def _assist(
             on_progress=_watching(on_progress, processes),
             groups=_share(job.plan, processes),
         )
-        seen.require_unchanged()
+        require_unchanged(seen, job.plan, outcome.digests, files, job.opened, max_memory)
         tree.sync_held()  # rank 0 may be on another node
         own = set(outcome.file_digests)
         processes.say("outcome", asdict(outcome))
@@ -304,11 +311,29 @@ def _watching(on_progress: Callable[[int], None], processes: Processes | None) -
     return watch
 
 
-def _is_done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> bool:
-    """True when the target holds what the job would write: what its manifest says, and what is on disk."""
+def _done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> Outcome | None:
+    """What a copy would find out whose target holds what the job would write; None when it does not.
+
+    Its manifest counts, what is on disk, and what the manifest of a fresh run would say.
+
+    Raises:
+        InputError: The source is corrupt, changed meanwhile, or its numbers cannot be cast.
+    """
     if not is_complete(target, job) or not is_intact(target, job, seen):
-        return False
-    return holds_what_was_planned(target, job.plan, files, max_memory)
+        return None
+    outcome = outcome_of_written(target, job.plan, files, max_memory)
+    if outcome is None:
+        return None
+    job.refuse(outcome)
+    require_unchanged(seen, job.plan, outcome.digests, files, job.opened, max_memory)
+    found = read_manifest(target / MANIFEST)
+    rows, sidecars = ({name: row._asdict() for name, row in each.items()} for each in (found.files, found.sidecars))
+    for row in (*rows.values(), *sidecars.values()):
+        row["bytes"] = row.pop("nbytes")
+    if set(sidecars) != set(job.sidecars):
+        return None
+    fresh = parse_manifest(_manifest_bytes(job, outcome, rows, sidecars), found.where)
+    return outcome if fresh == found else None
 
 
 def is_intact(target: Path, job: Job, seen: Seen) -> bool:

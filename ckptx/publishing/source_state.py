@@ -24,31 +24,52 @@ class Seen:
     """The identity of every file that was read to open some checkpoints, or will be copied.
 
     Attributes:
-        source: The first of them.
+        catalogs: The checkpoints; the first is the source.
         recorded: Identity by path.
     """
 
-    source: Catalog
-    recorded: Mapping[Path, tuple[int, int, int, int]]
+    catalogs: tuple[Catalog, ...]
+    recorded: dict[Path, Identity]
 
-    def require_unchanged(self) -> None:
-        """Looks at every file again.
+    @property
+    def source(self) -> Catalog:
+        """The checkpoint that tensors are read from."""
+        return self.catalogs[0]
+
+    def touched(self) -> dict[Path, Identity]:
+        """Look at every file again.
+
+        Returns:
+            The present identity of each file of which the change time alone is another: its mode, owner or links
+            changed, or its contents did and its modification time was set back.
 
         Raises:
             InputError: One is gone, or is not what it was.
         """
+        touched = {}
         for path, identity in self.recorded.items():
             try:
-                found = os.stat(path)
+                found = Identity.of(os.stat(path))
             except OSError as error:
                 raise unreadable(path, error) from error
-            if Identity.of(found) != identity:
+            if not found.is_but_for_ctime(identity):
                 raise changed(path)
+            if found != identity:
+                touched[path] = found
+        return touched
+
+    def accept(self, touched: Mapping[Path, Identity]) -> None:
+        """Record present identities, of files whose contents were found to be what they were."""
+        self.recorded.update(touched)
 
     def states(self) -> list[tuple[str, int, int, int]]:
-        """Name, size, time and inode of each tensor file: a resumed run must find the same."""
-        rows = ((name, *self.source.identities[name]) for name in self.source.files)
-        return [(name, nbytes, mtime, inode) for name, _, inode, nbytes, mtime in rows]
+        """Name, size, time and inode of each tensor file; where they are others, a resumed run starts afresh.
+
+        Where they are equal, the contents of what is taken over are compared: none of these tells of a file that was
+        rewritten in place.
+        """
+        rows = ((name, self.source.identities[name]) for name in self.source.files)
+        return [(name, found.nbytes, found.mtime_ns, found.inode) for name, found in rows]
 
     def blocks(self, data: Path | bytes, size: int) -> Iterator[bytes]:
         """Bytes, or those of a file, `size` at a time.
@@ -76,7 +97,7 @@ def seen_of(source: Catalog, *others: Catalog) -> Seen:
     recorded = {
         catalog.root / name: identity for catalog in (source, *others) for name, identity in catalog.identities.items()
     }
-    return Seen(source, recorded)
+    return Seen((source, *others), recorded)
 
 
 def agreement(source: Catalog, files: FilePool, *more: str) -> dict[str, str]:
@@ -91,9 +112,9 @@ def agreement(source: Catalog, files: FilePool, *more: str) -> dict[str, str]:
         `digest` of headers, sizes, times and some of the bytes; `place` that is the same for ranks that see the same
         file systems, and `files` which is then the same, too.
     """
-    states = [(name, source.identities[name][2:]) for name in source.files]
+    states = [(name, source.identities[name][2:4]) for name in source.files]
     leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *more)]
-    leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in _header_texts(source)]
+    leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in header_texts(source)]
     leaves += [leaf_digest(sample) for sample in _samples(source, files)]
     held = [(name, source.identities[name][:2]) for name in source.files]
     return {
@@ -109,7 +130,8 @@ def is_agreed(theirs: Mapping[str, str], ours: Mapping[str, str]) -> bool:
     return theirs["digest"] == ours["digest"] and (not same_place or theirs["files"] == ours["files"])
 
 
-def _header_texts(source: Catalog) -> Iterator[str]:
+def header_texts(source: Catalog) -> Iterator[str]:
+    """Give all that opening a checkpoint finds out, tensor by tensor."""
     for name, entry in source.tensors.items():
         chunks = entry.chunks
         places = chunks.archives if isinstance(chunks, ArchivedChunks) else chunks

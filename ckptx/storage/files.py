@@ -32,22 +32,31 @@ def inside(root: Path, name: str) -> Path:
 
 
 class Identity(NamedTuple):
-    """What tells one state of a file from another, or from another file that takes its place."""
+    """What tells one state of a file from another, or from another file that takes its place.
+
+    `ctime_ns` alone changes with a mode, an owner or a link, and also when the file is rewritten in place and its
+    modification time is set back: it says that the contents have to be looked at again, and no more.
+    """
 
     device: int
     inode: int
     nbytes: int
     mtime_ns: int
+    ctime_ns: int
 
     @classmethod
     def of(cls, found: os.stat_result) -> Identity:
         """That of a file from what `stat` says."""
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def is_but_for_ctime(self, other: Identity) -> bool:
+        """True for the same file of the same size and modification time."""
+        return self[:4] == other[:4]
 
 
-def identities(root: Path, names: Iterable[str]) -> dict[str, tuple[int, int, int, int]]:
+def identities(root: Path, names: Iterable[str]) -> dict[str, Identity]:
     """Those of the files that are there. Taken before they are read, they tell afterwards whether it was these."""
-    found: dict[str, tuple[int, int, int, int]] = {}
+    found: dict[str, Identity] = {}
     for name in names:
         with suppress(OSError):  # who reads it says what is wrong with it
             state = os.stat(root / name)
@@ -64,12 +73,13 @@ def changed(path: Path) -> InputError:
 class FilePool:
     """Read-only file descriptors by name below one root, opened on first use and kept; safe to share by threads."""
 
-    def __init__(self, root: Path, recorded: Mapping[str, tuple[int, int, int, int]] | None = None) -> None:
+    def __init__(self, root: Path, recorded: Mapping[str, Identity] | None = None) -> None:
         """Opens nothing yet.
 
         Args:
             root: What names are relative to.
-            recorded: Identity by name; a file that is another one when it is opened is refused.
+            recorded: Identity by name; a file that is another one when it is opened is refused. A change time alone is
+                no reason: whoever needs the file to stay as it is looks at its contents again.
         """
         allow_many_files()
         self.root, self._recorded = root, recorded or {}
@@ -98,7 +108,8 @@ class FilePool:
         if descriptor is None:
             path = inside(self.root, name)
             descriptor = open_regular(path)
-            if name in self._recorded and Identity.of(os.fstat(descriptor)) != self._recorded[name]:
+            is_recorded = name in self._recorded
+            if is_recorded and not Identity.of(os.fstat(descriptor)).is_but_for_ctime(self._recorded[name]):
                 os.close(descriptor)
                 raise changed(path)
             descriptor = self._keep(name, descriptor)

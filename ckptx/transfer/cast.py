@@ -12,18 +12,31 @@ from typing import Any
 import numpy as np
 
 from ckptx.catalog.dtype import DType
+from ckptx.transfer.cast_losses import CastLosses
 from ckptx.transfer.stream import Sink, push
 
 _NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
-def cast(view: memoryview, source: DType, target: DType) -> memoryview:
+# Bits of the largest magnitude of each dtype, and of infinity in it.
+_MAGNITUDES: dict[str, tuple[Any, Any, Any]] = {
+    "F64": (np.uint64, np.uint64((1 << 63) - 1), np.uint64(0x7FF << 52)),
+    "F32": (np.uint32, np.uint32((1 << 31) - 1), np.uint32(0xFF << 23)),
+    "F16": (np.uint16, np.uint16((1 << 15) - 1), np.uint16(0x1F << 10)),
+    "BF16": (np.uint16, np.uint16((1 << 15) - 1), np.uint16(0xFF << 7)),
+}
+# Targets that hold every number of a source, so that a cast loses nothing.
+_HOLDS_ALL = {("BF16", "F32"), ("BF16", "F64"), ("F16", "BF16"), ("F16", "F32"), ("F16", "F64"), ("F32", "F64")}
+
+
+def cast(view: memoryview, source: DType, target: DType, losses: CastLosses | None = None) -> memoryview:
     """The elements in `view` as `target`.
 
     Args:
         view: Whole elements of `source`, row-major.
         source: One of F64, F32, F16, BF16.
         target: Likewise.
+        losses: Receives the number of overflows and underflows; None counts none.
 
     Returns:
         The bytes of the cast elements.
@@ -42,7 +55,24 @@ def cast(view: memoryview, source: DType, target: DType) -> memoryview:
             result = values.astype(_NUMPY[target.name])
             if "F16" in (source.name, target.name):
                 result[np.isnan(result)] = np.nan
+    if losses is not None and len(result) and (source.name, target.name) not in _HOLDS_ALL:
+        _count_losses(view, result, source.name, target.name, losses)
     return memoryview(result).cast("B")
+
+
+def _count_losses(view: memoryview, result: Any, source: str, target: str, losses: CastLosses) -> None:
+    """Compare the magnitudes before and after a cast; the source is looked at only where a loss is possible."""
+    kind, mask, infinity = _MAGNITUDES[target]
+    after = result.view(kind) & mask
+    may_overflow, may_underflow = after.max() >= infinity, not after.min()
+    if not may_overflow and not may_underflow:
+        return
+    kind, mask, infinity_before = _MAGNITUDES[source]
+    before = np.frombuffer(view, kind) & mask
+    if may_overflow:  # NaN has more than the bits of infinity, before and after
+        losses.overflows += int(np.count_nonzero(after == infinity) - np.count_nonzero(before == infinity_before))
+    if may_underflow:
+        losses.underflows += int(np.count_nonzero(before) - np.count_nonzero(after))
 
 
 def _to_bf16(values: Any) -> Any:
@@ -54,8 +84,10 @@ def _to_bf16(values: Any) -> Any:
 class CastSink:
     """Casts what it is given and passes it on."""
 
-    def __init__(self, sink: Sink, source: DType, target: DType, scratch: memoryview) -> None:
-        self._sink, self._source, self._target = sink, source, target
+    def __init__(
+        self, sink: Sink, source: DType, target: DType, scratch: memoryview, losses: CastLosses | None = None
+    ) -> None:
+        self._sink, self._source, self._target, self._losses = sink, source, target, losses
         self._scratch = scratch[: len(scratch) // source.itemsize * source.itemsize]
         self._filled = 0
 
@@ -68,7 +100,7 @@ class CastSink:
         ready = self._filled // self._source.itemsize * self._source.itemsize
         if not ready:
             return
-        push(self._sink, cast(self._scratch[:ready], self._source, self._target))
+        push(self._sink, cast(self._scratch[:ready], self._source, self._target, self._losses))
         rest = self._filled - ready
         self._scratch[:rest] = bytes(self._scratch[ready : self._filled])
         self._filled = rest

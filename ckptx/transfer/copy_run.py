@@ -20,14 +20,15 @@ from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
 from ckptx.transfer.block_writers import BlockWriter, Direct, Tiles
+from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, tree_digest
-from ckptx.transfer.digest_sink import stream_as
+from ckptx.transfer.digest_sink import DigestSink, stream_as
 from ckptx.transfer.grid import Grid, grid_of
 from ckptx.transfer.outfile import FileDigests, OutFile
 from ckptx.transfer.plan import CopyPlan, Run, Step
 from ckptx.transfer.small_tensors import HASH_NBYTES, SmallCopies, SmallSharding, crc_note, small_sharding
 from ckptx.transfer.split_tensor import RecordShare, Share, SplitTensor, joined
-from ckptx.transfer.stream import TensorReader
+from ckptx.transfer.stream import Sink, TensorReader
 
 BLOCK = 1 << 20
 _LEAST_BLOCK = 64 << 10
@@ -56,6 +57,7 @@ class CopyContext:
         files: The target files, by index in the plan.
         file_digests: What is known of the digest of each target file, by index in the plan.
         digests: Of each finished tensor, by target name.
+        losses: Numbers that casts made infinite or zero, by target name.
         written: Bytes written, by worker.
         stop: Set when a pass failed or the run is interrupted.
     """
@@ -68,6 +70,7 @@ class CopyContext:
     files: dict[int, OpenFile]
     file_digests: dict[int, FileDigests]
     digests: dict[str, str]
+    losses: LossesByTensor
     written: list[int]
     stop: Event
 
@@ -231,11 +234,17 @@ class CopyRun:
         else:
             sink = Tiles(self.close, grid, blocks, self._buffers.get(0)[: self._size])
         records: list[RecordShare] | None = None if self._shared is None else []
-        if grid.nbytes:
-            stream_as(self._reader, step.source, self._region(step), step.target.dtype, sink, records)
+        self._copy.losses.add(step.target.name, self._stream(step, grid, sink, records))
         for block in blocks.values():
             assert not block.left, f"{step.target.name}: {block.left} bytes were not produced"
         self._finish(step, cut, blocks, sink.digest, records)
+
+    def _stream(self, step: Step, grid: Grid, sink: Sink, records: list[RecordShare] | None) -> CastLosses:
+        """Reads the share of a tensor that belongs to this run, and casts it."""
+        losses = CastLosses()
+        if grid.nbytes:
+            stream_as(self._reader, step.source, self._region(step), step.target.dtype, sink, records, losses)
+        return losses
 
     def _region(self, step: Step) -> Region:
         shape, rows = step.source.shape, self._run.rows
@@ -337,11 +346,16 @@ class CopyRun:
             self._journal_at += len(done)
 
     def _resume(self, steps: tuple[Step, ...]) -> tuple[int, int]:
-        """Steps that an interrupted run finished, whose bytes on disk still have their digests; and where the journal
-        goes on."""
+        """Steps that an interrupted run finished, whose bytes on disk still have their digests and are still those of
+        the source; and where the journal goes on.
+
+        The source is read again for this: neither names nor sizes nor times tell whether somebody rewrote it in place.
+        """
         recorded = self._journal.read(min(self._journal.size, _MAX_JOURNAL), 0)
         at = 0
         for number, step in enumerate(steps):
+            if self._copy.stop.is_set():
+                raise Cancelled
             cut = self._cut_of(step)
             grid = self._share(step, cut)
             count = max(1, -(-grid.nbytes // digest.LEAF))
@@ -353,7 +367,10 @@ class CopyRun:
         return len(steps), at
 
     def _is_on_disk(self, step: Step, cut: _StepSharding, grid: Grid, note: bytes) -> bool:
-        """True when the blocks lie in the target as they were noted; what they are is then entered as if written."""
+        """True when the blocks lie in the target as they were noted, and the source still has these bytes.
+
+        What they are is then entered as if written.
+        """
         count = max(1, -(-grid.nbytes // digest.LEAF)) * _LEAF_NBYTES
         leaves = [note[at : at + _LEAF_NBYTES] for at in range(0, count, _LEAF_NBYTES)]
         if not grid.nbytes:
@@ -380,10 +397,16 @@ class CopyRun:
             parts.append((cell.block, Share(cell.begin, cell.nbytes, crc)))
         if hashes != note[count:]:
             return False
+        records: list[RecordShare] = []
+        source = DigestSink(grid.nbytes, self._buffers.get(0))
+        losses = self._stream(step, grid, source, None if self._shared is None else records)
+        if source.digest.leaves != leaves:
+            return False
+        self._copy.losses.add(step.target.name, losses)
         if self._shared is None:
             self._copy.digests[step.target.name] = tree_digest(leaves).hex()
         else:
-            self._join(step, cut, leaves, parts, [])
+            self._join(step, cut, leaves, parts, records)
         return True
 
     def _read_back(self, file: OpenFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, whole
+from ckptx.transfer.cast_losses import CastLosses
 from ckptx.transfer.digest import TreeDigest
 from ckptx.transfer.split_tensor import RecordShare
 from ckptx.transfer.stream import Sink, TensorReader
@@ -35,18 +36,22 @@ def stream_as(
     dtype: DType,
     sink: Sink,
     parts: list[RecordShare] | None = None,
+    losses: CastLosses | None = None,
 ) -> None:
-    """Sends `region` of `entry` to `sink`, cast to `dtype` where it has another; `parts` as in `stream`."""
+    """Sends `region` of `entry` to `sink`, cast to `dtype` where it has another; `parts` as in `stream`.
+
+    `losses` receives what the cast did not merely round.
+    """
     if entry.dtype is not dtype:
         from ckptx.transfer.cast import CastSink  # numpy, which most conversions do without
 
-        sink = CastSink(sink, entry.dtype, dtype, memoryview(bytearray(_BUFFER)))
+        sink = CastSink(sink, entry.dtype, dtype, memoryview(bytearray(_BUFFER)), losses)
     reader.stream(entry, region, sink, parts)
 
 
-def digest_of(reader: TensorReader, entry: TensorEntry, dtype: DType) -> TreeDigest:
+def digest_of(reader: TensorReader, entry: TensorEntry, dtype: DType, losses: CastLosses | None = None) -> TreeDigest:
     """The layout-independent digest of a tensor cast to `dtype`, from its bytes."""
     nbytes = dtype.nbytes(entry.numel)
     sink = DigestSink(nbytes, memoryview(bytearray(min(_BUFFER, max(1, nbytes)))))
-    stream_as(reader, entry, whole(entry.shape), dtype, sink)
+    stream_as(reader, entry, whole(entry.shape), dtype, sink, losses=losses)
     return sink.digest

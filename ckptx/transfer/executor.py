@@ -19,6 +19,7 @@ from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
+from ckptx.transfer.cast_losses import LossesByTensor
 from ckptx.transfer.copy_run import BLOCK, Buffers, Cancelled, CopyContext, CopyRun
 from ckptx.transfer.digest import TreeDigest, tree_digest
 from ckptx.transfer.outfile import FileDigests
@@ -38,10 +39,13 @@ class Outcome:
     Attributes:
         digests: Digest of each tensor by target name, of its logical bytes, however it is cut.
         file_digests: Digest of each target file by name.
-        bytes_read: Bytes read from the source.
+        bytes_read: Bytes read from the source, those included that a resumed run only compares.
         bytes_written: Bytes written; less than planned when a run was resumed.
         unrecorded: Source records whose writer left no CRC.
         was_locked: False when the file system of the output knows no locks.
+        was_complete: True when nothing was copied, as the files were there already.
+        overflows: Finite numbers that a cast made infinite, by target name.
+        underflows: Numbers other than zero that a cast made zero, by target name.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -50,6 +54,9 @@ class Outcome:
     bytes_written: int = 0
     unrecorded: int = 0
     was_locked: bool = True
+    was_complete: bool = False
+    overflows: dict[str, int] = field(default_factory=dict)
+    underflows: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Outcome) -> None:
         """Adds what another process found out about other files."""
@@ -58,6 +65,8 @@ class Outcome:
         self.bytes_read += other.bytes_read
         self.bytes_written += other.bytes_written
         self.unrecorded += other.unrecorded
+        self.overflows |= other.overflows
+        self.underflows |= other.underflows
 
 
 def execute(
@@ -78,7 +87,8 @@ def execute(
         plan: What to copy.
         source: Files of the source.
         tree: Where the target files go; it keeps them open, to know them again.
-        journal: Directory that remembers finished tensors; those it names are checked and not copied again.
+        journal: Directory that remembers finished tensors; those it names are compared with the source and not
+            written again.
         workers: Number of threads.
         max_memory: Bytes of buffers in flight, all workers together.
         resumed: Files and journal of an interrupted run may be there; otherwise a file that is there is refused.
@@ -121,6 +131,7 @@ class Copy:
         self.stop = threading.Event()
         self.written = [0] * self.workers
         self._lock = threading.Lock()
+        self._losses = LossesByTensor()
         self._context = CopyContext(
             plan,
             tree,
@@ -130,6 +141,7 @@ class Copy:
             self.targets,
             self.file_digests,
             self.outcome.digests,
+            self._losses,
             self.written,
             self.stop,
         )
@@ -162,6 +174,7 @@ class Copy:
         finally:
             sys.setswitchinterval(patience)
         self.outcome.bytes_written = sum(self.written)
+        self.outcome.overflows, self.outcome.underflows = self._losses.overflows, self._losses.underflows
         return self.outcome
 
     def _work(self, worker: int) -> None:

@@ -21,11 +21,13 @@ from ckptx.options import default_workers
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
 from ckptx.storage.files import FilePool
+from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.digest_sink import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
 from ckptx.verification.state_pairs import has_state, not_compared, notes_on_objects, pair_state
 from ckptx.view import ModelView, compare_replicas, locate_all, locate_payloads
+from ckptx.wording import first_of
 
 _BUFFER = 1 << 20
 
@@ -80,6 +82,10 @@ def verify(
     if comparison.unrecorded:
         said = counted(comparison.unrecorded, "archive")
         log.note(f"without a recorded CRC-32: {said}, whose bytes could not be checked")
+    overflows = comparison.losses.overflows
+    if overflows:
+        numbers, where = counted(sum(overflows.values()), "number"), first_of(list(overflows))
+        log.note(f"--dtype {dtype}: {numbers} of the reference became infinite in the cast ({where})")
     report = VerifyReport(
         command="verify",
         exit=1 if rows or not pairs else 0,
@@ -181,6 +187,7 @@ class _Comparison:
     max_memory: int
     bytes_read: int = 0
     unrecorded: int = 0
+    losses: LossesByTensor = field(default_factory=LossesByTensor)
     _rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     _errors: list[BaseException] = field(default_factory=list)
 
@@ -198,7 +205,7 @@ class _Comparison:
                         index = queue.popleft()
                     except IndexError:
                         break
-                    row = _compare(self.pairs[index], readers[0], readers[1])
+                    row = _compare(self.pairs[index], readers[0], readers[1], self.losses)
                     if row is not None:
                         self._rows[index] = row
                     done[worker] += self.pairs[index].a.nbytes
@@ -220,9 +227,11 @@ class _Comparison:
         return [self._rows[index] for index in sorted(self._rows)]
 
 
-def _compare(pair: _Pair, a: TensorReader, b: TensorReader) -> dict[str, Any] | None:
+def _compare(pair: _Pair, a: TensorReader, b: TensorReader, losses: LossesByTensor) -> dict[str, Any] | None:
     """None when the bytes are equal, else a row that says where the first difference is."""
-    sides = [digest_of(reader, entry, pair.dtype).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
+    lost = CastLosses()
+    sides = [digest_of(reader, entry, pair.dtype, lost).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
+    losses.add(pair.name, lost)
     if sides[0] == sides[1]:
         return None
     block = next(i for i, (x, y) in enumerate(zip(*sides, strict=True)) if x != y)

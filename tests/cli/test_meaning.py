@@ -28,7 +28,7 @@ GLOBAL = {"quiet", "verbose", "no_color"}
 HUB = {"revision", "token", "cache_dir"}
 COMMON = HUB | {
     "dtype", "names", "prefix", "tied", "tie_missing", "workers", "max_memory", "dry_run", "overwrite", "resume",
-    "trust_remote_code", "allow_misfit", "report_file", "as_json",
+    "trust_remote_code", "allow_misfit", "allow_overflow", "report_file", "as_json",
 }  # fmt: skip
 MESH = {"tp", "pp", "dp_shard", "pp_split", "tp_plan"}
 

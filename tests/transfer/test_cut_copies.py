@@ -249,7 +249,7 @@ def test_a_resumed_cut_ends_as_an_undisturbed_one(
     assert written == expected(target, True)
     assert outcome.digests == {name: defined(data_of(name), digest_module.LEAF) for name in CUTS}
     assert outcome.file_digests == {name: defined(data, digest_module.LEAF) for name, data in written.items()}
-    assert outcome.bytes_read <= plan.bytes_read if after < 9 else outcome.bytes_read < plan.bytes_read
+    assert after < 9 or outcome.bytes_written < plan.bytes_written
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -283,7 +283,7 @@ def test_a_finished_cut_that_rotted_is_made_again(tmp_path: Path, name: str) -> 
     run(plan, source.root, tmp_path / "out")
     assert tree_bytes(tmp_path / "out" / "tree") == expected(target, True)
     again = run(plan, source.root, tmp_path / "out")
-    assert (again.bytes_read, again.bytes_written) == (0, 0)
+    assert (again.bytes_read, again.bytes_written) == (plan.bytes_read, 0)
 
 
 def spoiled(blocks: Sequence[Block], how: str) -> tuple[Block, ...]:

@@ -220,7 +220,7 @@ def test_what_one_thread_meets_is_raised(tmp_path: Path, monkeypatch: pytest.Mon
     """And ends the others, as soon as they have done what they are at."""
     seen: list[str] = []
 
-    def fails(pair: Any, a: Any, b: Any) -> None:
+    def fails(pair: Any, *others: Any) -> None:
         seen.append(pair.name)
         if pair.name == seen[0]:
             raise InputError(f"{pair.name}: found no bytes")

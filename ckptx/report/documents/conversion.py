@@ -22,6 +22,8 @@ class ConversionReport(Report):
         unknown: Names that the class does not have.
         kept_dtype: Names that `--dtype` left as they were.
         base_dtypes: What `--dtype base` did.
+        overflows: `name` and `count` of each tensor in which the cast made finite numbers infinite.
+        underflows: `name` and `count` of each tensor in which the cast made numbers other than zero zero.
         optimizer: Tensors and bytes of optimizer state that was dropped.
         objects: Pickled objects that were dropped or carried.
         state_without_parameter: Optimizer tensors of no known parameter.
@@ -45,6 +47,8 @@ class ConversionReport(Report):
     unknown: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     kept_dtype: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     base_dtypes: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    overflows: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
+    underflows: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
     optimizer: dict[str, int] | None = field(default=None, metadata=OPTIONAL)
     objects: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     state_without_parameter: Sequence[str] | None = field(default=None, metadata=OPTIONAL)

@@ -1,0 +1,87 @@
+"""Compare the present contents of a source with what was copied from it.
+
+A mode, an owner or a hard link changes the change time of a file, and so does whoever rewrites it in place and sets its
+modification time back (`rsync --inplace --times`, `touch -r`). Only its contents tell the two apart, so these are read
+once more, of the files that were touched alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import ArchivedChunks, TensorEntry
+from ckptx.errors import CkptxError
+from ckptx.formats.hf.hf_metadata import directory_of_config
+from ckptx.formats.hf.reader import read_json
+from ckptx.formats.registry import open_checkpoint
+from ckptx.publishing.source_state import Seen, header_texts
+from ckptx.storage.files import FilePool, changed
+from ckptx.transfer.digest_sink import digest_of
+from ckptx.transfer.plan import CopyPlan
+from ckptx.transfer.stream import TensorReader
+
+_logger = logging.getLogger(__name__)
+
+
+def require_unchanged(
+    seen: Seen, plan: CopyPlan, digests: Mapping[str, str], files: FilePool, opened: Catalog, max_memory: int
+) -> None:
+    """Check that the source still is what was copied.
+
+    Args:
+        seen: Its files, as they were when it was opened.
+        plan: The copy.
+        digests: Digest of each copied tensor, by target name.
+        files: Files of the source.
+        opened: The source, as it was when it was opened.
+        max_memory: Bytes of buffers.
+
+    Raises:
+        InputError: A file is gone, was replaced, or has other contents.
+    """
+    touched = seen.touched()
+    if not touched:
+        return
+    _logger.info("read again, as their change time is another: %s", ", ".join(map(str, touched)))
+    first = next(iter(touched))
+    names = {str(path.relative_to(opened.root)) for path in touched if path.is_relative_to(opened.root)}
+    carried = {catalog.root / sidecar.name for catalog in seen.catalogs for sidecar in catalog.sidecars}
+    for path in touched:
+        is_known = path.is_relative_to(opened.root) or path in carried
+        if not is_known or (path.name == "config.json" and not _is_config_as_read(path, seen.catalogs)):
+            raise changed(path)
+    if names and not _is_opened_alike(opened):
+        raise changed(first)
+    reader = TensorReader(files, max_memory)
+    for step in plan.steps():
+        recorded = digests.get(step.target.name)
+        if recorded is None or names.isdisjoint(_files_of(step.source)):
+            continue
+        if digest_of(reader, step.source, step.target.dtype).digest().hex() != recorded:
+            raise changed(opened.root / next(name for name in _files_of(step.source) if name in names))
+    if seen.touched() != touched:
+        raise changed(first)
+    seen.accept(touched)
+
+
+def _is_config_as_read(path: Path, catalogs: tuple[Catalog, ...]) -> bool:
+    """True when every checkpoint that took its config from this file would read the same today."""
+    owners = [each for each in catalogs if each.config is not None and directory_of_config(each) == path.parent]
+    return all(read_json(path) == each.config for each in owners)
+
+
+def _is_opened_alike(opened: Catalog) -> bool:
+    """True when a checkpoint that is opened once more has the same headers."""
+    try:
+        again = open_checkpoint(opened.opened_from or opened.root)
+    except CkptxError:
+        return False
+    return list(header_texts(again)) == list(header_texts(opened))
+
+
+def _files_of(entry: TensorEntry) -> Iterator[str]:
+    chunks = entry.chunks
+    return (chunk.file for chunk in (chunks.archives if isinstance(chunks, ArchivedChunks) else chunks))
