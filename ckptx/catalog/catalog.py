@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.entry import BytesEntry, Sidecar, TensorEntry
-from ckptx.catalog.form import FORMS, Form
+from ckptx.catalog.form import BIN, FORMS, Form
 from ckptx.storage.files import Identity
 
 
@@ -67,6 +67,12 @@ class Catalog:
     def form(self) -> Form:
         """What follows from the format."""
         return FORMS[self.format]
+
+    @property
+    def is_published(self) -> bool:
+        """True for weights as their authors publish them; a state dict of a name of its own is a trainer's."""
+        is_named = self.form is not BIN or bool(self.verbatim) or set(self.files) == {"pytorch_model.bin"}
+        return self.form.is_published and is_named
 
     @property
     def nbytes(self) -> int:

@@ -147,9 +147,10 @@ def lossless_edits(view: ModelView, done: Cast, base: Base, naming: Naming, want
 
     A cast to one dtype makes the config say so. Otherwise the config is right until shown wrong: it is edited when
     tensors are in a dtype that its own cannot hold, and they came to be so after the config was written. They did when
-    the base has them in another dtype; where no base is known, when at least half of all floats are such, unless the
-    checkpoint is an HF one or still what ckptx made of one. Tensors that the model keeps in float32 whatever the config
-    says do not count.
+    the base has them in another dtype; where no dtypes of a base are known, when at least half of all floats are such,
+    unless the config is that of the checkpoint itself and this is an HF one or still what ckptx made of one. Tensors
+    that the model keeps in float32 whatever the config says do not count. The format of source and output is of no
+    account.
 
     Args:
         view: The model in the source.
@@ -166,7 +167,7 @@ def lossless_edits(view: ModelView, done: Cast, base: Base, naming: Naming, want
     lost = {name: entry for name, entry in floats.items() if not all(is_held(entry.dtype.name, each) for each in said)}
     if wanted in CAST_TARGETS:
         return dtype_edits(config, wanted) if done.was_cast or lost else []
-    if not lost or _is_as_published(view):
+    if not lost or _is_as_published(view, base):
         return []
     in_base = _by_target_name(base.dtypes, view, lost, naming) if base.dtypes else {}
     changed = {name: entry for name, entry in lost.items() if name in in_base and in_base[name] is not entry.dtype}
@@ -179,13 +180,13 @@ def lossless_edits(view: ModelView, done: Cast, base: Base, naming: Naming, want
     return widened(config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *settled.values())})
 
 
-def quantization_edits(view: ModelView, target: Target) -> list[dict[str, Any]]:
+def quantization_edits(view: ModelView, target: Target, base: Base) -> list[dict[str, Any]]:
     """Edits that take the quantisation out of config.json when a step in floats is written under a quantised base.
 
     Loaders look for scales where a config speaks of quantisation, find none, and leave the weights as they were made at
     random. The config of a checkpoint that nobody trained since is right, whatever it says.
     """
-    if view.config is None or _is_as_published(view):
+    if view.config is None or _is_as_published(view, base):
         return []
     if any(not entry.dtype.cast for entry in target.tensors.values() if len(entry.shape) > 1):
         return []
@@ -201,6 +202,12 @@ def _is_kept(view: ModelView, name: str) -> bool:
     return view.architecture is not None and view.architecture.keeps_fp32(name, "bf16")
 
 
-def _is_as_published(view: ModelView) -> bool:
-    """True when nobody has trained since the config was written: an HF checkpoint, or what ckptx made of one."""
-    return view.catalog.form.is_published or kept_manifest(view, []) is not None
+def _is_as_published(view: ModelView, base: Base) -> bool:
+    """True when the config is the checkpoint's own and nobody has trained since it was written.
+
+    That is so for an HF checkpoint and for what ckptx made of one. A config that `--base` gives was written for other
+    files, whatever the format of these, and a state dict of another name than `pytorch_model.bin` is a trainer's.
+    """
+    if base.catalog is not None:
+        return False
+    return view.catalog.is_published or kept_manifest(view, []) is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ckptx.conversion.base import Base
-from ckptx.conversion.dtypes import Cast
+from ckptx.conversion.dtypes import Cast, lossless_edits
 from ckptx.conversion.manifest import manifest_of
 from ckptx.conversion.model import LeftBehind, Ties, leave_state_behind
 from ckptx.conversion.naming import Named
@@ -18,7 +18,6 @@ from ckptx.conversion.written import check_dcp
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame
-from ckptx.mapping.config import dtype_edits
 from ckptx.view import ModelView
 
 
@@ -71,7 +70,7 @@ class DcpFormat(OutputFormat):
         )
 
     def edits(self, opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
-        return float_edits(view, cast, dtype_edits(view.config, opened.options.dtype) if cast.was_cast else [])
+        return float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, opened.options.dtype))
 
     def sidecars(self, opened: Opened, base: Base) -> list[str]:
         return [sidecar.name for sidecar in base.files_from.sidecars]

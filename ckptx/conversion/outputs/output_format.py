@@ -144,8 +144,8 @@ class OutputFormat(ABC):
         """What `ckptx.json` says, without files and sidecars."""
 
 
-def float_edits(view: ModelView, cast: Cast, rows: Sequence[dict[str, Any]]) -> ConfigEdits:
+def float_edits(view: ModelView, cast: Cast, base: Base, rows: Sequence[dict[str, Any]]) -> ConfigEdits:
     """Edits to dtypes, and those that take quantisation out of the config of a step in floats."""
-    quantization = quantization_edits(view, cast.target)
+    quantization = quantization_edits(view, cast.target, base)
     note = "config.json speaks of quantisation, and every weight is a float: taken out of it"
     return ConfigEdits((*rows, *quantization), (note,) if quantization else ())

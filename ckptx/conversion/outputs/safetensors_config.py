@@ -16,7 +16,7 @@ from ckptx.view import ModelView
 
 def safetensors_edits(opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
     """Edits to dtypes, to quantisation and to ties, so that loading by the config gives what the files hold."""
-    floats = float_edits(view, cast, lossless_edits(view, cast, base, named.naming, opened.options.dtype))
+    floats = float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, opened.options.dtype))
     untied = _untie_edits(view, base.config, ties)
     return ConfigEdits((*floats.rows, *untied.rows), (*floats.notes, *untied.notes))
 
