@@ -18,6 +18,7 @@ from ckptx.conversion.ledger import settle_ledger
 from ckptx.conversion.model import LeftBehind, hold_against_config, refuse_without_model, see_model, settle_ties
 from ckptx.conversion.opening import Opened, Progress
 from ckptx.conversion.outputs.output_format import ConfigEdits, Contents, OutputFormat
+from ckptx.conversion.recorded_config import check_recorded_config
 from ckptx.conversion.sharding import Sharded, shard
 from ckptx.conversion.sidecars import carry
 from ckptx.conversion.summary import Found, report_of
@@ -69,6 +70,7 @@ def convert_opened(
 
     # What the target holds: which tensors, called what, in which dtypes, cut how.
     chosen = log(choose_tensors(opened, base, view, ties, output))
+    check_recorded_config(view, base, chosen.named)
     naming = chosen.named.naming
     _logger.info(
         "%s: %d tensors, %d aliases", "original files again" if chosen.restored else "laid out anew",

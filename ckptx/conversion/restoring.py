@@ -18,7 +18,7 @@ from ckptx.formats.hf.layout import HuggingFaceLayout
 from ckptx.formats.hf.original_files import remember as remember_files
 from ckptx.formats.hf.original_files import restore
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.view import ModelView, manifest_beside
+from ckptx.view import ModelView, manifest_beside, rules_of, trainer_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,31 @@ class Restored:
         original: The files.
         where: The manifest that remembers them.
         digests: Recorded when they were written, where the tensor was stored as it is.
+        reordered: Name in the source -> digest recorded there, of each tensor that holds the same elements in another
+            order, or those of several tensors.
+        view: The source.
     """
 
     named: Named
     original: OriginalFiles
     where: str
     digests: Mapping[str, str]
+    reordered: Mapping[str, str]
+    view: ModelView
+
+    def stored_again(self, tensors: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
+        """Put the original tensors together as the source has them.
+
+        Args:
+            tensors: The original tensors, wherever they lie.
+
+        Raises:
+            InputError, UnsupportedError: There is no way back.
+        """
+        if self.view.trainer_naming:
+            return trainer_rules(self.view.trainer_naming).to_disk(tensors, list(self.view.tensors)).tensors
+        rules = rules_of(self.view)
+        return tensors if rules is None else rules.to_model(tensors).tensors
 
     def layout(self, root: Path) -> HuggingFaceLayout:
         """Where every tensor lay, and lies again.
@@ -150,10 +169,18 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
         # A digest is that of the bytes in the order they were written: those of other rows are other bytes.
         if old.get(name) in rows and target.tensors[name].chunks is view.tensors[old[name]].chunks
     }
+    as_stored = {old[name] for name in digests}
+    reordered = {
+        name: rows[entry.name].digest
+        for name, entry in view.tensors.items()
+        if name not in as_stored and name not in shared and entry.name in rows
+    }
     on_disk = frozenset(view.tensors[name].name for name in shared if name in view.tensors)
     kept = replace(target.only(original.tensors), shared=on_disk)
     notes += named.notes
-    return Restoring(Restored(replace(named, target=kept), original, manifest.where, digests), tuple(notes))
+    return Restoring(
+        Restored(replace(named, target=kept), original, manifest.where, digests, reordered, view), tuple(notes)
+    )
 
 
 def _left_out(

@@ -131,10 +131,15 @@ def check_digests(outcome: Outcome, recorded: Mapping[str, str]) -> None:
     """
     for name, digest in recorded.items():
         if outcome.digests[name] != digest:
-            raise InputError(
-                f'tensor "{name}": digest {outcome.digests[name]}, ckptx.json records {digest}; the bytes changed '
-                "since they were converted, restore them from a copy"
-            )
+            raise changed_since(name, outcome.digests[name], digest)
+
+
+def changed_since(name: str, found: str, recorded: str) -> InputError:
+    """The error for a tensor whose bytes are not those that its manifest records."""
+    return InputError(
+        f'tensor "{name}": digest {found}, ckptx.json records {recorded}; the bytes changed since they were converted, '
+        "restore them from a copy"
+    )
 
 
 class _Planned:

@@ -16,6 +16,7 @@ from ckptx.conversion.naming import Named
 from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
+from ckptx.conversion.reordered import check_reordered
 from ckptx.conversion.restoring import Restoring, restore_original
 from ckptx.conversion.target import Target
 from ckptx.conversion.written import check_digests, check_huggingface
@@ -74,6 +75,8 @@ class HuggingFaceFormat(OutputFormat):
         def check(tree: Path, outcome: Outcome) -> None:
             check_huggingface(tree, layout)
             check_digests(outcome, recorded)
+            if restored is not None and restored.reordered:
+                check_reordered(tree, layout.catalog, restored, opened.files, options)
 
         markers = () if layout.index_text is None else ((layout.index_name, layout.index_text.encode()),)
         return Allocation(layout.catalog, check, prologues=layout.prologues, markers=markers, notes=tuple(notes))
