@@ -14,15 +14,19 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.fit import fit_noted
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
+from ckptx.mapping.duplicates import second_namings
+from ckptx.mapping.models import below
 from ckptx.report.documents.comparison import DiffReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
-from ckptx.view import ModelView, rules_of, trainer_rules, view_model
+from ckptx.view import ModelView, SeveralModels, rules_of, trainer_rules, view_model_under
+from ckptx.wording import counted, first_of
 
 
 def diff(
     a: str | Path,
     b: str | Path,
     *,
+    prefix: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | None = None,
@@ -35,6 +39,7 @@ def diff(
     Args:
         a: A directory, file, index, or Hub id.
         b: Another one.
+        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
         revision: Branch, tag or commit of what is a Hub id.
         token: Hub token.
         cache_dir: Hub cache.
@@ -44,12 +49,14 @@ def diff(
     """
     stopwatch, log = Stopwatch(), Log()
     paths = [resolve(str(each), revision=revision, token=token, cache_dir=cache_dir) for each in (a, b)]
-    a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths))
+    a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths), prefix=prefix)
     for view in (a_view, b_view):
         fit_noted(view, log.notes)
     first, second = in_common_names(_headers_of(a_view), _headers_of(b_view))
     for view in (first, second):
         log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
+    for view in (a_view, b_view):
+        log.note(*(f"{view.catalog.root}: {note}" for note in (*view.notes_on_others("not compared"), *_twice(view))))
     rows = differing_headers(first, second)
     report = DiffReport(
         command="diff",
@@ -68,23 +75,49 @@ def diff(
     return stopwatch.stop(report)
 
 
-def seen_together(a: Catalog, b: Catalog) -> tuple[ModelView, ModelView]:
+def seen_together(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[ModelView, ModelView]:
     """Two checkpoints as models; one without a config is seen by that of the other, as `verify --run` builds it.
 
+    Args:
+        a: One.
+        b: The other.
+        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
+
     Raises:
-        InputError, UnsupportedError: One of them, by its own config.
+        InputError, UnsupportedError: One of them, by its own config; or neither holds a model under the prefix.
     """
-    return _seen_beside(a, b), _seen_beside(b, a)
+    views = _seen_beside(a, b, prefix), _seen_beside(b, a, prefix)
+    if prefix is not None and not any(view.catalog.form.is_of_training and view.prefix == prefix for view in views):
+        raise InputError(
+            f'--prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model {below(prefix)}; look at their '
+            "names with `ckptx inspect --tensors`"
+        )
+    return views
 
 
-def _seen_beside(catalog: Catalog, other: Catalog) -> ModelView:
+def _seen_beside(catalog: Catalog, other: Catalog, prefix: str | None) -> ModelView:
     if catalog.config is not None or other.config is None:
-        return view_model(catalog)
+        return view_model_under(catalog, prefix)
     try:
-        view, note = view_model(catalog, config=other.config), f"no config.json: seen by that of {other.root}"
+        view, note = (
+            view_model_under(catalog, prefix, config=other.config),
+            f"no config.json: seen by that of {other.root}",
+        )
+    except SeveralModels:
+        raise
     except (InputError, UnsupportedError) as error:
-        view, note = view_model(catalog), f"no config.json, and that of {other.root} does not fit: {error}"
+        view = view_model_under(catalog, prefix)
+        note = f"no config.json, and that of {other.root} does not fit: {error}"
     return replace(view, notes=(*view.notes, note))
+
+
+def _twice(view: ModelView) -> list[str]:
+    """A note where names stand for one tensor and nobody compared their bytes."""
+    rules = rules_of(view) if not view.trainer_naming else None
+    names = [*view.duplicates, *(second_namings(rules, view.tensors) if rules is not None else ())]
+    if not names:
+        return []
+    return [f"{counted(len(names), 'tensor')} stored under two names, whose bytes `verify` compares: {first_of(names)}"]
 
 
 def _headers_of(view: ModelView) -> ModelView:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.counting import aliases_of, parameters_of
-from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
+from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError, UsageError
 from ckptx.fit import fit_noted
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
@@ -27,6 +27,7 @@ def inspect(
     match: str | None = None,
     ranks: bool = False,
     html: Path | None = None,
+    prefix: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | None = None,
@@ -39,6 +40,7 @@ def inspect(
         match: Only names that match this glob. Alone it implies `tensors`; with `ranks` or `html` it narrows them.
         ranks: Say what each rank holds.
         html: Draw that into this file, as one page that needs no other.
+        prefix: Prefix of the model's names in a DCP; None finds it.
         revision: Branch, tag or commit of a Hub id.
         token: Hub token.
         cache_dir: Hub cache.
@@ -50,7 +52,11 @@ def inspect(
     stopwatch, log = Stopwatch(), Log()
     if html is not None:
         refuse_place(html)
-    view = log(_viewed(open_checkpoint(resolve(str(path), revision=revision, token=token, cache_dir=cache_dir)), log))
+    opened = open_checkpoint(resolve(str(path), revision=revision, token=token, cache_dir=cache_dir))
+    if prefix is not None and not opened.form.is_of_training:
+        raise UsageError(f"--prefix: {opened.root} is no DCP, every name in it is taken as it is; leave it out")
+    view = log(_viewed(opened, prefix, log))
+    log.note(*view.notes_on_others("not described"))
     catalog, parameters, aliases = view.catalog, parameters_of(view), aliases_of(view.catalog)
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
     is_listed = tensors or (match and not (ranks or html))
@@ -106,13 +112,13 @@ def _groups_of(view: ModelView) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _viewed(catalog: Catalog, log: Log) -> ModelView:
+def _viewed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
     """The model in the checkpoint; where telling its class takes packages that are not there, the tensors alone."""
     try:
-        return view_model(catalog)
+        return view_model(catalog, prefix=prefix, may_be_any=True)
     except EnvironmentProblem as error:
         log.note(str(error))
-        return view_model(catalog, config={})
+        return view_model(catalog, config={}, prefix=prefix, may_be_any=True)
 
 
 def _with_layout(

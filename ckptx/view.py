@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
 from ckptx.architecture.installed import note_on
-from ckptx.architecture.shapes import shapes_of
+from ckptx.architecture.shapes import expected_of, says_layers, shapes_of
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.trainer_naming.detect import in_trainer_naming, trainer_naming_of
 from ckptx.catalog.catalog import Catalog
@@ -19,16 +20,22 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import refuse_adapters
 from ckptx.formats.sidecars import MANIFEST
+from ckptx.mapping.duplicates import second_namings
+from ckptx.mapping.models import KnownNames, Models, OtherModel, below, find_models, repeated_prefixes
 from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.files import FilePool, read_small
 from ckptx.untrusted.limits import METADATA_BYTES
+from ckptx.wording import counted, first_of
 
 if TYPE_CHECKING:  # what looks at headers alone pays for nothing that reads tensors, nor for readers of other formats
+    from pathlib import Path
+
     from ckptx.architecture.tied import TieDecision
     from ckptx.catalog.manifest import Manifest
+    from ckptx.transfer.stream import TensorReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,9 @@ class ModelView:
         published: The same under published names; another one only for a checkpoint in a trainer_naming.
         trainer_naming: From the names of the checkpoint to published ones, when they differ.
         unknown: Model tensors the architecture does not have; they pass through.
+        others: Further models in the checkpoint, their names as on disk; `other` has these names, too.
+        duplicates: Name on disk -> another name on disk that is the same without wrappers or prefix. Neither `tensors`
+            nor `optimizer` and `other` have the first; only their bytes say whether the two are one tensor.
         notes: What the user should know: of the reader of the checkpoint, and of how the model was found.
     """
 
@@ -61,12 +71,32 @@ class ModelView:
     published: Architecture | None = None
     trainer_naming: tuple[Conversion, ...] = ()
     unknown: tuple[str, ...] = ()
+    others: tuple[OtherModel, ...] = ()
+    duplicates: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     _rules: list[NameRules | None] = field(default_factory=list, compare=False, repr=False)
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Bytes of the tensors with these names on disk."""
         return sum(self.catalog.tensors[name].nbytes for name in names)
+
+    @property
+    def model_duplicates(self) -> dict[str, str]:
+        """Those of `duplicates` that are of the model."""
+        stored = {entry.name for entry in self.tensors.values()} if self.duplicates else set()
+        return {name: kept for name, kept in self.duplicates.items() if kept in stored}
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The prefixes of the models in it, that of this one first."""
+        return (self.prefix, *(each.prefix for each in self.others))
+
+    def notes_on_others(self, done: str) -> tuple[str, ...]:
+        """A note on each further model; `done` says what is not done with it."""
+        return tuple(
+            f'{each.said}: {counted(len(each.names), "tensor")}, {done}; choose it with --prefix "{each.prefix}"'
+            for each in self.others
+        )
 
 
 def view_model(
@@ -75,6 +105,7 @@ def view_model(
     config: dict[str, Any] | None = None,
     prefix: str | None = None,
     trust_remote_code: bool = False,
+    may_be_any: bool = False,
 ) -> ModelView:
     """Finds the model in a checkpoint.
 
@@ -83,9 +114,10 @@ def view_model(
         config: Overrides the `config.json` beside it.
         prefix: Prefix of the model's names; None finds it.
         trust_remote_code: Allows code from the checkpoint to run, for classes transformers lacks.
+        may_be_any: Takes one of several complete models, and notes that there are others.
 
     Raises:
-        InputError: No tensor has the prefix.
+        InputError: No tensor has the prefix, or there are several complete models and no prefix was given.
         UnsupportedError: The tensors are an adapter, or have a name that cannot be told from a pattern of names.
     """
     _refuse_stars(catalog)
@@ -98,13 +130,14 @@ def view_model(
         architecture = find_architecture(
             config, config_dir=directory_of_config(catalog), trust_remote_code=trust_remote_code
         )
-    published = architecture
-    trainer_naming: tuple[Conversion, ...] = ()
-    if architecture is not None and config is not None:
-        trainer_naming = trainer_naming_of(architecture, config, catalog.tensors)
-        architecture = in_trainer_naming(architecture, trainer_naming) if trainer_naming else architecture
+    found = _names_of_model(catalog, architecture, config, prefix, notes)
+    published, architecture = architecture, found.architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
-    unwrapped, roles = _names_of_model(catalog, patterns, prefix, notes)
+    roles, unwrapped = found.models.roles, found.unwrapped
+    if len(found.models.complete) > 1 and prefix is None and catalog.form.is_of_training:
+        if not may_be_any:
+            raise SeveralModels(catalog.root, found.models.complete)
+        notes.append(f"{_said_of_several(found.models.complete)}; what follows is {below(roles.prefix)}")
     on_disk = {short: name for name, short in unwrapped.names.items()}
     tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
     names_by_pattern: dict[str, list[str]] = {}
@@ -124,15 +157,53 @@ def view_model(
         config,
         tensors,
         tuple(on_disk[name] for name in roles.optimizer),
-        tuple(on_disk[name] for name in roles.other),
+        tuple(on_disk[name] for name in roles.other if name not in found.models.twins),
         roles.prefix,
         unwrapped.counts,
         architecture,
         published,
-        trainer_naming,
+        found.trainer_naming,
         tuple(name for name in tensors if name in unknown) if unknown else (),
+        tuple(each._replace(names=tuple(on_disk[name] for name in each.names)) for each in found.models.others),
+        {**unwrapped.duplicates, **{on_disk[name]: on_disk[kept] for name, kept in found.models.twins.items()}},
         tuple(notes),
     )
+
+
+def view_model_under(
+    catalog: Catalog,
+    prefix: str | None,
+    *,
+    config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> ModelView:
+    """Finds the model under a prefix where the checkpoint has one there, else as `view_model`.
+
+    For commands that look at two checkpoints and take one prefix: it chooses among the models of those that have it.
+
+    Raises:
+        InputError, UnsupportedError: As `view_model`.
+    """
+    if prefix is not None and catalog.form.is_of_training:
+        view = view_model(catalog, config=config, trust_remote_code=trust_remote_code, may_be_any=True)
+        is_known = len(view.unknown) < len(view.tensors) and view.architecture is not None
+        if prefix in view.prefixes or (not is_known and any(name.startswith(prefix) for name in view.tensors)):
+            return view_model(catalog, config=config, prefix=prefix, trust_remote_code=trust_remote_code)
+    return view_model(catalog, config=config, trust_remote_code=trust_remote_code)
+
+
+class SeveralModels(InputError):
+    """A checkpoint holds several complete models, and nothing says which is meant."""
+
+    def __init__(self, root: Path, prefixes: tuple[str, ...]) -> None:
+        how = ' (--prefix "" takes the names without one)' if "" in prefixes else ""
+        super().__init__(f"{root}: {_said_of_several(prefixes)}; choose one with --prefix{how}")
+
+
+def _said_of_several(prefixes: tuple[str, ...]) -> str:
+    first, *others = (below(prefix) for prefix in sorted(prefixes)[:8])
+    more = f" and {len(prefixes) - 8} more" if len(prefixes) > 8 else ""
+    return f"holds {len(prefixes)} complete models, {first} and {', '.join(others)}{more}"
 
 
 def _refuse_stars(catalog: Catalog) -> None:
@@ -157,26 +228,120 @@ def _with_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> d
     return {**config, "architectures": [inferred.class_name]}
 
 
+class FoundNames(NamedTuple):
+    """What the names of a checkpoint say.
+
+    Attributes:
+        unwrapped: Names without wrappers.
+        models: The model among them, by names without wrappers.
+        architecture: Under the names of the checkpoint; None when it is unknown.
+        trainer_naming: As in `ModelView`.
+    """
+
+    unwrapped: Unwrapped
+    models: Models
+    architecture: Architecture | None = None
+    trainer_naming: tuple[Conversion, ...] = ()
+
+
+def find_names(
+    names: Collection[str],
+    published: Architecture | None,
+    config: dict[str, Any] | None,
+    prefix: str | None,
+) -> FoundNames:
+    """Finds the model in the names of a training checkpoint.
+
+    Args:
+        names: Of its tensors.
+        published: The architecture under published names.
+        config: The contents of `config.json`.
+        prefix: Prefix of the model's names; None finds it.
+
+    Raises:
+        InputError: No name has the prefix.
+    """
+    architecture, trainer_naming = _in_naming_of(published, config, names)
+    known = _known_names(architecture, config)
+    unwrapped = strip_wrappers(names, frozenset() if known is None else known.spellings)
+    roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
+    return FoundNames(unwrapped, find_models(roles, known, is_given=prefix is not None), architecture, trainer_naming)
+
+
+def _in_naming_of(
+    published: Architecture | None, config: dict[str, Any] | None, names: Collection[str]
+) -> tuple[Architecture | None, tuple[Conversion, ...]]:
+    """The architecture under the names of a checkpoint, and the conversions from these names to published ones."""
+    if published is None or config is None:
+        return published, ()
+    trainer_naming = trainer_naming_of(published, config, names)
+    return (in_trainer_naming(published, trainer_naming) if trainer_naming else published), trainer_naming
+
+
+def _known_names(architecture: Architecture | None, config: dict[str, Any] | None) -> KnownNames | None:
+    """The names of the architecture under this config; None where none are known."""
+    if architecture is None or config is None or not architecture.name_patterns:
+        return None
+    optional: set[str] = set()
+    layers: dict[str, int] = {}
+    try:
+        for pair in architecture.ties:
+            if pair.flag.effective(config):
+                optional.update(pattern_of(name) for naming in pair.namings for name in naming)
+        if says_layers(architecture, config):
+            layers = {stack.path: stack.count for stack in architecture.stacks(config)}
+        expected = expected_of(architecture, config)
+    except InputError:  # said by whoever needs the number
+        expected = None
+    if expected is not None:
+        tied = {pattern_of(name) for pair in architecture.ties for naming in pair.namings for name in naming}
+        optional |= architecture.name_patterns - expected.required - tied
+    return KnownNames(architecture.name_patterns, architecture.base_prefix, frozenset(optional), layers)
+
+
 def _names_of_model(
-    catalog: Catalog, patterns: frozenset[str], prefix: str | None, notes: list[str]
-) -> tuple[Unwrapped, Roles]:
-    """Names without wrappers, and what is the model among them. In an HF checkpoint every name is, and as it is."""
+    catalog: Catalog,
+    published: Architecture | None,
+    config: dict[str, Any] | None,
+    prefix: str | None,
+    notes: list[str],
+) -> FoundNames:
+    """The names of a checkpoint as they are looked at. In an HF checkpoint every name is one of the model, as it is."""
     plain = Unwrapped({name: name for name in catalog.tensors}, {})
-    as_they_are = plain, Roles("", plain.names, [], [])
+    as_they_are = plain, Models(Roles("", plain.names, [], []))
     if not catalog.form.is_of_training:
-        return as_they_are
-    unwrapped = strip_wrappers(catalog.tensors, patterns)
-    roles = assign_roles(unwrapped.names.values(), patterns or None, prefix)
-    if unwrapped.counts or roles.optimizer or roles.other:
+        architecture, trainer_naming = _in_naming_of(published, config, catalog.tensors)
+        others = find_models(as_they_are[1].roles, _known_names(architecture, config), is_given=False).others
+        notes.extend(
+            f"holds a second complete model {below(each.prefix)}, {counted(len(each.names), 'tensor')}, taken as "
+            "tensors that the class does not have"
+            for each in others
+            if each.is_complete
+        )
+        return FoundNames(*as_they_are, architecture, trainer_naming)
+    found = find_names(catalog.tensors, published, config, prefix)
+    unwrapped, models = found.unwrapped, found.models
+    roles = models.roles
+    if unwrapped.counts or unwrapped.duplicates or roles.optimizer or roles.other:
         manifest = manifest_beside(catalog, [])
         apart = {*roles.optimizer, *roles.other}
         doubtful = [name for name, short in unwrapped.names.items() if name != short or short in apart]
+        doubtful += unwrapped.duplicates
         if manifest is not None and _were_in_a_model(doubtful, catalog, manifest):
-            return as_they_are
-    if unwrapped.collision is not None:
-        first, second = unwrapped.collision
-        notes.append(f'wrappers kept in names: "{first}" and "{second}" would become one')
-    return unwrapped, roles
+            return found._replace(unwrapped=plain, models=as_they_are[1])
+    if unwrapped.kept:
+        notes.append(
+            f'"module." kept in {counted(len(unwrapped.kept), "name")}, as the names without it are there, too: '
+            f"{first_of(unwrapped.kept)}"
+        )
+    if prefix is None and not found.architecture:
+        repeated = repeated_prefixes(roles.model)
+        if repeated:
+            notes.append(
+                f"the same names under {', '.join(map(json.dumps, repeated[:8]))}, as of "
+                f"{counted(len(repeated), 'model')} of an unknown class: all are taken; choose one with --prefix"
+            )
+    return found
 
 
 def _were_in_a_model(names: list[str], catalog: Catalog, manifest: Manifest) -> bool:
@@ -263,8 +428,9 @@ def locate_payloads(view: ModelView, files: FilePool, *, later: bool = False) ->
     from ckptx.formats.dcp.reader import open_payloads
 
     names = {entry.name: name for name, entry in view.tensors.items()}
+    wanted = (*names, *view.model_duplicates)
     located = open_payloads(
-        replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names}), files, later=later
+        replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in wanted}), files, later=later
     )
     tensors = {short: located.tensors[name] for name, short in names.items()}
     return replace(view, tensors=tensors, catalog=replace(view.catalog, tensors=view.catalog.tensors | located.tensors))
@@ -307,6 +473,64 @@ def compare_replicas(catalog: Catalog, files: FilePool) -> None:
                 f'{catalog.root}: tensor "{entry.name}": {replica.file} holds other bytes for {replica.region} than '
                 f"{kept.file}; one of them is of another save, restore it"
             )
+
+
+def settle_duplicates(view: ModelView, files: FilePool, *, with_state: bool) -> ModelView:
+    """Compares what is in the checkpoint under two names; the view has a note on what is one tensor.
+
+    Two names are those of one tensor when they differ in nothing but wrappers and the prefix, or when the rules of the
+    class rename both to the same name.
+
+    Args:
+        view: The model, every block of it located; with `with_state`, those of its state, too.
+        files: Its files.
+        with_state: Look at state, too.
+
+    Raises:
+        InputError: Two of them are different tensors.
+    """
+    duplicates = dict(view.duplicates) if with_state else view.model_duplicates
+    rules = rules_of(view)
+    if rules is not None and not view.trainer_naming:
+        stored = {name: entry.name for name, entry in view.tensors.items()}
+        duplicates |= {stored[name]: stored[kept] for name, kept in second_namings(rules, view.tensors).items()}
+    if not duplicates:
+        return view
+    from ckptx.transfer.stream import TensorReader
+
+    reader = TensorReader(files)
+    for name, kept in duplicates.items():
+        what = _difference(reader, view.catalog.tensors[kept], view.catalog.tensors[name])
+        if what is not None:
+            is_outside = bool(view.prefix) and kept == view.prefix + name
+            way_out = f'choose the first with --prefix "{view.prefix}"' if is_outside else "remove one of them"
+            raise InputError(
+                f'{view.catalog.root}: tensors "{kept}" and "{name}" are one parameter under two names, but {what}; '
+                f"{way_out}"
+            )
+    names = list(duplicates)
+    note = f"{counted(len(names), 'tensor')} stored under two names with equal bytes, taken once: {first_of(names)}"
+    return replace(
+        view,
+        tensors={name: entry for name, entry in view.tensors.items() if entry.name not in duplicates},
+        unknown=tuple(name for name in view.unknown if view.tensors[name].name not in duplicates),
+        duplicates={**view.duplicates, **duplicates},
+        notes=(*view.notes, note),
+        _rules=view._rules,
+    )
+
+
+def _difference(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | None:
+    """What two tensors differ in; None when they have the same bytes."""
+    from ckptx.transfer.digest_sink import digest_of
+
+    if a.dtype is not b.dtype:
+        return f"have different dtypes, {a.dtype.name} and {b.dtype.name}"
+    if a.shape != b.shape:
+        return f"have different shapes, {list(a.shape)} and {list(b.shape)}"
+    if a.chunks == b.chunks or digest_of(reader, a, a.dtype).leaves == digest_of(reader, b, b.dtype).leaves:
+        return None
+    return "hold different bytes"
 
 
 def decide_ties(

@@ -12,11 +12,9 @@ from ckptx.architecture.plans import conversions_of, lacks, plan_of, stacks_of
 from ckptx.architecture.structure import Structure
 from ckptx.layout.stages import Stack
 from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
-from ckptx.mapping.names import pattern_of
+from ckptx.mapping.names import LEGACY_LEAVES, pattern_of
 from ckptx.mapping.ops import Conversion
 
-# transformers renames these two while loading, for every model
-_LEGACY_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 _STATES = ("absent", "false", "true")
 
 
@@ -138,7 +136,7 @@ class Architecture:
     def owns(self, name: str) -> bool:
         """Whether a tensor of this name, as found on disk, belongs to the class."""
         pattern = pattern_of(name)
-        for old, new in _LEGACY_LEAVES.items():
+        for old, new in LEGACY_LEAVES.items():
             if pattern.endswith(old):
                 pattern = pattern.removesuffix(old) + new
         if self._has(pattern):

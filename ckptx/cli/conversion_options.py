@@ -103,6 +103,12 @@ def prefix_option(metavar: str, default: str, said: str) -> Callable[[F], F]:
     return click.option("--prefix", metavar=metavar, show_default=default, help=said)
 
 
+prefix_of_source = click.option(
+    "--prefix",
+    metavar="TEXT",
+    show_default="detected",
+    help='Prefix of the model\'s names in a DCP that holds several models; "" selects the names without a prefix.',
+)
 files_option = click.option(
     "--files",
     type=int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ckptx.cli.conversion_options import prefix_of_source
 from ckptx.cli.options import GLOBAL, HUB, SETTINGS, Section, SectionedCommand, hub_options, with_global_options
 from ckptx.cli.output import Output
 
@@ -12,17 +13,18 @@ from ckptx.cli.output import Output
     "diff",
     cls=SectionedCommand,
     context_settings=SETTINGS,
-    sections=[Section("Output", ["as_json"]), HUB, GLOBAL],
+    sections=[Section("Comparison", ["prefix"]), Section("Output", ["as_json"]), HUB, GLOBAL],
     examples=["ckptx diff MODEL MODEL-dcp"],
 )
 @click.argument("a", metavar="A", type=click.Path())
 @click.argument("b", metavar="B", type=click.Path())
+@prefix_of_source
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @hub_options
 @with_global_options
-def command(a: str, b: str, as_json: bool, **hub: str | None) -> int:
+def command(a: str, b: str, prefix: str | None, as_json: bool, **hub: str | None) -> int:
     """Compare names, shapes, dtypes and ties of two checkpoints of any format. Reads headers, no tensor data."""
     from ckptx.difference import diff
     from ckptx.report.text import diff_text
 
-    return Output(as_json=as_json).run("diff", lambda log: diff(a, b, **hub), diff_text)
+    return Output(as_json=as_json).run("diff", lambda log: diff(a, b, prefix=prefix, **hub), diff_text)

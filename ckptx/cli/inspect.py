@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ckptx.cli.conversion_options import prefix_of_source
 from ckptx.cli.options import (
     GLOBAL,
     HUB,
@@ -22,7 +23,12 @@ from ckptx.cli.output import Output
     "inspect",
     cls=SectionedCommand,
     context_settings=SETTINGS,
-    sections=[Section("Output", ["tensors", "ranks", "match", "html", "as_json"]), HUB, GLOBAL],
+    sections=[
+        Section("Content", ["prefix"]),
+        Section("Output", ["tensors", "ranks", "match", "html", "as_json"]),
+        HUB,
+        GLOBAL,
+    ],
     examples=[
         "ckptx inspect MODEL",
         "ckptx inspect step-1000 --match '*embed*'",
@@ -45,6 +51,7 @@ from ckptx.cli.output import Output
     show_default="no page",
     help="Draw the layout, which rank holds what, into FILE: one page, readable offline.",
 )
+@prefix_of_source
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @hub_options
 @with_global_options
@@ -54,6 +61,7 @@ def command(
     ranks: bool,
     match: str | None,
     html: Path | None,
+    prefix: str | None,
     as_json: bool,
     revision: str | None,
     token: str | None,
@@ -71,6 +79,7 @@ def command(
             match=match,
             ranks=ranks,
             html=html,
+            prefix=prefix,
             revision=revision,
             token=token,
             cache_dir=cache_dir,

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ckptx.cli.conversion_options import layout_options
+from ckptx.cli.conversion_options import layout_options, prefix_of_source
 from ckptx.cli.options import (
     GLOBAL,
     HUB,
@@ -33,7 +33,7 @@ _RUN = [
     "verify",
     cls=SectionedCommand,
     context_settings=SETTINGS,
-    sections=[Section("Comparison", ["dtype"]), Section("Run the models", _RUN), HUB, OUTPUT, GLOBAL],
+    sections=[Section("Comparison", ["dtype", "prefix"]), Section("Run the models", _RUN), HUB, OUTPUT, GLOBAL],
     examples=[
         "ckptx verify MODEL MODEL-dcp",
         "ckptx verify MODEL MODEL-bf16 --dtype bf16",
@@ -48,6 +48,7 @@ _RUN = [
     show_default="auto",
     help="Cast the reference first, as convert --dtype casts; auto compares as stored.",
 )
+@prefix_of_source
 @click.option("--run", is_flag=True, help="Load both into transformers models and compare what they compute.")
 @layout_options
 @step_options

@@ -13,8 +13,17 @@ from ckptx.conversion.opening import Opened
 from ckptx.counting import leaders_of, parameters_decided
 from ckptx.errors import InputError
 from ckptx.fit import Fit, fit_of
+from ckptx.mapping.names import is_trainer_state
 from ckptx.report.report import counted, human_bytes
-from ckptx.view import ModelView, compare_replicas, decide_ties, locate_all, locate_payloads, view_model
+from ckptx.view import (
+    ModelView,
+    compare_replicas,
+    decide_ties,
+    locate_all,
+    locate_payloads,
+    settle_duplicates,
+    view_model,
+)  # fmt: skip
 from ckptx.wording import first_of
 
 
@@ -41,7 +50,8 @@ def see_model(opened: Opened, base: Base, *, prefix: str | None, with_state: boo
         with_state: Training state will be read, too.
 
     Raises:
-        InputError: No tensor has the prefix, an archive is damaged, or two replicas differ.
+        InputError: No tensor has the prefix, there are several models, an archive is damaged, or two replicas or two
+            names of one tensor differ.
         UnsupportedError: The tensors are an adapter.
     """
     options = opened.options
@@ -56,7 +66,9 @@ def see_model(opened: Opened, base: Base, *, prefix: str | None, with_state: boo
     compare_replicas(view.catalog, opened.files)
     if with_state:
         view = locate_all(view, opened.files, later=later)
-    return Model(view, view.notes)
+    view = settle_duplicates(view, opened.files, with_state=with_state)
+    notes = view.notes_on_others("carried along as it is") if with_state else ()
+    return Model(view, (*view.notes, *notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +173,32 @@ class LeftBehind:
 
 def leave_state_behind(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> LeftBehind:
     """What is not the model, by name for the ledger and in one line for the summary."""
-    rows = [{"name": name, "reason": f"optimizer state {reason}"} for name in view.optimizer]
-    rows += [{"name": name, "reason": f"training state {reason}"} for name in view.other]
-    nbytes = view.nbytes(view.optimizer)
+    settled = view.model_duplicates
+    twins = {name: kept for name, kept in view.duplicates.items() if name not in settled}
+    optimizer, other = frozenset(view.optimizer), set(view.other)
+    optimizer |= {name for name, kept in twins.items() if kept in optimizer}
+    other |= {name for name, kept in twins.items() if kept in other}
+    models = {name: f"{each.said}, not converted" for each in view.others for name in each.names}
+    outside = f'not below the prefix "{view.prefix}" of the model'
+    rows = []
+    for name in view.catalog.tensors:
+        if name in optimizer:
+            rows.append({"name": name, "reason": f"optimizer state {reason}"})
+        elif name in other:
+            is_state = not view.prefix or is_trainer_state(name)
+            rows.append({"name": name, "reason": f"training state {reason}" if is_state else outside})
+            rows[-1]["reason"] = models.get(name, rows[-1]["reason"])
+    nbytes = view.nbytes(optimizer)
+    count = len(other) - len(models.keys() & other)
     note = (
-        f"not converted: {counted(len(view.optimizer), 'optimizer tensor')} ({human_bytes(nbytes)}), "
-        f"{counted(len(view.other), 'other tensor')}, {counted(len(objects), 'pickled object')}"
+        f"not converted: {counted(len(optimizer), 'optimizer tensor')} ({human_bytes(nbytes)}), "
+        f"{counted(count, 'other tensor')}, {counted(len(objects), 'pickled object')}"
     )
     return LeftBehind(
         tuple(rows),
-        {"tensors": len(view.optimizer), "bytes": nbytes},
+        {"tensors": len(optimizer), "bytes": nbytes},
         {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())},
-        (note,) if view.optimizer or view.other or objects else (),
+        (*((note,) if optimizer or count or objects else ()), *view.notes_on_others("not converted")),
     )
 
 

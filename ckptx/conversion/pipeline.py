@@ -81,7 +81,7 @@ def convert_opened(
     if output.is_cut:
         sharded = log(shard(view, cast.target, naming, options, every_rank_alone=output.every_rank_alone))
     names = output.names(opened, view, chosen.named)
-    placed = sharded.renamed(names)
+    placed = sharded.renamed(names).with_second_names(output.second_names(opened, view, chosen.named, names))
     state = TrainingState()
     if keeps_state:
         outward = {old: names[new] for old, new in naming.renamed(view).items()}
@@ -113,7 +113,7 @@ def convert_opened(
         opened.source.tensors.keys(),
         plan,
         written=target.written() | state.written(),
-        shared=target.shared | state.shared,
+        shared=target.shared | state.shared | view.model_duplicates.keys(),
         dropped={row["name"] for row in (*left.dropped, *state.dropped)},
         aliases={**target.aliases, **state.aliases},
         leaders=ties.leaders,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptx.conversion.naming import Naming
@@ -37,6 +37,16 @@ class Sharded:
             return self
         model = None if self.model is None else self.model.renamed(names.__getitem__)
         return Sharded(self.target.renamed(names.__getitem__), model, self.notes)
+
+    def with_second_names(self, names: Mapping[str, str]) -> Sharded:
+        """The same with further names that share the bytes of others.
+
+        Args:
+            names: New name -> name of a tensor, or of one that shares bytes itself.
+        """
+        target = self.target
+        aliases = {new: target.aliases.get(name, name) for new, name in names.items()}
+        return replace(self, target=replace(target, aliases={**target.aliases, **aliases})) if aliases else self
 
 
 def shard(

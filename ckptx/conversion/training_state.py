@@ -88,7 +88,8 @@ class _Carrier:
         self.outward = outward
         self.on_disk = {name: entry.name for name, entry in view.tensors.items()}
         self.owners = Owners.of(self.on_disk, view.prefix)
-        self.optimizer = frozenset(view.optimizer)
+        self.duplicates = view.duplicates
+        self.optimizer, self.other = frozenset(view.optimizer), frozenset(view.other)
         self.reader = TensorReader(files)
         self.tensors: dict[str, TensorEntry] = {}
         self.source_names: dict[str, str] = {}
@@ -122,6 +123,7 @@ class _Carrier:
             for state in states:
                 if state.name not in done:
                     self._add(state.name, self._called(state), parameter)
+        self._carry_duplicates()
         if self.replicated:
             self.notes.append(
                 "optimizer state replicated, its shape differs from its parameter's: "
@@ -142,6 +144,17 @@ class _Carrier:
             tuple(self.replicated),
             tuple(self.notes),
         )
+
+    def _carry_duplicates(self) -> None:
+        """Keeps the second names of state that the checkpoint has twice; it was found to have equal bytes."""
+        state = {*self.optimizer, *self.other}
+        called = {on_disk: name for name, on_disk in self.source_names.items()}
+        for name, kept in self.duplicates.items():
+            if kept not in state:
+                continue
+            self.shared.add(name)
+            if called.get(kept) == kept and name not in self.tensors and name not in self.aliases:
+                self.aliases[name] = kept
 
     def _orphans(self, names: list[str]) -> list[str]:
         """Tensors of the optimizer that stay whole because nobody knows what they belong to."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from sys import intern
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptx.errors import InputError
@@ -17,14 +18,26 @@ _INDICES = re.compile(f"({INDEX.pattern})")  # a group, so that `split` keeps th
 # What torch leaves in the names of parameters it wraps; meaningless outside of the run that wrapped them.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 
+# `module` is a name that models use themselves; nobody but torch writes the others.
+_LIKE_A_MODULE = frozenset({"module"})
+
+# transformers renames these two while loading, for every model
+LEGACY_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+# Moments of an optimizer, for trainers that put the name of the parameter behind them: `exp_avg.model.norm.weight`.
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"})
 # First components under which trainers keep state that is not the model.
-_OPTIMIZER_ROOTS = frozenset({"optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"})
+_OPTIMIZER_ROOTS = _MOMENTS | {
+    "optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"
+}  # fmt: skip
 _TRAINER_ROOTS = frozenset(
     {
         "train_state", "lr_scheduler", "lr_schedulers", "scheduler", "sched", "dataloader", "rng", "rng_state",
         "rng_states", "loops", "callbacks", "step", "epoch", "iteration", "trainer", "scaler", "ema_optimizer",
     }
 )  # fmt: skip
+_GRADIENTS = frozenset({"grad", "grads", "gradients", "main_grad"})
+_OF_OPTIMIZER = re.compile(r"(optimi[sz]ers?|optim|opt)(_?(states?|state_dict|\d+))?|(master|main|fp32)_params?")
 # Roots that hold both: `state.model.*`, `state.optimizers.*`; `app.model.*`, `app.optim.*`.
 _CONTAINER_ROOTS = frozenset({"state", "app", "checkpoint", "training"})
 
@@ -33,43 +46,99 @@ class Unwrapped(NamedTuple):
     """Names without wrappers.
 
     Attributes:
-        names: Old name to new.
+        names: Old name to new, each new name once.
         counts: How often each wrapper was removed.
-        collision: Two names that would have become one, so that nothing was removed; else None.
+        duplicates: Name that is another one in a wrapper -> that other name, as both are in the checkpoint.
+        kept: Names that keep a `module.`, because a name without it is there that the architecture does not know.
     """
 
     names: dict[str, str]
     counts: dict[str, int]
-    collision: tuple[str, str] | None = None
+    duplicates: Mapping[str, str] = MappingProxyType({})
+    kept: tuple[str, ...] = ()
 
 
 def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset()) -> Unwrapped:
     """Removes wrapper components at any depth, except from names the architecture has itself (`patterns`).
 
-    A wrapper wraps something: the last component of a name is never one.
+    A wrapper wraps something: the last component of a name is never one. Two names that differ in nothing but wrappers
+    are one tensor stored twice. But models have modules called `module`, so where the architecture does not know the
+    name without it, both names stay; and no `module` is removed where nothing is known of the architecture.
 
     Example:
         model._orig_mod.layers.0._checkpoint_wrapped_module.weight -> model.layers.0.weight
     """
-    renamed: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    owner: dict[str, str] = {}
     names = list(names)
     if all(WRAPPERS.isdisjoint(key.split(".")) for key in {pattern_of(name) for name in names}):
         return Unwrapped({name: name for name in names}, {})
-    for name in names:
-        *parents, last = name.split(".")
-        short = name
-        if not WRAPPERS.isdisjoint(parents) and pattern_of(name) not in patterns:
-            short = ".".join([*(part for part in parents if part not in WRAPPERS), last])
-            for part in parents:
-                if part in WRAPPERS:
-                    counts[part] = counts.get(part, 0) + 1
-        if short in owner:
-            return Unwrapped({name: name for name in names}, {}, (owner[short], name))
-        owner[short] = name
-        renamed[name] = short
-    return Unwrapped(renamed, counts)
+    shorts = {name: _without(name, WRAPPERS, patterns) for name in names}
+    doubtful = _names_of_modules(shorts, patterns)
+    if doubtful and not patterns:
+        doubtful = set(names)
+    for name in doubtful:
+        shorts[name] = _without(name, WRAPPERS - _LIKE_A_MODULE, patterns)
+    counts: Counter[str] = Counter()
+    owner: dict[str, str] = {}
+    duplicates: dict[str, str] = {}
+    for name, short in shorts.items():
+        if short != name:
+            counts.update(_removed(name, short))
+        kept = owner.setdefault(short, name)
+        if kept != name:
+            # The plain name is the one to keep: a trainer that reads one of the two asks for it.
+            owner[short] = name if name == short else kept
+            duplicates[kept if name == short else name] = owner[short]
+    duplicates = {name: owner[shorts[name]] for name in duplicates}
+    renamed = {name: short for name, short in shorts.items() if name not in duplicates}
+    kept_names = tuple(name for name in shorts if name in doubtful and not _LIKE_A_MODULE.isdisjoint(_parents(name)))
+    return Unwrapped(renamed, dict(counts), duplicates, kept_names)
+
+
+def _parents(name: str) -> list[str]:
+    return name.split(".")[:-1]
+
+
+def _without(name: str, wrappers: frozenset[str], patterns: frozenset[str]) -> str:
+    *parents, last = name.split(".")
+    if wrappers.isdisjoint(parents) or pattern_of(name) in patterns:
+        return name
+    return ".".join([*(part for part in parents if part not in wrappers), last])
+
+
+def _removed(name: str, short: str) -> Counter[str]:
+    """The components that `name` has and `short` has not."""
+    return Counter(_parents(name)) - Counter(_parents(short))
+
+
+def _names_of_modules(shorts: Mapping[str, str], patterns: frozenset[str]) -> set[str]:
+    """Names whose `module` may be one of the model: without it they are others, which the architecture does not know.
+
+    State that belongs to such a name is among them.
+    """
+    together: dict[str, list[str]] = {}
+    for name, short in shorts.items():
+        together.setdefault(short, []).append(name)
+    collisions = {short: found for short, found in together.items() if len(found) > 1}
+    found: set[str] = set()
+    modules: set[str] = set()
+    for short, each in collisions.items():
+        apart = {_without(name, WRAPPERS - _LIKE_A_MODULE, patterns) for name in each}
+        if len(apart) == 1 or is_optimizer(short) or is_trainer_state(short) or _ends_known(short, patterns):
+            continue
+        modules.add(short)
+        found.update(each)
+    for short, each in collisions.items() if modules else ():
+        parts = short.split(".")
+        runs = (".".join(parts[i:j]) for i in range(1, len(parts)) for j in range(i + 1, len(parts)))
+        if any(run in modules for run in runs):
+            found.update(each)
+    return found
+
+
+def _ends_known(name: str, patterns: frozenset[str]) -> bool:
+    """True when `name` is one of `patterns` below some prefix."""
+    parts = pattern_of(name).split(".")
+    return any(".".join(parts[begin:]) in patterns for begin in range(len(parts)))
 
 
 class Roles(NamedTuple):
@@ -101,6 +170,13 @@ def is_trainer_state(name: str) -> bool:
 def _root_among(name: str, roots: frozenset[str]) -> bool:
     first, _, rest = name.partition(".")
     return first in roots or (first in _CONTAINER_ROOTS and rest.partition(".")[0] in roots)
+
+
+def is_of_state(prefix: str) -> bool:
+    """True for a prefix of names that repeat those of the model, and are moments or gradients of its parameters."""
+    parts = prefix.split(".")
+    roots = _OPTIMIZER_ROOTS | _TRAINER_ROOTS | _GRADIENTS
+    return any(part in roots or _OF_OPTIMIZER.fullmatch(part) is not None for part in parts)
 
 
 def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: str | None = None) -> Roles:
@@ -137,6 +213,11 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
         else:
             other.append(name)
     if prefix and not model:
+        if any(name.startswith(prefix) for name in optimizer):
+            raise InputError(
+                f'the tensors under "{prefix}" are optimizer state, not a model; look at their names with '
+                "`ckptx inspect --tensors`"
+            )
         raise InputError(f'no tensor name begins with "{prefix}"; look at them with `ckptx inspect --tensors`')
     return Roles(prefix, model, optimizer, other)
 
@@ -156,7 +237,7 @@ def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
         )
         for prefix in candidates
     }
-    return min(candidates, key=lambda prefix: (-scores[prefix], len(prefix), prefix))
+    return min(candidates, key=lambda prefix: (-scores[prefix], is_of_state(prefix), len(prefix), prefix))
 
 
 @lru_cache(maxsize=1 << 16)

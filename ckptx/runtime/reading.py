@@ -25,7 +25,16 @@ from ckptx.mapping.rules import Renamed
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest_sink import stream_as
 from ckptx.transfer.stream import TensorReader
-from ckptx.view import ModelView, decide_ties, locate_payloads, rules_of, trainer_rules, view_model
+from ckptx.view import (
+    ModelView,
+    decide_ties,
+    locate_payloads,
+    rules_of,
+    settle_duplicates,
+    trainer_rules,
+    view_model,
+    view_model_under,
+)  # fmt: skip
 
 _BAND = 4 << 20  # bytes that are staged at a time where a tensor cannot be filled in place
 _MAX_STRIDED = 32 << 20  # bytes a reader may hold for a tensor that is not stored row-major
@@ -66,7 +75,8 @@ class Source:
     def unread(self) -> dict[str, str]:
         """Names on disk of what is not part of the model, with the reason."""
         optimizer = dict.fromkeys(self.view.optimizer, "optimizer state")
-        return optimizer | dict.fromkeys(self.view.other, "not of the model")
+        others = {name: each.said for each in self.view.others for name in each.names}
+        return optimizer | dict.fromkeys(self.view.other, "not of the model") | others
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -115,7 +125,12 @@ class Source:
 
 @contextmanager
 def open_source(
-    path: Path, *, config: Mapping[str, Any] | None = None, prefix: str | None = None, trust_remote_code: bool = False
+    path: Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    prefix: str | None = None,
+    is_prefix_of_another: bool = False,
+    trust_remote_code: bool = False,
 ) -> Iterator[Source]:
     """Opens a checkpoint of any format ckptx reads; headers only.
 
@@ -123,6 +138,8 @@ def open_source(
         path: Of the checkpoint.
         config: Overrides the `config.json` beside it.
         prefix: Of the model's names in a training checkpoint; None finds it.
+        is_prefix_of_another: The prefix may be that of a checkpoint that this one is compared with: it counts where
+            there is a model under it.
         trust_remote_code: As in `build_model`.
 
     Raises:
@@ -130,9 +147,13 @@ def open_source(
         UnsupportedError: It is of a kind that ckptx does not read.
     """
     own = dict(config) if config is not None else None
-    view = view_model(open_checkpoint(path), config=own, prefix=prefix, trust_remote_code=trust_remote_code)
+    catalog = open_checkpoint(path)
+    if is_prefix_of_another:
+        view = view_model_under(catalog, prefix, config=own, trust_remote_code=trust_remote_code)
+    else:
+        view = view_model(catalog, config=own, prefix=prefix, trust_remote_code=trust_remote_code)
     with FilePool(view.catalog.root) as files:
-        view = locate_payloads(view, files, later=True)
+        view = settle_duplicates(locate_payloads(view, files, later=True), files, with_state=False)
         renamed = Renamed.not_yet(view.tensors)
         if view.trainer_naming:
             renamed = renamed.then(trainer_rules(view.trainer_naming).to_model(renamed.tensors))

@@ -29,6 +29,7 @@ class BytesArguments(TypedDict, total=False):
     """Of comparing the bytes, see `ckptx.verification.bits.verify`."""
 
     dtype: Dtype | None
+    prefix: str | None
     workers: int | None
     max_memory: int | None
     on_progress: Callable[[int, int], None] | None
@@ -55,6 +56,7 @@ class RunArguments(TypedDict, total=False):
     ac_scope: Scope | None
     compile: bool | None
     backward: bool | None
+    prefix: str | None
     trust_remote_code: bool | None
     strict: bool | None
     log: Log | None

@@ -26,7 +26,7 @@ from ckptx.transfer.digest import LEAF
 from ckptx.transfer.digest_sink import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
 from ckptx.verification.state_pairs import has_state, not_compared, notes_on_objects, pair_state
-from ckptx.view import ModelView, compare_replicas, locate_all, locate_payloads
+from ckptx.view import ModelView, compare_replicas, locate_all, locate_payloads, settle_duplicates
 from ckptx.wording import first_of
 
 _BUFFER = 1 << 20
@@ -42,6 +42,7 @@ def verify(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     log: Log | None = None,
     with_state: bool = True,
+    prefix: str | None = None,
 ) -> VerifyReport:
     """Compares the contents of two checkpoints; `exit` of the report is 1 when they differ.
 
@@ -54,6 +55,7 @@ def verify(
         on_progress: Called now and then with bytes compared and bytes in all.
         log: Has what the user should know, when an error is raised, too.
         with_state: Compare what both hold beside the model, too.
+        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
 
     Raises:
         InputError, UnsupportedError: One of them cannot be read.
@@ -61,7 +63,7 @@ def verify(
     if dtype != "auto" and dtype not in CAST_TARGETS:
         raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
     stopwatch, log = Stopwatch(), log or Log()
-    first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint))
+    first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=prefix)
     tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
         with_state = with_state and has_state(first) and has_state(second)
@@ -105,9 +107,11 @@ def verify(
 
 def _located(view: ModelView, files: FilePool, log: Log, with_state: bool) -> ModelView:
     """The view with every block of its model located, and of its state if asked; what is stored twice is compared."""
-    log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
     view = locate_all(view, files) if with_state and view.catalog.form.has_archives else locate_payloads(view, files)
     compare_replicas(view.catalog, files)
+    view = settle_duplicates(view, files, with_state=with_state)
+    others = () if with_state else view.notes_on_others("not compared")
+    log.note(*(f"{view.catalog.root}: {note}" for note in (*view.notes, *others)))
     return view
 
 

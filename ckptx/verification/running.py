@@ -11,7 +11,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from ckptx.difference import seen_together
 from ckptx.errors import PeerFailure, UsageError, missing_package
+from ckptx.formats.registry import open_checkpoint
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
 from ckptx.report.documents.running import RunReport
@@ -45,6 +47,7 @@ def verify_running(
     ac_scope: str = "all",
     compile: bool = False,
     backward: bool = True,
+    prefix: str | None = None,
     trust_remote_code: bool = False,
     strict: bool = False,
     log: Log | None = None,
@@ -72,6 +75,7 @@ def verify_running(
         ac_scope: Which layers: all, language, vision or audio.
         compile: Compile each layer.
         backward: Compare the gradients of one step, too.
+        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
         trust_remote_code: Run code from the checkpoints for an unknown class.
         strict: What could not be decided makes `exit` 1, too.
         log: Has what the user should know, when an error is raised, too.
@@ -112,6 +116,8 @@ def verify_running(
     dims = ParallelDims(tp=tp, pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     user = dict(read_plan(str(tp_plan))) if tp_plan is not None else None
     log = log or Log()
+    if prefix is not None:
+        seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=prefix)
     peak = None
     room = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     if room is not None and not is_launched_by_us() and os.environ.get("RANK", "0") == "0":  # others wait for this rank
@@ -131,6 +137,7 @@ def verify_running(
         arguments += [] if tp_plan is None else ["--tp-plan", str(tp_plan)]
         arguments += ["--compile"] if compile else []
         arguments += [] if backward else ["--no-backward"]
+        arguments += [] if prefix is None else ["--prefix", prefix]
         arguments += ["--trust-remote-code"] if trust_remote_code else []
         arguments += ["--strict"] if strict else []
         return replace(_adopted(launch(arguments, dims.world_size), log), forecast_peak=peak)
@@ -156,6 +163,7 @@ def verify_running(
         microbatches,
         memory,
         room is not None,
+        prefix,
     )
     return replace(verify_run(reference, checkpoint, options, log), forecast_peak=peak)
 

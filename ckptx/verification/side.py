@@ -60,6 +60,7 @@ class RunOptions:
         reference_memory: Bytes that the reference may take, with its gradients; on one rank both sides together.
             It runs in pieces where it would take more as a whole. None for what is free.
         measures: Whether bytes of tensors are counted while the checkpoint runs.
+        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
     """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -78,6 +79,7 @@ class RunOptions:
     microbatches: int | None = None
     reference_memory: int | None = None
     measures: bool = False
+    prefix: str | None = None
 
 
 class Seen(NamedTuple):
@@ -149,20 +151,27 @@ class Side:
     @contextmanager
     def opened(self) -> Iterator[Source]:
         trust = self.options.trust_remote_code
-        with open_source(self.path, trust_remote_code=trust) as source:
+        chosen = {"prefix": self.options.prefix, "is_prefix_of_another": True, "trust_remote_code": trust}
+        with open_source(self.path, **chosen) as source:
             if source.config is not None or self.fallback == self.path:
                 yield source
                 return
-        with open_source(self.fallback, trust_remote_code=trust) as other:
+        with open_source(self.fallback, **chosen) as other:
             config = other.config
-        with open_source(self.path, config=config, trust_remote_code=trust) as source:
+        with open_source(self.path, config=config, **chosen) as source:
             yield source
 
     def _home(self, source: Source) -> Path:
         """The directory of the config."""
         if source.view.catalog.config is not None:
             return directory_of_config(source.view.catalog)
-        with open_source(self.fallback, trust_remote_code=self.options.trust_remote_code) as other:
+        options = self.options
+        with open_source(
+            self.fallback,
+            prefix=options.prefix,
+            is_prefix_of_another=True,
+            trust_remote_code=options.trust_remote_code,
+        ) as other:
             if other.view.catalog.config is None:
                 raise InputError(
                     f"{self.path}: found no config.json beside it or the reference, needed one to build it"

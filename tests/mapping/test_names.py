@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.errors import InputError
-from ckptx.mapping.names import assign_roles, is_optimizer, is_trainer_state, pattern_of, strip_wrappers
+from ckptx.mapping.names import WRAPPERS, assign_roles, is_optimizer, is_trainer_state, pattern_of, strip_wrappers
 
 PATTERNS = frozenset({"model.embed.weight", "model.layers.*.w", "model.norm.weight", "lm_head.weight"})
 MODEL = ["model.embed.weight", "model.layers.0.w", "model.layers.1.w", "model.norm.weight", "lm_head.weight"]
@@ -39,11 +39,35 @@ def test_a_component_that_the_architecture_has_is_no_wrapper() -> None:
     assert strip_wrappers(["vision.module.0.w"], frozenset({"vision.module.*.w"})).counts == {}
 
 
-@pytest.mark.parametrize("names", [["a", "module.a"], ["_orig_mod.a", "module.a"]])
-def test_nothing_is_removed_where_two_names_would_become_one(names: list[str]) -> None:
-    unwrapped = strip_wrappers([*names, "module.b"])
-    assert unwrapped.names == {name: name for name in [*names, "module.b"]}
-    assert (unwrapped.counts, unwrapped.collision) == ({}, tuple(names))
+def test_module_is_a_name_where_the_name_without_it_is_there_and_nothing_is_known() -> None:
+    unwrapped = strip_wrappers(["a", "module.a", "module.b", "_orig_mod.c"])
+    assert unwrapped.names == {"a": "a", "module.a": "module.a", "module.b": "module.b", "_orig_mod.c": "c"}
+    assert (unwrapped.counts, unwrapped.duplicates) == ({"_orig_mod": 1}, {})
+    assert unwrapped.kept == ("module.a", "module.b")
+
+
+def test_module_is_a_name_where_the_architecture_does_not_know_the_name_without_it() -> None:
+    state = ["optimizer.state.own.w.exp_avg", "optimizer.state.own.module.w.exp_avg"]
+    unwrapped = strip_wrappers(["module.lm_head.weight", "own.w", "own.module.w", *state], PATTERNS)
+    assert unwrapped.names["module.lm_head.weight"] == "lm_head.weight"
+    assert {each: unwrapped.names[each] for each in ("own.w", "own.module.w", *state)} == {
+        each: each for each in ("own.w", "own.module.w", *state)
+    }
+    assert (unwrapped.duplicates, unwrapped.kept) == ({}, ("own.module.w", state[1]))
+
+
+@given(st.lists(st.sampled_from(sorted(WRAPPERS)), min_size=1, max_size=4), st.data())
+@settings(deadline=None)
+def test_a_name_in_wrappers_is_a_duplicate_of_the_name_without_them(wrappers: list[str], data: st.DataObject) -> None:
+    short = data.draw(st.sampled_from(MODEL))
+    parts = short.split(".")
+    for wrapper in wrappers:
+        parts.insert(data.draw(st.integers(0, len(parts) - 1)), wrapper)
+    wrapped = ".".join(parts)
+    for names in ([*MODEL, wrapped], [wrapped, *MODEL]):
+        unwrapped = strip_wrappers(names, PATTERNS)
+        assert unwrapped.names == {name: name for name in MODEL}
+        assert unwrapped.duplicates == {wrapped: short}
 
 
 @pytest.mark.parametrize(

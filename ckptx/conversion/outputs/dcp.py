@@ -13,6 +13,7 @@ from ckptx.conversion.model import LeftBehind, Ties, leave_state_behind
 from ckptx.conversion.naming import Named
 from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, lay_out
+from ckptx.conversion.outputs.dcp_prefix import refuse_unreadable_prefix
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat, float_edits
 from ckptx.conversion.written import check_dcp
 from ckptx.formats.dcp import layout as dcp_layout
@@ -49,14 +50,29 @@ class DcpFormat(OutputFormat):
         """A DCP keeps the names it has, wrappers and prefix too, as the trainer that wrote it looks for them.
 
         One that comes out of an HF checkpoint gets the prefix that was asked for.
+
+        Raises:
+            UsageError: The model would not be found again under the prefix.
         """
         names = OutputFormat.names(self, opened, view, named)
         if not view.catalog.form.is_of_training:
             prefix = opened.options.prefix or ""
+            if prefix:
+                refuse_unreadable_prefix(prefix, names, view)
             return {name: prefix + name for name in names}
         if named.naming.sources:
             return names
         return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
+
+    def second_names(self, opened: Opened, view: ModelView, named: Named, names: Mapping[str, str]) -> dict[str, str]:
+        """A DCP keeps both names, as the trainer that wrote them looks for either."""
+        if named.naming.sources:
+            return {}
+        prefix = "" if view.catalog.form.is_of_training else opened.options.prefix or ""
+        kept = {entry.name: names[name] for name, entry in view.tensors.items() if name in names}
+        return {
+            prefix + name: kept[other] for name, other in view.duplicates.items() if other in kept and name not in kept
+        }
 
     def allocate(self, opened: Opened, contents: Contents) -> Allocation:
         output = _lay_out(opened, contents)

@@ -127,6 +127,10 @@ class OutputFormat(ABC):
         """From the names of a target to those in the output."""
         return {name: name for name in (*named.target.tensors, *named.target.aliases)}
 
+    def second_names(self, opened: Opened, view: ModelView, named: Named, names: Mapping[str, str]) -> dict[str, str]:
+        """Names in the output for tensors that the source has under two names -> the other name there."""
+        return {}
+
     @abstractmethod
     def allocate(self, opened: Opened, contents: Contents) -> Allocation:
         """Gives every block its place."""
