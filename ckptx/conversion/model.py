@@ -187,7 +187,7 @@ def leave_state_behind(view: ModelView, objects: Mapping[str, BytesEntry], reaso
         elif name in other:
             is_state = not view.prefix or is_trainer_state(name)
             rows.append({"name": name, "reason": f"training state {reason}" if is_state else outside})
-            rows[-1]["reason"] = models.get(name, rows[-1]["reason"])
+            rows[-1]["reason"] = models.get(twins.get(name, name), rows[-1]["reason"])
     nbytes = view.nbytes(optimizer)
     count = len(other) - len(models.keys() & other)
     note = (

@@ -100,9 +100,44 @@ def _parents(name: str) -> list[str]:
 
 def _without(name: str, wrappers: frozenset[str], patterns: frozenset[str]) -> str:
     *parents, last = name.split(".")
-    if wrappers.isdisjoint(parents) or pattern_of(name) in patterns:
+    if wrappers.isdisjoint(parents):
         return name
-    return ".".join([*(part for part in parents if part not in wrappers), last])
+    own = _own_end(pattern_of(name), patterns)
+    parents = parents[: len(parents) + 1 - own[0]] if own else parents
+    kept = [part for part in parents if part not in wrappers]
+    if not own:
+        return ".".join([*kept, last])
+    tail = name.split(".")[-own[0] :]
+    return ".".join([*kept, *(tail[at] for at in own[1])])
+
+
+@lru_cache(maxsize=1 << 12)
+def _own_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[int, ...]] | None:
+    """The end of a name that is one of the architecture, whose own names have components like wrappers.
+
+    Returns:
+        The number of components of the end, and which of them are the name; None where the name has no such end.
+    """
+    parts = pattern.split(".")
+    for own in _with_wrappers(patterns):
+        wanted, picked, at = own.split("."), [], len(parts)
+        for part in reversed(wanted):
+            at -= 1
+            while at >= 0 and parts[at] != part and parts[at] in WRAPPERS:
+                at -= 1
+            if at < 0 or parts[at] != part:
+                break
+            picked.append(at)
+        else:
+            return len(parts) - at, tuple(each - at for each in reversed(picked))
+    return None
+
+
+@lru_cache(maxsize=64)
+def _with_wrappers(patterns: frozenset[str]) -> tuple[str, ...]:
+    """The names of an architecture that have components like wrappers, the longest first."""
+    found = [each for each in patterns if not WRAPPERS.isdisjoint(each.split("."))]
+    return tuple(sorted(found, key=lambda each: (-each.count("."), each)))
 
 
 def _removed(name: str, short: str) -> Counter[str]:

@@ -34,17 +34,17 @@ MESH = {"tp", "pp", "dp_shard", "pp_split", "tp_plan"}
 
 # Which options mean something where. A new option is entered here for each command that has it.
 MEANING = {
-    "inspect": HUB | {"tensors", "ranks", "match", "html", "as_json"},
+    "inspect": HUB | {"prefix", "tensors", "ranks", "match", "html", "as_json"},
     "convert hf2dcp": COMMON | MESH | {"files"},
     "convert dcp2hf": COMMON | {"base", "max_shard_size", "index", "optimizer"},
     "reshard": COMMON | MESH | {"to", "base", "files", "optimizer"},
-    "diff": HUB | {"as_json"},
+    "diff": HUB | {"prefix", "as_json"},
     "verify": HUB
     | MESH
     | {
         "dp_replicate", "schedule", "microbatches", "reference_memory", "gpu_memory", "dtype", "run", "device",
         "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code",
-        "strict", "as_json", "report_file",
+        "strict", "as_json", "report_file", "prefix",
     },
     "forecast": HUB
     | {
