@@ -26,7 +26,7 @@ def inspect(
     tensors: bool = False,
     match: str | None = None,
     ranks: bool = False,
-    html: Path | None = None,
+    html: str | Path | None = None,
     prefix: str | None = None,
     revision: str | None = None,
     token: str | None = None,
@@ -122,7 +122,7 @@ def _viewed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
 
 
 def _with_layout(
-    report: InspectionReport, view: ModelView, names: list[str], ranks: bool, html: Path | None, log: Log
+    report: InspectionReport, view: ModelView, names: list[str], ranks: bool, html: str | Path | None, log: Log
 ) -> InspectionReport:
     """The report with which rank or file holds what of the tensors `names`; draws the page."""
     from ckptx.ranks import mesh_of, survey  # a look at the headers needs none of this

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, get_args
 from ckptx.catalog.form import Form
 from ckptx.errors import UsageError
 from ckptx.untrusted.limits import MEMORY_BYTES, RANKS, WORKERS
+from ckptx.untrusted.remote_name import refuse_remote
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1} | {
@@ -163,6 +164,7 @@ class ConvertOptions:
 
         Raises:
             UsageError: One is unknown, malformed, or not for this command.
+            UnsupportedError: A path is a URL.
         """
         said = command if command == "reshard" else f"convert {command}"
         values = {name: value for name, value in options.items() if value is not None}
@@ -196,6 +198,7 @@ class ConvertOptions:
             raise UsageError(f"--tp x --pp x --dp-shard: allowed at most {RANKS} ranks")
         if values["max_memory"] < (2 << 20) * values["workers"]:
             raise UsageError(f"--max-memory: {values['max_memory']} bytes, needed at least 2 MiB for each worker")
+        refuse_remote(*(values.get(name) for name in ("base", "tp_plan", "cache_dir")))
         settings = cls(**values)
         settings.refuse_what_says_nothing()
         if command == "dcp2hf" or settings.to == "safetensors":

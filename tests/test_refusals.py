@@ -266,7 +266,11 @@ def _(root: Path) -> Path:
     return file.parent
 
 
-@hf("a remote path", 3, "s3://bucket/model: remote storage is not read; copy it to a local directory first")
+@hf(
+    "a remote path",
+    4,
+    r"s3://bucket/model: is a URL \(s3://\), and ckptx reads and writes local paths only; copy to or from",
+)
 def _(root: Path) -> str:
     return "s3://bucket/model"
 

@@ -116,7 +116,7 @@ _BESIDE_A_RECIPE = {"gpu_memory", "search", "gpus"}  # what a recipe does not sa
 @click.option(
     "--html",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     show_default="no page",
     help="Draw the memory of a step over its course: one page, readable offline.",
 )
@@ -129,7 +129,7 @@ def command(
     loss_fp32: bool,
     recipe: str | None,
     settings: Sequence[str],
-    html: Path | None,
+    html: str | None,
     search: bool,
     as_json: bool,
     report_file: str | None,
@@ -145,7 +145,7 @@ def command(
     _refuse(model, recipe, settings, given, no_loss, loss_fp32)
     if no_loss or loss_fp32:
         given["loss"] = "none" if no_loss else "whole"
-    if html is not None and report_file is not None and html == Path(report_file):
+    if html is not None and report_file is not None and Path(html) == Path(report_file):
         raise click.UsageError(f"{html}: is named for both --report and --html", click.get_current_context())
 
     if search and html is not None:
@@ -203,7 +203,7 @@ def _refuse(
         raise click.UsageError(said, context)
 
 
-def _pages(subject: str, html: Path | None) -> dict[Path, Callable[[Report], str]]:
+def _pages(subject: str, html: str | None) -> dict[str, Callable[[Report], str]]:
     """What is written beside the report, and what makes it when it is."""
 
     def page(report: Report) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from ckptx.cli.conversion_options import prefix_of_source
@@ -47,7 +45,7 @@ from ckptx.cli.output import Output
 @click.option(
     "--html",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     show_default="no page",
     help="Draw the layout, which rank holds what, into FILE: one page, readable offline.",
 )
@@ -60,7 +58,7 @@ def command(
     tensors: bool,
     ranks: bool,
     match: str | None,
-    html: Path | None,
+    html: str | None,
     prefix: str | None,
     as_json: bool,
     revision: str | None,

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -19,6 +18,7 @@ from ckptx.errors import (
     OutputError,
     PeerFailure,
     Terminated,
+    UnsupportedError,
     UsageError,
     exit_code_of,
 )
@@ -39,7 +39,7 @@ class Output:
         *,
         as_json: bool = False,
         report_file: str | None = None,
-        pages: Mapping[Path, Callable[[Report], str]] | None = None,
+        pages: Mapping[str, Callable[[Report], str]] | None = None,
     ) -> None:
         """Looks at the environment.
 
@@ -53,7 +53,7 @@ class Output:
         self._is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = bool(settings.get("quiet")) or not self._is_first
         self.as_json = as_json
-        self.report_file = None if report_file is None else Path(report_file)
+        self.report_file = report_file
         self._pages = dict(pages or {})
         self._is_plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
         self._is_verbose = bool(settings.get("verbose"))
@@ -148,7 +148,7 @@ class Output:
         _print(text(shown(report)) + "\n")
         return True
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> list[str]:
         return [*([] if self.report_file is None else [self.report_file]), *self._pages]
 
     def _write(self, report: Report) -> int:
@@ -160,7 +160,7 @@ class Output:
                     write_text(path, self._pages[path](report))
                 else:
                     report.write(path)
-            except OutputError as error:
+            except (OutputError, UnsupportedError) as error:
                 if str(error) != report.error:  # said before the work, and so is not said twice
                     say_error(f"{error}; the report was not written")
                 report = replace(report, exit=report.exit or error.exit_code)

@@ -59,14 +59,14 @@ from ckptx.report.report import Report
 @click.option(
     "--html",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     show_default="no page",
     help="Write one page with phases, losses, memory and differences, readable offline.",
 )
 @click.option(
     "--junit",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     show_default="no file",
     help="Write JUnit XML, which CI reads: a test case for each phase and each oracle.",
 )
@@ -81,8 +81,8 @@ def command(
     device: str,
     backend: str,
     gpu_memory: str | None,
-    html: Path | None,
-    junit: Path | None,
+    html: str | None,
+    junit: str | None,
     as_json: bool,
     report_file: str | None,
 ) -> int:
@@ -127,7 +127,7 @@ def command(
     )
 
 
-def _refuse(recipe: str | None, files: Sequence[str | Path | None]) -> None:
+def _refuse(recipe: str | None, files: Sequence[str | None]) -> None:
     """Raises a UsageError where no recipe is named, or where one file would get two documents."""
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'", click.get_current_context())
@@ -139,7 +139,7 @@ def _refuse(recipe: str | None, files: Sequence[str | Path | None]) -> None:
         )
 
 
-def _pages(recipe: str, html: Path | None, junit: Path | None) -> dict[Path, Callable[[Report], str]]:
+def _pages(recipe: str, html: str | None, junit: str | None) -> dict[str, Callable[[Report], str]]:
     """What is written beside the report, and what makes it when it is."""
 
     def page(report: Report) -> str:

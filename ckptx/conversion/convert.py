@@ -32,7 +32,7 @@ def convert(
     *,
     on_progress: Progress = lambda done, total: None,
     log: Log | None = None,
-    report_file: Path | None = None,
+    report_file: str | Path | None = None,
     **options: Unpack[ConvertArguments],
 ) -> ConversionReport:
     """Converts a checkpoint.
@@ -58,7 +58,7 @@ def convert(
     output: OutputFormat = DcpFormat(settings.is_cut) if direction == "hf2dcp" else HuggingFaceFormat()
     need: Need = "none" if direction == "hf2dcp" else "unless remembered"
     log = log or Log()
-    with opened(src, Path(dst), settings, report_file) as ready:
+    with opened(src, dst, settings, report_file) as ready:
         log(ready)
         if ready.source.form.written_by == direction:
             raise UsageError(f"{ready.source.root}: {_ALREADY[direction]}")

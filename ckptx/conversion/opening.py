@@ -18,6 +18,7 @@ from ckptx.publishing.processes import Processes
 from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
 from ckptx.publishing.report_file import refuse_place
 from ckptx.storage.files import FilePool
+from ckptx.untrusted.remote_name import refuse_remote
 
 _logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -45,15 +46,20 @@ class Opened:
 
 
 @contextmanager
-def opened(src: str | Path, dst: Path, options: ConvertOptions, report_file: Path | None) -> Iterator[Opened]:
+def opened(
+    src: str | Path, dst: str | Path, options: ConvertOptions, report_file: str | Path | None
+) -> Iterator[Opened]:
     """Opens the source, with all processes of the run together.
 
     Raises:
         InputError, UnsupportedError: The source cannot be opened.
         OutputError: The target is taken, or a file of the source lies in it.
+        UnsupportedError: One of the paths is a URL.
     """
     processes = Processes.from_environment()
     with processes.session() if processes is not None else nullcontext():
+        refuse_remote(src, dst, report_file)
+        dst = Path(dst)
         if report_file is not None and (processes is None or not processes.rank):
             refuse_place(report_file)
         path = resolve(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)

@@ -24,7 +24,7 @@ def reshard(
     *,
     on_progress: Progress = lambda done, total: None,
     log: Log | None = None,
-    report_file: Path | None = None,
+    report_file: str | Path | None = None,
     **options: Unpack[ConvertArguments],
 ) -> ConversionReport:
     """Cuts a checkpoint for a mesh of TP x PP x FSDP, so that rank r reads its own files.
@@ -45,7 +45,7 @@ def reshard(
     """
     stopwatch, settings = Stopwatch(), ConvertOptions.parse("reshard", options)
     log = log or Log()
-    with opened(src, Path(dst), settings, report_file) as ready:
+    with opened(src, dst, settings, report_file) as ready:
         log(ready)
         form = ready.source.form
         to = settings.to or form.family

@@ -26,6 +26,7 @@ from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.files import identities, read_small, unreadable
 from ckptx.storage.staged import is_being_written
 from ckptx.untrusted.limits import INDEX_BYTES, NAME_LENGTH, TENSORS
+from ckptx.untrusted.remote_name import refuse_remote
 
 _METADATA = ".metadata"
 _BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -50,14 +51,15 @@ class Located(NamedTuple):
     weights: tuple[str, ...]
 
 
-def open_checkpoint(path: Path) -> Catalog:
+def open_checkpoint(path: str | Path) -> Catalog:
     """Opens the checkpoint that `path` means; reads headers only.
 
     Raises:
         InputError: There is none, several, or it is corrupt or incomplete.
-        UnsupportedError: It is of a kind ckptx does not read.
+        UnsupportedError: It is of a kind ckptx does not read, or `path` is a URL.
     """
-    located = locate(path)
+    refuse_remote(path)
+    located = locate(Path(path))
     if is_being_written(located.root):
         raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
     before = identities(located.root, (*located.weights, "config.json", MANIFEST))

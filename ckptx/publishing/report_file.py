@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckptx.errors import OutputError
 from ckptx.storage.open_file import OpenFile
+from ckptx.untrusted.remote_name import refuse_remote
 
 GENERATOR = '<meta name="generator" content="ckptx">'
 _HEAD = 4096  # bytes in which a report or page says what it is
@@ -27,12 +28,15 @@ _OLD_PAGE = re.compile(
 )
 
 
-def refuse_place(path: Path) -> None:
+def refuse_place(path: str | Path) -> None:
     """Looks, before any work, whether a report or page may be written there.
 
     Raises:
         OutputError: Something is there that is none, or its directory is missing.
+        UnsupportedError: It is a URL.
     """
+    refuse_remote(path)
+    path = Path(path)
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -63,13 +67,14 @@ def is_earlier_output(file: OpenFile) -> bool:
     return is_page or _OLD_PAGE.match(head) is not None
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: str | Path, text: str) -> None:
     """Puts a report or page in its place in one step.
 
     Raises:
         OutputError: It may not be there, or cannot be written.
     """
     refuse_place(path)
+    path = Path(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.ckptx-new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -110,7 +110,7 @@ class Report:
         """`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """Writes the document to a file."""
         write_text(path, self.to_json())
 

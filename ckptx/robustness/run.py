@@ -24,6 +24,7 @@ from ckptx.robustness.session import Planted, Session
 from ckptx.runtime.launch import is_launched
 from ckptx.training.recipe import Recipe
 from ckptx.training.recipe_file import find_recipe, read_recipe
+from ckptx.untrusted.remote_name import refuse_remote
 from ckptx.verification.arguments import CHOICES
 
 _SHOWN = 200  # rows of differences in a report
@@ -67,6 +68,7 @@ def robustness(
         SpaceError: A step takes more than `gpu_memory`.
     """
     stopwatch, log = Stopwatch(), log or Log()
+    refuse_remote(out)
     path = find_recipe(recipe)
     read = read_recipe(path, settings, int(os.environ["WORLD_SIZE"]) if is_launched() else None)
     log(read)

@@ -14,6 +14,7 @@ from ckptx.training.recipe_schema import Subject, block_of, found_as
 from ckptx.training.sizes import check_sizes, with_data_ranks
 from ckptx.training.yaml_text import parse_yaml
 from ckptx.untrusted.printable import one_line
+from ckptx.untrusted.remote_name import refuse_remote
 
 SHIPPED = Path(__file__).parent / "recipes"
 _ENDINGS = (".yaml", ".yml")
@@ -33,7 +34,9 @@ def find_recipe(name_or_file: str | Path) -> Path:
 
     Raises:
         UsageError: There is neither; the message has the nearest name, and all of them.
+        UnsupportedError: It is a URL.
     """
+    refuse_remote(name_or_file)
     text = str(name_or_file)
     if text.endswith(_ENDINGS) or "/" in text:
         path = Path(text)
@@ -66,7 +69,7 @@ def read_recipe(name_or_file: str | Path, sets: Sequence[str] = (), world_size: 
 
     Raises:
         UsageError: A key is unknown, a value is of another type, or the numbers cannot be run together.
-        UnsupportedError: A schedule that is not right with this layout.
+        UnsupportedError: A schedule that is not right with this layout, or a path that is a URL.
     """
     path = find_recipe(name_or_file)
     values = parse_yaml(_text_of(path), str(path))
@@ -87,7 +90,15 @@ def read_recipe(name_or_file: str | Path, sets: Sequence[str] = (), world_size: 
         return str(path)
 
     recipe = block_of(Recipe, values, subject, name=path.stem, notes=())
+    _refuse_remote_paths(recipe)
     return _checked(recipe, subject, world_size)
+
+
+def _refuse_remote_paths(recipe: Recipe) -> None:
+    """Refuse URLs where a key of the recipe is a path."""
+    refuse_remote(recipe.model.pretrained, recipe.data.path)
+    if recipe.train is not None:
+        refuse_remote(recipe.train.checkpoint, recipe.train.losses)
 
 
 def _checked(recipe: Recipe, subject: Subject, world_size: int | None) -> Recipe:

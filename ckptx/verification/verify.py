@@ -9,6 +9,7 @@ from ckptx.errors import UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.documents.running import RunReport
+from ckptx.untrusted.remote_name import refuse_remote
 from ckptx.verification.arguments import BytesArguments, RunArguments
 
 if TYPE_CHECKING:  # Python 3.10 has it there alone
@@ -64,6 +65,7 @@ def verify(
     """
     given = {name: value for name, value in options.items() if value is not None}
     _refuse_others(given, run)
+    refuse_remote(reference, checkpoint, cache_dir, given.get("tp_plan"))
     paths = [
         resolve(str(path), revision=revision, token=token, cache_dir=cache_dir) for path in (reference, checkpoint)
     ]

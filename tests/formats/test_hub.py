@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.errors import InputError
+from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hub import resolve
 
 
@@ -21,7 +21,7 @@ def test_a_local_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("source", ["s3://bucket/x", "gs://b/x", "hf://org/name", "https://huggingface.co/org/name"])
 def test_remote_storage_is_refused(source: str) -> None:
-    with pytest.raises(InputError, match="remote storage is not read"):
+    with pytest.raises(UnsupportedError, match="is a URL"):
         resolve(source)
 
 
@@ -37,7 +37,7 @@ import socket, sys
 def refuse(*args, **kwargs):
     raise SystemExit("a socket was opened")
 socket.socket.connect = refuse
-from ckptx.errors import InputError
+from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hub import resolve
 try:
     print(resolve(sys.argv[1], cache_dir=sys.argv[2]))

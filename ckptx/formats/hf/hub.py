@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptx.errors import EnvironmentProblem, InputError
+from ckptx.untrusted.remote_name import refuse_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -23,6 +24,8 @@ _PATTERNS = (
     "*.bin",
     "LICENSE*",
 )
+# Environment variables that name the cache for huggingface_hub.
+_CACHES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME")
 CONFIG_FILES = ("config.json", "*.py")  # what a model is built from without its weights
 
 
@@ -47,15 +50,15 @@ def resolve(
 
     Raises:
         InputError: It is neither a path nor a Hub id that can be had.
+        UnsupportedError: It, or the cache, is a URL.
         EnvironmentProblem: huggingface_hub is missing.
     """
+    refuse_remote(source, cache_dir)
     if not source:  # an unset variable of a shell, not the current directory
         raise InputError('"": no such file or directory')
     path = Path(source)
     if os.path.lexists(path):  # of a name that is too long, or in a directory that is closed, a `Path` would raise
         return path
-    if "://" in source:
-        raise InputError(f"{source}: remote storage is not read; copy it to a local directory first")
     if not _HUB_ID.fullmatch(source):
         raise InputError(f"{source}: no such file or directory")
     try:
@@ -63,6 +66,7 @@ def resolve(
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise EnvironmentProblem(f"{source}: a Hub id needs huggingface_hub; pip install huggingface-hub") from error
+    refuse_remote(*(os.environ.get(name) for name in _CACHES))
     try:
         kept = snapshot_download(
             source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=list(patterns)
