@@ -129,11 +129,9 @@ def _with_layout(
     from ckptx.report.ranks import layout_of, rank_rows
 
     catalog = view.catalog
-    try:
-        manifest = manifest_beside(catalog, log.notes)
-    except (InputError, UnsupportedError) as error:  # what the files say themselves is still worth a look
-        log.note(str(error))
-        manifest = None
+    found: list[str] = []
+    manifest = manifest_beside(catalog, found)
+    log.note(*found)
     dims, doubt = mesh_of(None if manifest is None else manifest.layout, catalog.files)
     if doubt is not None:
         log.note(doubt)

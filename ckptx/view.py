@@ -19,6 +19,7 @@ from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import refuse_adapters
+from ckptx.formats.manifest_file import manifest_in
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.duplicates import second_namings
 from ckptx.mapping.models import KnownNames, Models, OtherModel, below, find_models, repeated_prefixes
@@ -323,7 +324,7 @@ def _names_of_model(
     unwrapped, models = found.unwrapped, found.models
     roles = models.roles
     if unwrapped.counts or unwrapped.duplicates or roles.optimizer or roles.other:
-        manifest = manifest_beside(catalog, [])
+        manifest = manifest_beside(catalog, notes)
         apart = {*roles.optimizer, *roles.other}
         doubtful = [name for name, short in unwrapped.names.items() if name != short or short in apart]
         doubtful += unwrapped.duplicates
@@ -388,21 +389,15 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
 
     Args:
         source: A DCP or sharded safetensors.
-        notes: Gets a line when there is a manifest that describes other files.
-
-    Raises:
-        InputError: There is one, but it is damaged.
+        notes: Receives one line if there is a manifest that is ignored: it is damaged, or describes other files.
     """
-    if not source.form.has_manifest or not (source.root / MANIFEST).is_file():
+    manifest = manifest_in(source.root, notes) if source.form.has_manifest else None
+    if manifest is None or manifest.form is not source.form:
         return None
     from ckptx.catalog.manifest import FileRecord
-    from ckptx.catalog.manifest_parser import read_manifest
     from ckptx.formats.dcp.reader import METADATA
     from ckptx.transfer.digest import digest_bytes
 
-    manifest = read_manifest(source.root / MANIFEST)
-    if manifest.form is not source.form:
-        return None
     recorded = manifest.files
     markers = [f"{part.directory}/{METADATA}" for part in source.parts] or [METADATA]
     for name in markers if source.form.has_archives else ():

@@ -616,8 +616,10 @@ def test_a_manifest_of_another_save_is_ignored(tmp_path: Path, dst: Path) -> Non
     assert ckptx.verify(tmp_path / "dcp", dst).exit == 0
 
 
-def test_a_damaged_manifest_is_named(tmp_path: Path, dst: Path) -> None:
+def test_a_damaged_manifest_is_named_and_ignored(tmp_path: Path, dst: Path) -> None:
     write_dcp(tmp_path / "dcp", llama(), config=LLAMA)
     (tmp_path / "dcp" / "ckptx.json").write_text("{}")
-    with pytest.raises(CkptxError, match=r"ckptx\.json: is not a manifest of ckptx"):
-        ckptx.convert("dcp2hf", tmp_path / "dcp", dst)
+    report = ckptx.convert("dcp2hf", tmp_path / "dcp", dst)
+    (said,) = (each for each in report.warnings if "ckptx.json" in each)
+    assert "ckptx.json: is not a manifest of ckptx" in said and said.endswith("the tensor files are read without it")
+    assert ckptx.verify(tmp_path / "dcp", dst).exit == 0

@@ -28,6 +28,7 @@ from ckptx.catalog.manifest import (
     OriginalIndex,
     TensorRecord,
 )
+from ckptx.catalog.manifest_consistency import contradiction_in
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage.files import read_small
@@ -64,7 +65,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         where: Its path, with which errors begin.
 
     Raises:
-        InputError: It is not a manifest; the message names the field.
+        InputError: It is not a manifest, or contradicts itself; the message names the field.
         UnsupportedError: A newer ckptx wrote it.
     """
     found = _json(data, where)
@@ -77,9 +78,16 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             "which no loader needs"
         )
     try:
-        return _Reader().manifest(found, where)
+        manifest = _Reader().manifest(found, where)
     except _Fault as fault:
         raise _not_one(where, f"{fault.field}: found {fault.found}, needed {fault.needed}") from None
+    contradiction = contradiction_in(manifest)
+    if contradiction is not None:
+        field, value, required = contradiction
+        raise InputError(
+            f"{where}: contradicts itself ({field} is {value}, and has to be {required}); remove it, no loader needs it"
+        )
+    return manifest
 
 
 def _json(data: bytes, where: str) -> dict[str, Any]:

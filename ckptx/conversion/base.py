@@ -107,7 +107,8 @@ def _without_config(base: Base) -> Base:
         InputError: No manifest does.
     """
     source = base.source
-    manifest = manifest_beside(source, [])
+    notes: list[str] = []
+    manifest = manifest_beside(source, notes)
     if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
         raise no_config(source.root)
     around = look_around(source.root, frozenset(source.files)).carried
@@ -117,7 +118,7 @@ def _without_config(base: Base) -> Base:
     return replace(
         base,
         source=replace(source, sidecars=sidecars, identities={**found, **source.identities}),
-        notes=(*base.notes, note),
+        notes=(*base.notes, *notes, note),
     )
 
 

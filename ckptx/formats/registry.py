@@ -19,6 +19,7 @@ from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_si
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata
+from ckptx.formats.manifest_file import note_no_file
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.formats.sharding_info import that_record_offsets
 from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
@@ -80,6 +81,7 @@ def open_checkpoint(path: str | Path) -> Catalog:
     if not catalog.tensors:
         raise InputError(f"{located.root}: holds no tensors")
     _refuse_absurd(catalog)
+    note_no_file(catalog.root, catalog.notes)
     _add_surroundings(catalog, located)
     around = identities(located.root, (sidecar.name for sidecar in catalog.sidecars))
     catalog.identities = {**around, **before, **catalog.identities}

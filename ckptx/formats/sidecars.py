@@ -107,7 +107,8 @@ def _sidecars(root: Path, names: list[str]) -> tuple[Sidecar, ...]:
 
 def _walk(root: Path, depth: int, below: str = ".") -> Iterator[tuple[str, list[str]]]:
     """Directories and the files in them, as names relative to `root`."""
-    entries = sorted(os.scandir(root / below), key=lambda entry: entry.name)
+    listed = (entry for entry in os.scandir(root / below) if entry.name not in _OWN)
+    entries = sorted(listed, key=lambda entry: entry.name)
     for entry in entries:
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise unreadable(Path(entry.path), FileNotFoundError())

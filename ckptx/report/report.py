@@ -37,12 +37,12 @@ class Log:
 
     def __call__(self, value: V) -> V:
         """The value; its notes are taken down."""
-        self.notes.extend(value.notes)
+        self.note(*value.notes)
         return value
 
     def note(self, *notes: str) -> None:
-        """Takes down what is known before there is a value."""
-        self.notes.extend(notes)
+        """Add notes before there is a value; a note that two steps have is kept once."""
+        self.notes.extend(note for note in dict.fromkeys(notes) if note not in self.notes)
 
 
 # Metadata of a field that is left out of the document while it is None.

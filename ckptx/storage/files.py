@@ -212,8 +212,25 @@ def read_small(path: Path, limit: int) -> bytes:
     finally:
         os.close(descriptor)
     if not left:
-        raise InputError(f"{path}: {max(size, limit + 1)} bytes, allowed at most {limit}; the file is corrupt")
+        raise _too_large(path, max(size, limit + 1), limit)
     return b"".join(parts)
+
+
+def refuse_large(path: Path, limit: int) -> None:
+    """Refuse what `read_small` would refuse by its kind and size; nothing is read.
+
+    Raises:
+        InputError: As `open_regular`; or the file is larger than `limit` bytes.
+    """
+    descriptor = open_regular(path)
+    size = os.fstat(descriptor).st_size
+    os.close(descriptor)
+    if size > limit:
+        raise _too_large(path, size, limit)
+
+
+def _too_large(path: Path, nbytes: int, limit: int) -> InputError:
+    return InputError(f"{path}: {nbytes} bytes, allowed at most {limit}; the file is corrupt")
 
 
 def size_of(path: Path) -> int:

@@ -17,7 +17,7 @@ from ckptx.errors import CkptxError, InputError, UnsupportedError
 from tests.writers import manifest
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "manifests"
-MANIFEST = manifest("dcp", {"__0_0.distcp": 7}, {'a "quoted" ü': ("BF16", (2, 3)), "b": ("F32", ())})
+MANIFEST = manifest("dcp", {"__0_0.distcp": 70}, {'a "quoted" ü': ("BF16", (2, 3)), "b": ("F32", ())})
 WRITTEN = ["untied/dcp", "tied/cut", "experts/sharded"]
 
 
@@ -43,7 +43,7 @@ def test_it_reads_back_as_it_was() -> None:
     assert json.loads(emit_manifest(MANIFEST)) == MANIFEST
     found = parse_manifest(emit_manifest(MANIFEST), "x")
     assert (found.where, found.format, found.original) == ("x", "dcp", None)
-    assert found.files == {"__0_0.distcp": FileRecord(7, "0" * 32)}
+    assert found.files == {"__0_0.distcp": FileRecord(70, "0" * 32)}
     assert found.tensors["b"] == TensorRecord(BY_NAME["F32"], (), "0" * 32, 0, None, None, None)
 
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.layout import natural_key
 from ckptx.formats.hf.reader import INDEX, read_header
 from ckptx.formats.hf.safetensors import Header
+from ckptx.formats.manifest_file import manifest_in
 from ckptx.formats.sharded.file_names import is_shard, shard_name, shard_numbers
 from ckptx.formats.sharding_info import (
     SHARDING_INFO,
@@ -58,8 +58,8 @@ def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None)
         UnsupportedError: A newer version of the format.
     """
     names = _shards_in(root)
-    recorded = _recorded_shapes(root, names)
     catalog = Catalog(root, "sharded", {})
+    recorded = _recorded_shapes(root, names, catalog.notes)
     with without_garbage_collection():
         pieces = _Pieces(root)
         for name in names:
@@ -97,12 +97,10 @@ def _kind(names: Iterable[str], strays: Iterable[str]) -> str:
     return "shard-* files" if any(map(is_shard, shards)) else f"{shards[0]}, a shard by its {SHARDING_INFO}"
 
 
-def _recorded_shapes(root: Path, names: Iterable[str]) -> dict[str, Shape] | None:
+def _recorded_shapes(root: Path, names: Iterable[str], notes: list[str]) -> dict[str, Shape] | None:
     """Shapes by the manifest of ckptx, or None when there is none; it lists every file, and all must be there."""
-    if not (root / MANIFEST).is_file():
-        return None
-    manifest = read_manifest(root / MANIFEST)
-    if manifest.format != "sharded":
+    manifest = manifest_in(root, notes)
+    if manifest is None or manifest.format != "sharded":
         return None
     listed = {name: file.nbytes for name, file in manifest.files.items() if is_shard(name)}
     present = set(names)
