@@ -1,22 +1,26 @@
 """Whether the tensors of a checkpoint are those of the model that its config describes: names, layers and shapes.
 
 A wrong ``--base``, a model that lacks its last layers, or shards of tensors that somebody renamed to look whole are no
-other model to whoever only moves bytes. Names that the model does not have are no misfit: they pass through.
+other model to whoever only moves bytes. A tensor that the class does not have is a misfit where it lies in a module of
+the class; `ckptx.architecture.extra_tensors` lists the kinds that may be there, and what lies outside of all modules
+passes through with a note.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, product
 from math import prod
 from typing import Any, NamedTuple
 
+from ckptx.architecture.extra_tensors import Extra, ExtraTensors
 from ckptx.architecture.overrides import SUFFIX_TABLE
 from ckptx.architecture.shape_rules import Expected, Sizes, paths_of
 from ckptx.architecture.shapes import expected_of, says_layers
 from ckptx.architecture.spec import Architecture
+from ckptx.architecture.surplus_layers import Layer, layer_behind, unexplained_layers
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
@@ -28,12 +32,13 @@ from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules
 from ckptx.untrusted.limits import INDEX
 from ckptx.view import ModelView, rules_of, trainer_rules
+from ckptx.wording import counted, first_of
 
 _BYTE = BY_NAME["U8"]
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)$")
 _NAMED = 1000  # of what is missing
-# A layer behind the last one with any of these predicts further tokens.
-_PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens)\.")
+_EXTRAS_NAMED = 3  # of each reason
+_NO_TENSOR = "no tensor of this name"
 
 
 class Misfit(NamedTuple):
@@ -49,6 +54,12 @@ class Misfit(NamedTuple):
     found: str
     needed: str
 
+    def said(self) -> str:
+        """Return it as part of a sentence."""
+        if self.needed == _NO_TENSOR:
+            return f'"{self.name}" {self.found}'
+        return f'"{self.name}": found {self.found}, needed {self.needed}'
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -60,12 +71,14 @@ class Fit:
             any number.
         unchecked: Tensors of the model whose shape nothing was known of.
         is_cut_short: More is missing than `misfits` name.
+        extras: What is known of the tensors that the class does not have, by name.
     """
 
     checked: str
     misfits: tuple[Misfit, ...] = ()
     unchecked: int = 0
     is_cut_short: bool = False
+    extras: Mapping[str, Extra] = field(default_factory=dict)
 
     @property
     def note(self) -> str | None:
@@ -85,11 +98,30 @@ class Fit:
             "note": self.note,
             "misfits": misfits,
             "is_cut_short": self.is_cut_short,
+            "extras": [
+                {"reason": reason, "tensors": len(names), "names": names[:_EXTRAS_NAMED]}
+                for reason, names in self._accepted().items()
+            ],
         }
+
+    def _accepted(self, *, but_computed: bool = False) -> dict[str, list[str]]:
+        """Return the tensors that the class does not have and that may be there, by reason."""
+        found: dict[str, list[str]] = {}
+        for name, extra in self.extras.items():
+            if extra.reason and not (but_computed and extra.is_computed):
+                found.setdefault(extra.reason, []).append(name)
+        return found
+
+    def extra_notes(self, class_name: str) -> list[str]:
+        """Return one line for each kind of tensor that the class does not have, without those that it computes."""
+        return [
+            f"{counted(len(names), 'tensor')} unknown to {class_name}, passed through: {first_of(names)} ({reason})"
+            for reason, names in self._accepted(but_computed=True).items()
+        ]
 
     def summary(self, subject: str) -> str:
         """One line with the first three."""
-        said = "; ".join(f'"{name}": found {found}, needed {needed}' for name, found, needed in self.misfits[:3])
+        said = "; ".join(each.said() for each in self.misfits[:3])
         over = "over " * self.is_cut_short
         more = f"; and {over}{len(self.misfits) - 3:,} more" if len(self.misfits) > 3 else ""
         return f"{subject}: does not fit its config: {said}{more}"
@@ -106,13 +138,15 @@ def fit_of(view: ModelView) -> Fit:
         return Fit("nothing")
     expected = expected_of(architecture, config)
     rules = rules_of(view)
+    assert view.architecture is not None
+    extras = ExtraTensors(view.architecture, config, view.tensors)
     if expected is None or rules is None:
-        return _layers_alone(view, architecture, config)
+        return _layers_alone(view, architecture, config, extras.found)
     tensors = view.tensors
     try:
         if view.trainer_naming:
             tensors = trainer_rules(view.trainer_naming).to_model(tensors).tensors
-        survey = _Survey(architecture, config, rules, expected)
+        survey = _Survey(architecture, config, rules, expected, extras)
         legacy = {name: _LEGACY.sub(_modern, name) for name in tensors if "LayerNorm." in name}
         return survey.of({legacy.get(name, name): entry for name, entry in tensors.items()})
     except InputError as error:
@@ -120,7 +154,8 @@ def fit_of(view: ModelView) -> Fit:
 
 
 def fit_noted(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
-    """The fit of what is only looked at, for a report; `notes` gets a line where it does not fit.
+    """The fit of what is only looked at, for a report; `notes` gets a line where it does not fit, and one for each kind
+    of tensor that the class does not have.
 
     Returns:
         None for a checkpoint without a config, or of an unknown class.
@@ -132,8 +167,10 @@ def fit_noted(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
     except CkptxError as error:
         notes.append(str(error))
         return None
+    root = view.catalog.root
+    notes += [f"{root}: {note}" for note in fit.extra_notes(view.published.class_name)]
     if fit.misfits:
-        notes.append(fit.summary(str(view.catalog.root)))
+        notes.append(fit.summary(str(root)))
     return fit.to_dict()
 
 
@@ -141,14 +178,35 @@ def _modern(found: re.Match[str]) -> str:
     return "LayerNorm.weight" if found[1] == "gamma" else "LayerNorm.bias"
 
 
-def _layers_alone(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> Fit:
-    """The number of layers and the rows of embeddings, for a class of which no shapes are known."""
+def _layers_alone(
+    view: ModelView, architecture: Architecture, config: Mapping[str, Any], extras: Mapping[str, Extra]
+) -> Fit:
+    """The number of layers, names and the rows of embeddings, for a class of which no shapes are known."""
     misfits = _lost_rows(view, architecture, config)
     stacks = architecture.stacks(config) if says_layers(architecture, config) else ()
     found = {stack: below for stack in stacks if (below := _layers_below(stack.path, view.tensors))}
+    counts = {stack.path: stack.count for stack in found}
+    behind = {name: layer for name in view.tensors if (layer := layer_behind(name, counts)) is not None}
+    misfits += _of_other_models(extras, behind, architecture.class_name)
+    misfits += _surplus(behind, counts, config, extras)
     lost = list(islice(_wholly_gone({s.path: _Empty.of(s.count, below) for s, below in found.items()}), _NAMED + 1))
     checked = "layers" if misfits or found else "nothing"
-    return Fit(checked, (*misfits, *lost[:_NAMED]), is_cut_short=len(lost) > _NAMED)
+    return Fit(checked, (*misfits, *lost[:_NAMED]), is_cut_short=len(lost) > _NAMED, extras=extras)
+
+
+def _of_other_models(extras: Mapping[str, Extra], behind: Mapping[str, Layer], class_name: str) -> Iterator[Misfit]:
+    """Tensors in modules of the class that neither the class nor any row of extra tensors has."""
+    for name, extra in extras.items():
+        if not extra.reason and name not in behind:
+            yield Misfit(name, f"lies in {extra.module}, where {class_name} has no such tensor", _NO_TENSOR)
+
+
+def _surplus(
+    behind: Mapping[str, Layer], counts: Mapping[str, int], config: Mapping[str, Any], extras: Mapping[str, Extra]
+) -> Iterator[Misfit]:
+    """Layers behind the last one, unless they predict further tokens; one misfit each."""
+    for name, layer in unexplained_layers(behind, counts, config, extras):
+        yield Misfit(name, f"layer {layer.index}", f"{counts[layer.path]} of {layer.path} by config.json")
 
 
 def _layers_below(path: str, names: Iterable[str]) -> set[int]:
@@ -212,7 +270,7 @@ class _Run(NamedTuple):
     fixed: tuple[int, ...]
     positions: list[set[int]]
     alike: tuple[str, ...]
-    behind: tuple[str, int] | None
+    behind: Layer | None
 
 
 @dataclass(slots=True)
@@ -223,6 +281,7 @@ class _Survey:
     config: Mapping[str, Any]
     rules: NameRules
     expected: Expected
+    extras: ExtraTensors
     _there: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     _filled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     _runs: dict[tuple[int, tuple[int, ...]], _Run] = field(default_factory=dict)
@@ -242,14 +301,16 @@ class _Survey:
         misfits = [found for name, place in places.items() if (found := self._look_at(name, place, tensors[name]))]
         behind = self._behind_the_last(places)
         misfits = [each for each in misfits if each.name not in behind]  # of layers that the model does not have
-        misfits += self._not_predicting(behind, places)
+        misfits += _of_other_models(self.extras.found, behind, self.architecture.class_name)
+        misfits += _surplus(behind, self.expected.counts, self.config, self.extras.found)
         prefix = self.architecture.base_prefix
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
         empty = self._empty_layers()
         lost = chain(_wholly_gone(empty), self._missing(is_base, empty), self._incomplete_runs())
         named = list(islice(lost, _NAMED + 1))
-        return Fit("names and shapes", (*misfits, *named[:_NAMED]), self._unchecked, len(named) > _NAMED)
+        found = (*misfits, *named[:_NAMED])
+        return Fit("names and shapes", found, self._unchecked, len(named) > _NAMED, self.extras.found)
 
     def _modules_of(self, name: str) -> set[str]:
         """The module of a name that the model does not have, on disk and in the model."""
@@ -265,15 +326,28 @@ class _Survey:
         if isinstance(place, str):
             pattern, indices = parted(place)
             self._there.setdefault(pattern, set()).add(indices)
+            if pattern in self.expected.absent:
+                return self._switched_off(name, [pattern])
             return self._misfit(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
         number, fixed, column, at = place
         run = self._runs.get(place.run)
         if run is None:
             run = self._runs[place.run] = self._run_at(self.rules.conversions[number], fixed)
         run.positions[column].add(at)
+        patterns = [pattern_of(named(target, fixed, 0)) for target in run.conversion.targets]
+        if all(pattern in self.expected.absent for pattern in patterns):
+            return self._switched_off(name, patterns)
         return self._misfit(
             name, entry, (number, column, run.alike), lambda: self._shapes_on_disk(run.conversion, place)
         )
+
+    def _switched_off(self, name: str, patterns: Sequence[str]) -> Misfit | None:
+        """A tensor that the class has under another config alone."""
+        if self.extras.is_of_quantized_weight(name):
+            return None  # some packages store a bias beside each packed weight
+        keys = ", ".join(dict.fromkeys(self.expected.absent[pattern] for pattern in patterns))
+        class_name = self.architecture.class_name
+        return Misfit(name, f"is no tensor of {class_name} with this config.json (it depends on {keys})", _NO_TENSOR)
 
     def _run_at(self, conversion: Conversion, fixed: tuple[int, ...]) -> _Run:
         """A run of which nothing was seen yet; what it goes into is there from now on."""
@@ -281,7 +355,9 @@ class _Survey:
             self._note_target(target, fixed)
         names = [named(target, fixed, 0) for target in conversion.targets]
         positions: list[set[int]] = [set() for _ in conversion.sources]
-        return _Run(conversion, fixed, positions, tuple(map(pattern_of, names)), self._layer_behind(names[0]))
+        return _Run(
+            conversion, fixed, positions, tuple(map(pattern_of, names)), layer_behind(names[0], self.expected.counts)
+        )
 
     def _note_target(self, target: str, fixed: tuple[int, ...]) -> None:
         if target.count("*") == len(fixed):
@@ -422,42 +498,18 @@ class _Survey:
                 for position in sorted(each for each in positions[at] if each >= count):
                     yield Misfit(named(source, fixed, position), "one more", needed)
 
-    def _behind_the_last(self, places: Mapping[str, Destination | str | None]) -> dict[str, tuple[str, int]]:
-        """Tensors of layers behind the last one that the config says: name -> list of layers, and the index in it."""
-        found: dict[str, tuple[str, int]] = {}
+    def _behind_the_last(self, places: Mapping[str, Destination | str | None]) -> dict[str, Layer]:
+        """Tensors of layers behind the last one that the config says, by name."""
+        found: dict[str, Layer] = {}
         runs = {key: run.behind for key, run in self._runs.items() if run.behind is not None}
         for name, place in places.items():
             if isinstance(place, Destination):
                 layer = runs.get(place.run) if runs else None
             else:
-                layer = self._layer_behind(place or name)
+                layer = layer_behind(place or name, self.expected.counts)
             if layer is not None:
                 found[name] = layer
         return found
-
-    def _layer_behind(self, model_name: str) -> tuple[str, int] | None:
-        """The list of layers of a name and the index in it, where that is behind the last one."""
-        pattern, indices = parted(model_name)
-        for path in paths_of(pattern)[:1]:
-            index = indices[0]
-            if index >= self.expected.counts.get(path, index + 1):
-                return path, index
-        return None
-
-    def _not_predicting(
-        self, behind: Mapping[str, tuple[str, int]], places: Mapping[str, Destination | str | None]
-    ) -> Iterator[Misfit]:
-        """Layers behind the last one, unless they predict further tokens; one misfit each."""
-        further = self.config.get("num_nextn_predict_layers")
-        further = further if isinstance(further, int) else 0
-        mtp_layers = {layer for name, layer in behind.items() if places[name] is None or _PREDICTS.search(name)}
-        first: dict[tuple[str, int], str] = {}
-        for name, layer in behind.items():
-            first.setdefault(layer, name)
-        for (path, index), name in first.items():
-            count = self.expected.counts[path]
-            if (path, index) not in mtp_layers and index >= count + further:
-                yield Misfit(name, f"layer {index}", f"{count} of {path} by config.json")
 
 
 def _verdict(shape: Shape, wanted: tuple[Sizes, ...] | None) -> Sizes | bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.counting import aliases_of, parameters_of
-from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError, UsageError
+from ckptx.errors import EnvironmentProblem, UsageError
 from ckptx.fit import fit_noted
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from ckptx.architecture import meta_model
 from ckptx.architecture.expressions import Scope, attempt
 from ckptx.architecture.meta_model import ConfigBuilder
-from ckptx.architecture.shape_rules import Condition, ShapeRules
+from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, plain
 from ckptx.mapping.names import pattern_of
 
 Values = dict[str, Any]
@@ -374,6 +374,8 @@ class _Solver:
             models=self._models(),
             defaults=defaults,
             aliases=aliases,
+            switches=self._switches(),
+            others=frozenset(self._first_patterns()) - set(dims) - required,
         )
 
     # -- expressions
@@ -475,6 +477,23 @@ class _Solver:
             if numbered:
                 found.setdefault(Condition(path, "among", tuple(words)), set()).update(numbered)
         return {condition: frozenset(names) for condition, names in sorted(found.items(), key=str)}
+
+    def _first_patterns(self) -> set[str]:
+        """Give the patterns of the config that everything was measured with."""
+        return set(map(pattern_of, self.first.shapes))
+
+    def _switches(self) -> dict[Switch, frozenset[str]]:
+        """Find the patterns that one value of one key adds or removes."""
+        found: dict[Switch, set[str]] = {}
+        first = self._first_patterns()
+        for path, held, other, seen in self.others:
+            patterns = set(map(pattern_of, seen.shapes)) if seen is not None else first
+            key = ".".join(path)
+            if patterns - first:
+                found.setdefault(Switch(key, "adds", plain(held)), set()).update(patterns - first)
+            if first - patterns and not isinstance(other, dict):
+                found.setdefault(Switch(key, "removes", plain(other)), set()).update(first - patterns)
+        return {switch: frozenset(names) for switch, names in sorted(found.items(), key=str)}
 
     def _models(self) -> dict[str, str]:
         """The model types of exchangeable parts that all of this was measured with."""

@@ -6,7 +6,8 @@ What lies below the base model of a class is written once for all classes around
     shape_bodies    LlamaModel -> {"shapes":{"hidden_size":"layers.*.{...}.weight,norm.weight"},...}
 
 A shape is written as its sizes with commas between them, ``?`` for one that is not known, and several shapes with a
-bar. Patterns under a shape are required unless they are among ``optional``.
+bar. Patterns under a shape are required unless they are among ``optional``. ``switches`` names the values of keys that
+add or remove patterns, ``others`` the patterns of the measured config that have no shape.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptx.architecture.patterns import pack, unpack
-from ckptx.architecture.shape_rules import Condition, ShapeRules
+from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, plain
 
 Values = dict[str, Any]
 
@@ -50,9 +51,11 @@ def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) ->
         return None
     lead = f"{values['at']}." if "at" in values else ""
     below, own = _read(sections["shape_bodies"][values["body"]], lead), _read(values, "")
-    conditions = dict(below.conditions)
+    conditions, switches = dict(below.conditions), dict(below.switches)
     for condition, names in own.conditions.items():
         conditions[condition] = conditions.get(condition, frozenset()) | names
+    for switch, names in own.switches.items():
+        switches[switch] = switches.get(switch, frozenset()) | names
     return ShapeRules(
         shapes={**below.shapes, **own.shapes},
         counts={**below.counts, **own.counts},
@@ -61,6 +64,8 @@ def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) ->
         models={**below.models, **own.models},
         defaults={**below.defaults, **own.defaults},
         aliases={**below.aliases, **own.aliases},
+        switches=switches,
+        others=below.others | own.others,
     )
 
 
@@ -81,12 +86,19 @@ def _written(known: ShapeRules, lead: str, is_below: bool) -> Values:
         for condition, names in sorted(known.conditions.items(), key=str)
         if chosen(names)
     ]
+    switches = [
+        [switch.key, switch.effect, switch.value, pack(chosen(names))]
+        for switch, names in sorted(known.switches.items(), key=str)
+        if chosen(names)
+    ]
     values: Values = {
         "shapes": grouped({name: _shape_text(shapes) for name, shapes in known.shapes.items()}),
         "optional": pack(chosen(set(known.shapes) - known.required)),
         "more": pack(chosen(known.required - set(known.shapes))),
         "counts": grouped(known.counts),
         "when": conditions,
+        "switches": switches,
+        "others": pack(chosen(known.others)),
     }
     if is_below:
         values |= {"models": dict(known.models), "defaults": dict(known.defaults), "aliases": dict(known.aliases)}
@@ -109,6 +121,11 @@ def _read(values: Mapping[str, Any], lead: str) -> ShapeRules:
         models=values.get("models", {}),
         defaults=values.get("defaults", {}),
         aliases=values.get("aliases", {}),
+        switches={
+            Switch(key, effect, plain(value)): frozenset(lead + name for name in unpack(names))
+            for key, effect, value, names in values.get("switches", ())
+        },
+        others=frozenset(lead + name for name in unpack(values.get("others", ""))),
     )
 
 

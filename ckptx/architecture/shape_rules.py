@@ -35,15 +35,8 @@ class Condition(NamedTuple):
 
     def holds(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
         """Whether the config says so; a key that it leaves out has the default that was measured."""
-        *path, last = self.key.split(".")
-        node: Mapping[str, Any] = config
-        for part in (*root, *path):
-            below = node.get(part)
-            node = below if isinstance(below, Mapping) else node
-        for name in (last, aliases.get(self.key, last)):
-            if name in node:
-                return self._accepts(node[name])
-        return True
+        found = _values_at(config, self.key, aliases, root)
+        return self._accepts(found[0]) if found else True
 
     def _accepts(self, value: Any) -> bool:
         if self.kind == "set":
@@ -54,6 +47,50 @@ class Condition(NamedTuple):
         return bool(value == (list(held) if isinstance(held, tuple) else held))
 
 
+class Switch(NamedTuple):
+    """A key of the config that decides whether tensors exist.
+
+    Attributes:
+        key: Dotted key of the config.
+        effect: "adds": the patterns exist only with another value than `value`, which is the one that was measured.
+            "removes": the patterns do not exist with `value`.
+        value: The value, with a tuple for a list.
+    """
+
+    key: str
+    effect: str
+    value: Any
+
+    def leaves_out(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
+        """Return True if the config surely has none of these tensors as far as this key decides it."""
+        values = [plain(value) for value in _values_at(config, self.key, aliases, root)]
+        if self.effect == "removes":
+            return any(_is_same(value, self.value) for value in values)
+        if type(self.value) is int and self.value > 1:  # a number that was measured against none
+            return all(type(value) is int and value > 0 for value in values)
+        return all(_is_same(value, self.value) for value in values)
+
+
+def plain(value: Any) -> Any:
+    """Return the value with tuples for lists, so that it can be compared and hashed."""
+    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return True if both are equal and neither is a boolean where the other is a number."""
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def _values_at(config: Mapping[str, Any], key: str, aliases: Mapping[str, str], root: Sequence[str]) -> list[Any]:
+    """Return what the config holds under a dotted key and its alias; nothing where it leaves both out."""
+    *path, last = key.split(".")
+    node: Mapping[str, Any] = config
+    for part in (*root, *path):
+        below = node.get(part)
+        node = below if isinstance(below, Mapping) else node
+    return [node[name] for name in dict.fromkeys((last, aliases.get(key, last))) if name in node]
+
+
 class Expected(NamedTuple):
     """What a model has under one config.
 
@@ -62,12 +99,14 @@ class Expected(NamedTuple):
         counts: Path in front of a star -> how many there are.
         required: Patterns of tensors that must be there, one for each index of each star.
         stated: Paths in front of a first star whose count the config says; the others are as measured.
+        absent: Patterns of the class that a model with this config does not have, each with the reason.
     """
 
     shapes: Mapping[str, tuple[Sizes, ...]]
     counts: Mapping[str, int]
     required: frozenset[str]
     stated: frozenset[str]
+    absent: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +122,8 @@ class ShapeRules:
         models: Per config key of an exchangeable part the model type that all of this was measured with.
         defaults: As of `Scope`; they count for parts that the config has.
         aliases: As of `Scope`.
+        switches: Which value of a key adds or removes which patterns.
+        others: Patterns that the measured config gives and that are in neither `shapes` nor `required`.
     """
 
     shapes: Mapping[str, tuple[tuple[str, ...], ...]]
@@ -92,13 +133,18 @@ class ShapeRules:
     models: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int | None] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    switches: Mapping[Switch, frozenset[str]] = field(default_factory=dict)
+    others: frozenset[str] = frozenset()
 
-    def under(self, config: Mapping[str, Any], root: tuple[str, ...] = ()) -> Expected | None:
+    def under(
+        self, config: Mapping[str, Any], root: tuple[str, ...] = (), every: frozenset[str] = frozenset()
+    ) -> Expected | None:
         """What a model has under the contents of ``config.json``.
 
         Args:
             config: It.
             root: Keys to follow in it before any other, see `Scope`.
+            every: Patterns of all tensors that the class has under any config.
 
         Returns:
             None where the config has a part that was not measured, or no number that a rule reads: one that somebody
@@ -134,7 +180,36 @@ class ShapeRules:
             each for each in self.required - absent - doubtful if all(path in counts for path in paths_of(each))
         )
         stated = frozenset(path for path in counts if "*" not in path and keys_of(self.counts[path]))
-        return Expected(shapes, counts, required, stated)
+        return Expected(shapes, counts, required, stated, self._left_out(config, root, every))
+
+    def _left_out(self, config: Mapping[str, Any], root: tuple[str, ...], every: frozenset[str]) -> dict[str, str]:
+        """Return the patterns that no tensor has under this config, each with the keys that decide it.
+
+        Only what was measured counts: wherever another key that matters for names or shapes has a value that was not
+        measured, nothing is left out.
+        """
+        unusual = {each.key for each in self.conditions if not each.holds(config, self.aliases, root)}
+        by_pattern: dict[str, list[Switch]] = {}
+        for switch, patterns in self.switches.items():
+            for pattern in patterns:
+                by_pattern.setdefault(pattern, []).append(switch)
+        found = {}
+        for pattern, switches in by_pattern.items():
+            if unusual - {each.key for each in switches}:
+                continue
+            verdicts = [each.leaves_out(config, self.aliases, root) for each in switches]
+            is_added = switches[0].effect == "adds"
+            if all(verdicts) if is_added else any(verdicts):
+                keys = dict.fromkeys(each.key for each, is_out in zip(switches, verdicts, strict=True) if is_out)
+                found[pattern] = ", ".join(keys)
+        is_as_measured = not unusual and all(
+            each.leaves_out(config, self.aliases, root) for each in self.switches if each.effect == "adds"
+        )
+        if self.models and is_as_measured:  # names of other parts than those that the config has
+            measured = self.shapes.keys() | self.required | self.others
+            kinds = ", ".join(f"{key}.model_type" for key in self.models)
+            found |= dict.fromkeys(every - measured - by_pattern.keys(), kinds)
+        return found
 
     def _speaks(self, scope: Scope) -> bool:
         bare = scope._replace(defaults={})

@@ -29,7 +29,9 @@ def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> Expect
     if architecture.known_from != "table":
         return None
     rules = shape_rules(architecture.class_name)
-    return rules.under(config, architecture.structure.root) if rules is not None else None
+    if rules is None:
+        return None
+    return rules.under(config, architecture.structure.root, architecture.name_patterns)
 
 
 def says_layers(architecture: Architecture, config: Mapping[str, Any]) -> bool:

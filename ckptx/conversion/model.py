@@ -24,7 +24,6 @@ from ckptx.view import (
     settle_duplicates,
     view_model,
 )  # fmt: skip
-from ckptx.wording import first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +137,8 @@ def hold_against_config(opened: Opened, model: Model) -> HeldAgainstConfig:
     if architecture is None:
         note = "config.json names no architecture: ties are unknown, tensors are taken as they are"
         return HeldAgainstConfig(None, (note,))
-    notes: list[str] = []
-    if view.unknown:
-        unknown = f"{counted(len(view.unknown), 'tensor')} unknown to {architecture.class_name}"
-        notes.append(f"{unknown}, passed through: {first_of(view.unknown)}")
     fit = fit_of(view)
+    notes = fit.extra_notes(architecture.class_name)
     if fit.misfits:
         said = fit.summary(str(opened.source.root))
         if not opened.options.allow_misfit:

@@ -46,7 +46,7 @@ class NameIndex:
             for column, pattern in enumerate(patterns):
                 parts = pattern.split(".")
                 if any("*" in part and part != "*" for part in parts):
-                    regex = re.escape(pattern).replace(r"\*", "([0-9]+)")
+                    regex = re.escape(pattern).replace(r"\*", "(0|[1-9][0-9]{0,8})")
                     self._embedded.append((re.compile(regex), group, column))
                     continue
                 numbers = tuple(None if part == "*" else int(part) for part in parts if part == "*" or part.isdigit())

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Why a tensor of the model was left unread.
-IGNORED = "ignored by the class"
+# Why a tensor was left unread. Any other reason is one of `ckptx.architecture.extra_tensors`: it may be there.
 NO_PLACE = "no place in this model"
 UNKNOWN = "unknown to the class"
+OPTIMIZER = "optimizer state"
+OTHER_STATE = "not of the model"
+LACKING = "of a layer that uses the tensors of another layer"
 
 
 class Loaded(NamedTuple):

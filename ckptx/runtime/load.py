@@ -27,7 +27,7 @@ from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.layers import canonical_name, has_stubs
-from ckptx.runtime.ledger import IGNORED, NO_PLACE, UNKNOWN, Loaded, LoadLedger
+from ckptx.runtime.ledger import LACKING, NO_PLACE, UNKNOWN, Loaded, LoadLedger
 from ckptx.runtime.reading import Reading, Source, castable, open_source
 from ckptx.runtime.shards import LocalShard, pieces_of
 
@@ -302,17 +302,17 @@ def _computed_buffers(model: nn.Module) -> Iterator[str]:
 def _unread(source: Source, plan: _Plan) -> dict[str, str]:
     """Tensors of the checkpoint that went nowhere, with the reason."""
     needed = {stored for name in plan.used for stored in source.stored[name]}
+    left = [(name, each) for name, stored in source.stored.items() if name not in plan.used for each in stored]
+    left = [(name, each) for name, each in left if each not in needed]
+    extras = source.extras() if left else {}
     found = {}
-    for name, stored in source.stored.items():
-        for each in stored if name not in plan.used else ():
-            if each in needed:
-                continue
-            if source.is_ignored(name) or source.is_ignored(each):
-                found[each] = IGNORED
-            elif source.architecture is not None and source.architecture.knows(each):
-                found[each] = NO_PLACE  # a layer of another stage, or behind the last
-            else:
-                found[each] = UNKNOWN
+    for name, each in left:
+        if source.is_lacking(name) or source.is_lacking(each):
+            found[each] = LACKING
+        elif source.architecture is None:
+            found[each] = UNKNOWN
+        else:
+            found[each] = extras.get(each, NO_PLACE)  # a layer of another stage, or behind the last
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptx.architecture.extra_tensors import ExtraTensors
 from ckptx.architecture.spec import Architecture
 from ckptx.catalog.dtype import BY_TORCH, DType
 from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.mapping.names import pattern_of
 from ckptx.mapping.rules import Renamed
+from ckptx.runtime.ledger import OPTIMIZER, OTHER_STATE, UNKNOWN
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest_sink import stream_as
 from ckptx.transfer.stream import TensorReader
@@ -74,9 +74,9 @@ class Source:
     @property
     def unread(self) -> dict[str, str]:
         """Names on disk of what is not part of the model, with the reason."""
-        optimizer = dict.fromkeys(self.view.optimizer, "optimizer state")
+        optimizer = dict.fromkeys(self.view.optimizer, OPTIMIZER)
         others = {name: each.said for each in self.view.others for name in each.names}
-        return optimizer | dict.fromkeys(self.view.other, "not of the model") | others
+        return optimizer | dict.fromkeys(self.view.other, OTHER_STATE) | others
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -85,14 +85,22 @@ class Source:
         found = next((each.torch for each in stored if each.cast and each.torch is not None), None)
         return None if found is None else getattr(torch, found)
 
-    def is_ignored(self, name: str) -> bool:
-        """Whether the class drops a tensor of this name when it loads."""
+    def is_lacking(self, name: str) -> bool:
+        """Return True if the tensor of another layer stands for this one."""
+        return self.architecture is not None and self.config is not None and self.architecture.lacks(name, self.config)
+
+    def extras(self) -> dict[str, str]:
+        """Return the tensors that the class does not have by name on disk, each with the reason why it may be there.
+
+        The reason is `UNKNOWN` for a tensor that no reason is known for.
+        """
         if self.architecture is None or self.config is None:
-            return False
-        pattern = pattern_of(name)
-        if any(re.search(each, pattern) for each in self.architecture.ignored):
-            return True
-        return self.architecture.lacks(name, self.config)
+            return {}
+        found = ExtraTensors(self.architecture, self.config, self.view.tensors).found
+        return {
+            self.view.tensors[name].name: extra.reason if extra.may_be_left_out else UNKNOWN
+            for name, extra in found.items()
+        }
 
     def tied(self) -> dict[str, str]:
         """Model names whose values are stored under another name -> that name, where the config ties the two.

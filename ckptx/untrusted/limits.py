@@ -32,8 +32,9 @@ WORKERS = 1 << 10
 MEMORY_BYTES = 1 << 50
 LAYERS = 1 << 16
 # An index in a name: a component of digits alone, nothing but a dot, or an end, on either side. What stands before it
-# is asked for at its first digit: a name is searched faster for a digit than for a place behind a dot.
-INDEX = re.compile(r"[0-9](?<![^.][0-9])[0-9]{0,8}(?![^.])")
+# is asked for at its first digit: a name is searched faster for a digit than for a place behind a dot. No module list
+# has an index with a zero in front: "01" is a name of its own, and not another spelling of 1.
+INDEX = re.compile(r"[0-9](?<![^.][0-9])(?:(?<!0)[0-9]{0,8})?(?![^.])")
 
 
 def shape_fault(shape: tuple[int, ...] | list[int]) -> str | None:

@@ -15,6 +15,7 @@ from ckptx.catalog.region import whole
 from ckptx.counting import parameters_of
 from ckptx.difference import TiedNames, differing_headers, in_common_names, seen_together
 from ckptx.errors import UsageError
+from ckptx.fit import fit_noted
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.options import default_workers
@@ -64,6 +65,8 @@ def verify(
         raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
     stopwatch, log = Stopwatch(), log or Log()
     first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=prefix)
+    for view in (first, second):
+        fit_noted(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
         with_state = with_state and has_state(first) and has_state(second)

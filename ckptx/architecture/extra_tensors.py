@@ -1,0 +1,327 @@
+"""Tensors that a class does not have: which of them a checkpoint may hold all the same, and why.
+
+Most published checkpoints hold something that their class does not load: buffers that it computes, layers for
+speculative decoding, what belongs to a quantized weight. `ROWS` lists these kinds, each with its reason. Any other
+tensor inside a module of the class belongs to another model: loaders drop it, and the model computes something else.
+
+    mtp.fc.weight                               may be there: a layer that predicts further tokens
+    model.layers.0.self_attn.q_norm.weight      no Llama has it, and every Llama has model.layers.0.self_attn
+    vision_tower.patch_embed.weight             lies outside of all modules of a Llama: noted
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckptx.architecture.model_files import classes_of
+from ckptx.architecture.spec import Architecture
+from ckptx.architecture.table import lookup
+from ckptx.catalog.entry import TensorEntry
+from ckptx.mapping.names import pattern_of
+from ckptx.mapping.quantization_scales import parent_of
+
+
+class ExtraRow(NamedTuple):
+    """One kind of tensor that a checkpoint may hold although its class does not have it.
+
+    Attributes:
+        kind: Short name of the kind.
+        pattern: Regular expression that is searched in a name with `*` for each index.
+        reason: Why such a tensor may be there; reports repeat it.
+        is_computed: True for what a class computes itself when it is built. Conversions do not mention it.
+        dims: Number of dims that such a tensor has; empty for any number.
+        parent: Regular expression that replaces `pattern` in the name and gives the name of a tensor that the class
+            must have; empty for none.
+        beside_weight: True if the name must begin with the name of a weight of the class or of its module.
+    """
+
+    kind: str
+    pattern: str
+    reason: str
+    is_computed: bool = False
+    dims: tuple[int, ...] = ()
+    parent: str = ""
+    beside_weight: bool = False
+
+
+ROWS: tuple[ExtraRow, ...] = (
+    ExtraRow(
+        "rotary buffer",
+        r"(^|[._])inv_freq$|(^|\.)(rotary_emb|rotary_pos_emb|rope)\.(cos|sin|freqs)(_cached|_cis)?$"
+        r"|(^|\.)(cos|sin)_cached$|(^|\.)freqs_cis$",
+        "buffer of rotary embeddings, computed from the config",
+        is_computed=True,
+    ),
+    ExtraRow(
+        "causal mask",
+        r"(^|\.)(attn|attention|self_attn|crossattention)\.(bias|mask|causal_mask)$",
+        "causal mask that older releases saved, computed by the class",
+        is_computed=True,
+        dims=(2, 3, 4),
+    ),
+    ExtraRow(
+        "value of masked scores",
+        r"(^|\.)(attn|attention|self_attn|crossattention)\.masked_bias$",
+        "constant for masked scores that older releases saved",
+        is_computed=True,
+        dims=(0, 1),
+    ),
+    ExtraRow(
+        "ids",
+        r"(^|\.)(position_ids|token_type_ids)$",
+        "buffer of ids that count up, computed by the class",
+        is_computed=True,
+    ),
+    ExtraRow(
+        "table of positions",
+        r"(^|\.)(relative_position_index|relative_coords_table|attn_mask)$"
+        r"|(^|\.)embed_positions\.(weights|_float_tensor)$",
+        "table of positions that follows from sizes, computed by the class",
+        is_computed=True,
+    ),
+    ExtraRow(
+        "version",
+        r"(^|\.)version$",
+        "version number that fairseq saved",
+        is_computed=True,
+        dims=(0, 1),
+    ),
+    ExtraRow(
+        "further tokens",
+        r"^[^*]*(?<![^.])(mtp|nextn)[A-Za-z0-9_]*(\.|$)",
+        "layer that predicts further tokens (MTP), for speculative decoding",
+    ),
+    ExtraRow(
+        "extra state",
+        r"(^|\.)_extra_state$",
+        "state of Transformer Engine, which no class of transformers has",
+    ),
+    ExtraRow(
+        "packed weight",
+        r"\.(qweight|qzeros|scales|zeros|g_idx|perm|weight_packed|weight_shape|weight_zero_point|weight_g_idx"
+        r"|weight_scale(s|_inv|_2)?|weight_global_scale|SCB|weight_format|absmax|quant_map|nested_absmax"
+        r"|nested_quant_map|quant_state\.[a-z_0-9]+|codes|codebooks|centroids|indices|Qidxs|SU|SV|trellis|suh|svh)$",
+        "form or scale of a quantized weight",
+        beside_weight=True,
+    ),
+    ExtraRow(
+        "scale of a parameter",
+        r"_(blocks|scales|scale|scale_inv|scale_2|packed|bias_scale|zero_point|qdata)$|\.(scale|zero|qscale_weight"
+        r"|qscale_act)$",
+        "form or scale of a quantized weight",
+        beside_weight=True,
+    ),
+    ExtraRow(
+        "scale of activations",
+        r"\.(input_scale|output_scale|activation_scale|input_global_scale|input_zero_point|output_zero_point"
+        r"|[qkv]_scale|prob_scale|kv_scale|[qkv]_zero_point|act\.scales)$|(^|\.)[a-z_]*quantizer\._[a-z_]+$"
+        r"|(^|\.)(activation_post_process|weight_fake_quant)\.",
+        "scale of quantized activations or of a quantized KV cache",
+    ),
+    ExtraRow(
+        "weight norm",
+        r"\.weight_g$",
+        "magnitude of a weight norm under the name of older releases of torch",
+        parent=r".parametrizations.weight.original0",
+    ),
+    ExtraRow(
+        "weight norm",
+        r"\.weight_v$",
+        "direction of a weight norm under the name of older releases of torch",
+        parent=r".parametrizations.weight.original1",
+    ),
+)
+"""The kinds, in the order in which they are asked. Adapters are not among them: they change the weights beside them,
+and `ckptx.formats.hf.reader.refuse_adapters` refuses them."""
+
+IGNORED = "ignored by the class"
+OTHER_FORM = "part of a quantized weight of the class"
+OUTSIDE = "outside of the modules of the class"
+_PACKED = "packed weight"
+_LEAST_PARTS = 2  # of a name that a class of a tower must know
+
+
+class Extra(NamedTuple):
+    """A tensor that the class does not have.
+
+    Attributes:
+        reason: Why it may be there; empty for a tensor of another model.
+        module: Innermost module of the class that it lies in, with `*` for indices; empty where there is none.
+        is_computed: True if the class computes it.
+        may_be_left_out: True if the model is the same without it: a row of `ROWS` speaks of it, the class ignores it,
+            or it belongs to a quantized weight.
+    """
+
+    reason: str
+    module: str = ""
+    is_computed: bool = False
+    may_be_left_out: bool = False
+
+
+class ExtraTensors:
+    """The tensors of a checkpoint that its class does not have.
+
+    Attributes:
+        found: Name -> what is known of it, in the order of the checkpoint. Empty for a class whose names are unknown.
+    """
+
+    def __init__(
+        self, architecture: Architecture, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+    ) -> None:
+        """Find them.
+
+        Args:
+            architecture: The class, under the names of `tensors`.
+            config: Contents of `config.json`.
+            tensors: Tensors of the model by name.
+        """
+        self._architecture, self._config, self._tensors = architecture, config, tensors
+        self._known: dict[str, bool] = {}
+        self._reasons: dict[tuple[str, int], Extra | None] = {}
+        self.found: dict[str, Extra] = {}
+        for name, entry in tensors.items() if architecture.name_patterns else ():
+            extra = self._find(name, entry)
+            if extra is not None:
+                self.found[name] = extra
+
+    def is_of_quantized_weight(self, name: str) -> bool:
+        """Return True if a tensor lies beside a quantized weight of the class, or is the weight."""
+        parent = parent_of(name, self._knows)
+        if parent is None:
+            return False
+        if self._is_quantized and parent.weight not in self._tensors:
+            return True
+        return parent.weight.removesuffix(".weight") in self._quantized_modules
+
+    # -- what the class has
+
+    def _knows(self, name: str) -> bool:
+        """Return True if the class has a tensor of this name."""
+        pattern = pattern_of(name)
+        if pattern not in self._known:
+            self._known[pattern] = self._architecture.owns(pattern)
+        return self._known[pattern]
+
+    @functools.cached_property
+    def _modules(self) -> frozenset[str]:
+        """Patterns of all modules of the class, with and without the name of the base model."""
+        prefix = self._architecture.base_prefix
+        lead = f"{prefix}." if prefix else ""
+        found = set()
+        for pattern in self._architecture.name_patterns:
+            parts = pattern.removesuffix(".**").split(".")
+            found |= {".".join(parts[:end]) for end in range(1, len(parts) + pattern.endswith(".**"))}
+        found |= {each.removeprefix(lead) for each in found}
+        found |= {lead + each for each in found if not each.startswith(lead)}
+        # Towers and heads lie directly in the base model, so that it is no module in this sense.
+        return frozenset(found - {prefix})
+
+    def _module_of(self, pattern: str) -> str:
+        parts = pattern.split(".")
+        paths = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+        return next((path for path in paths if path in self._modules), "")
+
+    def _is_below_base(self, pattern: str) -> bool:
+        return pattern.startswith(f"{self._architecture.base_prefix}.")
+
+    # -- one tensor
+
+    def _find(self, name: str, entry: TensorEntry) -> Extra | None:
+        if self._knows(name):
+            return None
+        pattern, dims = pattern_of(name), len(entry.shape)
+        if (pattern, dims) not in self._reasons:
+            self._reasons[pattern, dims] = self._by_kind(pattern, dims)
+        return self._reasons[pattern, dims] or self._by_place(name, pattern)
+
+    def _by_kind(self, pattern: str, dims: int) -> Extra | None:
+        """Return the first row that speaks of a pattern, None where no row does and the class does not ignore it."""
+        row = next((row for row in ROWS if self._is_of(row, pattern, dims)), None)
+        if row is not None:
+            return Extra(row.reason, is_computed=row.is_computed, may_be_left_out=True)
+        return Extra(IGNORED, may_be_left_out=True) if self._architecture.knows(pattern) else None
+
+    def _is_of(self, row: ExtraRow, pattern: str, dims: int) -> bool:
+        place = re.search(row.pattern, pattern)
+        if place is None or (row.dims and dims not in row.dims):
+            return False
+        if row.parent and not self._knows(pattern[: place.start()] + row.parent):
+            return False
+        return not row.beside_weight or parent_of(pattern, self._knows) is not None
+
+    def _by_place(self, name: str, pattern: str) -> Extra:
+        if self.is_of_quantized_weight(name):
+            return Extra(OTHER_FORM, may_be_left_out=True)
+        other, module = self._other_class(pattern), self._module_of(pattern)
+        if other and (self._is_below_base(pattern) or not self._has_other_head):
+            return Extra(f"of {other}, another class of this model type", module)
+        if other:
+            return Extra("", module or f"the place of the head of {other}")
+        return Extra("", module) if module else Extra(OUTSIDE)
+
+    # -- tensors beside it
+
+    @functools.cached_property
+    def _is_quantized(self) -> bool:
+        nested = self._config.get("text_config")
+        return any("quantization_config" in each for each in (self._config, nested) if isinstance(each, Mapping))
+
+    @functools.cached_property
+    def _quantized_modules(self) -> frozenset[str]:
+        """Names of weights without ".weight", of which a tensor is packed, or no plain float."""
+        packed = [re.compile(row.pattern) for row in ROWS if row.kind == _PACKED]
+        found = set()
+        for name, entry in self._tensors.items():
+            if self._knows(name):
+                weight = None if entry.dtype.cast else name
+            else:
+                is_packed = not entry.dtype.cast or any(each.search(name) for each in packed)
+                parent = parent_of(name, self._knows) if is_packed else None
+                weight = None if parent is None else parent.weight
+            if weight is not None:
+                found.add(weight.removesuffix(".weight"))
+        return frozenset(found)
+
+    # -- other classes
+
+    @functools.cached_property
+    def _has_other_head(self) -> bool:
+        """True if the checkpoint has the head of another class, and nothing of the head of this one.
+
+        Such is a classifier beside the config of a language model whose own head is tied, and so is not stored.
+        """
+        prefix = self._architecture.base_prefix
+        patterns = {pattern_of(name) for name in self._tensors}
+        if not prefix or not any(map(self._is_below_base, patterns)):
+            return False
+        own = {each for each in self._architecture.name_patterns if not self._is_below_base(each)}
+        strange = (each for each in patterns if not self._is_below_base(each) and not self._architecture.knows(each))
+        return bool(own) and not own & patterns and any(map(self._other_class, strange))
+
+    def _other_class(self, pattern: str) -> str:
+        """Return a class of the same model type, or of the type of a tower, that has the tensor; else nothing."""
+        for each in self._siblings:
+            if each.owns(pattern):
+                return each.class_name
+        parts = pattern.split(".")
+        below = [".".join(parts[start:]) for start in range(1, len(parts) - _LEAST_PARTS + 1)]
+        return next((each.class_name for each in self._towers if any(map(each.owns, below))), "")
+
+    @functools.cached_property
+    def _siblings(self) -> tuple[Architecture, ...]:
+        return _classes_of(self._architecture.model_type, but=self._architecture.class_name)
+
+    @functools.cached_property
+    def _towers(self) -> tuple[Architecture, ...]:
+        """Classes of the parts of a composite model."""
+        nested = (each for each in self._config.values() if isinstance(each, Mapping))
+        types = dict.fromkeys(str(each.get("model_type")) for each in nested if each.get("model_type"))
+        return tuple(known for each in types for known in _classes_of(each))
+
+
+def _classes_of(model_type: str, but: str = "") -> tuple[Architecture, ...]:
+    found = (lookup(name) for name in classes_of(model_type) if name != but)
+    return tuple(each for each in found if each is not None)

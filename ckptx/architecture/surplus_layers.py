@@ -1,0 +1,77 @@
+"""Layers behind the last one that the config says: those that predict further tokens, and those of another model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckptx.architecture.extra_tensors import Extra
+from ckptx.architecture.shape_rules import paths_of
+from ckptx.mapping.names import parted
+
+# A layer behind the last one with any of these modules predicts further tokens.
+_PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp[a-z0-9_]*)\.")
+# Keys that say how many such layers follow the last one.
+_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+
+
+class Layer(NamedTuple):
+    """A layer that the model does not have.
+
+    Attributes:
+        path: Path of the list of layers.
+        index: Its index in the list.
+    """
+
+    path: str
+    index: int
+
+
+def layer_behind(model_name: str, counts: Mapping[str, int]) -> Layer | None:
+    """Return the layer that a tensor is of if that lies behind the last one, else None.
+
+    Args:
+        model_name: Name of the tensor in the model.
+        counts: Number of layers by path of the list.
+    """
+    pattern, indices = parted(model_name)
+    for path in paths_of(pattern)[:1]:
+        if indices[0] >= counts.get(path, indices[0] + 1):
+            return Layer(path, indices[0])
+    return None
+
+
+def unexplained_layers(
+    layers: Mapping[str, Layer],
+    counts: Mapping[str, int],
+    config: Mapping[str, Any],
+    extras: Mapping[str, Extra],
+) -> Iterator[tuple[str, Layer]]:
+    """Find the layers that do not predict further tokens, each with the name of its first tensor.
+
+    Args:
+        layers: Layer of each tensor that lies behind the last one, by name.
+        counts: Number of layers by path of the list.
+        config: Contents of `config.json`.
+        extras: What is known of the tensors that the class does not have, by name.
+    """
+    further = _further_layers(config)
+    explained = {layer for name, layer in layers.items() if _PREDICTS.search(name) or _may_be_there(extras.get(name))}
+    first: dict[Layer, str] = {}
+    for name, layer in layers.items():
+        first.setdefault(layer, name)
+    for layer, name in first.items():
+        if layer not in explained and layer.index >= counts[layer.path] + further:
+            yield name, layer
+
+
+def _may_be_there(extra: Extra | None) -> bool:
+    return extra is not None and bool(extra.reason) and not extra.is_computed
+
+
+def _further_layers(config: Mapping[str, Any]) -> int:
+    """Return how many layers the config puts behind the last one."""
+    nested = config.get("text_config")
+    places: Iterable[Mapping[str, Any]] = (each for each in (config, nested) if isinstance(each, Mapping))
+    return max((count for place in places for key in _KEYS if type(count := place.get(key)) is int), default=0)
