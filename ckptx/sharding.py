@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptx.architecture.fused import compositions_of_unknown
 from ckptx.architecture.spec import Architecture
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, TensorEntry
@@ -59,7 +60,7 @@ class ShardedModel:
 
     @property
     def unaligned(self) -> list[str]:
-        """Tensors that are cut inside a head."""
+        """Return the tensors whose shards do not hold whole heads or groups of every part."""
         return [name for name, placed in self.placed.items() if not placed.decision.aligned]
 
     def rules(self) -> list[dict[str, Any]]:
@@ -119,7 +120,7 @@ def plan_of(
     Raises:
         UsageError: The user's plan is malformed.
     """
-    known = TensorParallelPlan({})
+    known = TensorParallelPlan({}, compositions=compositions_of_unknown(config))
     if architecture is not None and config is not None:
         known = architecture.tensor_parallel_plan(config)
     return known if user is None else TensorParallelPlan.from_user(user, fallback=known)

@@ -12,6 +12,7 @@ from typing import Any
 from ckptx.architecture.correction_rows import PlanRow, expanded
 from ckptx.architecture.corrections import absent_rows, plan_rows
 from ckptx.architecture.expressions import Scope, attempt, evaluate
+from ckptx.architecture.fused import compositions_of
 from ckptx.architecture.structure import Change, Heads, StackRule, Structure, is_live, op_parts, under
 from ckptx.errors import InputError
 from ckptx.layout.stages import Stack
@@ -46,13 +47,14 @@ def plan_of(
         )
         for pattern, style in structure.plan.items()
     }
-    plan = TensorParallelPlan(own)
+    compositions = compositions_of(structure, scopes)
+    plan = TensorParallelPlan(own, compositions=compositions)
     overrides = dict(_rules_by_hand(structure, model_type, scopes))
     ends = ((structure.embedding, "embedding_rowwise"), (structure.head, "colwise_gather_output"))
     for path, style in ends:
         if path and structure.stacks and is_live(path, names) and path not in overrides and path not in own:
             overrides[path] = Rule(style, "override", _VOCABULARY)
-    return TensorParallelPlan(overrides, plan) if overrides else plan
+    return TensorParallelPlan(overrides, plan, compositions) if overrides else plan
 
 
 def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptx.conversion.naming import Naming
+from ckptx.conversion.replication import Replication, replication_of
 from ckptx.conversion.target import Target
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
@@ -24,11 +25,13 @@ class Sharded:
     Attributes:
         target: The tensors; a name that shared bytes with one on another stage has become a copy.
         model: Stage and blocks of each tensor; None where nothing is cut.
+        replication: What TP does not shard; None without TP.
         notes: What the user should know.
     """
 
     target: Target
     model: ShardedModel | None = None
+    replication: Replication | None = None
     notes: tuple[str, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Sharded:
@@ -36,7 +39,7 @@ class Sharded:
         if all(old == new for old, new in names.items()):
             return self
         model = None if self.model is None else self.model.renamed(names.__getitem__)
-        return Sharded(self.target.renamed(names.__getitem__), model, self.notes)
+        return replace(self, target=self.target.renamed(names.__getitem__), model=model)
 
     def with_second_names(self, names: Mapping[str, str]) -> Sharded:
         """The same with further names that share the bytes of others.
@@ -74,7 +77,19 @@ def shard(
     ]
     target = target.with_copies(apart)
     model = sharder.place(target.tensors, _unknown_names(view, target, naming))
-    return Sharded(target, model, tuple(_notes_on(model)))
+    replication = None
+    notes = _notes_on(model)
+    if model.dims.tp > 1:
+        replication = replication_of(
+            model,
+            target.tensors,
+            target.copies,
+            lambda name: sharder.stages.is_in_layer(naming.model_name(name) or name),
+        )
+        architecture = view.architecture
+        subject = "this model" if architecture is None else architecture.class_name
+        notes += replication.notes(model.dims.tp, subject)
+    return Sharded(target, model, replication, tuple(notes))
 
 
 def _cutter_for(
@@ -113,8 +128,11 @@ def _unknown_names(view: ModelView, target: Target, naming: Naming) -> list[str]
 def _notes_on(model: ShardedModel) -> list[str]:
     notes = []
     if model.unaligned:
-        said = f"{counted(len(model.unaligned), 'tensor')}, {first_of(model.unaligned)}"
-        notes.append(f"storage cut, not head-aligned: {said}; tp is {model.dims.tp}")
+        notes.append(
+            f"not aligned: --tp {model.dims.tp} does not give each rank whole heads or groups of every fused part of "
+            f"{counted(len(model.unaligned), 'tensor')}, {first_of(model.unaligned)}; TP kernels cannot use these "
+            "shards as they are stored, so choose another --tp, or rules for them with --tp-plan"
+        )
     if model.passed and model.dims.world_size > 1:
         notes.append(f"not in the model, replicated: {counted(len(model.passed), 'tensor')}, {first_of(model.passed)}")
     return notes

@@ -102,6 +102,7 @@ def _mesh(sharded: Sharded) -> dict[str, Any]:
         "chunks": sum(len(placed.blocks) for placed in model.placed.values()),
         "rules": model.rules(),
         "unaligned": model.unaligned,
+        "replicated": None if sharded.replication is None else sharded.replication.to_dict(),
         "passed_through": list(model.passed),
     }
 

@@ -137,6 +137,10 @@ class StageMap:
             return self._stage(*layer)
         return self._stage_at.get(path, 0)
 
+    def is_in_layer(self, name: str) -> bool:
+        """Return True for a tensor of a layer of one of the stacks."""
+        return self._layer_of(name) is not None
+
     def is_extra(self, name: str) -> bool:
         """True for a tensor of a layer behind the last one of its stack."""
         layer = self._layer_of(name)

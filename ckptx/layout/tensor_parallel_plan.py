@@ -14,13 +14,17 @@ The same plan that shards modules cuts files. What a style does to a tensor foll
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError, UsageError
+from ckptx.layout.composition import Compositions, Part, holds_whole_parts
 from ckptx.layout.placement import Placement, is_aligned, scale_placement
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.untrusted.limits import INDEX
+
+USER = "user plan"
+_NO_COMPOSITIONS = Compositions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class TensorParallelPlan:
     Attributes:
         rules: By pattern.
         fallback: The plan that is asked where this one has no rule, whatever is more specific there.
+        compositions: Heads and fused parts of the model's tensors; None to ask the fallback.
 
     Raises:
         UnsupportedError: A rule has an unknown style.
@@ -61,6 +66,7 @@ class TensorParallelPlan:
 
     rules: Mapping[str, Rule]
     fallback: TensorParallelPlan | None = None
+    compositions: Compositions | None = field(default=None, compare=False)
     _by_stars: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +111,7 @@ class TensorParallelPlan:
                     f'{source}: found the style {style!r} for "{pattern}", known are {_known_styles()}; '
                     "name one of these"
                 )
-        return cls({pattern: Rule(style, "user plan") for pattern, style in plan.items()}, fallback)
+        return cls({pattern: Rule(style, USER) for pattern, style in plan.items()}, fallback)
 
     def rule_for(self, name: str) -> tuple[str, Rule] | None:
         """The pattern and the rule for a parameter.
@@ -116,6 +122,18 @@ class TensorParallelPlan:
         if pattern:
             return pattern, self.rules[pattern]
         return self.fallback.rule_for(name) if self.fallback is not None else None
+
+    def rules_for(self, name: str) -> list[Rule]:
+        """Return the rules for a parameter in this plan and in its fallbacks, this plan first."""
+        pattern = self._match(name) or ("." in name and self._match(name.rpartition(".")[0]))
+        own = [self.rules[pattern]] if pattern else []
+        return own + (self.fallback.rules_for(name) if self.fallback is not None else [])
+
+    def known_compositions(self) -> Compositions:
+        """Return the compositions of this plan, or of the first fallback that has some."""
+        if self.compositions is not None:
+            return self.compositions
+        return self.fallback.known_compositions() if self.fallback is not None else _NO_COMPOSITIONS
 
     def patterns(self) -> list[str]:
         """Every pattern of this plan, then those of the fallback."""
@@ -155,7 +173,8 @@ class Decision:
         placement: None when it is replicated.
         decided_by: `Rule.decided_by`, or "default" when no rule matches.
         reason: A few words for the report.
-        aligned: False when the cut falls inside a head.
+        aligned: True when each rank holds whole heads, or groups, of every part that is fused along the sharded dim,
+            so that a TP kernel can use the shard as it is stored; True for a tensor that is not sharded.
     """
 
     placement: Placement | None
@@ -187,7 +206,11 @@ def decide(
     is_companion = not is_named and leaf not in ("weight", "bias")
     if is_companion and weight is not None:
         placement, reason = (None, "tp is 1") if tp == 1 else scale_placement(*weight, shape, tp)
-        return Decision(placement, decided_by, reason, is_aligned(shape, placement, tp))
+        beside = name.removesuffix(leaf) + "weight"
+        aligned = placement is None or (
+            is_aligned(shape, placement, tp) and _is_aligned(plan, beside, weight[0], weight[1], tp)
+        )
+        return Decision(placement, decided_by, reason, aligned)
     if found is None:
         return Decision(None, decided_by, "no rule; replicated", True)
     rule = found[1]
@@ -198,10 +221,11 @@ def decide(
         return Decision(None, decided_by, "expert parallel is not a TP cut", True)
     if is_companion and kind.cuts:
         return Decision(None, decided_by, "quantization scale without a weight, replicated", True)
-    dim = _cut_dim(kind, leaf, len(shape), rule.transposed)
+    dim = _cut_dim(kind, leaf, len(shape), _is_transposed(plan, name))
     if dim is None:
         return Decision(None, decided_by, _because(f"{rule.style} keeps it whole", rule), True)
-    return _cut_along(dim, kind, rule, shape, tp)
+    decision = _cut_along(dim, kind, rule, shape, tp)
+    return replace(decision, aligned=_is_aligned(plan, name, shape, decision.placement, tp))
 
 
 def _cut_along(dim: int, kind: Kind, rule: Rule, shape: Shape, tp: int) -> Decision:
@@ -221,7 +245,67 @@ def _cut_along(dim: int, kind: Kind, rule: Rule, shape: Shape, tp: int) -> Decis
     placement = Placement(dim, groups, align)
     fused = f" in groups {'+'.join(map(str, groups))}" if len(groups) > 1 else ""
     reason = _because(f"{rule.style} cuts dim {dim}{fused}", rule)
-    return Decision(placement, rule.decided_by, reason, is_aligned(shape, placement, tp))
+    return Decision(placement, rule.decided_by, reason, True)
+
+
+def _is_transposed(plan: TensorParallelPlan, name: str) -> bool:
+    """Return True if the weight is stored [in, out], whichever rule shards it."""
+    module = _starred(name.rpartition(".")[0])
+    return module in plan.known_compositions().transposed or any(rule.transposed for rule in plan.rules_for(name))
+
+
+def _is_aligned(plan: TensorParallelPlan, name: str, shape: Shape, placement: Placement | None, tp: int) -> bool:
+    """Return True if each rank holds whole heads, or groups, of every part along the sharded dim."""
+    if placement is None:
+        return True
+    if not is_aligned(shape, placement, tp):
+        return False
+    found = _parts_of(plan, name, shape, placement.dim)
+    if found is None:
+        return True
+    return bool(found) and holds_whole_parts(shape, placement, found, tp)
+
+
+def _parts_of(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> tuple[Part, ...] | None:
+    """Return the parts that lie along a dim.
+
+    What the rules of the model say of groups and heads counts first, whichever rule shards the tensor; then the
+    composition of the module.
+
+    Returns:
+        None where the rule that shards the tensor is all that is known; nothing for heads or fused parts of unknown
+        size.
+    """
+    leaf, n = name.rpartition(".")[2], shape[dim]
+    is_transposed = _is_transposed(plan, name)
+    for rule in plan.rules_for(name):
+        kind = STYLES[rule.style]
+        if rule.decided_by == USER or _cut_dim(kind, leaf, len(shape), is_transposed) != dim:
+            continue
+        head = next((size for count, size in rule.heads if count * size == n), 1)
+        if rule.groups and sum(rule.groups) == n:
+            sizes = [head if width % head == 0 else 1 for width in rule.groups]
+            return tuple((width // size, size) for width, size in zip(rule.groups, sizes, strict=True))
+        if head > 1:
+            return ((n // head, head),)
+        if kind in (Kind.PACKED_COLWISE, Kind.PACKED_ROWWISE):
+            return ((n - n // 2, 1), (n // 2, 1))
+    known = plan.known_compositions()
+    composition = known.of(name)
+    if composition is None or dim not in _feature_dims(composition.side, leaf, len(shape), is_transposed):
+        return ((n, 1),) if known.is_complete else None
+    return composition.parts(n) or ()
+
+
+def _feature_dims(side: str, leaf: str, ndim: int, transposed: bool) -> tuple[int, ...]:
+    """Return the dim of the output or input features of a tensor; empty if it has none."""
+    is_bias = leaf == "bias" or leaf.endswith("_bias")
+    if side == "in":
+        return () if is_bias else ((ndim - 2,) if transposed and ndim == 2 else (ndim - 1,))
+    if leaf == "weight" and ndim > 2:  # a convolution: [channels, .., width]
+        return (0,)
+    dim = _cut_dim(Kind.COLWISE, leaf, ndim, transposed)
+    return () if dim is None else (dim,)
 
 
 def _cut_dim(kind: Kind, leaf: str, ndim: int, transposed: bool) -> int | None:

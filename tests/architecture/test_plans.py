@@ -96,7 +96,7 @@ GQA = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 96}
             True,
         ),
         ("Qwen3ForCausalLM", "k_proj.weight", (256, 96), GQA, Placement(0, (256,), 128), True),
-        ("Phi3ForCausalLM", "qkv_proj.weight", (144, 96), GQA, Placement(0, (144,)), True),
+        ("Phi3ForCausalLM", "qkv_proj.weight", (144, 96), GQA, Placement(0, (144,)), False),
     ],
 )
 def test_heads_of_attention(

@@ -31,7 +31,9 @@ class ConversionReport(Report):
         layout: The mesh, and the layers of each stage.
         chunks: Pieces that tensors were cut into.
         rules: Which rule decided, for each pattern of names.
-        unaligned: Names cut without regard to heads.
+        unaligned: Names of tensors whose shards do not hold whole heads or groups of every fused part.
+        replicated: Tensors of the model that TP does not shard: their number, their bytes and their share of the bytes
+            of the model, each tensor counted once; only with TP.
         passed_through: Names that the model does not have.
         dry_run: True when nothing was written.
         files: Of a dry run: `name`, `bytes` and `tensors` of each file.
@@ -57,6 +59,7 @@ class ConversionReport(Report):
     chunks: int | None = field(default=None, metadata=OPTIONAL)
     rules: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
     unaligned: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
+    replicated: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     passed_through: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     dry_run: bool | None = field(default=None, metadata=OPTIONAL)
     files: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)

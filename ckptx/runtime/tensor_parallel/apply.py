@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
-from ckptx.layout.placement import Placement, ceil_chunks, tp_rectangles
+from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, tp_rectangles
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Decision, decide
 from ckptx.runtime.tensor_parallel import dropout, sequence, styles
@@ -105,7 +105,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayou
     cuts = {id(parameters[name]): _cut_of(shapes[name], decisions[name], ranks.size) for name in parameters}
     local_parameters = list(_local_parameters(model, cuts))
     gathered = _gathered_units(model, plan, every, ranks.size)
-    _refuse_cut_heads(plan, decisions, gathered, ranks.size)
+    _refuse_cut_heads(plan, decisions, shapes, gathered, ranks.size)
     _replace(local_parameters, ranks)
     if ranks.size > 1:
         _install(model, plan, ranks, local_parameters, gathered)
@@ -290,11 +290,19 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _refuse_cut_heads(
-    plan: Plan, decisions: Mapping[str, Decision], gathered: Mapping[str, tuple[str, ...]], tp: int
+    plan: Plan,
+    decisions: Mapping[str, Decision],
+    shapes: Mapping[str, tuple[int, ...]],
+    gathered: Mapping[str, tuple[str, ...]],
+    tp: int,
 ) -> None:
     for name, decision in decisions.items():
         style = plan.rule_of(name)
-        if decision.aligned or style is None or style[1].style in (*GATHERING, *SPLITTING):
+        if (
+            is_aligned(shapes[name], decision.placement, tp)
+            or style is None
+            or style[1].style in (*GATHERING, *SPLITTING)
+        ):
             continue
         if not _is_below(name, gathered):
             assert decision.placement is not None

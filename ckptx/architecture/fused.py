@@ -1,0 +1,126 @@
+"""Which projections hold attention heads or several fused parts, and in which order: the rows of `fused.json`.
+
+    {"modules": ["gate_up_proj", "Wi"], "equal": 2, "reason": "[gate|up]"}
+
+The rows never decide how TP shards a tensor. They decide whether a shard, made by whatever rule, is `aligned`: see
+`ckptx.layout.composition`. A plan may shard a fused projection in plain chunks, as transformers' own plans do with
+``colwise_gather_output``, and a user's plan may do so by mistake.
+
+A row names the last one or two components of module paths; of two rows that name the same, the first whose `types`
+admit the model type of the text model is used. `parts` are candidates, each a list of [number, size of one] as
+expressions over ``config.json``: the first that adds up to the dim of the stored tensor is used. `equal` is a number of
+equal parts if none does. A projection with a row whose parts are not found is never aligned: nothing shows that its
+shards hold whole parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptx.architecture.expressions import Scope, attempt
+from ckptx.architecture.structure import Structure, under
+from ckptx.errors import InputError
+from ckptx.layout.composition import Composition, Compositions, Part, Side
+
+ROWS = Path(__file__).with_name("fused.json")
+
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+class FusedRow(NamedTuple):
+    """The composition of the modules of some names.
+
+    Attributes:
+        modules: Last one or two components of module paths.
+        candidates: Parts in the order in which they are stored, as expressions for their number and the size of one.
+        equal: Number of equal parts if no candidate fits; 1 for plain features, 0 if unknown.
+        side: "out" for output features, "in" for input features.
+        types: Model types of the text model that the row is about; empty for all.
+        reason: A few words on what is fused.
+    """
+
+    modules: tuple[str, ...]
+    candidates: tuple[Pairs, ...]
+    equal: int
+    side: Side
+    types: tuple[str, ...]
+    reason: str
+
+
+@functools.cache
+def fused_rows() -> tuple[FusedRow, ...]:
+    """Return the rows of `fused.json`, with the names of its expressions replaced."""
+    document = json.loads(ROWS.read_text(encoding="utf-8"))
+    names: dict[str, str] = document["names"]
+
+    def expanded(expression: str) -> str:
+        return _WORD.sub(lambda word: f"({expanded(names[word[0]])})" if word[0] in names else word[0], expression)
+
+    return tuple(
+        FusedRow(
+            tuple(row["modules"]),
+            tuple(tuple((expanded(count), expanded(size)) for count, size in pairs) for pairs in row.get("parts", ())),
+            row.get("equal", 0),
+            row.get("side", "out"),
+            tuple(row.get("types", ())),
+            row["reason"],
+        )
+        for row in document["rows"]
+    )
+
+
+def compositions_of(structure: Structure, scopes: Sequence[Scope]) -> Compositions:
+    """Return the compositions of a known class under a ``config.json``.
+
+    Args:
+        structure: Structure of the class.
+        scopes: The scope of the config, then one for each kind of layer with numbers of its own.
+    """
+    layers = [(scope, structure.text) for scope in scopes]
+    towers = [(Scope(each), "") for each in scopes[0].config.values() if isinstance(each, Mapping)]
+    return Compositions(
+        _by_module(layers, structure.text_type),
+        _by_module([*towers, *layers], structure.text_type),
+        tuple(stack.path for stack in structure.stacks),
+        structure.transposed,
+        is_complete=True,
+    )
+
+
+def compositions_of_unknown(config: Mapping[str, Any] | None) -> Compositions:
+    """Return what the names of modules and the keys of a config show for a class that nothing is known about."""
+    config = config or {}
+    texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), Mapping)]
+    return Compositions(_by_module([(Scope(each), "") for each in (*texts, config)], str(config.get("model_type", ""))))
+
+
+def _by_module(scopes: Iterable[tuple[Scope, str]], text_type: str) -> dict[str, Composition]:
+    """Return the compositions by module name, with the numbers of all scopes as candidates."""
+    scopes = list(scopes)
+    found: dict[str, Composition] = {}
+    for row in fused_rows():
+        if row.types and text_type not in row.types:
+            continue
+        numbers = (_numbers(pairs, scope, text) for scope, text in scopes for pairs in row.candidates)
+        composition = Composition(row.side, tuple(dict.fromkeys(each for each in numbers if each)), row.equal)
+        for module in row.modules:
+            found.setdefault(module, composition)
+    return found
+
+
+def _numbers(pairs: Pairs, scope: Scope, text: str) -> tuple[Part, ...] | None:
+    """Return the numbers of a candidate; None if the config lacks one, or has something else than a number there."""
+    try:
+        numbers = [(attempt(under(count, text), scope), attempt(under(size, text), scope)) for count, size in pairs]
+    except InputError:
+        return None
+    found = tuple((count, size) for count, size in numbers if count and size and count > 0 and size > 0)
+    return found if len(found) == len(pairs) else None

@@ -1,0 +1,116 @@
+"""How one dim of a tensor is composed of heads or fused parts, and whether a TP shard holds whole ones of each.
+
+A TP kernel uses a shard as it is stored only if rank r holds the r-th chunk of every part:
+
+    [q|k|v], 4 query and 2 key/value heads of 8 rows, tp=2
+
+    rank 0 holds   q0 q1 k0 v0        aligned: heads 0-1 of q, head 0 of k and of v
+    rank 0 holds   q0 q1 q2 q3        not aligned: a plain chunk of all rows has no key and no value head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from ckptx.catalog.region import Shape
+from ckptx.layout.placement import Placement, Span, ceil_chunks
+
+Part = tuple[int, int]  # number of heads or features, and the size of one
+Side = Literal["out", "in"]
+
+
+class Composition(NamedTuple):
+    """The parts that lie along the output or the input dim of a module's weight.
+
+    Attributes:
+        side: "out" for output features, "in" for input features.
+        candidates: Parts in their order; the first candidate that adds up to the dim is used.
+        equal: Number of equal parts of single features, for a dim that no candidate fits; 0 for none.
+    """
+
+    side: Side
+    candidates: tuple[tuple[Part, ...], ...]
+    equal: int = 0
+
+    def parts(self, n: int) -> tuple[Part, ...] | None:
+        """Return the parts of a dim of size `n`; None if they are unknown."""
+        for candidate in self.candidates:
+            if sum(count * size for count, size in candidate) == n:
+                return candidate
+        return ((n // self.equal, 1),) * self.equal if self.equal and n % self.equal == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Compositions:
+    """The compositions of the tensors of one model, under one config.
+
+    Attributes:
+        layers: By the last one or two components of a module path, for modules of the layer lists in `stacks`.
+        others: The same for all other modules, such as those of a vision tower.
+        stacks: Paths of the layer lists; empty to use `layers` for every module.
+        transposed: Patterns of modules whose weight is stored [in, out].
+        is_complete: True if a tensor without a composition is known to be of plain features.
+    """
+
+    layers: Mapping[str, Composition] = field(default_factory=dict)
+    others: Mapping[str, Composition] = field(default_factory=dict)
+    stacks: tuple[str, ...] = ()
+    transposed: frozenset[str] = frozenset()
+    is_complete: bool = False
+
+    def of(self, name: str) -> Composition | None:
+        """Return the composition of a parameter; None for one of plain features."""
+        is_layer = not self.stacks or any(name.startswith(f"{path}.") for path in self.stacks)
+        rows = self.layers if is_layer else self.others
+        parts = name.removesuffix("_bias").removesuffix("_weight").split(".")
+        for module in (parts[:-1], parts):  # a fused expert tensor has the name of its projection
+            for length in (2, 1):
+                found = rows.get(".".join(module[-length:]))
+                if found is not None and len(module) >= length:
+                    return found
+        return None
+
+
+def holds_whole_parts(shape: Shape, placement: Placement, parts: Sequence[Part], tp: int) -> bool:
+    """Return True if each TP rank holds its chunk of every part, in whole heads, and no rank lacks a part.
+
+    Args:
+        shape: Shape of the whole tensor.
+        placement: How TP shards it.
+        parts: Parts along the sharded dim; they add up to it.
+        tp: Number of TP ranks.
+    """
+    dim, groups, _ = placement
+    assert sum(count * size for count, size in parts) == shape[dim]
+    has_structure = len(parts) > 1 or any(size > 1 for _, size in parts)
+    stored = _spans_by_rank(((width, 1) for width in groups), tp)
+    required = _spans_by_rank(parts, tp)
+    if has_structure and any(count < 1 for _, count_by_rank in _counts(parts, tp) for count in count_by_rank):
+        return False
+    return stored == required
+
+
+def _counts(parts: Iterable[Part], tp: int) -> list[tuple[int, list[int]]]:
+    """Return for each part the size of a head, and how many of them each rank holds."""
+    return [(size, [n for _, n in ceil_chunks(count, tp)]) for count, size in parts]
+
+
+def _spans_by_rank(parts: Iterable[Part], tp: int) -> list[list[Span]]:
+    """Return for each rank the spans of its chunk of every part; adjacent spans are merged."""
+    parts = list(parts)
+    starts = accumulate((count * size for count, size in parts), initial=0)
+    spans: list[list[Span]] = [[] for _ in range(tp)]
+    for start, (count, size) in zip(starts, parts, strict=False):
+        for rank, (begin, n) in enumerate(ceil_chunks(count, tp)):
+            if not n:
+                continue
+            span = (start + begin * size, n * size)
+            held = spans[rank]
+            if held and sum(held[-1]) == span[0]:
+                held[-1] = (held[-1][0], held[-1][1] + span[1])
+            else:
+                held.append(span)
+    return spans
