@@ -18,7 +18,7 @@ from ckptx.architecture import model_files
 ROOT = Path(ckptx.__file__).parent
 
 FLOORS = (
-    ("errors", "version", "wording"),
+    ("errors", "peak_memory", "version", "wording"),
     ("untrusted", "child"),
     ("storage",),
     ("catalog",),

@@ -27,6 +27,7 @@ from ckptx.report.report import Log, Report, Stopwatch, human_bytes
 from ckptx.untrusted.printable import lines, one_line, shown
 
 _SECONDS_BETWEEN_LINES = 10.0
+_BAR = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
 _PUBLISHING = ("convert hf2dcp", "convert dcp2hf", "reshard")  # commands that make a checkpoint
 R = TypeVar("R", bound=Report)
 
@@ -60,6 +61,7 @@ class Output:
         hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         self._progress = not (self.quiet or as_json or hidden)
         self._bar: Any = None
+        self._bar_began = 0.0
         self._last_line = time.monotonic()
 
     def run(
@@ -192,7 +194,11 @@ class Output:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr)
+            self._bar = tqdm(total=total, bar_format=_BAR, leave=False, file=sys.stderr)
+            self._bar_began = time.monotonic()
+        seconds = time.monotonic() - self._bar_began
+        speed = f", {human_bytes(done / seconds)}/s" if seconds > 0 else ""
+        self._bar.set_description_str(f"{human_bytes(done)} of {human_bytes(total)}{speed}", refresh=False)
         self._bar.update(done - self._bar.n)
 
     def _close_bar(self) -> None:

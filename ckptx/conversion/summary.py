@@ -13,11 +13,12 @@ from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import Allocation, Contents
 from ckptx.conversion.sharding import Sharded, rank_rows
 from ckptx.conversion.sidecars import Sidecars
+from ckptx.conversion.tie_actions import tie_actions
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.publishing.output_place import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
-from ckptx.report.report import Log, human_bytes
+from ckptx.report.report import LARGEST_RANK, THIS_PROCESS, Log, human_bytes
 from ckptx.transfer.executor import Outcome
 from ckptx.view import tie_rows
 from ckptx.wording import counted
@@ -53,7 +54,9 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
     opened, view, state, job = found.opened, found.model.view, found.contents.state, found.job
     target, architecture = found.contents.sharded.target, found.model.view.architecture
     described = _described(found, log) if opened.options.dry_run else {}
-    bytes_read, bytes_written = _cost(found, outcome, described, log)
+    bytes_read, bytes_written, output_bytes = _cost(found, outcome, described, log)
+    ties = found.ties.decisions
+    actions = tie_actions(ties, found.contents)
     if outcome is not None:
         log.note(*notes_on_losses(outcome))
     carried = sum(not step.framed for step in job.plan.steps())
@@ -64,12 +67,15 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
         bytes_read=bytes_read,
         bytes_written=bytes_written,
         aliases={**target.aliases, **state.aliases},
-        ties=tie_rows(found.ties.decisions),
+        ties=[{**row, "action": action} for row, action in zip(tie_rows(ties), actions, strict=True)],
         dropped=[*found.left.dropped, *state.dropped],
         edits=list(found.sidecars.edits),
         dtypes=found.ledger.dtypes,
         ranks=_ranks(found),
         warnings=list(log.notes),
+        peak_rss=0 if outcome is None else outcome.peak_rss,
+        peak_rss_of=THIS_PROCESS if opened.processes is None else LARGEST_RANK,
+        output_bytes=output_bytes,
         parameters=found.ties.parameters,
         architecture=None
         if architecture is None
@@ -126,14 +132,16 @@ def _described(found: Found, log: Log) -> dict[str, Any]:
     return {"dry_run": True, "files": files, "memory": options.max_memory, "free_space": free}
 
 
-def _cost(found: Found, outcome: Outcome | None, described: dict[str, Any], log: Log) -> tuple[int, int]:
-    """Bytes read and bytes written."""
+def _cost(found: Found, outcome: Outcome | None, described: dict[str, Any], log: Log) -> tuple[int, int, int]:
+    """Return the bytes that this run read and wrote, and the bytes of all files of the output."""
     job, dst = found.job, found.opened.dst
     if described:
-        return job.plan.bytes_read, sum(file["bytes"] for file in described["files"])
+        size = sum(file["bytes"] for file in described["files"])
+        return job.plan.bytes_read, size, size
+    manifest = (dst / MANIFEST).stat().st_size
     if outcome is None or outcome.was_complete:
         log.note(f"{dst} is complete already; nothing to resume")
-        return 0, 0
+        return 0, 0, job.nbytes + manifest
     if outcome.unrecorded:
         log.note(
             f"without a recorded CRC-32: {counted(outcome.unrecorded, 'archive')}, whose bytes could not be checked"
@@ -142,5 +150,5 @@ def _cost(found: Found, outcome: Outcome | None, described: dict[str, Any], log:
         log.note(
             f"{dst.parent}: its file system knows no locks; two runs at once that write {dst.name} were not kept apart"
         )
-    manifest = (dst / MANIFEST).stat().st_size
-    return outcome.bytes_read, outcome.bytes_written + job.nbytes - job.plan.bytes_written + manifest
+    size = job.nbytes + manifest
+    return outcome.bytes_read, size - job.plan.bytes_written + outcome.bytes_written, size

@@ -19,6 +19,7 @@ from ckptx.catalog.manifest_parser import parse_manifest, read_manifest
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
+from ckptx.peak_memory import peak_memory
 from ckptx.publishing.completeness import outcome_of_written
 from ckptx.publishing.processes import Processes
 from ckptx.publishing.source_contents import require_unchanged
@@ -161,7 +162,7 @@ def publish(
         if processes is not None:
             processes.say("written", True)
             for rank in range(1, processes.world_size):
-                processes.hear(rank, "held")
+                outcome.peak_rss = max(outcome.peak_rss, processes.hear(rank, "held"))
         staging.publish(expected)
         _logger.info("published as %s", target)
     if processes is not None:
@@ -235,7 +236,7 @@ def _assist(
         processes.say("outcome", asdict(outcome))
         processes.hear(0, "written")
         tree.require(tree.expect({file.name: file.nbytes for file in job.plan.files if file.name in own}))
-        processes.say("held", True)
+        processes.say("held", peak_memory())
         processes.hear(0, "published")
     return outcome
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ckptx.catalog.entry import TensorEntry
+from ckptx.peak_memory import peak_memory, peak_of_children
 from ckptx.publishing.report_file import write_text
 from ckptx.wording import counted as counted
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+THIS_PROCESS, LARGEST_RANK, LARGEST_PROCESS = "this process", "largest rank", "largest process"
 
 
 class HasNotes(Protocol):
@@ -68,8 +69,9 @@ class Report:
         ranks: A row for each rank.
         warnings: What the user should know.
         seconds: Wall-clock time.
-        gb_per_s: Gigabytes (1e9) written per second.
-        peak_rss: Peak resident set size of this process, in bytes.
+        gb_per_s: Gigabytes (1e9 bytes) written per second.
+        peak_rss: Peak resident set size of the process that `peak_rss_of` names, in bytes.
+        peak_rss_of: "this process"; "largest rank" or "largest process" of a run of several, this one included.
     """
 
     command: str
@@ -88,6 +90,7 @@ class Report:
     seconds: float = field(default=0.0, metadata={"digits": 6})
     gb_per_s: float = field(default=0.0, metadata={"digits": 6})
     peak_rss: int = 0
+    peak_rss_of: str = THIS_PROCESS
 
     @property
     def ok(self) -> bool:
@@ -116,31 +119,20 @@ class Report:
 
 
 class Stopwatch:
-    """Takes the time from when it is made."""
+    """Takes the time from when it is made, and the memory of the processes that end meanwhile."""
 
     def __init__(self) -> None:
-        self._started = time.perf_counter()
+        self._started, self._children = time.perf_counter(), peak_of_children()
 
     def stop(self, report: R) -> R:
-        """The report with the time that passed, and with the peak memory of this process."""
+        """Return the report with the time that passed, and with the peak memory of the largest process of the run."""
         seconds = time.perf_counter() - self._started
         speed = report.bytes_written / seconds / 1e9 if seconds else 0.0
-        return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak_memory())
-
-
-def peak_memory() -> int:
-    """Peak resident set size of this program, in bytes.
-
-    The kernel's VmHWM begins anew when a process becomes another program; `ru_maxrss` keeps what the one before took,
-    so it is asked only where there is no /proc.
-    """
-    try:
-        for line in Path("/proc/self/status").read_bytes().splitlines():
-            if line.startswith(b"VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak, owner = max(report.peak_rss, peak_memory()), report.peak_rss_of
+        children = peak_of_children()
+        if children > max(peak, self._children):  # a child inherits the peak of this process until it takes more
+            peak, owner = children, LARGEST_PROCESS if owner == THIS_PROCESS else owner
+        return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak, peak_rss_of=owner)
 
 
 def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:

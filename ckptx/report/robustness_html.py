@@ -34,6 +34,7 @@ from ckptx.report.robustness_words import (
     widened,
     widened_text,
 )
+from ckptx.report.text import peak_memory_label
 
 _MARKS = {True: ("ok", "&#10003;", "ok"), False: ("bad", "&#10007;", "failed"), None: ("left", "&ndash;", "not run")}
 _STYLES = ("report.css", "robustness.css")
@@ -89,7 +90,7 @@ def _header(report: RobustnessReport) -> Iterator[str]:
         ("mesh", mesh(report)),
         ("trainer", report.trainer),
         ("time", f"{report.seconds:.1f} s"),
-        ("peak memory", human_bytes(report.peak_rss)),
+        (peak_memory_label(report), human_bytes(report.peak_rss)),
         *(("planted fault", each) for each in [report.injected] if each),
     ]
     yield _facts([(term, escape(value)) for term, value in facts])

@@ -44,6 +44,7 @@ def run_text(report: RunReport) -> str:
         lines.append(f"{key} {said:,} run as {run:,} on both sides, so that the text crosses it")
     if report.wrapped_layers:
         lines.append(f"activations of {counted(report.wrapped_layers, 'layer')} checkpointed")
+    lines += _gathered(report)
     lines.append(
         f"logits     max abs {_number(report.max_abs)} (allowed {_number(report.max_abs_limit)}), "
         f"KL {_number(report.kl)}, cosine {float(report.cosine):.9g}"
@@ -58,6 +59,25 @@ def run_text(report: RunReport) -> str:
     lines.append(_verdict(report))
     lines.append(cost(report))
     return "\n".join(lines)
+
+
+def _gathered(report: RunReport) -> list[str]:
+    """Return warnings about the modules whose shards were not used as they are stored."""
+    lines = []
+    for what, kept in (
+        ("parameters", [row for row in report.gathered if row["what"] == "parameters"]),
+        ("outputs", [row for row in report.gathered if row["what"] == "output" and not row["aligned"]]),
+    ):
+        if not kept:
+            continue
+        names = ", ".join(f"{row['pattern']} ({row['modules']:,})" for row in kept[:_MOST_OF_A_LEVEL])
+        more = f", and {len(kept) - _MOST_OF_A_LEVEL} more patterns" if len(kept) > _MOST_OF_A_LEVEL else ""
+        count = counted(sum(row["modules"] for row in kept), "module")
+        lines.append(
+            f"warning: {count} ran with gathered {what}; this run does not show that TP kernels can use their shards: "
+            f"{names}{more}"
+        )
+    return lines
 
 
 def run_verdict(report: RunReport) -> str:

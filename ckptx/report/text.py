@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptx.report.report import Report, counted, human_bytes
+from ckptx.report.report import THIS_PROCESS, Report, counted, human_bytes
 
 if TYPE_CHECKING:  # a command makes the report that it gives, and no other
     from ckptx.report.documents.comparison import DiffReport, VerifyReport
@@ -16,13 +16,18 @@ if TYPE_CHECKING:  # a command makes the report that it gives, and no other
 T = TypeVar("T")
 
 _MOST_ROWS = 20
+_RULES = {"override": "a built-in rule", "user plan": "--tp-plan"}
+# What became of a tie, by its action.
+_TIES = {
+    "alias": "one tensor with two names",
+    "copy": "stored under both names",
+    "single": "stored under one name",
+}
 
 
 def conversion_text(report: ConversionReport) -> str:
     """The summary of `convert`."""
-    ledger = report.ledger
-    verb = "would write" if report.dry_run else "wrote"
-    lines = [f"{verb} {counted(report.tensors, 'tensor')}{_made_of(ledger)}, {human_bytes(report.bytes_written)}"]
+    lines = [_output_line(report)]
     if report.dry_run:
         files = report.files or ()
         lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(report.memory or 0)}"
@@ -39,8 +44,9 @@ def conversion_text(report: ConversionReport) -> str:
     if report.layout is not None:
         lines += _layout(report, report.layout)
     lines += [
-        f"tie: {row['target']} <- {row['source']}: {row['case']}, {row['action']} ({row['evidence']})"
-        for row in _first([row for row in report.ties if row["declared"] or row["action"] == "alias"])
+        f"tie: {row['target']} <- {row['source']}: {row['case']}, {_TIES.get(row['action'], row['action'])} "
+        f"({row['evidence']})"
+        for row in _first([row for row in report.ties if row["declared"] or row["action"] in _TIES])
     ]
     lines += [f"alias: {name} -> {stored}" for name, stored in _first(list(report.aliases.items()))]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
@@ -49,16 +55,43 @@ def conversion_text(report: ConversionReport) -> str:
     kept = report.kept_dtype
     if kept:
         lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
-    lines.append(
-        f"ledger: {ledger['source']:,} in the source = {ledger['written']:,} written + "
-        f"{counted(ledger['aliases'], 'alias')} + {ledger['dropped']:,} dropped"
-    )
+    lines.append(_source_line(report))
     lines.append(_seconds(report) if report.dry_run else cost(report))
     return "\n".join(lines)
 
 
 def _changed(edit: dict[str, Any]) -> str:
     return "removed" if edit["after"] is None else f"{edit['before']!r} -> {edit['after']!r}"
+
+
+def _output_line(report: ConversionReport) -> str:
+    """Return what DST holds, and how much of it this run wrote."""
+    held = f"{counted(report.tensors, 'tensor')}{_made_of(report.ledger)}, {human_bytes(report.output_bytes)}"
+    if report.dry_run:
+        return f"would write {held}"
+    if not report.bytes_written:
+        return f"wrote nothing, the output is complete: {held}"
+    rest = report.output_bytes - report.bytes_written
+    return f"wrote {held}" + (f", {human_bytes(rest)} of it in an interrupted run before" if rest else "")
+
+
+def _source_line(report: ConversionReport) -> str:
+    """Return where the tensors of the source ended: `source tensors: 43 (20 written, 1 tied, 22 skipped: ...)`."""
+    ledger = report.ledger
+    stored = ledger["target"]["stored"]
+    parts = [f"{ledger['written']:,} written"]
+    if stored != ledger["written"]:
+        parts[0] += f" as {counted(stored, 'tensor')}"
+    if ledger["aliases"]:
+        parts.append(f"{ledger['aliases']:,} tied")
+    kinds = Counter(_kind_of(row["reason"]) for row in report.dropped)
+    parts += [f"{count:,} {kind}skipped" for kind, count in kinds.items()]
+    return f"source tensors: {ledger['source']:,} ({', '.join(parts)})"
+
+
+def _kind_of(reason: str) -> str:
+    """Return the kind of a tensor that was left out, from the reason."""
+    return next((f"{kind} " for kind in ("optimizer", "training") if reason.startswith(kind)), "")
 
 
 def _made_of(ledger: dict[str, Any]) -> str:
@@ -83,13 +116,15 @@ def _layout(report: ConversionReport, layout: dict[str, Any]) -> list[str]:
         if layout["pp"] > _MOST_ROWS:
             lines.append(f"  and {counted(layout['pp'] - _MOST_ROWS, 'more stage')}")
     counts: Counter[tuple[str, bool]] = Counter()
-    for row in rules:
+    for row in rules if layout["tp"] > 1 else ():
         counts[row["rule"], row["dim"] is not None] += row["tensors"]
     for (rule, is_cut), count in counts.items():
         if rule == "default":
-            lines.append(f"  {counted(count, 'tensor')} not cut, no TP rule matches")
+            lines.append(f"  {counted(count, 'tensor')} replicated (no TP rule)")
         else:
-            lines.append(f"  {counted(count, 'tensor')} {'cut' if is_cut else 'kept whole'} by {rule}")
+            lines.append(
+                f"  {counted(count, 'tensor')} {'sharded' if is_cut else 'replicated'} by {_RULES.get(rule, rule)}"
+            )
     return lines
 
 
@@ -161,8 +196,11 @@ def verify_text(report: VerifyReport) -> str:
     compared = counted(report.compared, "tensor")
     if report.exit == 0:
         lines.append(f"equal: {compared} compared bit for bit, {human_bytes(report.bytes_read)} read")
+    elif rows:
+        every = report.compared + sum(row["what"] != "content" for row in rows)
+        lines.append(f"DIFFERENT: {len(rows):,} of {counted(every, 'tensor')} {'differs' if every == 1 else 'differ'}")
     else:
-        lines.append(f"DIFFERENT: {counted(len(rows), 'tensor')} of {compared} compared")
+        lines.append("DIFFERENT: neither checkpoint has a tensor to compare")
     lines.append(cost(report))
     return "\n".join(lines)
 
@@ -191,11 +229,16 @@ def _differing(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def cost(report: Report) -> str:
     """The time that was taken, the speed of writing and the memory, in a line."""
-    return _seconds(report, f", {report.gb_per_s:.2f} GB/s" if report.bytes_written else "")
+    return _seconds(report, f", {human_bytes(report.gb_per_s * 1e9)}/s" if report.bytes_written else "")
 
 
 def _seconds(report: Report, speed: str = "") -> str:
-    return f"{report.seconds:.2f} s{speed}, peak memory {human_bytes(report.peak_rss)}"
+    return f"{report.seconds:.2f} s{speed}, {peak_memory_label(report)} {human_bytes(report.peak_rss)}"
+
+
+def peak_memory_label(report: Report) -> str:
+    """Return what the peak memory of a report is about."""
+    return "peak memory" if report.peak_rss_of == THIS_PROCESS else f"peak memory of the {report.peak_rss_of}"
 
 
 def _dtypes(report: Report) -> str:

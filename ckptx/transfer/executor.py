@@ -46,6 +46,7 @@ class Outcome:
         was_complete: True when nothing was copied, as the files were there already.
         overflows: Finite numbers that a cast made infinite, by target name.
         underflows: Numbers other than zero that a cast made zero, by target name.
+        peak_rss: Peak resident set size of the largest of the other processes that copied, in bytes.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class Outcome:
     was_complete: bool = False
     overflows: dict[str, int] = field(default_factory=dict)
     underflows: dict[str, int] = field(default_factory=dict)
+    peak_rss: int = 0
 
     def add(self, other: Outcome) -> None:
         """Adds what another process found out about other files."""

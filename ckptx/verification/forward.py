@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.forecasting.measured import measured
+from ckptx.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.distributed import Process, alone, data_index, everywhere, mesh_of, process_group, together, told
@@ -108,12 +109,20 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
             "nbytes": record.nbytes,
             "names": record.names,
             "wrapped": record.wrapped_layers,
+            "gathered": record.gathered,
+            "sharded": record.sharded,
+            "peak_rss": peak_memory(),
             **numbers,
         }
         share["by_tensor"] = comparison.gradients
         everyone = everywhere(share)
     inputs = batches[0]
     note(log, record.architecture, configs, left, inputs, everyone[0].get("unreached"), first.apart | second.apart)
+    if options.dims.tp > 1 and not any(share["sharded"] for share in everyone):
+        log.note(
+            f"--tp {options.dims.tp} shards no parameter of {record.architecture}: every TP rank ran the whole model; "
+            "pass --tp-plan FILE with rules for it, or leave out --tp"
+        )
     worst = worst_by_tensor(everyone, record.stored)
     small = {key: [value, windows.SMALL] for key, value in {**seen.windows, **other.windows}.items()}
     report = report_of(options, everyone, inputs, small, worst, cut)

@@ -35,6 +35,9 @@ class Record:
         architecture: Name of the class.
         dtypes: What the parameters are computed in.
         wrapped_layers: Layers of this rank that recompute activations.
+        gathered: Modules of this rank that did not run on their TP shards alone: what was gathered, "parameters" or
+            "output", and whether the shards are aligned.
+        sharded: Parameters of this rank that TP shards.
         names: Of what was loaded.
         wrong: Of these, what is not what the reference has.
         unread: What no part of this rank has a place for, with the reason.
@@ -47,6 +50,8 @@ class Record:
     architecture: str = ""
     dtypes: set[str] = field(default_factory=set)
     wrapped_layers: int = 0
+    gathered: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    sharded: int = 0
     names: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     unread: dict[str, str] | None = None
@@ -68,6 +73,17 @@ class Record:
         self.stored, self.architecture = built.stored, built.model.config.architectures[0]
         self.dtypes |= {str(each.dtype).removeprefix("torch.") for each in built.model.parameters()}
         self.wrapped_layers += built.done.wrapped_layers
+        layout = built.done.layout
+        if layout is not None:
+            self.gathered |= {name: ("output", aligned) for name, aligned in layout.gathered_outputs.items()}
+            self.gathered |= {
+                name: (
+                    "parameters",
+                    all(decision.aligned for path, decision in layout.decisions.items() if path.startswith(f"{name}.")),
+                )
+                for name in layout.gathered
+            }
+            self.sharded += sum(placement is not None for placement in layout.placements.values())
         self.names += [copies.get(name, name) for name in ledger.loaded]
         self.wrong += wrong
         self.unread = _in_both(self.unread, ledger.unread)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from ckptx.mapping.names import pattern_of
 from ckptx.report.documents.running import RunReport
+from ckptx.report.report import LARGEST_RANK, THIS_PROCESS
 from ckptx.runtime.pipeline.cut import Cut
 from ckptx.verification.comparison import difference
 from ckptx.verification.distances import badness
@@ -38,6 +41,7 @@ def report_of(
             "bytes_read": share["read"],
             "bytes": share["nbytes"],
             "differing": len(share["rows"]),
+            "peak_rss": share["peak_rss"],
             **{name: _plain(share.get(name)) for name in ("max_abs", "kl", "cosine", "grad_max_abs")},
         }
         for rank, share in enumerate(everyone)
@@ -83,10 +87,23 @@ def report_of(
         unreached=first.get("unreached"),
         compute_dtype=first["dtype"],
         wrapped_layers=layers,
+        gathered=gathered_rows(share["gathered"] for share in everyone),
         measured_peak=max((share["taken"] for share in everyone), default=None) if options.measures else None,
+        peak_rss=max(share["peak_rss"] for share in everyone),
+        peak_rss_of=LARGEST_RANK if dims.world_size > 1 else THIS_PROCESS,
         bytes_read_per_rank=[share["read"] for share in everyone],
         **{name: _plain(value) for name, value in found.items()},
     )
+
+
+def gathered_rows(by_rank: Iterable[Mapping[str, tuple[str, bool]]]) -> list[dict[str, Any]]:
+    """Return a row for each pattern of modules that did not run on their TP shards alone, with their number."""
+    modules = {name: found for names in by_rank for name, found in names.items()}
+    counts = Counter((pattern_of(name), what, aligned) for name, (what, aligned) in modules.items())
+    return [
+        {"pattern": pattern, "modules": count, "what": what, "aligned": aligned}
+        for (pattern, what, aligned), count in counts.items()
+    ]
 
 
 def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

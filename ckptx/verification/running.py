@@ -17,7 +17,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
 from ckptx.report.documents.running import RunReport
-from ckptx.report.report import Log, Stopwatch
+from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
 from ckptx.runtime.launch import is_launched, is_launched_by_us, launch
 from ckptx.sharding import read_plan
 from ckptx.verification.arguments import CHOICES
@@ -88,6 +88,7 @@ def verify_running(
             pieces, and the message names the least.
         InputError: A checkpoint is damaged or incomplete.
     """
+    stopwatch = Stopwatch()
     given: dict[str, Any] = {
         "device": device,
         "backend": backend,
@@ -140,7 +141,7 @@ def verify_running(
         arguments += [] if prefix is None else ["--prefix", prefix]
         arguments += ["--trust-remote-code"] if trust_remote_code else []
         arguments += ["--strict"] if strict else []
-        return replace(_adopted(launch(arguments, dims.world_size), log), forecast_peak=peak)
+        return replace(_adopted(launch(arguments, dims.world_size), log, stopwatch), forecast_peak=peak)
     try:
         from ckptx.verification.forward import verify_run
         from ckptx.verification.side import RunOptions
@@ -168,16 +169,16 @@ def verify_running(
     return replace(verify_run(reference, checkpoint, options, log), forecast_peak=peak)
 
 
-def _adopted(document: dict[str, Any], log: Log) -> RunReport:
-    """The report of rank 0 as that of this process; time and memory stay our own.
+def _adopted(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunReport:
+    """Adopt the report of rank 0, with the time of this process and the memory of the largest rank.
 
     Raises:
         PeerFailure: It reports an error.
     """
-    stopwatch = Stopwatch()
     log.note(*document["warnings"])
     if document["error"] is not None:
         raise PeerFailure(document["error"], document["exit"], is_said=False)
     ours = {each.name for each in fields(RunReport)}
     report = RunReport(**{name: value for name, value in document.items() if name in ours})
-    return stopwatch.stop(replace(report, peak_rss_rank_0=report.peak_rss))
+    first = report.ranks[0].get("peak_rss", report.peak_rss) if report.ranks else report.peak_rss
+    return stopwatch.stop(replace(report, peak_rss_rank_0=first, peak_rss_of=LARGEST_RANK))

@@ -15,6 +15,7 @@ class ConversionReport(Report):
 
     Attributes:
         parameters: Elements of the model's tensors, each tensor once.
+        output_bytes: Bytes of all files of the output, whichever run wrote them.
         architecture: `class` and `known_from`, or None.
         ledger: How many names of the source ended how, and what the target is made of.
         fit: Names and shapes held against the config.
@@ -42,6 +43,7 @@ class ConversionReport(Report):
     """
 
     parameters: int
+    output_bytes: int
     architecture: dict[str, str] | None
     ledger: dict[str, Any]
     fit: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)

@@ -33,6 +33,9 @@ class RunReport(Report):
             backward step.
         compute_dtype: Of the parameters, on both sides.
         wrapped_layers: Layers that recompute their activations.
+        gathered: A row for each pattern of modules that did not run on their TP shards alone: `pattern`, the number of
+            `modules`, `what` was gathered ("parameters" around the forward pass, or its "output"), and whether the
+            shards are `aligned` with heads and fused parts. Empty without TP.
         bytes_read_per_rank: By rank.
         max_abs: Largest distance of logits; `max_abs_limit` is what noise allows.
         max_abs_limit: See `max_abs`.
@@ -50,7 +53,7 @@ class RunReport(Report):
         forecast_peak: Bytes of tensors of the checkpoint's side at the peak of the run, on the rank with the most, as
             they were forecast; where `--gpu-memory` asked.
         measured_peak: What they were.
-        peak_rss_rank_0: Of the process that ran as rank 0, where this one started the ranks.
+        peak_rss_rank_0: Peak resident set size of rank 0, where this process started the ranks.
     """
 
     run: bool = True
@@ -69,6 +72,7 @@ class RunReport(Report):
     unreached: Sequence[dict[str, Any]] | None
     compute_dtype: str
     wrapped_layers: int
+    gathered: Sequence[dict[str, Any]]
     bytes_read_per_rank: Sequence[int]
     max_abs: float | str
     max_abs_limit: float | str

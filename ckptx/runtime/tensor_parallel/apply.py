@@ -41,6 +41,8 @@ class TensorParallelLayout:
         decisions: By parameter; one that several modules share has the first of its names.
         shapes: Of the whole parameters, likewise.
         gathered: Modules around whose forward pass parameters are gathered.
+        gathered_outputs: Modules that run on shards and whose output is gathered, because it does not stay sharded:
+            True for one whose shards hold whole heads or parts.
     """
 
     tp: int
@@ -48,6 +50,7 @@ class TensorParallelLayout:
     decisions: Mapping[str, Decision]
     shapes: Mapping[str, tuple[int, ...]]
     gathered: tuple[str, ...]
+    gathered_outputs: Mapping[str, bool]
 
     @property
     def placements(self) -> dict[str, Placement | None]:
@@ -66,6 +69,7 @@ class TensorParallelLayout:
             {name: decision for each in found for name, decision in each.decisions.items()},
             {name: shape for each in found for name, shape in each.shapes.items()},
             tuple(dict.fromkeys(name for each in found for name in each.gathered)),
+            {name: aligned for each in found for name, aligned in each.gathered_outputs.items()},
         )
 
     def local_regions(self, name: str, rank: int | None = None) -> list[Region] | None:
@@ -110,7 +114,8 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayou
     if ranks.size > 1:
         _install(model, plan, ranks, local_parameters, gathered)
     scopes = tuple(scope for scopes in gathered.values() for scope in scopes)
-    return TensorParallelLayout(ranks.size, ranks.rank, decisions, shapes, scopes)
+    outputs = _gathered_outputs(plan, decisions, scopes)
+    return TensorParallelLayout(ranks.size, ranks.rank, decisions, shapes, scopes, outputs)
 
 
 def unit_of(name: str) -> str:
@@ -287,6 +292,17 @@ def _is_own_forward(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 def _has_forward(module: nn.Module) -> bool:
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _gathered_outputs(plan: Plan, decisions: Mapping[str, Decision], scopes: Iterable[str]) -> dict[str, bool]:
+    """Return the modules whose output is gathered after they ran on shards, and whether these are aligned."""
+    found: dict[str, bool] = {}
+    for name, decision in decisions.items():
+        module = name.rpartition(".")[0]
+        is_sharded = decision.placement is not None and module != plan.sharded_head
+        if is_sharded and plan.style_of(module) in GATHERING and not _is_below(name, scopes):
+            found[module] = found.get(module, True) and decision.aligned
+    return found
 
 
 def _refuse_cut_heads(

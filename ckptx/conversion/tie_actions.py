@@ -1,0 +1,42 @@
+"""What became of each tie in the output: one tensor with two names, a copy, or one name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptx.architecture.tied import TieDecision
+from ckptx.conversion.outputs.output_format import Contents
+
+
+def tie_actions(decisions: Iterable[TieDecision], contents: Contents) -> list[str]:
+    """Return the action of each decision as it lies in the output.
+
+    Args:
+        decisions: On the ties of the source, by names of the view.
+        contents: What the output holds.
+
+    Returns:
+        "alias" if both names are in the output and share bytes, "copy" if the bytes are stored under each of them,
+        "single" if the output has one of the names and a loader ties the other to it; "keep-both" and "none" are
+        passed on.
+    """
+    target = contents.sharded.target
+    chosen = {sources[0]: name for name, sources in contents.naming.sources.items() if len(sources) == 1}
+
+    def stored_name(name: str) -> str | None:
+        """Return the name of the tensor that holds the bytes of a name of the view; None if the output lacks it."""
+        now = chosen.get(name) if chosen else name
+        out = None if now is None else contents.names.get(now, now)
+        return None if out is None else target.aliases.get(out, out if out in target.tensors else None)
+
+    actions = []
+    for decision in decisions:
+        action: str = decision.action
+        if action == "alias":
+            found = [stored_name(name) for name in (decision.target, decision.source)]
+            if None in found:
+                action = "single"
+            elif found[0] != found[1]:
+                action = "copy"
+        actions.append(action)
+    return actions
