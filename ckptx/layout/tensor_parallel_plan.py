@@ -277,24 +277,32 @@ def _parts_of(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> tu
         size.
     """
     leaf, n = name.rpartition(".")[2], shape[dim]
-    is_transposed = _is_transposed(plan, name)
+    is_transposed, is_elsewhere = _is_transposed(plan, name), False
     for rule in plan.rules_for(name):
-        kind = STYLES[rule.style]
-        if rule.decided_by == USER or _cut_dim(kind, leaf, len(shape), is_transposed) != dim:
-            continue
-        head = next((size for count, size in rule.heads if count * size == n), 1)
-        if rule.groups and sum(rule.groups) == n:
-            sizes = [head if width % head == 0 else 1 for width in rule.groups]
-            return tuple((width // size, size) for width, size in zip(rule.groups, sizes, strict=True))
-        if head > 1:
-            return ((n // head, head),)
-        if kind in (Kind.PACKED_COLWISE, Kind.PACKED_ROWWISE):
-            return ((n - n // 2, 1), (n // 2, 1))
+        along = _cut_dim(STYLES[rule.style], leaf, len(shape), is_transposed)
+        found = None if rule.decided_by == USER or along is None else _parts_of_rule(rule, shape[along])
+        if found is not None and along == dim:
+            return found
+        is_elsewhere = is_elsewhere or found is not None
     known = plan.known_compositions()
     composition = known.of(name)
-    if composition is None or dim not in _feature_dims(composition.side, leaf, len(shape), is_transposed):
-        return ((n, 1),) if known.is_complete else None
+    dims = _feature_dims(composition.side, leaf, len(shape), is_transposed) if composition is not None else ()
+    if composition is None or is_elsewhere or dim not in dims:
+        return ((n, 1),) if known.is_complete or composition is not None else None
     return composition.parts(n) or ()
+
+
+def _parts_of_rule(rule: Rule, n: int) -> tuple[Part, ...] | None:
+    """Return the parts that a rule of the model knows of the dim that it shards, of size `n`; None if it knows none."""
+    head = next((size for count, size in rule.heads if count * size == n), 1)
+    if rule.groups and sum(rule.groups) == n:
+        sizes = [head if width % head == 0 else 1 for width in rule.groups]
+        return tuple((width // size, size) for width, size in zip(rule.groups, sizes, strict=True))
+    if head > 1:
+        return ((n // head, head),)
+    if STYLES[rule.style] in (Kind.PACKED_COLWISE, Kind.PACKED_ROWWISE):
+        return ((n - n // 2, 1), (n // 2, 1))
+    return None
 
 
 def _feature_dims(side: str, leaf: str, ndim: int, transposed: bool) -> tuple[int, ...]:

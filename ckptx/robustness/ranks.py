@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from ckptx.child import in_child, nobodys_script
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
+from ckptx.peak_memory import peak_memory
 from ckptx.runtime.launch import is_launched
 
 _NURSERY = "ckptx.robustness.nursery"
@@ -104,6 +105,7 @@ class Ranks:
         """
         self._is_fresh = is_fresh
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._peaks = [0]  # shared with those that `fresh` gives
         self._directory = tempfile.TemporaryDirectory(prefix="ckptx-ranks-")
         self._settings = Settings(device, backend, gpu_memory, self._directory.name, is_launched())
 
@@ -166,7 +168,14 @@ class Ranks:
     def fresh(self) -> Ranks:
         """The same in interpreters of their own, none of which is started yet."""
         settings = self._settings
-        return Ranks(device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, is_fresh=True)
+        found = Ranks(device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, is_fresh=True)
+        found._peaks = self._peaks
+        return found
+
+    @property
+    def peak_rss(self) -> int:
+        """Peak resident set size of the largest rank on this machine so far, in bytes; 0 if the system does not say."""
+        return max(self._peaks)
 
     @property
     def is_launched(self) -> bool:
@@ -227,6 +236,7 @@ class Ranks:
         process, pipe = self._workers[rank]
         try:
             is_fine, value, residue = pickle.loads(pipe.recv_bytes())
+            self._peaks[:] = [max(self.peak_rss, peak_memory(process.pid))]
         except (EOFError, OSError):
             process.join(_GRACE)
             code = process.exitcode
@@ -242,6 +252,7 @@ class Ranks:
             if rank not in self._workers:
                 continue
             process, pipe = self._workers.pop(rank)
+            self._peaks[:] = [max(self.peak_rss, peak_memory(process.pid))]
             pipe.close()
             process.join(0.5)
             if process.is_alive():

@@ -15,7 +15,7 @@ from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.options import parse_size
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
-from ckptx.report.report import Log, Stopwatch
+from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
 from ckptx.robustness.memory import Memory, forecast_memory, with_measured
 from ckptx.robustness.oracles import Difference, Verdict, plain_number
 from ckptx.robustness.phases import Findings, Phase, chosen
@@ -114,6 +114,7 @@ def robustness(
                 report = _run(report, session, wanted, forecast, on_phase)
                 if ranks.is_launched:
                     session.ask("agreed", None)  # nobody reads any more
+            report = replace(report, peak_rss=ranks.peak_rss, peak_rss_of=LARGEST_RANK)
     except BaseException as error:  # nothing was judged
         stays = read.train is not None and isinstance(error, CkptxError)  # with what the command printed
         if is_mine and not (stays and any(mine.iterdir())):
