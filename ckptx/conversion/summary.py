@@ -15,6 +15,7 @@ from ckptx.conversion.sharding import Sharded, rank_rows
 from ckptx.conversion.sidecars import Sidecars
 from ckptx.conversion.tie_actions import tie_actions
 from ckptx.formats.sidecars import MANIFEST
+from ckptx.peak_memory import peak_memory
 from ckptx.publishing.output_place import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
@@ -73,7 +74,7 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
         dtypes=found.ledger.dtypes,
         ranks=_ranks(found),
         warnings=list(log.notes),
-        peak_rss=0 if outcome is None else outcome.peak_rss,
+        peak_rss=peak_memory() if outcome is None else max(outcome.peak_rss, peak_memory()),
         peak_rss_of=THIS_PROCESS if opened.processes is None else LARGEST_RANK,
         output_bytes=output_bytes,
         parameters=found.ties.parameters,

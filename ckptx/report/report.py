@@ -128,9 +128,9 @@ class Stopwatch:
         """Return the report with the time that passed, and with the peak memory of the largest process of the run."""
         seconds = time.perf_counter() - self._started
         speed = report.bytes_written / seconds / 1e9 if seconds else 0.0
-        peak, owner = max(report.peak_rss, peak_memory()), report.peak_rss_of
-        children = peak_of_children()
-        if children > max(peak, self._children):  # a child inherits the peak of this process until it takes more
+        own, children, owner = peak_memory(), peak_of_children(), report.peak_rss_of
+        peak = report.peak_rss if owner == LARGEST_RANK and report.peak_rss else max(own, report.peak_rss)
+        if children > max(peak, own, self._children):  # a child inherits the peak of this process until it takes more
             peak, owner = children, LARGEST_PROCESS if owner == THIS_PROCESS else owner
         return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak, peak_rss_of=owner)
 

@@ -50,7 +50,7 @@ def test_convert_says_what_it_did(hf: Path, dst: Path) -> None:
     result = run("convert", "hf2dcp", hf, dst)
     assert result.return_value == 0
     assert result.stdout.startswith("wrote 21 tensors, ")
-    for said in ("architecture: LlamaForCausalLM", "dtypes: BF16 21", "ledger: 21", "GB/s"):
+    for said in ("architecture: LlamaForCausalLM", "dtypes: BF16 21", "source tensors: 21 (21 written)", "iB/s"):
         assert said in result.stdout
     assert "tie" not in result.stdout, "it is not tied"
     assert result.stderr == ""
@@ -138,7 +138,7 @@ def test_verify_finds_a_difference_and_exits_with_1(tmp_path: Path, hf: Path) ->
     assert json.loads((tmp_path / "report.json").read_text()) == found
     said = run("verify", hf, other)
     assert said.stdout.startswith("model.norm.weight: content, first at [0]: 0x")
-    assert "DIFFERENT: 1 tensor of 21 tensors compared" in said.stdout
+    assert "DIFFERENT: 1 of 21 tensors differ" in said.stdout
     assert "equal: 21 tensors compared bit for bit" in run("verify", hf, hf).stdout
 
 

@@ -119,7 +119,7 @@ def test_a_report_of_a_run_is_allowed(validator: Draft202012Validator) -> None:
         inputs=["text"], tokens=[24, 99], windows={"sliding_window": [512, 5]},
         unreached=[{"name": "x", "experts": [1]}], compute_dtype="float32", wrapped_layers=0,
             bubble_fraction=0.25, microbatches=3, reference_pieces=1,
-        bytes_read_per_rank=[1], max_abs="nan",
+        gathered=[], bytes_read_per_rank=[1], max_abs="nan",
         max_abs_limit=0.0, logits_deviation=1.0, kl=0.0,
         cosine=1.0, loss=1.5, loss_reference=1.5, loss_limit=0.0, gradients=None, grad_max_abs=None,
         grad_of_limit=None, first_divergence=None, gradient_differences=[],
