@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
-import signal
 import subprocess
-import time
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptx.errors import EnvironmentProblem, OutputError, UsageError
 from ckptx.storage.files import open_regular
 from ckptx.untrusted.printable import one_line
+from ckptx.wording import counted
 
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
-_GRACE = 10.0  # seconds for a launcher to end its ranks
-_POLL = 0.05
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)([:!.\[][^{}]*)?\}")
+_NUMBERS = frozenset({"step", "steps", "save_at", "total_steps"})  # which may have a width
+_WIDTH = re.compile(r":(0?[1-9][0-9]?)?d?")
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_FAREWELL = 40.0  # seconds for the supervisor to end everything: its own limits, one after another, are below that
+_LISTED = 6  # processes that a note names
 _LAST_LINES, _TAIL = 6, 1 << 16
 _RAISED = re.compile(r"(\[\w+\]:\s*)?([A-Za-z_][\w.]*(Error|Exception|Interrupt)|AssertionError)\b.*")
 # What a launcher tells its ranks; a trainer that is started below one would take itself for one of them.
@@ -37,18 +41,30 @@ class Ended(NamedTuple):
         seconds: How long it ran.
         last_lines: What it printed last; before it the first exception, which launchers print much after.
         is_late: It was ended because it took too long.
+        left: Command lines of processes that still ran after it had ended, and were ended then.
+        unkillable: Command lines of those that could not be ended.
     """
 
     code: int
     seconds: float
     last_lines: list[str]
     is_late: bool
+    left: Sequence[str] = ()
+    unkillable: Sequence[str] = ()
 
     def said(self) -> str:
         """Why it did not end well, in a line."""
         if self.is_late:
             return f"was ended after {self.seconds:.0f} seconds, its time limit"
         return f"was ended by signal {-self.code}" if self.code < 0 else f"ended with exit code {self.code}"
+
+    def notes(self) -> Iterator[str]:
+        """Say which processes the command left running."""
+        for found, fate in ((self.left, "they were ended"), (self.unkillable, "they could not be ended")):
+            if found:
+                shown = "; ".join(one_line(each, 120) for each in found[:_LISTED])
+                more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+                yield f"{counted(len(found), 'process')} of the command still ran after it: {shown}{more}; {fate}"
 
 
 def words_of(template: str, values: Mapping[str, str], subject: str) -> list[str]:
@@ -86,21 +102,43 @@ def words_of(template: str, values: Mapping[str, str], subject: str) -> list[str
 def filled(text: str, values: Mapping[str, str], subject: str) -> str:
     """A text with values in the place of placeholders.
 
+    A number of steps may have a width, with a zero before it to fill it up: `{step:07d}`. No other format is known, so
+    that braces with anything else in them, as in JSON, stay as they are.
+
     Raises:
-        UsageError: A placeholder is unknown; the nearest is named.
+        UsageError: A placeholder is unknown; the nearest is named. Or its format is not a width, or is one of a text.
     """
 
     def value(found: re.Match[str]) -> str:
-        name = found[1]
+        name, form = found[1], found[2] or ""
         if name not in values:
+            if form and not (form != ":" and _WIDTH.fullmatch(form)):
+                return found[0]
             near = get_close_matches(name, values, 1, 0.5)
             said = (
                 f"did you mean {{{near[0]}}}?" if near else f"needed one of {', '.join(map('{{{}}}'.format, values))}"
             )
             raise UsageError(f"{subject}: the placeholder {{{one_line(name, 80)}}} is unknown; {said}")
-        return values[name]
+        if not form:
+            return values[name]
+        if name not in _NUMBERS:
+            raise UsageError(
+                f"{subject}: the placeholder {one_line(found[0], 80)} has a format, which only "
+                f"{', '.join(map('{{{}}}'.format, sorted(_NUMBERS)))} can have; write {{{name}}}"
+            )
+        if not _WIDTH.fullmatch(form):
+            raise UsageError(
+                f"{subject}: the placeholder {one_line(found[0], 80)} has the format {one_line(form, 40)!r}, which must "
+                f"be a width below 100, filled with zeros or spaces; write it as {{{name}:07d}}"
+            )
+        return format(int(values[name]), form[1:])
 
     return _PLACEHOLDER.sub(value, text)
+
+
+def placeholders(text: str) -> set[str]:
+    """Return the names of the placeholders in a text, with or without a width."""
+    return {found[1] for found in _PLACEHOLDER.finditer(text)}
 
 
 def check_environment(variables: Mapping[str, str]) -> None:
@@ -133,68 +171,55 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
         OutputError: The file cannot be written.
     """
     inherited = {key: value for key, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(key)}
+    order = {"words": [*words], "environment": {**inherited, **environment}, "time_limit": time_limit}
     try:
         output = log.open("wb")
     except OSError as error:
         raise OutputError(f"{log}: cannot be written: {error.strerror}") from error
-    begin = time.monotonic()
     with output:
         try:
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**inherited, **environment}, start_new_session=True,
+            supervisor = subprocess.Popen(
+                [sys.executable, "-IS", str(_SUPERVISOR)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+                start_new_session=True,
             )  # fmt: skip
-        except (OSError, ValueError) as error:
-            raise EnvironmentProblem(
-                f"train.command: {one_line(words[0], 120)} cannot be started: {error}; install it, or write its path"
-            ) from error
-        is_late = False
-        try:
-            process.wait(time_limit)
-        except subprocess.TimeoutExpired:
-            is_late = True
-        finally:
-            _end(process)
-    return Ended(process.returncode, time.monotonic() - begin, _last_lines(log), is_late)
+        except OSError as error:
+            raise EnvironmentProblem(f"{sys.executable}: cannot be started: {error}; check the installation") from error
+    found = _report_of(supervisor, json.dumps(order).encode() + b"\n")
+    if "error" in found:
+        raise EnvironmentProblem(
+            f"train.command: {one_line(words[0], 120)} cannot be started: {found['error']}; install it, or write its path"
+        )
+    return Ended(
+        found["code"], found["seconds"], _last_lines(log), found["is_late"], found["left"], found["unkillable"]
+    )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that still runs and everything below it: politely, as launchers end their ranks then."""
-    if process.poll() is None:
-        below = {pid: _began(pid) for pid in (process.pid, *_below(process.pid))}
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+def _report_of(supervisor: subprocess.Popen[bytes], order: bytes) -> dict[str, Any]:
+    """Tell the supervisor what to run, and return its report; an interruption makes it end everything.
+
+    Raises:
+        EnvironmentProblem: It ended without a report.
+    """
+    assert supervisor.stdin is not None and supervisor.stdout is not None
+    try:
+        with suppress(BrokenPipeError):  # it has ended; no report says so below
+            supervisor.stdin.write(order)
+            supervisor.stdin.flush()
+        said = supervisor.stdout.read()
+    finally:
+        with suppress(BrokenPipeError):
+            supervisor.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-        for pid, began in below.items():  # ranks have sessions of their own below torchrun, and may outlive it
-            if began is not None and _began(pid) == began:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _below(pid: int) -> Iterator[int]:
-    """The processes below one, where the system says them."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):
-            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    waiting = [pid]
-    while waiting:
-        found = children.get(waiting.pop(), [])
-        yield from found
-        waiting += found
-
-
-def _began(pid: int) -> str | None:
-    """When a process began, which tells it from a later one of the same number."""
-    with suppress(OSError, IndexError):
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return text.rpartition(")")[2].split()[19]
-    return None
+            supervisor.wait(_FAREWELL)
+        supervisor.stdout.close()
+    try:
+        found: dict[str, Any] = json.loads(said)
+    except ValueError:
+        raise EnvironmentProblem(
+            f"train.command: the process that waits for it ended with code {supervisor.returncode} and no report; "
+            "check that the machine has enough memory"
+        ) from None
+    return found
 
 
 def _last_lines(log: Path) -> list[str]:

@@ -25,7 +25,7 @@ import ckptx.training
 from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness.causes import likely_causes
-from ckptx.robustness.commands import Ended, check_environment, filled, run_command, words_of
+from ckptx.robustness.commands import Ended, check_environment, filled, placeholders, run_command, words_of
 from ckptx.robustness.losses import Losses, check_losses, read_losses
 from ckptx.robustness.oracles import (
     Difference,
@@ -174,22 +174,22 @@ class _Judge:
         check_environment(self._environment(self._out, values))
         if any("\0" in word for word in words):
             raise UsageError("train.command: has a NUL in it, which no program can be given; leave it out")
-        if block.time_limit <= 0:
+        if not block.time_limit > 0:
             raise UsageError(f"train.time_limit: found {block.time_limit:g}, needed seconds above 0; correct it")
         given = " ".join((block.command, *map(str, block.environment.values())))
-        if "{checkpoint}" not in given.replace("{resume}", block.resume):
+        if not _is_told_of_checkpoint(given, block.resume):
             raise UsageError(
                 "train.command: is not told of {checkpoint}, needed {resume} in it, and {checkpoint} in train.resume; "
                 "every run would begin anew, and end alike whatever a checkpoint lacks"
             )
         for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
-            place = filled(text, {"step": "1", "steps": "", "save_at": "", "total_steps": ""}, f"train.{key}")
+            place = filled(text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}")
             if place.startswith("/") or ".." in Path(place).parts:
                 raise UsageError(
                     f"train.{key}: {one_line(text, 200)} is not below {{out}}, needed a path from there: each run "
                     "has a folder of its own; correct it"
                 )
-        if "{step}" not in block.checkpoint:
+        if "step" not in placeholders(block.checkpoint):
             raise UsageError(
                 f"train.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step, needed {{step}} "
                 "in it; save each step in a folder of its own"
@@ -411,6 +411,12 @@ class _Judge:
         if row["ok"] is False:
             self._log.note(*(f"{row['name']}: {note}" for note in row["notes"]))
         self._on_phase(self.outcome)
+
+
+def _is_told_of_checkpoint(command: str, resume: str) -> bool:
+    """Return whether a command line has the checkpoint in it, itself or through `{resume}`."""
+    names = placeholders(command)
+    return "checkpoint" in names or ("resume" in names and "checkpoint" in placeholders(resume))
 
 
 def _finite(items: Items, losses: Mapping[int, float]) -> Verdict:

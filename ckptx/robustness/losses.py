@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptx.errors import InputError, UsageError
+from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.robustness.event_files import scalars
 from ckptx.storage.files import read_small
 from ckptx.training.recipe import ForeignBlock
@@ -29,6 +33,9 @@ from ckptx.untrusted.printable import one_line
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STEP_BITS = 63
 _SHOWN = 80
+_MATCHER = Path(__file__).with_name("matcher.py")
+_SECONDS = 10.0  # for all lines of a text
+_START = 10.0  # seconds in which an interpreter starts on a busy machine
 
 
 class Losses(NamedTuple):
@@ -153,8 +160,10 @@ def _pattern(block: ForeignBlock) -> re.Pattern[str]:
             r"train.pattern: found nothing, needed one with losses_kind: regex; write (?P<step>\d+) and (?P<loss>\S+)"
         )
     try:
-        pattern = re.compile(block.pattern)
-    except re.error as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of expressions that a later Python will read otherwise
+            pattern = re.compile(block.pattern)
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(f"train.pattern: {block.pattern!r} is no regular expression: {error}; correct it") from error
     if not {"step", "loss"} <= set(pattern.groupindex):
         raise UsageError(
@@ -165,12 +174,56 @@ def _pattern(block: ForeignBlock) -> re.Pattern[str]:
 
 
 def _of_text(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:
-    pattern = _pattern(block)
+    pattern = _pattern(block).pattern
     text = _COLOUR.sub("", read_small(place, INDEX_BYTES).decode("utf-8", "replace"))
-    for number, line in enumerate(text.split("\n"), start=1):
-        for found in pattern.finditer(line):
-            where = f"{place}, line {number}"
-            yield _step(found["step"], where), _number(found["loss"], where)
+    for number, step, loss in _matches(pattern, text.split("\n"), place):
+        where = f"{place}, line {number}"
+        yield _step(step, where), _number(loss, where)
+
+
+def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[int, str, str]]:
+    """Return the number of the line, the step and the loss of each match.
+
+    Raises:
+        UsageError: The expression takes too long on a line.
+        EnvironmentProblem: The process that matches ended without an answer.
+    """
+    order = json.dumps({"pattern": pattern, "lines": [*lines], "seconds": _SECONDS})
+    with _ended(
+        subprocess.Popen(
+            [sys.executable, "-IS", "-W", "ignore", str(_MATCHER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    ) as process:
+        try:
+            said, _ = process.communicate(order.encode(), _SECONDS * 2 + _START)
+        except subprocess.TimeoutExpired:  # where the engine does not look for signals
+            found: dict[str, Any] = {"late": None}
+        else:
+            if process.returncode:
+                raise EnvironmentProblem(
+                    f"train.pattern: the process that matches it ended with code {process.returncode}; check that the "
+                    "machine has enough memory"
+                )
+            found = json.loads(said)
+    if "late" in found:
+        line = f" (stopped at line {found['late']})" if found["late"] else ""
+        raise UsageError(
+            f"train.pattern: {one_line(pattern, _SHOWN)!r} takes more than {_SECONDS:g} seconds to match {place}{line}; "
+            "write it without a repetition inside a repetition, such as (a+)+"
+        )
+    matches: Sequence[tuple[int, str, str]] = found["found"]
+    return matches
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Give a process, and end it if it still runs afterwards."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _of_trainer_state(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:

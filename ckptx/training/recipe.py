@@ -183,7 +183,8 @@ class ForeignBlock:
             `{save_at}`: the step after which it saves; `{out}`: where; `{resume}`: the checkpoint it goes on from, see
             `resume`; `{python}`: the interpreter of this process; `{recipe}`: the folder of the recipe.
         resume: What stands for `{resume}` when it goes on from `{checkpoint}`; it is empty when it starts.
-        checkpoint: Where, below `{out}`, the checkpoint of step `{step}` is.
+        checkpoint: Where, below `{out}`, the checkpoint of step `{step}` is. `{step:07d}` is padded with zeros to 7
+            digits, as in Megatron's `iter_{step:07d}`; so can be all numbers of steps in every key.
         losses: Where, below `{out}`, its losses are: a file of JSON lines, a text with `pattern`, a folder of
             TensorBoard files, or a trainer_state.json; `{steps}` is as in `command`. What the command prints is in
             output.log there.
