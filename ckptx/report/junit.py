@@ -19,7 +19,9 @@ from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import Report
 from ckptx.report.robustness_words import (
     CAUSES,
+    cause_text,
     failing_oracles,
+    first_cause,
     items_of,
     kill_text,
     memory_faults,
@@ -28,6 +30,7 @@ from ckptx.report.robustness_words import (
     notes_of,
     oracle_text,
     some,
+    unchecked_text,
     verdict,
     widened,
     widened_text,
@@ -86,6 +89,7 @@ def _properties(suite: ET.Element, report: RobustnessReport) -> None:
         "out": report.out,
         **{f"set {key}": value for key, value in report.settings.items()},
         **({"planted": report.injected} if report.injected else {}),
+        **({"cause": said_cause} if (said_cause := cause_text(report)) else {}),
         **{f"noise of {what}": text for what in ("loss", "logits") if (text := noise_text(report, what))},
         **{f"widened {phase} {row['name']}": widened_text(phase, row) for phase, row in widened(report)},
         **report.environment,
@@ -105,15 +109,20 @@ def _phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, Any]
     if phase["ok"] is False:
         failing, memory = failing_oracles(phase), memory_faults(phase)
         told = [f"{row['name']}: {oracle_text(row)}" for row in failing] + [f"memory: {fault}" for fault in memory]
-        told = told or notes or [str(phase.get("title") or "failed")]
+        told = told or [*notes] or [str(phase.get("title") or "failed")]
+        if phase is next(each for each in report.phases if each["ok"] is False):
+            cause = first_cause(report)
+            told += [str(cause_text(report))] if cause is not None and cause["cause"] not in told else []
         lines = [line for row in failing for line in _oracle_lines(report, phase, row)]
         failure = ("; ".join(told), [*lines, *memory, *notes])
     case = _case(suite, kind, name, float(phase["seconds"]), failure=failure)
     if failure is None and notes:
         ET.SubElement(case, "system-out").text = "\n".join(map(_clean, notes))
     for row in phase.get("oracles") or ():
-        of_oracle = None if row["ok"] else (oracle_text(row), _oracle_lines(report, phase, row))
-        _case(suite, f"{kind}.{_class(name)}", str(row["name"]), 0.0, failure=of_oracle)
+        of_oracle = (oracle_text(row), _oracle_lines(report, phase, row)) if row["ok"] is False else None
+        case = _case(suite, f"{kind}.{_class(name)}", str(row["name"]), 0.0, failure=of_oracle)
+        if row["ok"] is None:
+            ET.SubElement(case, "skipped", {"message": _clean(unchecked_text(row))})
 
 
 def _oracle_lines(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from ckptx.report.report import counted
 from ckptx.report.robustness_words import (
     CAUSES,
     called,
+    cause_text,
     failing_oracles,
     items_of,
     kill_text,
@@ -20,6 +21,8 @@ from ckptx.report.robustness_words import (
     oracle_text,
     some,
     step_memory_text,
+    unchecked_oracles,
+    unchecked_text,
     verdict,
     widened,
     widened_text,
@@ -51,6 +54,9 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, t
     lines.append(f"everything that was written: {report.out or 'removed, it was in a temporary folder'}")
     lines.append(verdict(report) if report.ok else red(verdict(report)))
     lines.append(cost(report))
+    cause = cause_text(report)
+    if cause is not None:
+        lines.append(red(cause))
     return "\n".join(lines)
 
 
@@ -78,13 +84,14 @@ def _opening(report: RobustnessReport) -> list[str]:
 
 
 def robustness_verdict(report: RobustnessReport) -> str:
-    """What `robustness -q` says: passed, or what failed with the first item, in one line."""
-    said = verdict(report)
+    """What `robustness -q` says: passed, or what failed with the first item and the cause, in one line."""
+    said, cause = verdict(report), cause_text(report)
+    end = "" if cause is None else f"; {cause}"
     for phase in report.phases:
         for row in failing_oracles(phase):
             items = items_of(report, phase, str(row["name"]))
-            return f"{said}; {phase['name']}: {row['name']}: {'; '.join([oracle_text(row), *items[:1]])}"
-    return said
+            return f"{said}; {phase['name']}: {row['name']}: {'; '.join([oracle_text(row), *items[:1]])}{end}"
+    return said + end
 
 
 def phase_text(report: RobustnessReport, phase: Mapping[str, Any]) -> str:
@@ -113,6 +120,9 @@ def _phase(
         lines += [f"          {item}" for item in some(items_of(report, phase, name))]
         if name in CAUSES:
             lines.append(f"          that is: {CAUSES[name]}")
+    lines += [
+        f"      {row['name']}: {unchecked_text(row)}" for row in unchecked_oracles(phase) if phase["ok"] is not None
+    ]
     lines += [f"      {red('memory')}: {fault}" for fault in memory_faults(phase)]
     lines += [f"      note: {note}" for note in (notes if phase["ok"] is not None else notes[1:])]
     return lines

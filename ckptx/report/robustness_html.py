@@ -17,6 +17,7 @@ from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_words import (
     CAUSES,
     called,
+    cause_text,
     failing_oracles,
     is_of,
     items_of,
@@ -30,6 +31,7 @@ from ckptx.report.robustness_words import (
     oracle_text,
     some,
     step_memory_text,
+    unchecked_text,
     verdict,
     widened,
     widened_text,
@@ -84,6 +86,9 @@ def _header(report: RobustnessReport) -> Iterator[str]:
     yield "<header><p class=eyebrow>checkpoint robustness</p>"
     yield f"<h1>{escape(report.recipe)}</h1>"
     yield f'<p class="verdict {"ok" if report.ok else "bad"}"><b>{word}</b> {escape(said)}</p>'
+    cause = cause_text(report)
+    if cause is not None:
+        yield f'<p class="verdict bad"><b>CAUSE</b> {escape(cause.partition(": ")[2])}</p>'
     for phase, row in widened(report):
         yield f'<p class="verdict bad"><b>WIDENED</b> by the recipe: {escape(widened_text(phase, row))}</p>'
     facts = [
@@ -127,7 +132,7 @@ def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> Iterator[str]:
     if phase.get("title"):
         yield f"<p class=title>{escape(str(phase['title']))}</p>"
     failing = failing_oracles(phase)
-    good = [row for row in phase.get("oracles") or () if row["ok"]]
+    good = [row for row in phase.get("oracles") or () if row["ok"] is not False]
     if failing or good:
         yield "<ul class=oracles>"
         for row in (*failing, *good):
@@ -143,8 +148,9 @@ def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> Iterator[str]:
 def _oracle(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]:
     name = str(row["name"])
     wide = ' <b class="red">widened</b>' if row.get("widened") else ""
-    if row["ok"]:
+    if row["ok"] is not False:
         said = f"{row['compared']:,} alike" if row.get("value") is None else oracle_text(row)
+        said = said if row["ok"] else unchecked_text(row)
         yield f"<li><b>{escape(name)}</b> <span>{escape(said)}</span>{wide}</li>"
         return
     yield f"<li class=bad><b>{escape(name)}</b> <span>{escape(oracle_text(row))}</span>{wide}"
@@ -219,9 +225,13 @@ def _apart_text(runs: Sequence[Run]) -> str:
 
 
 def _limit(report: RobustnessReport) -> float | None:
-    """The strictest that a phase allows of the loss where it allows any difference."""
-    rows = (row for phase in report.phases for row in phase.get("oracles") or () if row["name"] == "loss")
-    limits = [number_of(row["limit"]) for row in rows if row.get("limit") is not None]
+    """The strictest that a phase allows of the loss where it allows any difference.
+
+    A row whose limit is the noise itself is where the noise was measured; it allows nothing.
+    """
+    rows = [row for phase in report.phases for row in phase.get("oracles") or () if row["name"] == "loss"]
+    judged = [row for row in rows if row.get("times_noise") != 1.0] or rows
+    limits = [number_of(row["limit"]) for row in judged if row.get("limit") is not None]
     return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
 
 

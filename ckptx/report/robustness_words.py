@@ -11,6 +11,7 @@ from ckptx.report.report import counted, human_bytes
 
 # What it means that an oracle fails, and where to look. docs/ci.md says more of each.
 CAUSES: Mapping[str, str] = {
+    "reference": "a run changed files of the run that it is compared with; let each run write into its own folder",
     "readable": "what was published does not open: cut short, incomplete, or published before it was whole",
     "sharded": "the trainer cut its parameters otherwise than the recipe expects; it may have run unsharded in silence",
     "finite": "a NaN or an infinity is in the state or in a loss; what was saved can already hold it",
@@ -30,6 +31,14 @@ CAUSES: Mapping[str, str] = {
     "other": "something ckptx has no word for, which the trainer stores: it was not restored, or from another step",
     "loss": "more than noise; where no exact oracle fails, look at what is no state: dropout, kernels, reductions",
     "logits": "more than noise; the model computes something else with the same weights",
+}
+
+_NOTHING: Mapping[str, str] = {
+    "replicas": "no replicated state",
+    "loss": "no loss",
+    "logits": "no logits",
+    "finite": "no floating-point state",
+    "memory": "no rank was asked",
 }
 
 MOST_ITEMS = 4  # of an oracle, named in a line
@@ -64,7 +73,17 @@ def notes_of(phase: Mapping[str, Any]) -> list[str]:
 
 def failing_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The rows of its oracles that are not ok."""
-    return [row for row in phase.get("oracles") or () if not row["ok"]]
+    return [row for row in phase.get("oracles") or () if row["ok"] is False]
+
+
+def unchecked_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rows of oracles that had nothing to compare."""
+    return [row for row in phase.get("oracles") or () if row["ok"] is None]
+
+
+def unchecked_text(row: Mapping[str, Any]) -> str:
+    """Say why an oracle did not judge."""
+    return f"not checked: {_NOTHING.get(str(row['name']), 'nothing to compare')}"
 
 
 def widened(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -81,7 +100,11 @@ def widened_text(phase: str, row: Mapping[str, Any]) -> str:
 
 
 def oracle_text(row: Mapping[str, Any]) -> str:
-    """What an oracle found, without its items: `2 of 185 items differ`, `3e-4 away, 4.8e-6 allowed (8 x noise)`."""
+    """What an oracle found, without its items: `2 of 185 items differ`, or the difference and its tolerance.
+
+    Example:
+        difference 0.0003, tolerance 3.82e-06 (8 x noise 4.77e-07); difference 0.0003, tolerance 0 (equal bits required)
+    """
     parts = []
     if row.get("count"):
         differ = "differs" if row["count"] == 1 else "differ"
@@ -89,9 +112,15 @@ def oracle_text(row: Mapping[str, Any]) -> str:
     elif row.get("value") is None:
         parts.append(f"{counted(row['compared'], 'item')} {'alike' if row['ok'] else 'compared'}")
     if row.get("value") is not None:
-        times = "" if row.get("times_noise") is None else f" ({row['times_noise']:g} x noise)"
-        parts.append(f"{number(row['value'])} away, {number(row['limit'])} allowed{times}")
+        times = row.get("times_noise")
+        rule = f"{times:g} x noise{_noise_of(row)}" if times is not None else "equal bits required"
+        parts.append(f"difference {number(row['value'])}, tolerance {number(row['limit'])} ({rule})")
     return "; ".join(parts)
+
+
+def _noise_of(row: Mapping[str, Any]) -> str:
+    """Return the noise that the tolerance of a row is a multiple of; nothing for a report that does not have it."""
+    return "" if row.get("noise") is None else f" {number(row['noise'])}"
 
 
 def items_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> list[str]:
@@ -217,3 +246,27 @@ def _named_by(phase: Mapping[str, Any]) -> str:
     names = [str(row["name"]) for row in failing_oracles(phase)]
     names += ["memory"] if memory_faults(phase) else []
     return f" ({', '.join(names)})" if names else ""
+
+
+def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
+    """Return what failed first in a run, and why: `phase`, `oracle` (None where the phase has none), `cause` in words.
+
+    Later phases repeat the failure of an earlier one, as every step spreads it. None where no phase failed.
+    """
+    for phase in report.phases:
+        if phase["ok"] is False:
+            failing = [str(row["name"]) for row in failing_oracles(phase)]
+            failing += ["memory"] if memory_faults(phase) else []
+            oracle = failing[0] if failing else None
+            said = phase.get("cause") or CAUSES.get(oracle or "") or next(iter(notes_of(phase)), "") or "unknown"
+            return {"phase": str(phase["name"]), "oracle": oracle, "cause": str(said)}
+    return None
+
+
+def cause_text(report: RobustnessReport) -> str | None:
+    """Say in one line what failed first: `cause: resume, oracle rng: ...`; None where no phase failed."""
+    found = first_cause(report)
+    if found is None:
+        return None
+    oracle = f", oracle {found['oracle']}" if found["oracle"] else ""
+    return f"cause: {found['phase']}{oracle}: {found['cause']}"

@@ -128,8 +128,8 @@ def filled(text: str, values: Mapping[str, str], subject: str) -> str:
             )
         if not _WIDTH.fullmatch(form):
             raise UsageError(
-                f"{subject}: the placeholder {one_line(found[0], 80)} has the format {one_line(form, 40)!r}, which must "
-                f"be a width below 100, filled with zeros or spaces; write it as {{{name}:07d}}"
+                f"{subject}: the placeholder {one_line(found[0], 80)} has the format {one_line(form, 40)!r}, which "
+                f"must be a width below 100, filled with zeros or spaces; write it as {{{name}:07d}}"
             )
         return format(int(values[name]), form[1:])
 
@@ -187,7 +187,8 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
     found = _report_of(supervisor, json.dumps(order).encode() + b"\n")
     if "error" in found:
         raise EnvironmentProblem(
-            f"train.command: {one_line(words[0], 120)} cannot be started: {found['error']}; install it, or write its path"
+            f"train.command: {one_line(words[0], 120)} cannot be started: {found['error']}; "
+            "install it, or write its path"
         )
     return Ended(
         found["code"], found["seconds"], _last_lines(log), found["is_late"], found["left"], found["unkillable"]

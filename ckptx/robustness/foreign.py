@@ -9,6 +9,9 @@ Z has to hold what A held at N, item by item: what differs names what was not re
 a fresh optimizer changes every parameter. R has to end where A ended, in what A and A' have in common, and its losses
 after N have to be those of A, as far as the noise goes. Losses up to N are not looked at: some trainers write the old
 ones again when they go on.
+
+No run may change what A wrote: its files are digested before each run and after it, and what is compared was read as
+soon as A had ended.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ckptx.training
 from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
@@ -36,13 +39,16 @@ from ckptx.robustness.oracles import (
     failing,
     largest,
     measured,
+    phase_ok,
     plain_number,
 )
+from ckptx.robustness.reference_files import Snapshot, changes, snapshot
 from ckptx.robustness.stored_items import items_of, sharding_of
 from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
+_NAMED = 4  # files that a cause names
 SHIPPED = Path(ckptx.training.__file__).parent / "recipes"
 OUTPUT = "output.log"
 STRAIGHT, AGAIN, SAVED_AGAIN, RESUMED = "straight", "again", "saved again", "resumed"
@@ -61,6 +67,15 @@ _IN_NO_CHECKPOINT = (
     "all that was saved came back, so what was not restored is in no checkpoint, as the place in the data or a "
     "schedule may be; save it with the rest, and it is named"
 )
+_RESUMING = {SAVED_AGAIN: "run resumed for no step", RESUMED: "resumed run"}
+_FROM_MODIFIED = (
+    "it resumed from a checkpoint that an earlier run had modified, so that its differences can come from that"
+)
+# Where the oracle itself is the cause.
+_SELF_EVIDENT = {
+    "finite": "a NaN or an infinity is in the state or in a loss",
+    "sharded": "the parameters are not placed on ranks as checks.sharded requires",
+}
 # What a step does not spread to: it differs because it was not restored.
 _OF_ITSELF = ("adam step", "group", "scheduler", "step", "samples", "rng", "batch", "rate")
 
@@ -89,6 +104,7 @@ class ForeignOutcome:
         return all(phase["ok"] is not False for phase in self.phases)
 
 
+T = TypeVar("T")
 OnPhase = Callable[[ForeignOutcome], None]
 
 
@@ -152,8 +168,12 @@ class _Judge:
         self.outcome = ForeignOutcome()
         self._out, self._log, self._on_phase, self._folder = out, log, on_phase, folder
         self._ends: tuple[Items, Items] = ({}, {})
+        self._saved: Items = {}
+        self._reference: Snapshot | None = None
         self._losses: dict[int, float] = {}
         self._noise = 0.0
+        self._changed: Verdict | None = None
+        self._is_modified = False
 
     def check(self) -> None:
         """Refuses what cannot be run, before anything is."""
@@ -205,10 +225,12 @@ class _Judge:
             raise EnvironmentProblem(self._failure(run))
         self._sharding = sharding_of(self._checkpoint(run, self.save_at))
         self.outcome.world_size = self._sharding.world_size
+        self._saved = items_of(self._checkpoint(run, self.save_at))
         end = items_of(self._checkpoint(run, self.training.steps))
         losses = self._read_losses(run)
         self._losses = losses.by_step
         self._ends = (end, end)
+        self._reference = self._snapshot()
         self._say(
             run, [_finite(end, losses.by_step)], [*losses.notes, f"{counted(len(end), 'item')} in its last checkpoint"]
         )
@@ -228,9 +250,11 @@ class _Judge:
         run = self._run(AGAIN, self.training.steps, None)
         if run.ended.code or run.ended.is_late:
             raise EnvironmentProblem(self._failure(run))
-        first, end = self._ends[0], items_of(self._checkpoint(run, self.training.steps))
+        found = self._read(run, lambda: (items_of(self._checkpoint(run, self.training.steps)), self._read_losses(run)))
+        if found is None:
+            return
+        first, (end, losses) = self._ends[0], found
         self._ends = (first, end)
-        losses = self._read_losses(run)
         self._noise = largest(distance(*pair) for pair in _pairs(self._losses, losses.by_step, 0))
         self.outcome.noise = {"loss": {"repeated": plain_number(self._noise), "moved": None}}
         verdicts = compare([first], [end])
@@ -248,8 +272,9 @@ class _Judge:
         same = [each for each in verdicts if not each.differences]
         lacking = sorted(set(self._losses) ^ set(losses.by_step))
         missing = [_lacking(step, self._losses, losses.by_step) for step in lacking]
-        noisy = Verdict("loss", len(self._losses), missing, None if missing else self._noise, self._noise)
-        self._say(run, [*same, noisy], notes)
+        noisy = measured("loss", _pairs(self._losses, losses.by_step, 0), self._noise, 1.0, 1.0)
+        noisy = noisy._replace(compared=len(self._losses), differences=missing)
+        self._say(run, [*same, noisy], notes, "two identical runs do not log the same losses")
 
     def saved_again(self) -> None:
         """Z against A at the step it was saved: names what was not restored."""
@@ -259,33 +284,37 @@ class _Judge:
             self._add(row)
             return
         source = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at)
+        before = self._saved or items_of(source)
         run = self._run(SAVED_AGAIN, self.save_at, source)
         if run.ended.code or run.ended.is_late:
-            self._say(run, [], [self._failure(run)], failed=True)
+            self._say_failed(run)
             return
-        before, after = items_of(source), items_of(self._checkpoint(run, self.save_at))
+        after = self._read(run, lambda: items_of(self._checkpoint(run, self.save_at)))
+        if after is None:
+            return
         verdicts = compare([before], [after])
-        self._say(run, verdicts, likely_causes(verdicts, before, after))
+        causes = likely_causes(verdicts, before, after)
+        self._say(run, verdicts, causes, "; ".join(causes))
 
     def resumed(self) -> None:
         """R against A at the end, and the losses on the way."""
         source = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at)
         run = self._run(RESUMED, self.training.steps, source)
         if run.ended.code or run.ended.is_late:
-            self._say(run, [], [self._failure(run)], failed=True)
+            self._say_failed(run)
             return
-        first, second = self._ends
-        found = items_of(self._checkpoint(run, self.training.steps))
+        read = self._read(run, lambda: (items_of(self._checkpoint(run, self.training.steps)), self._read_losses(run)))
+        if read is None:
+            return
+        (found, losses), (first, second) = read, self._ends
         shared = {key for key in first if first[key] == second.get(key)}
         reference = {key: value for key, value in first.items() if key in shared}
         known = first.keys() | second.keys()
         compared = {key: value for key, value in found.items() if key in shared or key not in known}
         verdicts = compare([reference], [compared])
-        losses = self._read_losses(run)
         verdicts += [self._of_losses(losses.by_step)]
-        notes = [*losses.notes]
-        notes += self._why(verdicts)
-        self._say(run, verdicts, notes)
+        why = [*self._why(verdicts)]
+        self._say(run, verdicts, [*losses.notes, *why], f"unknown; {'; '.join(why)}" if why else "")
 
     def _why(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
         """What the ends say of the cause, where the run for no step said nothing."""
@@ -346,7 +375,44 @@ class _Judge:
         values = self._values(out, steps, checkpoint)
         words = words_of(self.block.command, values, "train.command")
         environment = self._environment(out, values)
-        return _Run(name, out, run_command(words, out / OUTPUT, environment, self.block.time_limit))
+        if name != STRAIGHT and self._reference is None:
+            self._reference = self._snapshot()
+        run = _Run(name, out, run_command(words, out / OUTPUT, environment, self.block.time_limit))
+        self._check_reference(run)
+        return run
+
+    def _snapshot(self) -> Snapshot:
+        """Digest what the straight run wrote."""
+        out = self._out_of(STRAIGHT)
+        steps = (self.save_at, self.training.steps)
+        places = [self._checkpoint_path(out, step) for step in steps]
+        return snapshot(out, [*places, self._place(out, self.block.losses)])
+
+    def _check_reference(self, run: _Run) -> None:
+        """Notice what a run has changed of what the straight run wrote."""
+        self._changed = None
+        if self._reference is not None:
+            after = self._snapshot()
+            self._changed = changes(self._reference, after)
+            self._reference = after
+
+    def _read(self, run: _Run, read: Callable[[], T]) -> T | None:
+        """Return what a run left, or None, with the phase failed, where a run that changed the reference left nothing.
+
+        Raises:
+            InputError: It left nothing, and changed nothing: the recipe is wrong.
+        """
+        try:
+            return read()
+        except InputError as error:
+            if self._changed is None or self._changed.ok is not False:
+                raise
+            self._say(run, [], [str(error)], failed=True)
+            return None
+
+    def _say_failed(self, run: _Run) -> None:
+        """Report a run of the command that failed."""
+        self._say(run, [], [self._failure(run)], self._failure(run), failed=True)
 
     def _failure(self, run: _Run) -> str:
         said = " | ".join(run.ended.last_lines) or "it printed nothing"
@@ -377,12 +443,24 @@ class _Judge:
 
     # ------------------------------------------------------------------------------------------------- the report
 
-    def _say(self, run: _Run, verdicts: Sequence[Verdict], notes: Sequence[str], failed: bool = False) -> None:
-        self._row(run.name, verdicts, notes, run.ended.seconds, failed)
+    def _say(
+        self, run: _Run, verdicts: Sequence[Verdict], notes: Sequence[str], cause: str = "", failed: bool = False
+    ) -> None:
+        notes = [*notes, *run.ended.notes()]
+        if self._changed is not None:
+            verdicts = [self._changed, *verdicts]
+            if self._changed.ok is False:
+                cause = _modified(run, self._changed)
+                notes = [cause, *notes]
+                self._is_modified = True
+            elif self._is_modified and run.name in _RESUMING:
+                notes = [*notes, _FROM_MODIFIED]
+        self._row(run.name, verdicts, notes, run.ended.seconds, failed, cause)
 
     def _row(
-        self, name: str, verdicts: Sequence[Verdict], notes: Sequence[str], seconds: float, failed: bool = False
-    ) -> None:
+        self, name: str, verdicts: Sequence[Verdict], notes: Sequence[str], seconds: float, failed: bool = False,
+        cause: str = "",
+    ) -> None:  # fmt: skip
         bad = [*failing(verdicts)]
         for verdict in bad:
             self.outcome.differing += [
@@ -396,14 +474,17 @@ class _Judge:
                 for each in verdict.differences
             ]
         row = self._empty(name)
-        row |= {"ok": not bad and not failed, "seconds": seconds, "notes": [*notes]}
+        ok = False if failed else phase_ok(verdicts)
+        row |= {"ok": ok, "seconds": seconds, "notes": [*notes]}
+        if ok is False:
+            row["cause"] = cause or _unknown(bad)
         row["oracles"] = [verdict.row() for verdict in verdicts]
         self._add(row)
 
     def _empty(self, name: str) -> dict[str, Any]:
         return {
             "name": name, "title": _TITLES[name], "ok": None, "seconds": 0.0, "oracles": [], "notes": [],
-            "memory": None,
+            "memory": None, "cause": None,
         }  # fmt: skip
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -426,6 +507,27 @@ def _finite(items: Items, losses: Mapping[int, float]) -> Verdict:
     bad = {**{name: value for name, value in of_items.items() if value != "finite"}, **of_losses}
     differences = [Difference("finite", name, None, "finite", value) for name, value in bad.items()]
     return Verdict("finite", len(of_items) + len(losses), differences)
+
+
+def _modified(run: _Run, changed: Verdict) -> str:
+    """Say which files of the reference a run has modified."""
+    shown = [f"{each.item} {each.found}" for each in changed.differences[:_NAMED]]
+    more = len(changed.differences) - len(shown)
+    listed = ", ".join(shown) + (f", and {more:,} more" if more else "")
+    who = _RESUMING.get(run.name, "repeated run")
+    return f"reference checkpoint was modified by the {who}: {listed}; let each run write into its own folder"
+
+
+def _unknown(bad: Sequence[Verdict]) -> str:
+    """Say what differs first, where its cause is not known."""
+    if not bad:
+        return "unknown"
+    first = bad[0]
+    if first.oracle in _SELF_EVIDENT:
+        return _SELF_EVIDENT[first.oracle]
+    found = f"{counted(len(first.differences), 'item')} of {first.compared:,}" if first.differences else "a measure"
+    named = f", the first is {one_line(first.differences[0].item, 200)}" if first.differences else ""
+    return f"unknown; {found} of {first.oracle} {'differs' if len(first.differences) < 2 else 'differ'}{named}"
 
 
 def _pairs(reference: Mapping[int, float], found: Mapping[int, float], after: int) -> Iterator[tuple[float, float]]:

@@ -191,9 +191,12 @@ def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[
     order = json.dumps({"pattern": pattern, "lines": [*lines], "seconds": _SECONDS})
     with _ended(
         subprocess.Popen(
-            [sys.executable, "-IS", "-W", "ignore", str(_MATCHER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-IS", "-W", "ignore", str(_MATCHER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     ) as process:
         try:
             said, _ = process.communicate(order.encode(), _SECONDS * 2 + _START)
@@ -209,7 +212,8 @@ def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[
     if "late" in found:
         line = f" (stopped at line {found['late']})" if found["late"] else ""
         raise UsageError(
-            f"train.pattern: {one_line(pattern, _SHOWN)!r} takes more than {_SECONDS:g} seconds to match {place}{line}; "
+            f"train.pattern: {one_line(pattern, _SHOWN)!r} takes more than {_SECONDS:g} seconds to match {place}"
+            f"{line}; "
             "write it without a repetition inside a repetition, such as (a+)+"
         )
     matches: Sequence[tuple[int, str, str]] = found["found"]

@@ -2,6 +2,7 @@
 
 A moment is a set of items, each with the digest of its bytes, under the oracle that speaks of it:
 
+    reference    the files of the run that did not stop: no other run changes them
     readable     what was published opens, and is complete
     sharded      parameters are cut over ranks, where the recipe says so
     finite       no NaN; no infinity in a parameter, a moment or a loss
@@ -29,8 +30,8 @@ from math import isfinite, nan
 from typing import Any, NamedTuple
 
 EXACT = (
-    "readable", "sharded", "finite", "names", "model", "moments", "adam step", "group", "scheduler", "step", "samples",
-    "rng", "replicas", "batch", "rate", "other",
+    "reference", "readable", "sharded", "finite", "names", "model", "moments", "adam step", "group", "scheduler",
+    "step", "samples", "rng", "replicas", "batch", "rate", "other",
 )  # fmt: skip
 MEASURED = ("loss", "logits", "memory")
 ORDER = (*EXACT, *MEASURED)
@@ -66,7 +67,8 @@ class Verdict(NamedTuple):
         differences: Those that differ.
         value: Of a measure: the largest distance.
         limit: What it may be.
-        times_noise: How many times the noise that is.
+        times_noise: How many times the noise that is; None where no noise is allowed, and the limit is 0.
+        noise: The noise that the limit is a multiple of; None where `times_noise` is.
         is_widened: Whether the recipe made it more than it is by default.
     """
 
@@ -76,12 +78,17 @@ class Verdict(NamedTuple):
     value: float | None = None
     limit: float | None = None
     times_noise: float | None = None
+    noise: float | None = None
     is_widened: bool = False
 
     @property
-    def ok(self) -> bool:
-        """Nothing differs, and what was measured is a number within its limit."""
-        return not self.differences and (self.value is None or (self.limit is not None and self.value <= self.limit))
+    def ok(self) -> bool | None:
+        """Nothing differs, and what was measured is a number within its limit; None where nothing was compared."""
+        if self.differences:
+            return False
+        if not self.compared:
+            return None
+        return self.value is None or (self.limit is not None and self.value <= self.limit)
 
     def row(self) -> dict[str, Any]:
         """What the report has of it."""
@@ -94,6 +101,7 @@ class Verdict(NamedTuple):
             "value": plain_number(self.value),
             "limit": plain_number(self.limit),
             "times_noise": self.times_noise,
+            "noise": plain_number(self.noise),
             "widened": self.is_widened,
         }
 
@@ -148,21 +156,31 @@ def all_finite(by_rank: Sequence[Items]) -> Verdict:
     return Verdict("finite", compared, differences)
 
 
-def measured(oracle: str, pairs: Iterable[tuple[float, float]], noise: float, times: float, default: float) -> Verdict:
+def measured(
+    oracle: str, pairs: Iterable[tuple[float, float]], noise: float | None, times: float, default: float
+) -> Verdict:
     """Numbers against those they should be, with a limit of so many times the noise.
 
     Args:
         oracle: loss or logits.
         pairs: What should be, and what is.
-        noise: The largest difference that means nothing, as it was measured.
+        noise: The largest difference that means nothing, as it was measured; None where equal bits are required.
         times: By how much that may be exceeded, as the recipe says.
         default: As it is by default.
     """
     distances = [distance(*pair) for pair in pairs]
+    return within_noise(oracle, len(distances), largest(distances), noise, times, default)
+
+
+def within_noise(
+    oracle: str, compared: int, value: float, noise: float | None, times: float, default: float
+) -> Verdict:
+    """Judge a distance that was measured, as `measured` does."""
+    if noise is None:
+        return Verdict(oracle, compared, value=value, limit=0.0)
     return Verdict(
-        oracle, len(distances), value=largest(distances), limit=times * noise, times_noise=times,
-        is_widened=times > default,
-    )  # fmt: skip
+        oracle, compared, value=value, limit=times * noise, times_noise=times, noise=noise, is_widened=times > default
+    )
 
 
 def distance(reference: float, found: float) -> float:
@@ -187,4 +205,10 @@ def plain_number(value: float | None) -> float | str | None:
 
 def failing(verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
     """Those that are not ok, in the order of the oracles."""
-    return (each for each in sorted(verdicts, key=lambda each: ORDER.index(each.oracle)) if not each.ok)
+    return (each for each in sorted(verdicts, key=lambda each: ORDER.index(each.oracle)) if each.ok is False)
+
+
+def phase_ok(verdicts: Iterable[Verdict]) -> bool | None:
+    """Return False if a verdict failed, None if nothing was compared at all."""
+    found = {each.ok for each in verdicts}
+    return False if False in found else True if True in found else None

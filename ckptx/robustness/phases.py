@@ -34,6 +34,7 @@ from ckptx.robustness.oracles import (
     compare,
     measured,
     replicas,
+    within_noise,
 )
 from ckptx.robustness.runs import Logits, Outcome, Watch, away
 from ckptx.robustness.session import DRAWS, Session, of_steps
@@ -102,7 +103,7 @@ def straight_run(session: Session) -> Findings:
     if session.is_exact:
         for step in session.stops:
             found.verdicts += compare(straight.items[step], again.items[step])
-        found.verdicts.append(_losses(session, straight, again, noise=0.0))
+        found.verdicts.append(_losses(session, straight, again, noise=None))
     else:
         found.notes.append("two runs alike need not have the same bits on this device; their difference is noise")
     noise = session.noise
@@ -118,7 +119,7 @@ def replicas_and_reference(session: Session) -> Findings:
     found = Findings([replicas(straight.held[step]) for step in session.stops])
     with found.reading(f"step-{last}"):
         logits = session.ask("runtime_logits", session.run_of(resumed=session.checkpoint(last)))
-        noise = 0.0 if session.is_exact else session.noise_of("logits")
+        noise = None if session.is_exact else session.noise_of("logits")
         found.verdicts.append(_logits(session, session.reference_logits, logits, noise))
     return _merged(found)
 
@@ -215,7 +216,7 @@ def _naming(key: str) -> Iterator[None]:
 def resume(session: Session) -> Findings:
     """Phase 6."""
     found = Findings()
-    noise = 0.0 if session.is_exact else session.noise_of("loss")
+    noise = None if session.is_exact else session.noise_of("loss")
     steps = [each for each in session.stops if each < session.recipe.training.steps]
     for number, step in enumerate(steps, 1):
         later = [each for each in session.stops if each > step]
@@ -228,7 +229,9 @@ def resume(session: Session) -> Findings:
                     outcome = session.train("resumed", run, fresh)
             at_start = compare(session.straight.items[step], outcome.start)
             found.verdicts += at_start
-            if session.is_exact and all(each.ok for each in at_start):  # what comes later follows from the start
+            if session.is_exact and all(
+                each.ok is not False for each in at_start
+            ):  # what comes later follows from the start
                 for each in later:
                     found.verdicts += compare(session.straight.items[each], outcome.items[each])
             found.verdicts += _finite(outcome)
@@ -306,7 +309,7 @@ def _merged(found: Findings) -> Findings:
         by_oracle.setdefault(each.oracle, []).append(each)
     verdicts = []
     for oracle, several in by_oracle.items():
-        worst = next((each for each in several if not each.ok), None) or max(
+        worst = next((each for each in several if each.ok is False), None) or max(
             several, key=lambda each: -1.0 if each.value is None else each.value
         )
         verdicts.append(
@@ -341,19 +344,16 @@ def _sharded(session: Session, outcome: Outcome) -> Verdict:
     return Verdict("sharded", every, differences)
 
 
-def _losses(session: Session, reference: Outcome, found: Outcome, noise: float) -> Verdict:
+def _losses(session: Session, reference: Outcome, found: Outcome, noise: float | None) -> Verdict:
     steps = sorted(found.losses)
     times = session.recipe.checks.loss_times_noise
     pairs = zip(of_steps(reference.losses, steps), of_steps(found.losses, steps), strict=True)
     return measured("loss", pairs, noise, times, _DEFAULTS.loss_times_noise)
 
 
-def _logits(session: Session, reference: Logits, found: Logits, noise: float) -> Verdict:
+def _logits(session: Session, reference: Logits, found: Logits, noise: float | None) -> Verdict:
     times = session.recipe.checks.logits_times_noise
-    return Verdict(
-        "logits", len(reference), value=away(reference, found), limit=times * noise, times_noise=times,
-        is_widened=times > _DEFAULTS.logits_times_noise,
-    )  # fmt: skip
+    return within_noise("logits", len(reference), away(reference, found), noise, times, _DEFAULTS.logits_times_noise)
 
 
 def _same_bytes(reference: Path, found: Path, where: str = "") -> Verdict:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from ckptx.child import in_child, nobodys_script
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
 from ckptx.peak_memory import peak_memory
+from ckptx.robustness.short_sockets import shorten_socket_paths
 from ckptx.runtime.launch import is_launched
 
 _NURSERY = "ckptx.robustness.nursery"
@@ -160,6 +161,7 @@ class Ranks:
             CkptxError: As the function raised it.
             Defect: It raised something else, or its process died.
         """
+        shorten_socket_paths()
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_NURSERY])
         with nobodys_script(), _environment():
@@ -200,6 +202,7 @@ class Ranks:
     def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
         context: Any = multiprocessing.get_context("spawn" if self._is_fresh else "forkserver")
         if not self._is_fresh:
+            shorten_socket_paths()
             context.set_forkserver_preload([_NURSERY])
         here, there = context.Pipe()
         arguments = (there, rank, self._settings)

@@ -16,8 +16,9 @@ from ckptx.options import parse_size
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
 from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
+from ckptx.report.robustness_words import first_cause
 from ckptx.robustness.memory import Memory, forecast_memory, with_measured
-from ckptx.robustness.oracles import Difference, Verdict, plain_number
+from ckptx.robustness.oracles import Difference, Verdict, phase_ok, plain_number
 from ckptx.robustness.phases import Findings, Phase, chosen
 from ckptx.robustness.ranks import Ranks, Residue
 from ckptx.robustness.session import Planted, Session
@@ -125,7 +126,7 @@ def robustness(
     if is_mine and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, out="")
-    return stopwatch.stop(replace(report, warnings=log.notes))
+    return stopwatch.stop(replace(report, warnings=log.notes, cause=first_cause(report)))
 
 
 def _refuse_choices(device: str, backend: str) -> None:
@@ -220,6 +221,9 @@ def judged(session: Session, phase: Phase, baseline: Residue) -> tuple[dict[str,
     """Runs a phase: its row of the report, and a row for each item that differs."""
     begin = time.perf_counter()
     found = phase.run(session)
+    reference = session.reference_verdict()
+    if reference is not None:
+        found.verdicts.insert(0, reference)
     found.verdicts.append(_memory(session, baseline))
     row = _row(phase, found, time.perf_counter() - begin, _most(session.residues), baseline)
     session.residues.clear()
@@ -246,7 +250,7 @@ def _row(phase: Phase, found: Findings, seconds: float, residue: Residue, baseli
         "name": phase.name,
         "number": phase.number,
         "title": phase.title,
-        "ok": all(each.ok for each in found.verdicts) if is_run else None,
+        "ok": phase_ok(found.verdicts) if is_run else None,
         "seconds": round(seconds, 3),
         "oracles": [each.row() for each in found.verdicts],
         "notes": [*found.notes, *([found.skipped] if found.skipped else [])],

@@ -12,8 +12,9 @@ from typing import Any
 
 from ckptx.errors import Defect
 from ckptx.report.report import Log
-from ckptx.robustness.oracles import distance, largest
+from ckptx.robustness.oracles import Verdict, distance, largest
 from ckptx.robustness.ranks import Ranks, Residue
+from ckptx.robustness.reference_files import Snapshot, changes, snapshot
 from ckptx.robustness.runs import Event, Logits, Outcome, Run, away
 from ckptx.training.recipe import LayoutBlock, Recipe
 
@@ -53,6 +54,7 @@ class Session:
         losses: Of each run, by its name.
         kills: A row for each rank that was killed.
         residues: What ranks held after each task since it was last looked at.
+        reference: The files that the straight run saved, as they were last seen; None before it ran.
         taken: Bytes of tensors at the peak of a step and after it, on the rank with the most; None before that.
     """
 
@@ -68,6 +70,7 @@ class Session:
     residues: list[Residue] = field(default_factory=list)
     taken: tuple[int, int] | None = None
     devices: int | None = None
+    reference: Snapshot | None = None
     _found: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -101,16 +104,13 @@ class Session:
             ended = [rank for each in self.ask("gathered", ended) for rank in each]
         return ended
 
-    def once(self, function: Callable[..., object], *args: Any) -> None:
-        """Calls what writes files in one process: here, or under torchrun in rank 0, while all others wait.
+    def once(self, function: Callable[..., object], *args: Any) -> Any:
+        """Calls what is about files in one process: here, or under torchrun in rank 0, while all others wait for it.
 
         Conversions need no such thing: under torchrun they are one that all processes have a part in.
         """
         call = partial(function, *args)
-        if self.ranks.is_launched:
-            self.ask("called", call)
-        else:
-            call()
+        return self.ask("called", call) if self.ranks.is_launched else call()
 
     def train(self, name: str, run: Run, ranks: Ranks | None = None) -> Outcome:
         """One run of the trainer, under a name that its losses and its faults go by."""
@@ -139,6 +139,14 @@ class Session:
     def saved(self, name: str, step: int) -> Path:
         """Where a run saves after a step."""
         return self.folder(name) / f"step-{step}"
+
+    def reference_verdict(self) -> Verdict | None:
+        """Return whether what the straight run saved is as it was when this was last asked; None before it ran."""
+        if self.reference is None:
+            return None
+        before = self.reference
+        self.reference = self.once(snapshot, self.folder("straight"), (), before)
+        return changes(before, self.reference)
 
     @contextmanager
     def fresh_ranks(self) -> Iterator[Ranks]:
@@ -169,6 +177,7 @@ class Session:
             saves = {step: self.saved("straight", step) for step in self.stops}
             run = self.run_of(saves=saves, looks=self.stops, probes=True)
             self._found["straight"] = self.train("straight", run)
+            self.reference = self.once(snapshot, self.folder("straight"))
         found = self._found["straight"]
         assert isinstance(found, Outcome)
         return found

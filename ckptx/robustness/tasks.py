@@ -55,11 +55,13 @@ def gathered(place: Process, value: Any) -> list[Any]:
     return everywhere(value)
 
 
-def called(place: Process, call: Callable[[], object]) -> None:
-    """Calls it on rank 0; the others wait."""
+def called(place: Process, call: Callable[[], object]) -> Any:
+    """Calls it on rank 0; the others wait for what it gives."""
+    found: object = None
     with together():
         if place.rank == 0:
-            call()
+            found = call()
+    return told(found)
 
 
 def train(place: Process, run: Run) -> Outcome:

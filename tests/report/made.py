@@ -37,7 +37,7 @@ def oracle(name: str, differing: Sequence[str] = (), *, compared: int = 185, **m
     """A row of an oracle, as `Verdict.row` makes it."""
     made = {
         "name": name, "ok": not differing, "compared": compared, "count": len(differing), "differing": list(differing),
-        "value": None, "limit": None, "times_noise": None, "widened": False,
+        "value": None, "limit": None, "times_noise": None, "noise": None, "widened": False,
     }  # fmt: skip
     return {**made, **more}
 
@@ -70,7 +70,7 @@ def robust(**fields: Any) -> RobustnessReport:
 
 def broken(**fields: Any) -> RobustnessReport:
     """A report of `robustness` that found something of every kind."""
-    wide = oracle("loss", compared=3, ok=False, value=3e-3, limit=4.8e-5, times_noise=100.0, widened=True)
+    wide = oracle("loss", compared=3, ok=False, value=3e-3, limit=4.8e-5, times_noise=100.0, noise=4.8e-7, widened=True)
     leaked = {"tensor_bytes": 4096, "threads": 14, "baseline_tensor_bytes": 0, "baseline_threads": 8}
     made: dict[str, Any] = {
         "exit": 1,

@@ -10,6 +10,7 @@ from ckptx.report.page import page
 from ckptx.report.plots import Band, Run, distances_plot, runs_plot
 from ckptx.report.report import Report
 from ckptx.report.robustness_html import robustness_page
+from ckptx.report.robustness_words import CAUSES
 from ckptx.untrusted.printable import one_line
 from tests.report.made import broken, oracle, phase, robust
 from tests.report.pages import Page, fault_of_page
@@ -64,6 +65,7 @@ def test_verdicts_are_words_and_marks() -> None:
     found = Page(robustness_page(broken(), "small"))
     assert [each.text for each in found.all("p", "verdict")] == [
         "FAILED small: replicas (memory); resume (rng, loss); planted: stale_rng",
+        f"CAUSE replicas, oracle memory: {CAUSES['memory']}",
         "WIDENED by the recipe: resume: loss may be 100 x the noise away, 4.8e-05",
     ]
     assert [each.attributes["aria-label"] for each in found.all("b", "mark")][:4] == [

@@ -63,7 +63,7 @@ def test_what_fails_is_named_below_its_phase() -> None:
     assert "rng: 2 of 185 items differ\n          torch on ranks 0, 1: 1f2a, should be 9c3d\n" in text
     assert "          python on rank 1: is missing\n" in text
     assert f"          that is: {CAUSES['rng']}\n" in text
-    assert "loss: 0.003 away, 4.8e-05 allowed (100 x noise)" in text
+    assert "loss: difference 0.003, tolerance 4.8e-05 (100 x noise 4.8e-07)" in text
     assert "memory: 14 threads after it, 8 before" in text
     assert "memory: 4.00 KiB of tensors are live after it, 0 B before" in text
     assert re.search("layouts +not run +--phases left it out\n", text)
@@ -113,7 +113,8 @@ def test_quiet_is_one_line_with_the_first_item() -> None:
     assert robustness_verdict(robust()) == "PASSED: small, 2 phases"
     assert robustness_verdict(broken()) == (
         "FAILED: small: replicas (memory); resume (rng, loss); planted: stale_rng; "
-        "resume: rng: 2 of 185 items differ; torch on ranks 0, 1: 1f2a, should be 9c3d"
+        "resume: rng: 2 of 185 items differ; torch on ranks 0, 1: 1f2a, should be 9c3d; "
+        f"cause: replicas, oracle memory: {CAUSES['memory']}"
     )
 
 
@@ -155,10 +156,10 @@ def test_every_oracle_has_a_cause() -> None:
 def test_rows_of_the_oracles_are_understood() -> None:
     """What `oracles.Verdict` makes of a difference is what the text reads."""
     row = Verdict("rng", 3, [Difference("rng", "torch", 1, "a", "b")]).row()
-    loss = Verdict("loss", 2, value=float("nan"), limit=1e-6, times_noise=8.0).row()
+    loss = Verdict("loss", 2, value=float("nan"), limit=1e-6, times_noise=8.0, noise=1.25e-7).row()
     text = robustness_text(robust(exit=1, phases=[phase("resume", False, row, loss)]))
     assert "rng: 1 of 3 items differs\n          torch\n" in text
-    assert "loss: nan away, 1e-06 allowed (8 x noise)" in text
+    assert "loss: difference nan, tolerance 1e-06 (8 x noise 1.25e-07)" in text
 
 
 def test_an_environment_is_texts_without_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

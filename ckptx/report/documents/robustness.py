@@ -23,12 +23,16 @@ class RobustnessReport(Report):
         layout: The mesh.
         trainer: "ckptx", or the command of another.
         phases: A row for each, in order: `number`, `name`, `title` (what it proves, in words), `ok` (None where it did
-            not run, with the reason in `notes`), `seconds`, `oracles`, `notes` (texts), `memory` (None where none was
-            taken). A row of `oracles`: `name` (finite, names, model, moments, ...), `ok`, `compared` (how many items),
-            `differing` (the names of those that differ, the first of them), `count` (how many differ), `value` and
-            `limit` (of a measure, else None), `times_noise` (of how many times the noise the limit is), `widened` (by
-            the recipe). `memory`: `tensor_bytes` and `threads` of the rank with the most, after the phase was released,
+            not run or nothing was compared, with the reason in `notes`), `seconds`, `oracles`, `notes` (texts),
+            `memory` (None where none was taken), and of a trainer that is not ours `cause` (why it failed, or that this
+            is unknown). A row of `oracles`: `name` (finite, names, model, moments, ...), `ok` (None where there was
+            nothing to compare), `compared` (how many items), `differing` (the names of those that differ, the first of
+            them), `count` (how many differ), `value` and `limit` (of a measure, else None), `times_noise` and `noise`
+            (whose product the limit is; None where equal bits are required), `widened` (by the recipe).
+            `memory`: `tensor_bytes` and `threads` of the rank with the most, after the phase was released,
             and `baseline_tensor_bytes`, `baseline_threads`.
+        cause: What failed first: `phase`, `oracle` (None where the phase failed without one), `cause` in words; None
+            where nothing failed.
         noise: `loss` and `logits`, each with the largest difference between runs that should not differ (`repeated`)
             and between those whose embedding was moved by one unit in the last place (`moved`); None where there was
             none of them.
@@ -51,6 +55,7 @@ class RobustnessReport(Report):
     layout: dict[str, int]
     trainer: str
     phases: Sequence[dict[str, Any]]
+    cause: Mapping[str, Any] | None = None
     noise: Mapping[str, Any] = field(default_factory=dict)
     losses: Sequence[dict[str, Any]] = field(default_factory=list)
     differing: Sequence[dict[str, Any]] = field(default_factory=list)
