@@ -32,6 +32,7 @@ _PATIENCE = 1.0  # seconds in which helpers of a command that has ended end by t
 _POLITE = 2.0  # seconds between SIGTERM and SIGKILL for what has not
 _STUBBORN = 10.0  # seconds of SIGKILL before this process gives up, as for a process of another user
 _LOOK = 60.0  # seconds between two looks at the clock
+_LOOKS = 50  # at /proc, for what runs
 _SHOWN = 200  # characters of a command line
 
 
@@ -104,8 +105,8 @@ class _Supervisor:
             os.killpg(self._command.pid, signal.SIGTERM)
         self.wait(_GRACE, self.has_ended)
 
-    def end_all(self, is_polite: bool) -> list[_Process]:
-        """End everything below this process, and return what could not be ended."""
+    def end_all(self, is_polite: bool) -> list[str]:
+        """End everything below this process, and return the command lines of what could not be ended."""
         if is_polite and not self.is_alone():
             _send(_below(), signal.SIGTERM)
             self.wait(_POLITE, self.is_alone)
@@ -117,7 +118,16 @@ class _Supervisor:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._command.pid, signal.SIGKILL)
             self.wait(0.05, self.is_alone)
-        return [each for each in _below() if each.state != "Z"]
+        return self.described()
+
+    def described(self) -> list[str]:
+        """Return the command lines of what runs; one that forks all the time can be missed by a single look."""
+        for _ in range(_LOOKS):
+            found = [_described(each) for each in _below() if each.state != "Z"]
+            if found or self.is_alone():
+                return found
+            self.wait(0.01, self.is_alone)
+        return ["a process that could not be looked at"]
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
@@ -188,9 +198,9 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         left = []
     else:
         command.wait(_PATIENCE, command.is_alone)
-        left = [_described(each) for each in _below() if each.state != "Z"]
+        left = command.described()
     seconds = time.monotonic() - begin - (0 if is_late or not left else _PATIENCE)
-    unkillable = [_described(each) for each in command.end_all(is_polite=not is_late)]
+    unkillable = command.end_all(is_polite=not is_late)
     return {
         "code": command.code, "seconds": seconds, "is_late": is_late, "left": left, "unkillable": unkillable,
     }  # fmt: skip

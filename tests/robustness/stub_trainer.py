@@ -1,13 +1,16 @@
 """A trainer in a few lines of plain Python, for tests of how trainers are run and judged; it takes 0.1 seconds.
 
-Its parameter is a number that grows by the data, a moment and a random number; `--fault` names what it does wrong.
+Its parameter is a number that grows by the data, a moment and a random number; `--fault` names what it does wrong, and
+`--tamper RUN|FILE|CHANGE` what it does to a file of the run that did not stop when it has ended.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,8 +41,14 @@ parser.add_argument("--total", type=int)
 parser.add_argument("--save-at", type=int)
 parser.add_argument("--resume", type=Path)
 parser.add_argument("--fault", default="")
+parser.add_argument("--tamper", default="||")
+parser.add_argument("--width", type=int, default=1)
 args = parser.parse_args()
 fault = args.fault
+tampering, place, change = args.tamper.split("|")
+run = args.out.name
+if fault == "writes elsewhere" and args.resume:
+    args.out = args.resume.parent
 
 if fault == "fails" or (fault == "fails to resume" and args.resume):
     print("loading")
@@ -63,7 +72,7 @@ if args.resume:
         random.random()
     elif fault == "data":
         seen = 0
-    elif fault == "moments":
+    elif fault.startswith("moments"):
         moment = 0.0
 if fault == "noise" and not args.resume:
     weight += 1e-9 * (time.time() % 1)
@@ -71,8 +80,11 @@ if fault == "noise" and not args.resume:
 
 def save():
     """Saves."""
-    folder = args.out / f"step-{step}"
-    folder.mkdir()
+    folder = args.out / f"step-{step:0{args.width}d}"
+    folder.mkdir(exist_ok=fault == "writes elsewhere")
+    if tampering:
+        (args.out / "latest").unlink(missing_ok=True)
+        (args.out / "latest").symlink_to(folder.name)
     safetensors(folder / "model.safetensors", {"w": weight})
     safetensors(folder / "optimizer.safetensors", {"exp_avg": moment})
     state = {"step": step, "sampler": {"seen": seen}, "rng": random.getstate(), "timestamp": time.time()}
@@ -97,4 +109,13 @@ while step < args.steps:
         saved = step
 if saved != step and fault != "no checkpoint":
     save()
+    saved = step
+if fault == "moments written back" and saved == args.save_at and args.resume:
+    shutil.copytree(args.out / f"step-{saved}", args.resume, dirs_exist_ok=True)
+if fault == "leaves a child":
+    subprocess.Popen(["sleep", "611"], start_new_session=True)
+if run == tampering:
+    from tampering import tamper
+
+    tamper(args.out.parent / "straight" / place, change)
 sys.exit(3 if fault == "exits" else 0)
