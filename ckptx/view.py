@@ -335,7 +335,7 @@ def _names_of_model(
             f'"module." kept in {counted(len(unwrapped.kept), "name")}, as the names without it are there, too: '
             f"{first_of(unwrapped.kept)}"
         )
-    if prefix is None and not found.architecture:
+    if prefix is None and (found.architecture is None or not found.architecture.name_patterns):
         repeated = repeated_prefixes(roles.model)
         if repeated:
             notes.append(

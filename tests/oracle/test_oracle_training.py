@@ -249,16 +249,18 @@ def test_wrappers_in_names_are_removed_and_counted(
     assert_same_outputs(outputs(load(tmp_path / "out"), tokens()), outputs(load(hf), tokens()))
 
 
-def test_no_wrapper_is_removed_where_two_names_would_become_one(hf: Path, tmp_path: Path) -> None:
+def test_a_name_with_and_without_a_wrapper_is_one_tensor_where_the_bytes_are_equal(hf: Path, tmp_path: Path) -> None:
     state = read_hf(hf)
-    state["_orig_mod.lm_head.weight"] = state["lm_head.weight"].clone()
-    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    wrapped = {**state, "_orig_mod.lm_head.weight": state["lm_head.weight"].clone()}
+    dcp.save(dict(wrapped), storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(hf))
-    assert any(
-        "wrappers kept in names" in warning and "_orig_mod.lm_head.weight" in warning for warning in report.warnings
-    )
-    assert report.unknown == ["_orig_mod.lm_head.weight"]
-    assert read_hf(tmp_path / "out").keys() == state.keys()
+    assert any("two names" in warning and "_orig_mod.lm_head.weight" in warning for warning in report.warnings)
+    assert report.ledger["aliases"] == 1 and not report.unknown
+    assert_same_tensors(read_hf(tmp_path / "out"), state)
+    wrapped["_orig_mod.lm_head.weight"] += 1
+    dcp.save(dict(wrapped), storage_writer=dcp.FileSystemWriter(tmp_path / "other"), no_dist=True)
+    with pytest.raises(InputError, match=r'"lm_head.weight" and "_orig_mod.lm_head.weight".*different bytes'):
+        ckptx.convert("dcp2hf", tmp_path / "other", tmp_path / "none", base=str(hf))
 
 
 # The other way: stock torch loads what ckptx wrote
