@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
 from ckptx.architecture.installed import note_on
-from ckptx.architecture.shapes import expected_of, says_layers, shapes_of
+from ckptx.architecture.names_found import FoundNames, find_names, in_naming_of, known_names
+from ckptx.architecture.shapes import shapes_of
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.trainer_naming.detect import in_trainer_naming, trainer_naming_of
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
@@ -22,8 +22,8 @@ from ckptx.formats.hf.reader import refuse_adapters
 from ckptx.formats.manifest_file import manifest_in
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.duplicates import second_namings
-from ckptx.mapping.models import KnownNames, Models, OtherModel, below, find_models, repeated_prefixes
-from ckptx.mapping.names import Roles, Unwrapped, assign_roles, pattern_of, strip_wrappers
+from ckptx.mapping.models import Models, OtherModel, below, find_models, repeated_prefixes
+from ckptx.mapping.names import Roles, Unwrapped, pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
 from ckptx.mapping.rules import NameRules
@@ -229,77 +229,6 @@ def _with_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> d
     return {**config, "architectures": [inferred.class_name]}
 
 
-class FoundNames(NamedTuple):
-    """What the names of a checkpoint say.
-
-    Attributes:
-        unwrapped: Names without wrappers.
-        models: The model among them, by names without wrappers.
-        architecture: Under the names of the checkpoint; None when it is unknown.
-        trainer_naming: As in `ModelView`.
-    """
-
-    unwrapped: Unwrapped
-    models: Models
-    architecture: Architecture | None = None
-    trainer_naming: tuple[Conversion, ...] = ()
-
-
-def find_names(
-    names: Collection[str],
-    published: Architecture | None,
-    config: dict[str, Any] | None,
-    prefix: str | None,
-) -> FoundNames:
-    """Finds the model in the names of a training checkpoint.
-
-    Args:
-        names: Of its tensors.
-        published: The architecture under published names.
-        config: The contents of `config.json`.
-        prefix: Prefix of the model's names; None finds it.
-
-    Raises:
-        InputError: No name has the prefix.
-    """
-    architecture, trainer_naming = _in_naming_of(published, config, names)
-    known = _known_names(architecture, config)
-    unwrapped = strip_wrappers(names, frozenset() if known is None else known.spellings)
-    roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
-    return FoundNames(unwrapped, find_models(roles, known, is_given=prefix is not None), architecture, trainer_naming)
-
-
-def _in_naming_of(
-    published: Architecture | None, config: dict[str, Any] | None, names: Collection[str]
-) -> tuple[Architecture | None, tuple[Conversion, ...]]:
-    """The architecture under the names of a checkpoint, and the conversions from these names to published ones."""
-    if published is None or config is None:
-        return published, ()
-    trainer_naming = trainer_naming_of(published, config, names)
-    return (in_trainer_naming(published, trainer_naming) if trainer_naming else published), trainer_naming
-
-
-def _known_names(architecture: Architecture | None, config: dict[str, Any] | None) -> KnownNames | None:
-    """The names of the architecture under this config; None where none are known."""
-    if architecture is None or config is None or not architecture.name_patterns:
-        return None
-    optional: set[str] = set()
-    layers: dict[str, int] = {}
-    try:
-        for pair in architecture.ties:
-            if pair.flag.effective(config):
-                optional.update(pattern_of(name) for naming in pair.namings for name in naming)
-        if says_layers(architecture, config):
-            layers = {stack.path: stack.count for stack in architecture.stacks(config)}
-        expected = expected_of(architecture, config)
-    except InputError:  # said by whoever needs the number
-        expected = None
-    if expected is not None:
-        tied = {pattern_of(name) for pair in architecture.ties for naming in pair.namings for name in naming}
-        optional |= architecture.name_patterns - expected.required - tied
-    return KnownNames(architecture.name_patterns, architecture.base_prefix, frozenset(optional), layers)
-
-
 def _names_of_model(
     catalog: Catalog,
     published: Architecture | None,
@@ -311,8 +240,8 @@ def _names_of_model(
     plain = Unwrapped({name: name for name in catalog.tensors}, {})
     as_they_are = plain, Models(Roles("", plain.names, [], []))
     if not catalog.form.is_of_training:
-        architecture, trainer_naming = _in_naming_of(published, config, catalog.tensors)
-        others = find_models(as_they_are[1].roles, _known_names(architecture, config), is_given=False).others
+        architecture, trainer_naming = in_naming_of(published, config, catalog.tensors)
+        others = find_models(as_they_are[1].roles, known_names(architecture, config), is_given=False).others
         notes.extend(
             f"holds a second complete model {below(each.prefix)}, {counted(len(each.names), 'tensor')}, taken as "
             "tensors that the class does not have"

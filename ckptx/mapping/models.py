@@ -150,8 +150,8 @@ def _other_models(roles: Roles, outside: Iterable[str], known: KnownNames) -> li
     for prefix, names in _groups_of_model(rest, known).items():
         if prefix != roles.prefix:
             shorts = [name[len(prefix) :] for name in names]
-            spelled = {known.spelling(short) or known.spelling(lead + short) for short in shorts}
-            others.append(OtherModel(prefix, names, bool(required) and required <= spelled))
+            there = {known.spelling(short) or known.spelling(lead + short) for short in shorts}
+            others.append(OtherModel(prefix, names, bool(required) and required <= there))
     return others
 
 
@@ -246,5 +246,5 @@ def repeated_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     for prefix, rests in found.items():
         if len(rests) > 1 and (len(rests) > _MOST_COMPONENTS or any("*" in rest for rest, _ in rests)):
             same.setdefault(frozenset(rests), []).append(prefix)
-    repeated = [prefixes for prefixes in same.values() if len(prefixes) > 1]
-    return tuple(sorted(max(repeated, key=lambda each: len(found[each[0]])))) if repeated else ()
+    repeated = [(len(rests), prefixes) for rests, prefixes in same.items() if len(prefixes) > 1]
+    return tuple(sorted(max(repeated)[1])) if repeated else ()

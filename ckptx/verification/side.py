@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,28 +150,30 @@ class Side:
 
     @contextmanager
     def opened(self) -> Iterator[Source]:
-        trust = self.options.trust_remote_code
-        chosen = {"prefix": self.options.prefix, "is_prefix_of_another": True, "trust_remote_code": trust}
-        with open_source(self.path, **chosen) as source:
+        with self._source(self.path) as source:
             if source.config is not None or self.fallback == self.path:
                 yield source
                 return
-        with open_source(self.fallback, **chosen) as other:
+        with self._source(self.fallback) as other:
             config = other.config
-        with open_source(self.path, config=config, **chosen) as source:
+        with self._source(self.path, config) as source:
             yield source
+
+    def _source(self, path: Path, config: Mapping[str, Any] | None = None) -> AbstractContextManager[Source]:
+        options = self.options
+        return open_source(
+            path,
+            config=config,
+            prefix=options.prefix,
+            is_prefix_of_another=True,
+            trust_remote_code=options.trust_remote_code,
+        )
 
     def _home(self, source: Source) -> Path:
         """The directory of the config."""
         if source.view.catalog.config is not None:
             return directory_of_config(source.view.catalog)
-        options = self.options
-        with open_source(
-            self.fallback,
-            prefix=options.prefix,
-            is_prefix_of_another=True,
-            trust_remote_code=options.trust_remote_code,
-        ) as other:
+        with self._source(self.fallback) as other:
             if other.view.catalog.config is None:
                 raise InputError(
                     f"{self.path}: found no config.json beside it or the reference, needed one to build it"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from ckptx.architecture.model_files import class_names
+from ckptx.architecture.names_found import FoundNames, find_names
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import lookup
 from ckptx.errors import CkptxError
 from ckptx.mapping.duplicates import second_namings
 from ckptx.mapping.rules import NameRules
-from ckptx.view import FoundNames, find_names
 
 CLASSES = class_names()
 CHUNKS = [pytest.param(chunk, marks=[pytest.mark.slow] if chunk else []) for chunk in range(8)]
