@@ -62,17 +62,35 @@ def check_recorded_config(view: ModelView, base: Base, named: Named) -> None:
 
 
 def _depending_on_config(view: ModelView, named: Named) -> list[str]:
-    """Names of tensors that are stored in another form than the published one, or will be."""
-    found = [conversion.sources[0] for conversion in view.trainer_naming if conversion.ops]
-    rules, patterns = rules_of(view), set(map(pattern_of, view.tensors))
-    for conversion in () if rules is None else rules.conversions:
-        is_stored = not patterns.isdisjoint(conversion.targets) and patterns.isdisjoint(conversion.sources)
-        if conversion.ops and is_stored:
+    """Names of tensors whose elements were ordered by numbers of a config, or are about to be."""
+    rules, spoken = rules_of(view), named.naming.rules
+    own = [each for each in view.trainer_naming if _reads_config(each)]
+    models = [each for each in rules.conversions if _reads_config(each)] if rules is not None else []
+    wanted = [each for each in spoken.conversions if _reads_config(each)] if spoken is not None else []
+    found = [conversion.sources[0] for conversion in own]
+    patterns = _patterns_of(view)
+    for conversion in models:
+        if not patterns.isdisjoint(conversion.targets) and patterns.isdisjoint(conversion.sources):
             found.append(conversion.targets[0])
-    stored = {id(entry.chunks) for entry in view.tensors.values()}
-    source = named.target.source.tensors
-    found += [name for name, old in named.target.source_names.items() if id(source[old].chunks) not in stored]
+    if not found and (models or wanted):
+        stored = {id(entry.chunks) for entry in view.tensors.values()}
+        source = named.target.source.tensors
+        found = [name for name, old in named.target.source_names.items() if id(source[old].chunks) not in stored]
     return found
+
+
+def _reads_config(conversion: Conversion) -> bool:
+    """True for a conversion with numbers of the config in it; others put together what the shapes alone tell."""
+    return any(op.kind == "permute_rope" or (op.args and op.kind != "interleave") for op in conversion.ops)
+
+
+def _patterns_of(view: ModelView) -> set[str]:
+    """The patterns of the names, with the name of the base model in front and without."""
+    patterns = set(map(pattern_of, view.tensors))
+    if view.published is not None and view.published.base_prefix:
+        prefix = f"{view.published.base_prefix}."
+        patterns |= {prefix + each for each in patterns} | {each.removeprefix(prefix) for each in patterns}
+    return patterns
 
 
 def _out_of_reach(view: ModelView, manifest: Manifest) -> list[str]:
