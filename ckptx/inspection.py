@@ -73,7 +73,7 @@ def inspect(
         prefix=view.prefix,
         files=catalog.files,
         sidecars=[sidecar.name for sidecar in catalog.sidecars],
-        chunks=sum(len(entry.chunks) for entry in catalog.tensors.values()),
+        chunks=sum(len(entry.chunks) for name, entry in catalog.tensors.items() if name not in aliases),
         shared=_shared_names(aliases),
         tied=parameters.tied,
         optimizer={"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)},

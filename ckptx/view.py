@@ -78,8 +78,9 @@ class ModelView:
     _rules: list[NameRules | None] = field(default_factory=list, compare=False, repr=False)
 
     def nbytes(self, names: Iterable[str]) -> int:
-        """Bytes of the tensors with these names on disk."""
-        return sum(self.catalog.tensors[name].nbytes for name in names)
+        """Return the bytes of the tensors with these names on disk; bytes that names share count once."""
+        entries = (self.catalog.tensors[name] for name in names)
+        return sum({entry.place: entry.nbytes for entry in entries if entry.nbytes}.values())
 
     @property
     def model_duplicates(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ from ckptx.peak_memory import peak_memory, peak_of_children
 from ckptx.publishing.report_file import write_text
 from ckptx.wording import counted as counted
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 2
 THIS_PROCESS, LARGEST_RANK, LARGEST_PROCESS = "this process", "largest rank", "largest process"
 
 

@@ -39,7 +39,7 @@ class InspectionReport(Report):
         prefix: What names of the model begin with.
         files: Bytes of each file that holds tensor data.
         sidecars: Files that travel with the weights.
-        chunks: Pieces that tensors lie in.
+        chunks: Chunks that tensors are stored in; those that names share count once.
         shared: Groups of names that share bytes.
         tied: Groups of names that are stored apart and count once.
         optimizer: Tensors and bytes of optimizer state.

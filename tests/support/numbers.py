@@ -1,0 +1,382 @@
+"""The numbers of reports, read back from their text and held against the document and the files.
+
+Files are counted with stock readers: safetensors and the metadata of torch's DCP. ckptx takes no part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from support.runner import CliRunner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ckptx.cli.main import cli
+
+_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.float64: "F64", torch.int8: "I8",
+}  # fmt: skip
+_UNITS = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
+NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
+SIZE = r"\d+(?:\.\d+)? (?:B|KiB|MiB|GiB|TiB)"
+
+
+class Held(NamedTuple):
+    """What lies in a directory.
+
+    Attributes:
+        dtypes: Dtype of each name.
+        aliases: Names that share the bytes of a name before them.
+        nbytes: Bytes of each tensor.
+        chunks: Number of places where a part of a tensor is stored.
+        files: Size of each file.
+    """
+
+    dtypes: dict[str, str]
+    aliases: set[str]
+    nbytes: dict[str, int]
+    chunks: int
+    files: dict[str, int]
+
+    @property
+    def size(self) -> int:
+        return sum(self.files.values())
+
+
+def held(root: Path) -> Held:
+    """Counts a checkpoint of either format."""
+    files = {str(file.relative_to(root)): file.stat().st_size for file in root.rglob("*") if file.is_file()}
+    return Held(*(_of_dcp(root) if (root / ".metadata").exists() else _of_safetensors(root)), files)
+
+
+def _of_dcp(root: Path) -> tuple[dict[str, str], set[str], dict[str, int], int]:
+    read = dcp.FileSystemReader(root).read_metadata()
+    entries = {name: each for name, each in read.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
+    places: dict[str, set[tuple[str, int]]] = {name: set() for name in entries}
+    for index, info in read.storage_data.items():
+        if index.fqn in places:
+            places[index.fqn].add((info.relative_path, info.offset))
+    owners: dict[frozenset[tuple[str, int]], str] = {}
+    aliases = {name for name, where in places.items() if owners.setdefault(frozenset(where), name) != name}
+    sizes = {name: each.size.numel() * each.properties.dtype.itemsize for name, each in entries.items()}
+    return (
+        {name: _NAMES[each.properties.dtype] for name, each in entries.items()},
+        aliases,
+        sizes,
+        len(set().union(*places.values())),
+    )
+
+
+def _of_safetensors(root: Path) -> tuple[dict[str, str], set[str], dict[str, int], int]:
+    dtypes: dict[str, str] = {}
+    nbytes: dict[str, int] = {}
+    chunks = set()  # each replica is the chunk of another rank once more
+    for file in sorted(root.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            info = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in opened.keys():  # noqa: SIM118 (a file cannot be iterated over)
+                tensor = opened.get_tensor(name)
+                dtypes[name] = _NAMES[tensor.dtype]
+                chunks.add((name, tuple(info.get(name, {}).get("saved_offsets", ()))))
+                nbytes[name] = nbytes.get(name, 0) + tensor.numel() * tensor.element_size()
+    return dtypes, set(), nbytes, len(chunks)
+
+
+class Said(NamedTuple):
+    """How a command ended: its document, its text, and what went to stderr."""
+
+    document: dict[str, Any]
+    text: str
+    notes: str
+
+
+def run(report: Path, *words: object) -> Said:
+    """Runs a command; `report` is where its document is written. One that writes none runs twice."""
+    if words[0] in ("inspect", "diff"):
+        texts = [
+            CliRunner().invoke(cli, [*map(str, words), *more], standalone_mode=False) for more in ((), ("--json",))
+        ]
+        assert [each.exception for each in texts] == [None, None]
+        return Said(json.loads(texts[1].stdout), texts[0].stdout, texts[0].stderr)
+    result = CliRunner().invoke(cli, [*map(str, words), "--report", str(report)], standalone_mode=False)
+    assert result.exception is None, result.exception
+    found = json.loads(report.read_text())
+    assert result.return_value == found["exit"], result.stderr
+    return Said(found, result.stdout, result.stderr)
+
+
+def whole(text: str) -> int:
+    """A number with its commas."""
+    return int(text.replace(",", ""))
+
+
+def is_size(text: str, nbytes: float, slack: float = 0) -> bool:
+    """Whether a size as it is shown is this many bytes, as near as its digits say, or `slack` bytes off."""
+    number, unit = text.split()
+    factor = 1024 ** _UNITS[unit]
+    digits = len(number.partition(".")[2])
+    return abs(float(number) * factor - nbytes) <= 0.5001 * factor / 10**digits + slack
+
+
+class Lines:
+    """The lines of a text, each of which must be understood by one of the patterns, with all its numbers."""
+
+    def __init__(self, text: str) -> None:
+        self.left = text.splitlines()
+
+    def one(self, pattern: str) -> re.Match[str]:
+        """The one line of a pattern."""
+        (found,) = self.every(pattern)
+        return found
+
+    def every(self, pattern: str) -> list[re.Match[str]]:
+        """All lines of a pattern; they are taken out."""
+        found = [(line, match) for line in self.left if (match := re.fullmatch(pattern, line))]
+        self.left = [line for line in self.left if all(line is not each for each, _ in found)]
+        return [match for _, match in found]
+
+    def end(self) -> None:
+        """Nothing with a number is left that no pattern understood."""
+        assert [line for line in self.left if re.search(r"\d", line)] == []
+
+
+def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path) -> None:
+    """Every number of the summary of a conversion.
+
+    Args:
+        said: What was printed.
+        before: The source.
+        after: The output; None after a dry run.
+        dst: Where it is.
+    """
+    document, lines = said.document, Lines(said.text)
+    ledger, target = document["ledger"], document["ledger"]["target"]
+    is_dry = bool(document.get("dry_run"))
+    head = lines.one(
+        rf"(would write |wrote |wrote nothing, the output is complete: )({NUMBER}) tensors?"
+        rf"(?: \(({NUMBER}) stored(?: \+ ({NUMBER}) cop(?:y|ies))?(?: \+ ({NUMBER}) alias(?:es)?)?\))?, ({SIZE})"
+        rf"(?:, ({SIZE}) of it in an interrupted run before)?"
+        rf"(?:; would read ({SIZE}); buffers up to ({SIZE}))?"
+    )
+    verb, tensors, stored, copies, aliases, size, rest, reads, buffers = head.groups()
+    shown = [whole(each or "0") for each in (copies, aliases)]
+    assert whole(tensors) == document["tensors"] == target["tensors"]
+    assert shown == [target["copies"], target["aliases"]]
+    assert whole(stored or tensors) == target["stored"] == whole(tensors) - sum(shown)
+    assert len(document["aliases"]) == target["aliases"]
+    assert is_size(size, document["output_bytes"])
+    assert (verb == "would write ") is is_dry and (reads is not None) is is_dry
+    if is_dry:
+        assert is_size(reads, document["bytes_read"]) and is_size(buffers, document["memory"])
+        listed = lines.every(rf"  (\S+)  ({SIZE})(?:  ({NUMBER}) tensors?)?")
+        rows = {row["name"]: row for row in document["files"]}
+        for match in listed:
+            assert is_size(match[2], rows[match[1]]["bytes"])
+            assert whole(match[3] or "0") == rows[match[1]]["tensors"]
+        assert len(listed) == min(len(rows), 20)
+        assert sum(row["bytes"] for row in rows.values()) == document["output_bytes"] == document["bytes_written"]
+        lines.every(rf"  and {NUMBER} more files, --json lists all")
+    elif "complete" in verb:
+        assert (document["bytes_written"], document["bytes_read"]) == (0, 0)
+    else:
+        earlier = document["output_bytes"] - document["bytes_written"]
+        assert earlier >= 0 and (rest is not None) is (earlier > 0)
+        assert rest is None or is_size(rest, earlier)
+    if after is not None:
+        assert whole(tensors) == len(after.dtypes)
+        assert document["output_bytes"] == after.size
+        assert {*document["aliases"]} == after.aliases or len(document["aliases"]) == len(after.aliases)
+        assert document["dtypes"]["after"] == dict(Counter(after.dtypes.values()))
+    _check_source(lines, document, before)
+    _check_dtypes(lines, document)
+    _check_ties(lines, document, after)
+    _check_layout(lines, document, dst if after is not None else None)
+    lines.every(r"architecture: .*")
+    lines.every(r"config\.json: .*")
+    lines.every(r'prefix: ".*" removed from names')
+    kept = lines.every(rf"dtype kept: ({NUMBER}) tensors? \(.*\)")
+    assert [whole(match[1]) for match in kept] == ([len(document["kept_dtype"])] if document.get("kept_dtype") else [])
+    _check_cost(lines, document)
+    lines.end()
+    assert ledger["source"] == len(before.dtypes)
+
+
+def _check_source(lines: Lines, document: Mapping[str, Any], before: Held) -> None:
+    ledger = document["ledger"]
+    line = lines.one(rf"source tensors: ({NUMBER}) \((.*)\)")
+    parts = Counter[str]()
+    for part in line[2].split(", "):
+        match = re.fullmatch(rf"({NUMBER}) (written|tied|(?:\w+ )?skipped)(?: as ({NUMBER}) tensors?)?", part)
+        assert match, part
+        parts[match[2].rpartition(" ")[2]] += whole(match[1])
+        if match[2] == "written":
+            assert whole(match[3] or match[1]) == ledger["target"]["stored"]
+        if match[2] == "optimizer skipped":
+            assert whole(match[1]) == sum(name.startswith("optimizer.") for name in before.dtypes)
+    expected = {"written": ledger["written"], "tied": ledger["aliases"], "skipped": ledger["dropped"]}
+    assert parts == Counter(expected)
+    assert whole(line[1]) == ledger["source"] == sum(parts.values()) == len(before.dtypes)
+    assert len(document["dropped"]) == ledger["dropped"]
+    dropped = lines.every(rf"dropped: ({NUMBER}) tensors? \((.*)\)")
+    assert {match[2]: whole(match[1]) for match in dropped} == Counter(row["reason"] for row in document["dropped"])
+
+
+def _check_dtypes(lines: Lines, document: Mapping[str, Any]) -> None:
+    line = lines.one(r"dtypes: (.*?)(?: -> (.*))?")
+    counts = [{name: int(n) for name, n in re.findall(r"(\w+) (\d+)", each or line[1])} for each in line.groups()]
+    assert counts == [document["dtypes"]["before"], document["dtypes"]["after"]]
+    assert all(sum(each.values()) == document["tensors"] for each in counts)
+
+
+def _check_ties(lines: Lines, document: Mapping[str, Any], after: Held | None) -> None:
+    words = {"one tensor with two names": "alias", "stored under both names": "copy", "stored under one name": "single"}
+    told = {(match[1], match[2]): match[3] for match in lines.every(r"tie: (\S+) <- (\S+): [\w-]+, ([\w -]+) \(.*\)")}
+    for row in document["ties"]:
+        pair = row["target"], row["source"]
+        if pair in told:
+            assert words.get(told[pair], told[pair]) == row["action"]
+        if after is None or row["action"] == "none":
+            continue
+        names = {name for name in after.dtypes if name.endswith(pair)} if after else set()
+        exact = [name for name in pair if name in after.dtypes]
+        if row["action"] == "single":
+            assert len(exact) <= 1, row
+        elif len(exact) == 2:
+            shares = bool({*pair} & {*document["aliases"]})
+            assert (row["action"] == "alias") is shares, (row, names)
+            assert not shares or {*pair} & after.aliases
+    aliases = [(match[1], match[2]) for match in lines.every(r"alias: (\S+) -> (\S+)")]
+    assert aliases == [*document["aliases"].items()][:20]
+
+
+def _check_layout(lines: Lines, document: Mapping[str, Any], dst: Path | None) -> None:
+    layout = document.get("layout")
+    found = lines.every(rf"layout: tp (\d+) x pp (\d+) x dp_shard (\d+), ({SIZE}) a rank, the largest ({SIZE})")
+    assert len(found) == (layout is not None)
+    if layout is None:
+        return
+    tp, pp, dp_shard = (int(found[0][index]) for index in (1, 2, 3))
+    assert (tp, pp, dp_shard) == (layout["tp"], layout["pp"], layout["dp_shard"])
+    sizes = [row["bytes"] for row in document["ranks"]]
+    assert len(sizes) == tp * pp * dp_shard
+    if dst is not None:
+        by_rank = [0] * len(sizes)
+        for file in dst.iterdir():
+            match = re.fullmatch(r"__(\d+)_\d+\.distcp|shard-(\d+)-model-.*\.safetensors", file.name)
+            if match:
+                by_rank[int(match[1]) if match[1] else int(match[2]) - 1] += file.stat().st_size
+        assert by_rank == sizes
+    assert is_size(found[0][4], sum(sizes) / len(sizes)) and is_size(found[0][5], max(sizes))
+    stages = lines.every(r"  stage (\d+): (.*)")
+    assert [int(match[1]) for match in stages] == (list(range(pp)) if pp > 1 else [])
+    for match in stages:
+        spans = [(path, int(a), int(b) + 1) for path, a, b in re.findall(r"([\w.]+)\.(\d+)-(\d+)", match[2])]
+        assert [list(each) for each in spans] == layout["stages"][int(match[1])]
+    rules = lines.every(rf"  ({NUMBER}) tensors? (replicated \(no TP rule\)|(?:sharded|replicated) by .*)")
+    placed = sum(row["tensors"] for row in document["rules"])
+    assert sum(whole(match[1]) for match in rules) == (placed if tp > 1 else 0)
+    sharded = sum(whole(match[1]) for match in rules if match[2].startswith("sharded"))
+    assert sharded == (sum(row["tensors"] for row in document["rules"] if row["dim"] is not None) if tp > 1 else 0)
+    replicated = document.get("replicated")
+    assert (replicated is not None) is (tp > 1)
+    if replicated is not None:
+        assert replicated["tensors"] == placed - sharded
+        assert 0 <= replicated["share"] <= 1
+
+
+def _check_cost(lines: Lines, document: Mapping[str, Any]) -> None:
+    line = lines.one(rf"(\d+\.\d\d) s(?:, ({SIZE})/s)?, peak memory(?: of the ([a-z ]+))? ({SIZE})")
+    assert abs(float(line[1]) - document["seconds"]) <= 0.00501
+    assert is_size(line[4], document["peak_rss"]) and document["peak_rss"] > 1 << 20
+    assert (line[3] or "this process") == document["peak_rss_of"]
+    if line[2]:
+        assert is_size(line[2], document["gb_per_s"] * 1e9, slack=500)  # which has six digits
+        assert document["gb_per_s"] * 1e9 * document["seconds"] == _near(document["bytes_written"])
+
+
+def _near(value: float) -> Any:
+    import pytest
+
+    return pytest.approx(value, rel=0.02, abs=2000)
+
+
+def check_inspection(said: Said, found: Held, parameters: int | None = None) -> None:
+    """Every number of `inspect`."""
+    document, lines = said.document, Lines(said.text)
+    lines.left = lines.left[1:]  # the path
+    files = lines.one(rf"  format        \w+, ({NUMBER}) files?")
+    assert whole(files[1]) == len(document["files"])
+    assert all(found.files[name] == size for name, size in document["files"].items())
+    tensors = lines.one(
+        rf"  tensors       ({NUMBER})(?: \(({NUMBER}) stored \+ ({NUMBER}) alias(?:es)?\))?"
+        rf" in ({NUMBER}) chunks?, ({SIZE})"
+    )
+    assert whole(tensors[1]) == document["tensors"] == len(found.dtypes)
+    assert whole(tensors[3] or "0") == len(document["aliases"]) == len(found.aliases)
+    assert whole(tensors[2] or tensors[1]) == document["tensors"] - len(document["aliases"])
+    assert whole(tensors[4]) == document["chunks"] == found.chunks
+    assert is_size(tensors[5], document["bytes"])
+    assert whole(lines.one(rf"  parameters    ({NUMBER})")[1]) == document["parameters"]
+    assert parameters is None or document["parameters"] == parameters
+    counts = {name: int(n) for name, n in re.findall(r"(\w+) (\d+)", lines.one(r"  dtypes        (.*)")[1])}
+    assert counts == document["dtypes"]["before"] == dict(Counter(found.dtypes.values()))
+    for match in lines.every(rf"  optimizer     ({NUMBER}) tensors?, ({SIZE})"):
+        assert whole(match[1]) == document["optimizer"]["tensors"]
+        assert is_size(match[2], document["optimizer"]["bytes"])
+        names = [name for name in found.dtypes if name.startswith("optimizer.")]
+        assert whole(match[1]) == len(names)
+        assert document["optimizer"]["bytes"] == sum(found.nbytes[name] for name in names if name not in found.aliases)
+    groups = lines.every(rf"    (\S+)\s+({NUMBER})\s+({SIZE})")
+    others = document["optimizer"]["tensors"] + len(document["other"])
+    assert sum(row["tensors"] for row in document["groups"]) == document["tensors"] - others
+    for match, row in zip(groups, document["groups"], strict=False):
+        assert (match[1], whole(match[2])) == (row["pattern"], row["tensors"]) and is_size(match[3], row["bytes"])
+    for pattern in ("architecture", "prefix", "other", "objects", "shared", "tied", "unknown", "sidecars"):
+        lines.every(rf"  {pattern}\s+.*")
+    lines.end()
+
+
+def check_verification(said: Said, compared: int, differing: int, every: int) -> None:
+    """Every number of `verify`.
+
+    Args:
+        said: What was printed.
+        compared: Pairs of tensors whose contents can be compared.
+        differing: Tensors that differ.
+        every: Tensors of both sides together.
+    """
+    document, lines = said.document, Lines(said.text)
+    assert (document["compared"], len(document["differing"])) == (compared, differing)
+    if not differing:
+        line = lines.one(rf"equal: ({NUMBER}) tensors? compared bit for bit, ({SIZE}) read")
+        assert whole(line[1]) == compared and is_size(line[2], document["bytes_read"])
+    else:
+        line = lines.one(rf"DIFFERENT: ({NUMBER}) of ({NUMBER}) tensors? differs?")
+        assert (whole(line[1]), whole(line[2])) == (differing, every)
+        rows = lines.every(r"[\w.]+: (?:content|missing|shape|dtype|tied).*")
+        assert len(rows) == min(differing, 20)
+        more = lines.every(r"and (\d+) more, --json lists all")
+        assert [int(match[1]) for match in more] == ([differing - 20] if differing > 20 else [])
+    _check_cost(lines, document)
+    lines.end()
+
+
+def check_difference(said: Said, common: int) -> None:
+    """Every number of `diff`."""
+    lines = Lines(said.text)
+    line = lines.one(rf"({NUMBER}) common names?: .*")
+    assert whole(line[1]) == said.document["compared"] == common
+    assert len(lines.every(r"tied: .*")) == len(said.document["tied"])
+    rows = len(said.document["differing"])
+    assert len(lines.every(r"[\w.]+: (?:missing|shape|dtype).*")) == min(20, rows)
+    more = lines.every(r"and (\d+) more, --json lists all")
+    assert [int(match[1]) for match in more] == ([rows - 20] if rows > 20 else [])
+    lines.end()
