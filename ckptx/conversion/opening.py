@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.errors import OutputError
+from ckptx.errors import OutputError, UnsupportedError
 from ckptx.formats.hf.hub import resolve
+from ckptx.formats.rank_names import is_file_of_many
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
 from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
@@ -67,6 +68,8 @@ def opened(
         refuse_overlap(path, dst)
         notes = () if options.resume else _refuse_taken(dst, options)
         source = open_checkpoint(path)
+        if not options.allow_misfit:
+            _refuse_one_of_many(source)
         refuse_files_of(source, dst)
         _logger.info(
             "%s: %s, %d tensors, %d objects, %d files", source.root, source.format, len(source.tensors),
@@ -74,6 +77,19 @@ def opened(
         )  # fmt: skip
         with FilePool(source.root, source.identities) as files:
             yield Opened(source, files, dst, options, processes, notes)
+
+
+def _refuse_one_of_many(source: Catalog) -> None:
+    """Refuse a file that says that it is one of several, where no index says otherwise."""
+    if len(source.files) != 1 or any(name.endswith(".index.json") for name in source.verbatim):
+        return
+    (name,) = source.files
+    count = None if source.form.is_of_training or source.form.has_manifest else is_file_of_many(name)
+    if count is not None:
+        raise UnsupportedError(
+            f"{source.root / name}: is one file of {count} of a checkpoint; pass the directory with all of them and "
+            "their index, or --allow-misfit to convert this file alone"
+        )
 
 
 def _refuse_taken(dst: Path, options: ConvertOptions) -> tuple[str, ...]:

@@ -6,20 +6,29 @@ formats than HF safetensors are imported for a checkpoint that has them.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog, Part
 from ckptx.catalog.entry import StoredChunks, TensorEntry
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata
 from ckptx.formats.manifest_file import note_no_file
+from ckptx.formats.rank_files import (
+    Shapes,
+    refuse_part_directory,
+    refuse_part_file,
+    refuse_parts_below,
+    without_part_directories,
+    without_part_files,
+)
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.formats.sharding_info import that_record_offsets
 from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
@@ -64,6 +73,21 @@ def open_checkpoint(path: str | Path) -> Catalog:
     if is_being_written(located.root):
         raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
     before = identities(located.root, (*located.weights, "config.json", MANIFEST))
+    located, catalog = _catalog_of(located)
+    if not catalog.tensors:
+        raise InputError(f"{located.root}: holds no tensors")
+    _refuse_absurd(catalog)
+    _refuse_part(located, catalog)
+    note_no_file(catalog.root, catalog.notes)
+    _add_surroundings(catalog, located)
+    around = identities(located.root, (sidecar.name for sidecar in catalog.sidecars))
+    catalog.identities = {**around, **before, **catalog.identities}
+    catalog.opened_from = Path(path)
+    return catalog
+
+
+def _catalog_of(located: Located) -> tuple[Located, Catalog]:
+    """Open what was found, without the files beside it; headers may say that it is of another kind than it seemed."""
     if located.kind == "dcp":
         catalog = _open_parts(located)
     elif located.kind == "sharded":
@@ -78,15 +102,39 @@ def open_checkpoint(path: str | Path) -> Catalog:
         if found is None:
             located = Located(located.root, "sharded", (".",))
         catalog = _open_shards(located.root) if found is None else found
-    if not catalog.tensors:
-        raise InputError(f"{located.root}: holds no tensors")
-    _refuse_absurd(catalog)
-    note_no_file(catalog.root, catalog.notes)
-    _add_surroundings(catalog, located)
-    around = identities(located.root, (sidecar.name for sidecar in catalog.sidecars))
-    catalog.identities = {**around, **before, **catalog.identities}
-    catalog.opened_from = path
-    return catalog
+    return located, catalog
+
+
+def _shapes_in(path: Path) -> Shapes | None:
+    """The shapes of a file or directory that may be a part of a checkpoint, or None where it cannot be opened."""
+    try:
+        located = _locate_file(path) if path.is_file() else locate(path)
+        return {name: entry.shape for name, entry in _catalog_of(located)[1].tensors.items()}
+    except (CkptxError, OSError):
+        return None
+
+
+def _refuse_part(located: Located, catalog: Catalog) -> None:
+    """Refuses one rank's part of a checkpoint: a file with others beside it, or a directory.
+
+    Raises:
+        UnsupportedError: It is one.
+    """
+    shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
+    metadata = _metadata_of(catalog, located.weights[0])
+    if located.kind in ("huggingface", "bin") and not _has_own_directory(located):
+        refuse_part_file(located.root / located.weights[0], shapes, _shapes_in, metadata)
+    refuse_part_directory(located.root, shapes, _shapes_in, metadata)
+
+
+def _metadata_of(catalog: Catalog, weights: str) -> dict[str, Any]:
+    """The metadata in the header of a safetensors file."""
+    text = catalog.verbatim.get(weights, "")
+    try:
+        found = json.loads(text).get("__metadata__") if text and not weights.endswith(".json") else None
+    except (ValueError, AttributeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _refuse_absurd(catalog: Catalog) -> None:
@@ -220,14 +268,19 @@ def locate(path: Path) -> Located:
     here = _locate_directory(path)
     if here is not None:
         return here
-    below = list(_candidates(path, 2))
+    refusals: list[UnsupportedError] = []
+    below = list(_candidates(path, 2, refusals))
     if len(below) == 1:
         return below[0]
     if below:
-        listed = ", ".join(str(located.root) for located in below[:8])
-        more = f" and {len(below) - 8} more" if len(below) > 8 else ""
+        left = without_part_directories(path, [located.root for located in below], _shapes_in)
+        listed = ", ".join(map(str, left[:8]))
+        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
         raise InputError(f"{path}: holds {len(below)} checkpoints, needed one; pass one of: {listed}{more}")
     refuse_below(path, 2)
+    if refusals:
+        raise refusals[0]
+    refuse_parts_below(path, 2, _shapes_in)
     found = "it is empty" if not any(path.iterdir()) else "no .metadata, *.safetensors or pytorch_model*.bin in it"
     raise InputError(f"{path}: no checkpoint found, {found}")
 
@@ -308,6 +361,7 @@ def _weights_in(path: Path, names: set[str]) -> Located | None:
     if not found:
         return None
     if len(found) > 1:
+        found = without_part_files(path, found, _shapes_in)
         raise InputError(f"{path}: no model.safetensors or index, but {', '.join(found[:8])}; pass one as SRC")
     return Located(path, "huggingface", (found[0],))
 
@@ -336,15 +390,17 @@ def _text_of_index(path: Path) -> str:
     return read_small(path / huggingface.INDEX, INDEX_BYTES).decode("utf-8", "replace")
 
 
-def _candidates(path: Path, depth: int) -> Iterator[Located]:
+def _candidates(path: Path, depth: int, refusals: list[UnsupportedError]) -> Iterator[Located]:
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if not entry.is_dir() or entry.name.startswith("."):
             continue
         try:
             located = _locate_directory(Path(entry.path))
-        except (InputError, UnsupportedError):
+        except (InputError, UnsupportedError) as error:
+            if isinstance(error, UnsupportedError):
+                refusals.append(error)
             continue  # a broken neighbour is no candidate; passed by name it says why
         if located is not None:
             yield located
         elif depth > 1:
-            yield from _candidates(Path(entry.path), depth - 1)
+            yield from _candidates(Path(entry.path), depth - 1, refusals)

@@ -26,11 +26,10 @@ from ckptx.errors import CkptxError, InputError, exit_code_of
 from tests.attacks.test_manifest_mutations import FIXTURES, At, Json, Tensors, as_model, holder_of, read_as_loaders_do
 from tests.writers import tree_bytes
 
-KINDS = ["untied/cut", "tied/dcp", "experts/cut", "untied/sharded", "source_only/dcp"]
-VALUES: list[Json] = [None, True, -1, 0, 3, 1 << 70, 0.5, "", "x", "../x", "0" * 32, [], {}, [1], {"x": 1}]
-ROWS = 2
+KINDS = ["untied/cut", "tied/dcp", "experts/sharded", "source_only/dcp"]
+VALUES: list[Json] = [None, True, -1, 3, 1 << 70, "x", "0" * 32, [], {"x": 1}]
+ROWS = 1
 """How many rows of tensors, files and cuts are changed: the first ones; the others are alike."""
-FILES = ("origin", "files", "sidecars", "cuts", "tensors")
 
 
 class Ended(NamedTuple):
@@ -51,7 +50,7 @@ def places(value: Json, at: At = ()) -> Iterator[At]:
         yield at
     if isinstance(value, dict | list):
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-        for key in keys[:ROWS] if at and len(keys) > 6 else keys:
+        for key in keys[:ROWS] if at and (len(keys) > 4 or isinstance(value, list)) else keys:
             yield from places(value[key], (*at, key))
 
 

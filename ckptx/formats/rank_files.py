@@ -1,0 +1,311 @@
+"""Refuse what is one rank's part of a checkpoint, or one file of several, where nothing records how they go together.
+
+Half a model converts without an error, so a part is neither offered nor taken. Names tell which files or directories
+may be parts (`rank_names`), the headers of their tensors whether they are:
+
+* a word for a rank before numbers that count from 0: they are;
+* a number alone, from 0 on, and tensors in common: they are;
+* a number alone, no tensor in common, but layers of one model: they are files of one checkpoint without an index;
+* every size that config.json gives is there: each is a whole model, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptx.catalog.region import Shape
+from ckptx.errors import CkptxError, UnsupportedError
+from ckptx.formats.rank_names import Family, family_of, has_rank, is_rank_alone, may_be_part, world_size_in
+from ckptx.mapping.names import pattern_of
+from ckptx.storage.files import read_small
+from ckptx.untrusted.json_text import parse_json
+from ckptx.untrusted.limits import CONFIG_BYTES
+
+Shapes = Mapping[str, Shape]
+ShapesIn = Callable[[Path], Shapes | None]
+"""Opens a file or directory and returns the shapes of its tensors, or None if it cannot be opened."""
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_NAMED = 4
+_WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
+_NEXT_STEP = (
+    "save a DCP or the whole model where it was trained, and pass that (if each rank holds a whole model, put its "
+    "config.json beside it)"
+)
+
+
+def without_part_files(root: Path, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
+    """Return the weight files of a directory that are checkpoints by themselves.
+
+    Raises:
+        UnsupportedError: None is: they are parts of one checkpoint.
+    """
+    families = _families(root, names, shapes_in, directories=False)
+    parts = {name for family in families for name in family.names}
+    left = [name for name in names if name not in parts]
+    if not left:
+        raise _parts_error(root, families[0])
+    return left
+
+
+def without_part_directories(path: Path, roots: Sequence[Path], shapes_in: ShapesIn) -> list[Path]:
+    """Return those of several directories below `path` that are checkpoints by themselves.
+
+    Raises:
+        UnsupportedError: None is: they are parts of one checkpoint.
+    """
+    siblings: dict[tuple[Path, Path], set[str]] = {}
+    for root in roots:
+        parts = root.relative_to(path).parts
+        for at, name in enumerate(parts):
+            siblings.setdefault((path.joinpath(*parts[:at]), Path(*parts[at + 1 :])), set()).add(name)
+    refused: dict[Path, tuple[Path, Family]] = {}
+    for (where, rest), names in siblings.items():
+        for family in _families(where, sorted(names), lambda each, rest=rest: shapes_in(each / rest), directories=True):
+            refused.update((where / name / rest, (where, family)) for name in family.names)
+    left = [root for root in roots if root not in refused]
+    if not left:
+        raise _parts_error(*refused[roots[0]])
+    return left
+
+
+def refuse_parts_below(path: Path, depth: int, shapes_in: ShapesIn) -> None:
+    """Refuse weight files that ranks wrote in a directory, or at most `depth` below.
+
+    Raises:
+        UnsupportedError: There are some.
+    """
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except OSError:
+        return  # nothing is known of a directory that cannot be listed
+    names = [entry.name for entry in entries if entry.name.endswith(WEIGHTS)]
+    families = _families(path, names, shapes_in, directories=False)
+    if families:
+        raise _parts_error(path, families[0])
+    for entry in entries:
+        if depth and entry.is_dir() and not entry.name.startswith("."):
+            refuse_parts_below(Path(entry.path), depth - 1, shapes_in)
+
+
+def refuse_part_file(path: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]) -> None:
+    """Refuse a weight file that is one rank's part of a checkpoint.
+
+    Args:
+        path: The file.
+        shapes: The shapes of its tensors.
+        shapes_in: Opens the files beside it.
+        metadata: Of its header; a world size in it counts.
+
+    Raises:
+        UnsupportedError: It is a part.
+    """
+    names = [entry.name for entry in os.scandir(path.parent) if entry.name.endswith(WEIGHTS)]
+    _refuse(path, names, lambda each: shapes if each == path else shapes_in(each), metadata, directories=False)
+
+
+def refuse_part_directory(root: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]) -> None:
+    """Refuse a directory that is one rank's part of a checkpoint, or lies in one that is.
+
+    Args:
+        root: The directory of a checkpoint.
+        shapes: The shapes of its tensors.
+        shapes_in: Opens the directories beside it.
+        metadata: As in `refuse_part_file`.
+
+    Raises:
+        UnsupportedError: It is a part.
+    """
+    absolute = Path(os.path.abspath(root))
+    directory, above = absolute, 0
+    while directory.name and (not above or (is_rank_alone(directory.name) and above < _ABOVE)):
+        if may_be_part(directory.name):
+            below = absolute.relative_to(directory)
+            config = read_config(absolute, directory.parent) or {}
+            _refuse(
+                directory,
+                [entry.name for entry in os.scandir(directory.parent) if entry.is_dir()],
+                lambda each, own=directory, below=below: shapes if each == own else shapes_in(each / below),
+                {**metadata, **config},
+                directories=True,
+                subject=root,
+            )
+        directory, above = directory.parent, above + 1
+
+
+_ABOVE = 3  # directories for tp, pp and dp inside of each other
+
+
+def _refuse(
+    path: Path,
+    names: Sequence[str],
+    shapes_in: ShapesIn,
+    metadata: Mapping[str, Any],
+    *,
+    directories: bool,
+    subject: Path | None = None,
+) -> None:
+    family = family_of(path.name, names, directories=directories)
+    if family is not None and family.kind != "index of":
+        if _are_parts(path.parent, family, path.name, shapes_in, directories):
+            others = [name for name in family.names if name != path.name]
+            raise UnsupportedError(
+                f"{subject or path}: was written by rank, without a record of how its tensors are sharded, and is a "
+                f"part of one checkpoint with {_listed(others)}; {_NEXT_STEP}"
+            )
+        return
+    world_size = world_size_in(path.name) or _world_size(metadata)
+    if has_rank(path.name) and world_size > 1 and not _is_whole(shapes_in(path), read_config(path, path.parent)):
+        raise UnsupportedError(
+            f"{subject or path}: was written by rank, one of {world_size}, without a record of how its tensors are "
+            f"sharded, and the files of the other ranks are not there; {_NEXT_STEP}"
+        )
+
+
+def _parts_error(where: Path, family: Family) -> UnsupportedError:
+    """Return the refusal for a directory that holds a family."""
+    if family.kind == "index of":
+        return UnsupportedError(
+            f"{where}: {_listed(family.names)} are files of one checkpoint, and the index that lists their tensors is "
+            "missing; copy or download it (model.safetensors.index.json), too"
+        )
+    return UnsupportedError(
+        f"{where}: {_listed(family.names)} were written by rank, without a record of how their tensors are sharded; "
+        f"{_NEXT_STEP}"
+    )
+
+
+def _families(where: Path, names: Sequence[str], shapes_in: ShapesIn, *, directories: bool) -> list[Family]:
+    """Return the families among names in one directory whose members are parts of one checkpoint."""
+    found: list[Family] = []
+    seen: set[str] = set()
+    for name in names:
+        family = None if name in seen else family_of(name, names, directories=directories)
+        if family is None:
+            continue
+        seen.update(family.names)
+        if _are_parts(where, family, name, shapes_in, directories):
+            found.append(family)
+    return found
+
+
+def read_config(*directories: Path) -> dict[str, Any] | None:
+    """Return the first config.json that can be read; what is wrong with another is reported where it is used."""
+    for directory in directories:
+        path = directory / "config.json"
+        if os.path.lexists(path):
+            try:
+                found = parse_json(read_small(path, CONFIG_BYTES).decode("utf-8"), path)
+            except (CkptxError, UnicodeDecodeError):
+                continue
+            if isinstance(found, dict):
+                return found
+    return None
+
+
+def _are_parts(where: Path, family: Family, name: str, shapes_in: ShapesIn, directories: bool) -> bool:
+    """Decide whether the members of a family are parts of one checkpoint; `name` is one of them."""
+    if family.kind == "index of":
+        return True
+    config = read_config(where / name, where) if directories else read_config(where)
+    if family.kind == "rank":
+        starts = family.first == 0 or (family.first == 1 and "shard" in name.lower())
+        if not starts or (directories and sum(_has_weights(where / each) for each in family.names) < 2):
+            return False
+        return config is None or not _is_whole(shapes_in(where / name), config)
+    if family.first > 1 or not family.is_gapless:
+        return False
+    shapes = shapes_in(where / name)
+    if shapes is None or _is_whole(shapes, config):
+        return False
+    for other in family.names:
+        others = None if other == name else shapes_in(where / other)
+        if others is not None:
+            if shapes.keys() & others.keys():
+                return family.first == 0
+            return bool({*map(pattern_of, shapes)} & {*map(pattern_of, others)})
+    return False
+
+
+def _has_weights(directory: Path) -> bool:
+    """Return True if a file of weights lies in the directory or in one below it."""
+    for _, below, names in os.walk(directory):
+        if any(name.endswith((*WEIGHTS, ".distcp")) for name in names):
+            return True
+        below[:] = below[:16]
+    return False
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = names[:_NAMED] if len(names) > _NAMED + 1 else names
+    rest = len(names) - len(shown)
+    if rest:
+        return f"{', '.join(shown)} and {rest} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def _world_size(metadata: Mapping[str, Any]) -> int:
+    """Return the largest world size that metadata of a file or a config gives, else 1."""
+    mapping = metadata.get("mapping")  # of the config.json of TensorRT-LLM
+    held = [metadata, mapping if isinstance(mapping, Mapping) else {}]
+    values = [block.get(key) for block in held for key in _WORLD_SIZE_KEYS]
+    return max((int(value) for value in values if re.fullmatch(r"\d{1,6}", str(value))), default=1)
+
+
+_STACK = re.compile(r"(.*?\.)(\d+)\.")
+
+
+def _is_whole(shapes: Shapes | None, config: Mapping[str, Any] | None) -> bool:
+    """Return True if tensors have all the sizes that a config gives: rows, columns, layers and experts."""
+    if shapes is None or config is None:
+        return False
+    nested = config.get("text_config")
+    values = {**config, **(nested if isinstance(nested, Mapping) else {})}
+    words = _size(values, "vocab_size", "n_vocab")
+    width = _size(values, "hidden_size", "n_embd", "d_model", "dim")
+    layers = _size(values, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if not (words and width and layers):
+        return False
+    wide = {shape for shape in shapes.values() if len(shape) == 2}
+    has_words = any(rows >= words and columns == width for rows, columns in wide)
+    has_norms = any(shape == (width,) for shape in shapes.values())
+    if not (has_words and has_norms and _layers_in(shapes) >= layers):
+        return False
+    return _has_heads(wide, width, values) and _has_feed_forward(shapes, wide, width, values)
+
+
+def _size(values: Mapping[str, Any], *keys: str) -> int:
+    return next((values[key] for key in keys if type(values.get(key)) is int and values[key] > 0), 0)
+
+
+def _layers_in(names: Iterable[str]) -> int:
+    """Return the number of layers in the longest list of layers."""
+    stacks: dict[str, set[str]] = {}
+    for name in names:
+        found = _STACK.match(name)
+        if found is not None:
+            stacks.setdefault(found[1], set()).add(found[2])
+    return max(map(len, stacks.values()), default=0)
+
+
+def _has_heads(wide: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
+    """Return True if the output projection of the attention reads every head."""
+    heads = _size(values, "num_attention_heads", "n_head", "num_heads")
+    if not heads or "kv_lora_rank" in values:
+        return True
+    read = heads * (_size(values, "head_dim") or width // heads)
+    return (width, read) in wide or (read, width) in wide
+
+
+def _has_feed_forward(shapes: Shapes, wide: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
+    """Return True if every expert is there, or both ways through the feed-forward layer at their full width."""
+    experts = _size(values, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if experts:
+        found = {match[1] for name in shapes if (match := re.search(r"\.experts\.(\d+)\.", name))}
+        return len(found) >= experts or any(len(shape) == 3 and shape[0] == experts for shape in shapes.values())
+    inner = _size(values, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")
+    return not inner or ((width, inner) in wide and not wide.isdisjoint({(inner, width), (2 * inner, width)}))

@@ -1,0 +1,168 @@
+"""Tell names that ranks gave to their parts of one checkpoint from names of steps, versions and sizes.
+
+    model_0.safetensors, model_1.safetensors        one checkpoint of two ranks
+    tp_rank_00/, tp_rank_01/                        the same, in directories
+    model-00001-of-00002.safetensors                a file of two
+    step-100/, step-200/; v1/, v2/; model-7b/       checkpoints that stand by themselves
+
+A name is split into its numbers, each with the word before it. Names are a family if they differ only in numbers that
+may be those of ranks. What the files hold decides where a name alone does not; see `rank_files`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+_NUMBER = re.compile(r"\d+")
+_WORD = re.compile(r"([A-Za-z]+)[-_.=]*$")
+_ENDING = re.compile(r"\.(safetensors|bin|pt|pth)$")
+_OF = re.compile(r"[-_.]?of[-_.]?(\d+)", re.IGNORECASE)
+_WORLD_SIZE = re.compile(r"(?:world_?size|n_?ranks|num_?ranks)[-_.=]?(\d+)", re.IGNORECASE)
+
+# Words whose number is that of a rank; ranks count from 0, and a LoRA of rank 8 or a layout of tp4 does not.
+_RANK = frozenset({"rank", "ranks", "tp", "pp", "dp", "mp", "shard"})
+# Words whose number tells checkpoints apart that stand by themselves.
+_OTHER = frozenset({
+    "attempt", "b", "ba", "batch", "best", "checkpoint", "checkpoints", "ckpt", "config", "date", "ema", "ep", "epoch",
+    "epochs", "eval", "exp", "experiment", "fold", "gs", "it", "iter", "iteration", "iterations", "iters", "job",
+    "last", "phase", "release", "rev", "revision", "round", "run", "sample", "samples", "save", "seed", "snapshot",
+    "size", "step", "steps", "t", "test", "time", "tokens", "trial", "update", "updates", "v", "variant", "ver",
+    "version",
+})  # fmt: skip
+# Directories are called anything; with one of these words before a number from 0 on, they are looked into.
+_OF_DIRECTORIES = frozenset({
+    "chunk", "consolidated", "device", "gpu", "host", "model", "node", "params", "part", "partition", "piece",
+    "proc", "process", "slice", "split", "stage", "state", "weights", "worker",
+})  # fmt: skip
+
+_Kind = Literal["rank", "index of", "plain", "other"]
+
+
+class _Number(NamedTuple):
+    """A number in a name: its kind, its value, the word before it, and the M of "N of M"."""
+
+    kind: _Kind
+    value: int
+    word: str
+    total: int | None = None
+
+
+class Family(NamedTuple):
+    """Names in one directory that differ only in numbers which may be those of ranks.
+
+    Attributes:
+        names: All of them, in the order of their numbers.
+        kind: "rank" if a word says so, "index of" for "1 of 2", "plain" for a number alone.
+        first: The smallest number.
+        is_gapless: No number between the smallest and the largest is missing.
+    """
+
+    names: tuple[str, ...]
+    kind: Literal["rank", "index of", "plain"]
+    first: int
+    is_gapless: bool
+
+
+def world_size_in(name: str) -> int | None:
+    """Return the number of ranks that a name gives ("world_size_8_rank_0", "rank-0-of-2"), or None."""
+    found = _WORLD_SIZE.search(name)
+    if found is not None:
+        return int(found[1])
+    return max((number.total or 0 for number in _numbers_of(name) if number.kind == "rank"), default=0) or None
+
+
+def is_file_of_many(name: str) -> int | None:
+    """Return M for the name of a file of M > 1 ("model-00001-of-00002.safetensors"), or None."""
+    totals = [number.total or 0 for number in _numbers_of(_ENDING.sub("", name)) if number.kind == "index of"]
+    return max(totals, default=0) if max(totals, default=0) > 1 else None
+
+
+def has_rank(name: str) -> bool:
+    """Return True if a word of the name says that the number behind it is that of a rank."""
+    return any(number.kind == "rank" for number in _numbers_of(_ENDING.sub("", name)))
+
+
+def may_be_part(name: str) -> bool:
+    """Return True for the name of a directory that has a number which may be that of a rank."""
+    return bool(_places(_parsed(name)[0], directories=True))
+
+
+def is_rank_alone(name: str) -> bool:
+    """Return True for a directory whose whole name is the numbers of a rank: "rank_0", "tp_rank_00_pp_rank_1"."""
+    return re.fullmatch(r"((tp|pp|dp|mp|cp|ep|shard|rank)[-_]?(rank)?[-_]?\d+[-_.]?)+", name, re.IGNORECASE) is not None
+
+
+def family_of(name: str, names: Iterable[str], *, directories: bool) -> Family | None:
+    """Return the family of a name.
+
+    Args:
+        name: The name of a file or directory.
+        names: Names of all files, or of all directories, beside it.
+        directories: True for directories: fewer words are taken for those of ranks.
+
+    Returns:
+        None if the name has no number of a rank, or no other one differs only in it.
+    """
+    own, template = _parsed(name)
+    may_differ = _places(own, directories)
+    if not may_differ:
+        return None
+    found: dict[tuple[int, ...], str] = {}
+    for other in names:
+        numbers, other_template = _parsed(other)
+        same = template == other_template and all(
+            a.value == b.value for at, (a, b) in enumerate(zip(own, numbers, strict=False)) if at not in may_differ
+        )
+        if same:
+            found[tuple(number.value for number in numbers)] = other
+    if len(found) < 2:
+        return None
+    kind = own[may_differ[0]].kind
+    assert kind != "other"
+    differing = [at for at in may_differ if len({values[at] for values in found}) > 1]
+    columns = [sorted({values[at] for values in found}) for at in differing]
+    first = max((column[0] for column in columns), default=0)
+    is_gapless = all(column == list(range(column[0], column[-1] + 1)) for column in columns)
+    return Family(tuple(found[values] for values in sorted(found)), kind, first, is_gapless)
+
+
+def _parsed(name: str) -> tuple[list[_Number], str]:
+    stem = _ENDING.sub("", name)
+    return _numbers_of(stem), _NUMBER.sub("\0", stem) + name[len(stem) :]
+
+
+def _places(numbers: list[_Number], directories: bool) -> list[int]:
+    """Return which numbers may differ in a family, those that decide its kind first."""
+    of = [at for at, number in enumerate(numbers) if number.kind == "index of"]
+    ranks = [at for at, number in enumerate(numbers) if number.kind == "rank"]
+    if ranks:
+        return [*ranks, *of]
+    if of:
+        return of
+    plain = [at for at, number in enumerate(numbers) if number.kind == "plain"][-1:]
+    return [at for at in plain if not directories or numbers[at].word in _OF_DIRECTORIES]
+
+
+def _numbers_of(stem: str) -> list[_Number]:
+    return [_number(stem, match) for match in _NUMBER.finditer(stem)]
+
+
+def _number(stem: str, match: re.Match[str]) -> _Number:
+    before, after = stem[: match.start()], stem[match.end() :]
+    value = int(match[0])
+    total = _OF.match(after)
+    word = _WORD.search(before)
+    said = word[1].lower() if word is not None else ""
+    if said == "of":
+        return _Number("other", value, said)
+    if said in _RANK or said.endswith("rank"):
+        return _Number("rank", value, said, None if total is None else int(total[1]))
+    if total is not None:
+        return _Number("index of", value, said, int(total[1]))
+    is_size = after[:1].isalpha()  # 7b, 128k
+    is_version = re.search(r"\d\.$", before) is not None or re.match(r"\.\d", after) is not None  # 3.1
+    if said in _OTHER or is_size or is_version or len(match[0]) > 9:
+        return _Number("other", value, said)
+    return _Number("plain", value, said)
