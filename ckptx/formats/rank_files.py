@@ -31,6 +31,7 @@ ShapesIn = Callable[[Path], Shapes | None]
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _NAMED = 4
+_LOOKED_INTO = 8
 _WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
 _NEXT_STEP = (
     "save a DCP or the whole model where it was trained, and pass that (if each rank holds a whole model, put its "
@@ -161,8 +162,8 @@ def _refuse(
     world_size = world_size_in(path.name) or _world_size(metadata)
     if has_rank(path.name) and world_size > 1 and not _is_whole(shapes_in(path), read_config(path, path.parent)):
         raise UnsupportedError(
-            f"{subject or path}: was written by rank, one of {world_size}, without a record of how its tensors are "
-            f"sharded, and the files of the other ranks are not there; {_NEXT_STEP}"
+            f"{subject or path}: was written by rank, without a record of how its tensors are sharded, and is one of "
+            f"{world_size} parts, of which the others are not there; {_NEXT_STEP}"
         )
 
 
@@ -222,13 +223,20 @@ def _are_parts(where: Path, family: Family, name: str, shapes_in: ShapesIn, dire
     shapes = shapes_in(where / name)
     if shapes is None or _is_whole(shapes, config):
         return False
-    for other in family.names:
-        others = None if other == name else shapes_in(where / other)
-        if others is not None:
-            if shapes.keys() & others.keys():
-                return family.first == 0
-            return bool({*map(pattern_of, shapes)} & {*map(pattern_of, others)})
+    for other in [each for each in family.names if each != name][:_LOOKED_INTO]:
+        others = shapes_in(where / other)
+        if others is None:
+            continue
+        if shapes.keys() & others.keys():
+            return family.first == 0
+        if _modules(shapes) & _modules(others):
+            return True
     return False
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    """Return the outer modules of tensors ("model.layers"): parts of one model share some, different models do not."""
+    return {".".join(pattern_of(name).split(".")[:2]) for name in names}
 
 
 def _has_weights(directory: Path) -> bool:
