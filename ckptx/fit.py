@@ -307,7 +307,7 @@ class _Survey:
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
         empty = self._empty_layers()
-        lost = chain(_wholly_gone(empty), self._missing(is_base, empty), self._incomplete_runs())
+        lost = chain(_wholly_gone(empty), self._missing(is_base, empty), self._not_added(), self._incomplete_runs())
         named = list(islice(lost, _NAMED + 1))
         found = (*misfits, *named[:_NAMED])
         return Fit("names and shapes", found, self._unchecked, len(named) > _NAMED, self.extras.found)
@@ -442,6 +442,15 @@ class _Survey:
                 name = fill(pattern, indices) if indices not in there else ""
                 if name and name not in tied and not self._has_other_form(name):
                     yield Misfit(name, "no such tensor", self._shape_said(pattern))
+
+    def _not_added(self) -> Iterator[Misfit]:
+        """Tensors that a key of the config adds to the class, and of which no layer has any."""
+        tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
+        for pattern, key in sorted(self.expected.added.items()):
+            name = fill(pattern, (0,) * pattern.count("*"))
+            is_there = pattern in self._there or any(pattern == each for each, _ in self._filled)
+            if not is_there and name not in tied and not self._has_other_form(name):
+                yield Misfit(name, "no such tensor", f"one in each such module, as config.json sets {key}")
 
     def _indices(self, pattern: str, empty: Mapping[str, _Empty]) -> Iterator[tuple[int, ...]]:
         """What the stars of a required pattern stand for, without empty layers and lists that one tensor holds."""

@@ -328,6 +328,19 @@ CASES: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
     "a shorter config": (llama(layers=4), {}, "model.layers.2"),
     "a half tensor": (_half(llama(), "model.layers.0.mlp.up_proj.weight"), {}, "[12, 8], needed shape [24, 8]"),
     "another architecture": (llama(), {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "q_norm"),
+    "norms that the class does not have": (
+        {**llama(), "model.layers.1.self_attn.q_norm.weight": value("BF16", 4)}, {}, "q_norm.weight\" lies in",
+    ),
+    "biases that the config switches off": (
+        {**llama(), "model.layers.1.self_attn.q_proj.bias": value("BF16", 8)}, {}, "depends on attention_bias",
+    ),
+    "biases that the config switches on": (llama(), {"attention_bias": True}, "sets attention_bias"),
+    "an index with a zero in front": (
+        {name.replace("layers.1.", "layers.01."): each for name, each in llama().items()}, {}, "layers.01.",
+    ),
+    "a tensor of a layer behind the last": (
+        {**llama(), "model.layers.5.strange.weight": value("BF16", 4)}, {}, "found layer 5",
+    ),
     "a tensor that is gone": (
         {name: each for name, each in llama().items() if "layers.1.input" not in name}, {}, "layers.1.input_layernorm",
     ),
@@ -367,12 +380,28 @@ def test_what_does_not_fit_is_refused_unless_allowed(tmp_path: Path, case: str, 
     assert any("does not fit its config" in each for each in report.warnings)
 
 
-def test_inspect_and_diff_only_note_it(tmp_path: Path) -> None:
-    write_hf(tmp_path / "a", llama(), config={**CONFIG, "hidden_size": 16})
+@pytest.mark.parametrize("case", CASES)
+def test_inspect_diff_and_verify_only_note_it(tmp_path: Path, case: str) -> None:
+    tensors, changes, said = CASES[case]
+    write_hf(tmp_path / "a", tensors, config={**CONFIG, **changes})
     report = ckptx.inspect(tmp_path / "a")
     assert report.ok
     assert report.fit["misfits"]
-    assert any("does not fit its config" in each for each in report.warnings)
-    compared = ckptx.diff(tmp_path / "a", tmp_path / "a")
-    assert compared.ok
-    assert any("does not fit its config" in each for each in compared.warnings)
+    compared, verified = ckptx.diff(tmp_path / "a", tmp_path / "a"), ckptx.verify(tmp_path / "a", tmp_path / "a")
+    for each in (report, compared, verified):
+        assert each.ok
+        assert any("does not fit its config" in note and said in note for note in each.warnings)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_lies_outside_of_the_class_passes_with_a_warning(tmp_path: Path, command: str) -> None:
+    tensors = {**llama(), "vision_tower.blocks.0.weight": value("BF16", 4), "v_head.bias": value("BF16", 1)}
+    write_hf(tmp_path / "hf", tensors, config=CONFIG)
+    write_hf(tmp_path / "base", llama(), config=CONFIG)
+    write_dcp(tmp_path / "dcp", tensors, config=CONFIG)
+    write_dcp(tmp_path / "bare", tensors, config=None)
+    report = COMMANDS[command](tmp_path)
+    assert report.ok and report.fit["misfits"] == []
+    assert [row["tensors"] for row in report.fit["extras"]] == [2]
+    (note,) = (each for each in report.warnings if "passed through" in each)
+    assert note.startswith('2 tensors unknown to LlamaForCausalLM, passed through: "vision_tower.blocks.0.weight"')

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from config_variants import _EXPERTS, _LAYERS, SWITCHES, _configs, _kinds, _others, _recorded
@@ -74,7 +74,7 @@ def learned(cls: Any, build_config: ConfigBuilder, base: Values, tied: Iterable[
     assert first is not None
     sized = [first, *lab.with_other_numbers(start, reads)]
     others = list(lab.with_other_words(start, reads))
-    return _Solver(lab, start, sized, others, frozenset(tied)).rules()
+    return _Solver(lab, base, start, sized, others, frozenset(tied)).rules()
 
 
 class _Lab:
@@ -329,9 +329,15 @@ class _Solver:
     """From what was seen to rules."""
 
     def __init__(
-        self, lab: _Lab, start: Values, sized: Sequence[Seen], others: Sequence[tuple[Any, ...]], tied: frozenset[str]
+        self,
+        lab: _Lab,
+        base: Values,
+        start: Values,
+        sized: Sequence[Seen],
+        others: Sequence[tuple[Any, ...]],
+        tied: frozenset[str],
     ) -> None:
-        self.lab, self.start, self.sized, self.others, self.tied = lab, start, sized, others, tied
+        self.lab, self.base, self.start, self.sized, self.others, self.tied = lab, base, start, sized, others, tied
         self.first = sized[0]
         self.by_pattern = [_grouped(seen.shapes) for seen in sized]
         own = self.first.numbers
@@ -363,6 +369,7 @@ class _Solver:
         texts = {text for shapes in dims.values() for shape in shapes for text in shape} | set(counts.values())
         used = [key for key in self.keys if any(_uses(text, key) for text in texts)]
         resolved, defaults, aliases = self._resolution(used)
+        every = self._all_patterns()
         return ShapeRules(
             shapes={
                 name: tuple(tuple(_resolved(text, resolved) for text in shape) for shape in shapes)
@@ -374,8 +381,8 @@ class _Solver:
             models=self._models(),
             defaults=defaults,
             aliases=aliases,
-            switches=self._switches(),
-            others=frozenset(self._first_patterns()) - set(dims) - required,
+            switches=self._switches(every),
+            others=frozenset(every) - set(dims) - required,
         )
 
     # -- expressions
@@ -478,22 +485,37 @@ class _Solver:
                 found.setdefault(Condition(path, "among", tuple(words)), set()).update(numbered)
         return {condition: frozenset(names) for condition, names in sorted(found.items(), key=str)}
 
-    def _first_patterns(self) -> set[str]:
-        """Give the patterns of the config that everything was measured with."""
-        return set(map(pattern_of, self.first.shapes))
+    def _all_patterns(self) -> set[str]:
+        """Give the patterns of the first config, and of the one that it was cut down from."""
+        whole = self.lab.observed(self.base, frozenset())
+        shapes = {**self.first.shapes, **(whole.shapes if whole is not None else {})}
+        return set(map(pattern_of, shapes))
 
-    def _switches(self) -> dict[Switch, frozenset[str]]:
+    def _switches(self, every: Collection[str]) -> dict[Switch, frozenset[str]]:
         """Find the patterns that one value of one key adds or removes."""
         found: dict[Switch, set[str]] = {}
-        first = self._first_patterns()
+        first = set(map(pattern_of, self.first.shapes))
         for path, held, other, seen in self.others:
             patterns = set(map(pattern_of, seen.shapes)) if seen is not None else first
-            key = ".".join(path)
+            key, value = ".".join(path), plain(held)
             if patterns - first:
-                found.setdefault(Switch(key, "adds", plain(held)), set()).update(patterns - first)
-            if first - patterns and not isinstance(other, dict):
+                effect = "adds" if self._is_default(path, value) else "adds where given"
+                found.setdefault(Switch(key, effect, value), set()).update(patterns - first)
+            # Whether a number removes a layer of some kind depends on how many layers there are.
+            if first - patterns and (other is None or isinstance(other, bool | str)):
                 found.setdefault(Switch(key, "removes", plain(other)), set()).update(first - patterns)
+        for switch in [each for each in found if each.effect != "removes"]:
+            if type(switch.value) is int or found[switch] & every:
+                found[switch._replace(effect="may add")] = found.pop(switch)
         return {switch: frozenset(names) for switch, names in sorted(found.items(), key=str)}
+
+    def _is_default(self, path: Sequence[str], value: Any) -> bool:
+        """Return True if a config without the key has this value: a part has the defaults of its own class."""
+        try:
+            owner = _at(self.lab.build_config(copy.deepcopy(self.start)), path[:-1])
+            return bool(plain(vars(type(owner)()).get(path[-1])) == value)
+        except Exception:  # a class that cannot be built without arguments has no defaults
+            return False
 
     def _models(self) -> dict[str, str]:
         """The model types of exchangeable parts that all of this was measured with."""

@@ -108,18 +108,18 @@ ROWS: tuple[ExtraRow, ...] = (
         beside_weight=True,
     ),
     ExtraRow(
-        "scale of a parameter",
-        r"_(blocks|scales|scale|scale_inv|scale_2|packed|bias_scale|zero_point|qdata)$|\.(scale|zero|qscale_weight"
-        r"|qscale_act)$",
-        "form or scale of a quantized weight",
-        beside_weight=True,
-    ),
-    ExtraRow(
         "scale of activations",
         r"\.(input_scale|output_scale|activation_scale|input_global_scale|input_zero_point|output_zero_point"
         r"|[qkv]_scale|prob_scale|kv_scale|[qkv]_zero_point|act\.scales)$|(^|\.)[a-z_]*quantizer\._[a-z_]+$"
         r"|(^|\.)(activation_post_process|weight_fake_quant)\.",
         "scale of quantized activations or of a quantized KV cache",
+    ),
+    ExtraRow(
+        "scale of a parameter",
+        r"_(blocks|scales|scale|scale_inv|scale_2|packed|bias_scale|zero_point|qdata)$|\.(scale|zero|qscale_weight"
+        r"|qscale_act)$",
+        "form or scale of a quantized weight",
+        beside_weight=True,
     ),
     ExtraRow(
         "weight norm",
@@ -256,7 +256,8 @@ class ExtraTensors:
         if self.is_of_quantized_weight(name):
             return Extra(OTHER_FORM, may_be_left_out=True)
         other, module = self._other_class(pattern), self._module_of(pattern)
-        if other and (self._is_below_base(pattern) or not self._has_other_head):
+        is_apart = pattern.rpartition(".")[0] not in self._modules  # no bias that the head of this class has not
+        if other and is_apart and (self._is_below_base(pattern) or not self._has_other_head):
             return Extra(f"of {other}, another class of this model type", module)
         if other:
             return Extra("", module or f"the place of the head of {other}")

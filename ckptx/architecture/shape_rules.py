@@ -53,7 +53,8 @@ class Switch(NamedTuple):
     Attributes:
         key: Dotted key of the config.
         effect: "adds": the patterns exist only with another value than `value`, which is the one that was measured.
-            "removes": the patterns do not exist with `value`.
+            "adds where given": the same, and nothing is known of a config without the key. "may add": they exist with
+            other values, and with `value` it depends on other keys. "removes": they do not exist with `value`.
         value: The value, with a tuple for a list.
     """
 
@@ -66,9 +67,13 @@ class Switch(NamedTuple):
         values = [plain(value) for value in _values_at(config, self.key, aliases, root)]
         if self.effect == "removes":
             return any(_is_same(value, self.value) for value in values)
-        if type(self.value) is int and self.value > 1:  # a number that was measured against none
-            return all(type(value) is int and value > 0 for value in values)
-        return all(_is_same(value, self.value) for value in values)
+        is_told = bool(values) or self.effect == "adds"
+        return self.effect != "may add" and is_told and all(_is_same(value, self.value) for value in values)
+
+    def is_opposite(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
+        """Return True if the config gives the other one of two booleans."""
+        values = _values_at(config, self.key, aliases, root)
+        return bool(values) and all(isinstance(value, bool) and value is not self.value for value in values)
 
 
 def plain(value: Any) -> Any:
@@ -99,7 +104,8 @@ class Expected(NamedTuple):
         counts: Path in front of a star -> how many there are.
         required: Patterns of tensors that must be there, one for each index of each star.
         stated: Paths in front of a first star whose count the config says; the others are as measured.
-        absent: Patterns of the class that a model with this config does not have, each with the reason.
+        absent: Patterns of the class that a model with this config does not have, each with the keys that decide it.
+        added: Patterns that a model has because of a key of this config, each with that key.
     """
 
     shapes: Mapping[str, tuple[Sizes, ...]]
@@ -107,6 +113,7 @@ class Expected(NamedTuple):
     required: frozenset[str]
     stated: frozenset[str]
     absent: Mapping[str, str] = {}
+    added: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +187,27 @@ class ShapeRules:
             each for each in self.required - absent - doubtful if all(path in counts for path in paths_of(each))
         )
         stated = frozenset(path for path in counts if "*" not in path and keys_of(self.counts[path]))
-        return Expected(shapes, counts, required, stated, self._left_out(config, root, every))
+        return Expected(
+            shapes, counts, required, stated, self._left_out(config, root, every), self._added(config, root)
+        )
+
+    def _added(self, config: Mapping[str, Any], root: tuple[str, ...]) -> dict[str, str]:
+        """Return the patterns that a boolean of this config adds to those of the measured one, each with its key.
+
+        As in `_left_out`, every other key that matters must have the value that was measured.
+        """
+        unusual = {each.key for each in self.conditions if not each.holds(config, self.aliases, root)}
+        unusual |= {
+            each.key
+            for each in self.switches
+            if each.effect == "removes" and each.leaves_out(config, self.aliases, root)
+        }
+        found: dict[str, str] = {}
+        for switch, patterns in self.switches.items():
+            is_boolean = switch.effect in ("adds", "adds where given") and isinstance(switch.value, bool)
+            if is_boolean and not unusual - {switch.key} and switch.is_opposite(config, self.aliases, root):
+                found |= dict.fromkeys((each for each in patterns if each.endswith((".weight", ".bias"))), switch.key)
+        return found
 
     def _left_out(self, config: Mapping[str, Any], root: tuple[str, ...], every: frozenset[str]) -> dict[str, str]:
         """Return the patterns that no tensor has under this config, each with the keys that decide it.
@@ -198,12 +225,14 @@ class ShapeRules:
             if unusual - {each.key for each in switches}:
                 continue
             verdicts = [each.leaves_out(config, self.aliases, root) for each in switches]
-            is_added = switches[0].effect == "adds"
-            if all(verdicts) if is_added else any(verdicts):
+            is_present = switches[0].effect == "removes"  # in the measured config
+            if any(verdicts) if is_present else all(verdicts):
                 keys = dict.fromkeys(each.key for each, is_out in zip(switches, verdicts, strict=True) if is_out)
                 found[pattern] = ", ".join(keys)
         is_as_measured = not unusual and all(
-            each.leaves_out(config, self.aliases, root) for each in self.switches if each.effect == "adds"
+            each.leaves_out(config, self.aliases, root)
+            for each in self.switches
+            if each.effect in ("adds", "adds where given")
         )
         if self.models and is_as_measured:  # names of other parts than those that the config has
             measured = self.shapes.keys() | self.required | self.others

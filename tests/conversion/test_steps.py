@@ -105,7 +105,10 @@ def test_a_model_that_does_not_fit_is_refused_or_noted(tmp_path: Path) -> None:
     with source(tmp_path / "hf", allow_misfit=True) as ready:
         held = hold_against_config(ready, model)
         assert held.fit is not None and [each.name for each in held.fit.misfits] == [NORM]
-        assert held.notes[0] == '1 tensor unknown to LlamaForCausalLM, passed through: "strange" (outside of the modules of the class)'
+        assert (
+            held.notes[0]
+            == '1 tensor unknown to LlamaForCausalLM, passed through: "strange" (outside of the modules of the class)'
+        )
 
 
 @pytest.mark.parametrize(("declared", "is_equal"), product([True, False], [True, False]))

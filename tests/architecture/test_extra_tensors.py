@@ -1,0 +1,256 @@
+"""Tensors that a class does not have: every kind of the table is accepted for every class, and nothing else is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from ckptx.architecture.extra_tensors import IGNORED, OTHER_FORM, OUTSIDE, ROWS, Extra, ExtraRow, ExtraTensors
+from ckptx.architecture.model_files import class_names
+from ckptx.architecture.spec import Architecture
+from ckptx.architecture.table import find_row, lookup
+from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Shape, whole
+from ckptx.mapping.names import pattern_of
+from tests.writers import LLAMA, llama
+
+KNOWN = [found for name in class_names() if (found := lookup(name)) is not None and found.name_patterns]
+IGNORING = [each for each in KNOWN if each.ignored]
+# Where a row needs a weight beside the tensor, or another tensor of the class.
+CLASS = lookup("LlamaForCausalLM")
+assert CLASS is not None
+
+
+def entry(name: str, shape: Shape = (2,), dtype: str = "BF16") -> TensorEntry:
+    return TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), name, 0, 8),))
+
+
+def found(
+    architecture: Architecture, shapes: Mapping[str, Shape], config: Mapping[str, Any] = LLAMA, dtype: str = "BF16"
+) -> dict[str, Extra]:
+    """What is known of tensors without bytes."""
+    return ExtraTensors(architecture, config, {name: entry(name, s, dtype) for name, s in shapes.items()}).found
+
+
+def names_of(architecture: Architecture, index: int = 0) -> list[str]:
+    """A tensor of each pattern; nothing of what stands for everything below a tower."""
+    return [each.replace("*", str(index)) for each in sorted(architecture.name_patterns) if not each.endswith("**")]
+
+
+def modules_of(architecture: Architecture) -> list[str]:
+    """The modules of the layers, in which a tensor must be one of the class."""
+    modules = {name.rpartition(".")[0] for name in architecture.name_patterns if "*." in name}
+    opaque = tuple(each.removesuffix("**") for each in architecture.name_patterns if each.endswith("**"))
+    return sorted(each.replace("*", "0") for each in modules if not (opaque and each.startswith(opaque)))
+
+
+# Of each kind names as checkpoints have them; `{weight}` is a weight of the class without its last part.
+EXAMPLES: dict[str, list[tuple[str, Shape]]] = {
+    "rotary buffer": [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", (4,)),
+        ("model.rotary_emb.inv_freq", (4,)),
+        ("model.rotary_emb.sliding_attention_inv_freq", (4,)),
+        ("model.layers.0.self_attn.rotary_emb.cos_cached", (1, 1, 8, 4)),
+        ("transformer.rotary_pos_emb.inv_freq", (4,)),
+    ],
+    "causal mask": [
+        ("model.layers.0.self_attn.bias", (1, 1, 8, 8)),
+        ("transformer.h.0.attn.attention.bias", (1, 1, 8, 8)),
+        ("transformer.h.0.attn.causal_mask", (1, 1, 8, 8)),
+    ],
+    "value of masked scores": [
+        ("model.layers.0.self_attn.masked_bias", ()),
+        ("transformer.h.0.attn.masked_bias", ()),
+    ],
+    "ids": [("model.embeddings.position_ids", (1, 8)), ("model.layers.0.token_type_ids", (1, 8))],
+    "table of positions": [
+        ("model.layers.0.self_attn.relative_position_index", (8, 8)),
+        ("model.embed_positions.weights", (8, 4)),
+        ("model.embed_positions._float_tensor", (1,)),
+    ],
+    "version": [("model.decoder.version", (1,)), ("model.layers.0.version", ())],
+    "further tokens": [
+        ("mtp.fc.weight", (2, 2)),
+        ("mtp.layers.0.self_attn.q_norm.weight", (2,)),
+        ("model.mtp_layers.0.self_attn.q_norm.weight", (2,)),
+        ("model.mtp_block.0.mlp.up_proj.weight", (2, 2)),
+    ],
+    "extra state": [("model.layers.0.self_attn.q_proj._extra_state", (8,))],
+    "packed weight": [
+        (f"model.layers.0.self_attn.q_proj.{leaf}", (2, 2))
+        for leaf in (
+            "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_shape", "weight_scale",
+            "weight_scale_inv", "weight_scale_2", "weight_zero_point", "weight_global_scale", "SCB", "weight_format",
+            "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.quant_state.bitsandbytes__nf4",
+            "codes", "codebooks",
+        )
+    ],
+    "scale of a parameter": [
+        ("model.layers.0.mlp.up_proj.weight_blocks", (2, 2)),
+        ("model.layers.0.mlp.up_proj.weight_scales", (2, 2)),
+        ("model.layers.0.mlp.up_proj.scale", (2, 2)),
+    ],
+    "scale of activations": [
+        ("model.layers.0.self_attn.k_scale", ()),
+        ("model.layers.0.self_attn.k_proj.k_scale", ()),
+        ("model.layers.0.self_attn.kv_scale", ()),
+        ("model.layers.0.self_attn.q_proj.input_scale", ()),
+        ("model.layers.0.self_attn.q_proj.input_quantizer._amax", ()),
+        ("model.layers.0.mlp.act.scales", (2,)),
+    ],
+}  # fmt: skip
+CASES = [(kind, *example) for kind, examples in EXAMPLES.items() for example in examples]
+
+
+@pytest.mark.parametrize(("kind", "name", "shape"), CASES)
+def test_every_kind_of_the_table_is_accepted_with_its_reason(kind: str, name: str, shape: Shape) -> None:
+    assert CLASS is not None
+    row = next(row for row in ROWS if row.kind == kind)
+    extra = found(CLASS, {**dict.fromkeys(llama(), (2, 2)), name: shape})[name]
+    assert (extra.reason, extra.may_be_left_out, extra.is_computed) == (row.reason, True, row.is_computed)
+
+
+def test_every_row_has_examples_and_a_reason() -> None:
+    kinds = {row.kind for row in ROWS}
+    assert kinds == set(EXAMPLES) | {"weight norm"}
+    assert all(row.reason and re.compile(row.pattern) for row in ROWS)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "weight norm"], ids=lambda row: row.pattern)
+def test_a_weight_norm_has_older_names_where_the_class_has_one(row: ExtraRow) -> None:
+    known, leaf = lookup("Wav2Vec2ForCTC"), row.pattern.strip("\\.$")
+    assert known is not None and CLASS is not None
+    name = f"wav2vec2.encoder.pos_conv_embed.conv.{leaf}"
+    assert found(known, {name: (2,)})[name].reason == row.reason
+    other = f"model.layers.0.self_attn.q_proj.{leaf}"
+    assert not found(CLASS, {**dict.fromkeys(llama(), (2, 2)), other: (2,)})[other].reason
+
+
+def test_no_class_of_the_tables_lacks_a_tensor_of_its_own() -> None:
+    """All 1,642 classes that the tables answer for, with and without the prefix of the base model."""
+    assert len(KNOWN) > 1600
+    for known in KNOWN:
+        for index in (0, 17):
+            names = names_of(known, index)
+            assert found(known, dict.fromkeys(names, (2, 2))) == {}, known.class_name
+        lead = f"{known.base_prefix}."
+        bare = [name.removeprefix(lead) for name in names_of(known)]
+        assert found(known, dict.fromkeys(bare, (2, 2))) == {}, known.class_name
+
+
+def test_a_strange_tensor_in_any_module_of_any_class_is_of_another_model() -> None:
+    """One tensor in each module of the layers of every class: some ten thousand."""
+    tried = 0
+    for known in KNOWN:
+        names = [f"{module}.strange_norm.weight" for module in modules_of(known)]
+        for name, extra in found(known, dict.fromkeys(names, (2,)), {}).items():
+            tried += 1
+            if any(re.search(each, pattern_of(name)) for each in known.ignored):
+                assert extra == Extra(IGNORED, may_be_left_out=True)
+            else:
+                assert not extra.reason and extra.module, (known.class_name, name)
+    assert tried > 10_000
+
+
+@pytest.mark.parametrize("padding", ["0", "00"])
+def test_an_index_with_zeros_in_front_is_no_name_of_any_class(padding: str) -> None:
+    for known in KNOWN:
+        names = [each for each in known.name_patterns if each.count("*") and not each.endswith("**")]
+        names = [each.replace("*", f"{padding}1", 1).replace("*", "1") for each in sorted(names)[:4]]
+        for name, extra in found(known, dict.fromkeys(names, (2, 2)), {}).items():
+            assert not extra.reason or extra.may_be_left_out, (known.class_name, name)
+        assert found(known, dict.fromkeys(names, (2, 2)), {}).keys() == set(names)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
+def test_what_a_class_of_transformers_ignores_is_accepted(data: st.DataObject) -> None:
+    """Names that fit `_keys_to_ignore_on_load_unexpected` of any class."""
+    known = data.draw(st.sampled_from(IGNORING), label="class")
+    regex = data.draw(st.sampled_from(known.ignored), label="regex")
+    alphabet = st.characters(codec="ascii", categories=("Lu", "Ll", "Nd"), include_characters="._*")
+    name = data.draw(st.from_regex(regex, alphabet=alphabet), label="name").replace("*", "0")
+    assume(re.search(regex, pattern_of(name)) and not known.owns(name) and "" not in name.split("."))
+    assert found(known, {name: (2, 2)}, {})[name].may_be_left_out
+
+
+# --------------------------------------------------------------------------------- what lies beside it
+
+
+QUANTIZED = {**LLAMA, "quantization_config": {"quant_method": "gptq"}}
+
+
+@pytest.mark.parametrize("leaf", ["input_bias", "foo", "weight_of_some_package", "a.b"])
+@pytest.mark.parametrize("form", ["packed", "fp8", "config", "plain"])
+def test_anything_may_lie_beside_a_quantized_weight_and_nothing_beside_a_plain_one(leaf: str, form: str) -> None:
+    assert CLASS is not None
+    module = "model.layers.0.self_attn.q_proj"
+    tensors = {name: entry(name, (2, 2)) for name in llama()}
+    tensors[f"{module}.{leaf}"] = entry("x")
+    if form in ("packed", "config"):
+        del tensors[f"{module}.weight"]
+    if form == "packed":
+        tensors[f"{module}.qweight"] = entry("qweight", (2, 2), "I32")
+    if form == "fp8":
+        tensors[f"{module}.weight"] = entry("weight", (2, 2), "F8_E4M3")
+    extras = ExtraTensors(CLASS, QUANTIZED if form == "config" else LLAMA, tensors).found
+    assert extras[f"{module}.{leaf}"].reason == ("" if form == "plain" else OTHER_FORM)
+
+
+@pytest.mark.parametrize("module", ["q_norm", "sinks", "o_proj.sub"])
+def test_a_quantized_model_has_no_tensors_of_other_models_either(module: str) -> None:
+    assert CLASS is not None
+    tensors = {name: entry(name, (2, 2), "F8_E4M3" if "proj" in name else "BF16") for name in llama()}
+    name = f"model.layers.0.self_attn.{module}.weight"
+    extra = ExtraTensors(CLASS, QUANTIZED, {**tensors, name: entry(name)}).found[name]
+    assert bool(extra.reason) is module.startswith("o_proj")
+
+
+@pytest.mark.parametrize("name", ["vision_tower.blocks.0.weight", "model.visual.blocks.0.weight", "v_head.weight"])
+def test_what_lies_outside_of_all_modules_is_accepted_and_may_not_be_left_out(name: str) -> None:
+    assert CLASS is not None
+    extra = found(CLASS, {**dict.fromkeys(llama(), (2, 2)), name: (2, 2)})[name]
+    assert extra == Extra(OUTSIDE)
+
+
+# bert-base-uncased: config of BertForMaskedLM, and the heads of BertForPreTraining and BertModel
+OTHER_HEADS = [
+    ("BertForMaskedLM", "bert.pooler.dense.weight"),
+    ("BertForMaskedLM", "cls.seq_relationship.bias"),
+    ("RobertaForMaskedLM", "roberta.pooler.dense.bias"),
+    ("AlbertForMaskedLM", "sop_classifier.classifier.weight"),
+    ("ViTForImageClassification", "vit.pooler.dense.weight"),
+    ("LlamaModel", "lm_head.weight"),
+    ("LlamaModel", "score.weight"),
+    ("GPT2LMHeadModel", "score.weight"),
+]
+
+
+@pytest.mark.parametrize(("class_name", "name"), OTHER_HEADS)
+def test_the_head_of_another_class_may_lie_beside_a_whole_model(class_name: str, name: str) -> None:
+    known = lookup(class_name)
+    assert known is not None
+    extra = found(known, dict.fromkeys([*names_of(known), name], (2, 2)), {})[name]
+    assert "another class of this model type" in extra.reason and not extra.may_be_left_out
+
+
+TEXT = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "MistralForCausalLM"]
+
+
+@pytest.mark.parametrize("class_name", TEXT)
+def test_a_classifier_is_no_language_model_whose_head_is_tied(class_name: str) -> None:
+    known = lookup(class_name)
+    assert known is not None
+    names = [name for name in names_of(known) if name != "lm_head.weight"]
+    assert not found(known, dict.fromkeys([*names, "score.weight"], (2, 2)), {})["score.weight"].reason
+    assert found(known, dict.fromkeys([*names, "lm_head.weight", "score.weight"], (2, 2)), {})["score.weight"].reason
+
+
+def test_every_class_is_decoded() -> None:
+    assert all(find_row(name) is not None for name in class_names())
