@@ -91,6 +91,8 @@ def verify(
     if overflows:
         numbers, where = counted(sum(overflows.values()), "number"), first_of(list(overflows))
         log.note(f"--dtype {dtype}: {numbers} of the reference became infinite in the cast ({where})")
+    note = _note_on_dtypes(rows, first, second, dtype)
+    log.note(*([note] if note else []))
     report = VerifyReport(
         command="verify",
         exit=1 if rows or not pairs else 0,
@@ -125,6 +127,24 @@ def _targets(reference: ModelView, dtype: str) -> dict[str, DType]:
         reference.tensors,
         wanted,
         lambda name: architecture is not None and dtype != "fp32" and architecture.keeps_fp32(name, wanted_name),
+    )
+
+
+def _note_on_dtypes(rows: list[dict[str, Any]], a: ModelView, b: ModelView, dtype: str) -> str | None:
+    """Say that contents in two dtypes were not compared, and which --dtype compares them."""
+    names = [row["name"] for row in rows if row["what"] == "dtype"]
+    if not names:
+        return None
+    stored = {b.tensors[name].dtype.name for name in names}
+    targets = [word for word, target in CAST_TARGETS.items() if {target.name} == stored and word != dtype]
+    is_float = all(a.tensors[name].dtype.cast for name in names)
+    if targets and is_float:
+        step = f"--dtype {targets[0]} casts the reference first, as convert --dtype does"
+    else:
+        step = "no single --dtype makes them comparable"
+    return (
+        f"dtype: {counted(len(names), 'tensor')} stored in another dtype than in the reference, {first_of(names)}; "
+        f"their contents were not compared; {step}"
     )
 
 

@@ -26,7 +26,7 @@ from ckptx.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.distributed import Process, alone, data_index, everywhere, mesh_of, process_group, together, told
-from ckptx.runtime.ledger import NO_PLACE, UNKNOWN
+from ckptx.runtime.ledger import NO_PLACE, OPTIMIZER, OTHER_STATE, UNKNOWN
 from ckptx.verification.comparison import Comparison, Reference, difference
 from ckptx.verification.configs import ConfigDifference, compare_configs
 from ckptx.verification.divergence import first_divergence
@@ -34,12 +34,13 @@ from ckptx.verification.execution import Outcome
 from ckptx.verification.inputs import windows
 from ckptx.verification.inputs.batch import Inputs
 from ckptx.verification.loaded import AtOnce, InTurn, Loaded, in_all
-from ckptx.verification.notes import note
+from ckptx.verification.notes import note, unread_notes
 from ckptx.verification.reached import Reached
 from ckptx.verification.reference import Running, reference_of
-from ckptx.verification.run_report import report_of, worst_by_tensor
-from ckptx.verification.side import RunOptions, Seen, both_sides
+from ckptx.verification.run_report import report_of, rows_of_unread, worst_by_tensor
+from ckptx.verification.side import RunOptions, Seen, both_sides, stored_dtypes_of
 from ckptx.verification.staging import stage_of, stage_the
+from ckptx.verification.stored_dtypes import dtype_notes
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:
@@ -66,6 +67,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         with together():
             first, second, seen, other = both_sides(reference, checkpoint, options)
             configs = compare_configs(seen.config, other.config, used=other.tokens_used)
+            dtypes = stored_dtypes_of(first, second)
         cut = stage_the(second, other, log) if options.dims.pp > 1 else None
         microbatches = cut.microbatches if cut is not None else 1
         with together():
@@ -79,7 +81,8 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
             loaded.load(first, process.device)
             record = loaded.record
         rows = _rows_of(configs) if process.rank == 0 else []
-        left, added = (in_all(everywhere(_left(each))) for each in (record.without_place, record.unread))  # on no stage
+        unread = [in_all(everywhere(_of_model(each))) for each in (record.without_place, record.unread)]  # on no stage
+        left, added = map(_left, unread)
         rows += _added(added, left) if process.rank == 0 else []
         rows += [difference("bytes", process.rank, name, record.stored) for name in record.wrong]
         index = data_index(mesh) * microbatches
@@ -123,9 +126,13 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
             f"--tp {options.dims.tp} shards no parameter of {record.architecture}: every TP rank ran the whole model; "
             "pass --tp-plan FILE with rules for it, or leave out --tp"
         )
+    unread_rows = rows_of_unread(*unread)
+    log.note(*unread_notes([row for row in unread_rows if row["may_be_there"]]))
+    log.note(*dtype_notes(dtypes, everyone[0]["dtype"]))
     worst = worst_by_tensor(everyone, record.stored)
     small = {key: [value, windows.SMALL] for key, value in {**seen.windows, **other.windows}.items()}
     report = report_of(options, everyone, inputs, small, worst, cut)
+    report = replace(report, unread=unread_rows, dtype_differences=dtypes)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
@@ -146,9 +153,14 @@ def _rows_of(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
     ]
 
 
-def _left(found: Mapping[str, str] | None) -> dict[str, str]:
+def _of_model(found: Mapping[str, str] | None) -> dict[str, str]:
+    """Leave out the training state of what nothing read."""
+    return {name: reason for name, reason in (found or {}).items() if reason not in (OPTIMIZER, OTHER_STATE)}
+
+
+def _left(found: Mapping[str, str]) -> dict[str, str]:
     """Of what nothing read, what would be of a model."""
-    return {name: reason for name, reason in (found or {}).items() if reason in (NO_PLACE, UNKNOWN)}
+    return {name: reason for name, reason in found.items() if reason in (NO_PLACE, UNKNOWN)}
 
 
 def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[dict[str, Any]]:

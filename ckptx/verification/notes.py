@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptx.report.report import Log
+from ckptx.report.report import Log, counted
 from ckptx.verification.configs import ConfigDifference
 from ckptx.verification.inputs.batch import Inputs
 
@@ -60,6 +60,21 @@ def note(
             for row in not_reached
         ]
         log.note(f"{name}: no gradient reaches {_some(said)}; how these compute was compared forward at most")
+
+
+def unread_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Name the stored tensors that no part of the model reads, one line for each reason.
+
+    Args:
+        rows: Rows of `ckptx.verification.run_report.rows_of_unread`.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        groups.setdefault((" and the ".join(row["stored_in"]), row["reason"]), []).append(row["name"])
+    for (sides, reason), names in groups.items():
+        verb = "holds" if " and " not in sides else "hold"
+        tensors = counted(len(names), "tensor")
+        yield f"the {sides} {verb} {tensors} that the model does not read: {_some(names)} ({reason})"
 
 
 def _experts(numbers: Sequence[int]) -> str:

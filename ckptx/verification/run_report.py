@@ -10,6 +10,7 @@ from typing import Any
 from ckptx.mapping.names import pattern_of
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import LARGEST_RANK, THIS_PROCESS
+from ckptx.runtime.ledger import NO_PLACE, UNKNOWN
 from ckptx.runtime.pipeline.cut import Cut
 from ckptx.verification.comparison import difference
 from ckptx.verification.distances import badness
@@ -104,6 +105,26 @@ def gathered_rows(by_rank: Iterable[Mapping[str, tuple[str, bool]]]) -> list[dic
         {"pattern": pattern, "modules": count, "what": what, "aligned": aligned}
         for (pattern, what, aligned), count in counts.items()
     ]
+
+
+def rows_of_unread(reference: Mapping[str, str], checkpoint: Mapping[str, str]) -> list[dict[str, Any]]:
+    """List the stored tensors that no part of the model reads.
+
+    Args:
+        reference: Reason for each name on disk in the reference.
+        checkpoint: The same of the checkpoint.
+
+    Returns:
+        A row for each name: `name`, `reason`, `stored_in` ("reference", "checkpoint", or both), and `may_be_there`,
+        which is False for a tensor that the class does not have and that no reason is known for.
+    """
+    rows = []
+    for name in dict.fromkeys([*reference, *checkpoint]):
+        sides = [side for side, found in (("reference", reference), ("checkpoint", checkpoint)) if name in found]
+        reason = reference.get(name) or checkpoint[name]
+        may_be_there = reason not in (NO_PLACE, UNKNOWN)
+        rows.append({"name": name, "reason": reason, "stored_in": sides, "may_be_there": may_be_there})
+    return rows
 
 
 def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

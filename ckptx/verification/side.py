@@ -32,6 +32,7 @@ from ckptx.verification.execution import tokens_used
 from ckptx.verification.inputs import windows
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 from ckptx.verification.routing import Routing, routing_of, steer
+from ckptx.verification.stored_dtypes import dtype_differences
 
 _ROWS = 2  # of each batch
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -294,3 +295,9 @@ def both_sides(reference: Path, checkpoint: Path, options: RunOptions) -> tuple[
         second = replace(second, apart=frozenset(theirs & seen.names))
         other = second.look()
     return first, second, seen, other
+
+
+def stored_dtypes_of(reference: Side, checkpoint: Side) -> list[dict[str, Any]]:
+    """Compare the stored dtypes of both sides; see `dtype_differences`."""
+    with reference.opened() as first, checkpoint.opened() as second:
+        return dtype_differences(first.tensors, second.tensors, second.config, second.architecture)

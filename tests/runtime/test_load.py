@@ -138,7 +138,7 @@ def test_what_is_not_of_the_model_is_left_and_said(copied: Path) -> None:
     _, ledger = loaded(copied)
     assert ledger.unread == {
         "foreign.weight": "unknown to the class",
-        "model.layers.0.self_attn.rotary_emb.inv_freq": "ignored by the class",
+        "model.layers.0.self_attn.rotary_emb.inv_freq": "buffer of rotary embeddings, computed from the config",
     }
 
 

@@ -53,6 +53,10 @@ class RunReport(Report):
         forecast_peak: Bytes of tensors of the checkpoint's side at the peak of the run, on the rank with the most, as
             they were forecast; where `--gpu-memory` asked.
         measured_peak: What they were.
+        unread: A row for each stored tensor that no part of the model reads: `name`, `reason`, `stored_in` (reference,
+            checkpoint), and `may_be_there`, False for one that the class does not have for no known reason.
+        dtype_differences: A row for each pair of dtypes: `against` (reference or config), `stored`, `expected`,
+            `tensors` and the first `names`.
         peak_rss_rank_0: Peak resident set size of rank 0, where this process started the ranks.
     """
 
@@ -87,6 +91,8 @@ class RunReport(Report):
     grad_of_limit: Sequence[Any] | None
     first_divergence: Any
     gradient_differences: Sequence[dict[str, Any]]
+    unread: Sequence[dict[str, Any]] = field(default_factory=list)
+    dtype_differences: Sequence[dict[str, Any]] = field(default_factory=list)
     forecast_peak: int | None = field(default=None, metadata=OPTIONAL)
     measured_peak: int | None = field(default=None, metadata=OPTIONAL)
     peak_rss_rank_0: int | None = field(default=None, metadata=OPTIONAL)
