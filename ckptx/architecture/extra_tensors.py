@@ -141,6 +141,8 @@ IGNORED = "ignored by the class"
 OTHER_FORM = "part of a quantized weight of the class"
 OUTSIDE = "outside of the modules of the class"
 _PACKED = "packed weight"
+# Heads of classifiers, taggers and models that answer questions, by their names in most classes.
+_TASK_HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs"})
 _LEAST_PARTS = 2  # of a name that a class of a tower must know
 
 
@@ -256,11 +258,11 @@ class ExtraTensors:
         if self.is_of_quantized_weight(name):
             return Extra(OTHER_FORM, may_be_left_out=True)
         other, module = self._other_class(pattern), self._module_of(pattern)
-        is_apart = pattern.rpartition(".")[0] not in self._modules  # no bias that the head of this class has not
-        if other and is_apart and (self._is_below_base(pattern) or not self._has_other_head):
+        is_head = not self._is_below_base(pattern) and (bool(other) or pattern.split(".")[0] in _TASK_HEADS)
+        if is_head and self._lacks_own_head:
+            return Extra("", module or "the place of the own head, which is not stored")
+        if other and pattern.rpartition(".")[0] not in self._modules:  # no bias that the own head does not have
             return Extra(f"of {other}, another class of this model type", module)
-        if other:
-            return Extra("", module or f"the place of the head of {other}")
         return Extra("", module) if module else Extra(OUTSIDE)
 
     # -- tensors beside it
@@ -289,18 +291,17 @@ class ExtraTensors:
     # -- other classes
 
     @functools.cached_property
-    def _has_other_head(self) -> bool:
-        """True if the checkpoint has the head of another class, and nothing of the head of this one.
+    def _lacks_own_head(self) -> bool:
+        """True if the class has a head, and the checkpoint has nothing of it.
 
-        Such is a classifier beside the config of a language model whose own head is tied, and so is not stored.
+        A head of another class then makes it a checkpoint of that class: a classifier beside the config of a language
+        model whose own head is tied, and so is not stored.
         """
-        prefix = self._architecture.base_prefix
         patterns = {pattern_of(name) for name in self._tensors}
-        if not prefix or not any(map(self._is_below_base, patterns)):
+        if not self._architecture.base_prefix or not any(map(self._is_below_base, patterns)):
             return False
         own = {each for each in self._architecture.name_patterns if not self._is_below_base(each)}
-        strange = (each for each in patterns if not self._is_below_base(each) and not self._architecture.knows(each))
-        return bool(own) and not own & patterns and any(map(self._other_class, strange))
+        return bool(own) and not own & patterns
 
     def _other_class(self, pattern: str) -> str:
         """Return a class of the same model type, or of the type of a tower, that has the tensor; else nothing."""
