@@ -1,9 +1,10 @@
-"""Trainers that know nothing of ckptx: each shipped script as it is, and with one line that is a known mistake.
+"""Trainers that know nothing of ckptx: each script as it is, and with one line that is a known mistake.
 
     python benchmarks/trainers.py [--ram /dev/shm] [--results DIR] [NAME ...]
 
 A row is one command, `ckptx robustness RECIPE`, on a copy of the recipes in which that line is changed. Nothing of a
-script asks for ckptx, so what names the mistake is what lies in its checkpoints.
+script asks for ckptx, so what names the mistake is what lies in its checkpoints. Scripts are those that are shipped, and were written to be unlike them: `benchmarks/planted/external`. A mistake is found if the phase fails that can see it,
+and the cause in the last line is the right one, or is called unknown.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from measure import CKPTX, HERE, publish, table
 
 sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.planted.trainers import MISTAKES, plant
+from benchmarks.planted import external_trainers
+from benchmarks.planted.external_trainers import EXTERNAL
+from benchmarks.planted.trainers import MISTAKES, SCRIPTS, plant_in
 from ckptx.robustness.foreign import SHIPPED
 
+ALL = {**MISTAKES, **external_trainers.MISTAKES}
 Row = dict[str, Any]
 
 
 def main() -> None:
     """Runs the commands, and writes trainers.json and trainers.md; fails where one does not say what it has to."""
-    names = [f"{recipe}:{which}" for recipe, found in MISTAKES.items() for which in ("none", *found)]
+    names = [f"{recipe}:{which}" for recipe, found in ALL.items() for which in ("none", *found)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all when left out")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
@@ -44,7 +48,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             rows.append(judged(*name.split(":"), Path(directory)))
         print(f"  {name}: {_cells(rows[-1])}", file=sys.stderr, flush=True)
-    columns = ("recipe", "mistake", "exit", "needed", "phases and oracles that fail", "seconds")
+    columns = ("recipe", "mistake", "exit", "needed", "phases and oracles that fail", "cause", "seconds")
     title = "Trainers that know nothing of ckptx, as they are and with a mistake"
     publish(arguments.results, "trainers", {"rows": rows}, [table(title, columns, list(map(_cells, rows)))])
     raise SystemExit(not all(row["is_named"] for row in rows))
@@ -53,17 +57,17 @@ def main() -> None:
 def judged(recipe: str, which: str, work: Path) -> Row:
     """One command, and what it said."""
     recipes = work / "recipes"
-    shutil.copytree(SHIPPED, recipes)
-    mistake = MISTAKES[recipe].get(which)
+    shutil.copytree(SHIPPED if recipe in MISTAKES else EXTERNAL, recipes)
+    mistake = ALL[recipe].get(which)
     if mistake is not None:
-        plant(recipe, mistake, recipes)
+        plant_in(recipes / (f"scripts/{SCRIPTS[recipe]}" if recipe in MISTAKES else f"{recipe}.py"), mistake)
     command = [*CKPTX, "robustness", str(recipes / f"{recipe}.yaml"), "--out", str(work / "out"), "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if ended.returncode not in (0, 1):
         raise SystemExit(f"{recipe}, {which}: exit {ended.returncode}: {ended.stderr[-2000:]}")
     report = json.loads(ended.stdout)
     failed = {
-        phase["name"]: [each["name"] for each in phase["oracles"] if not each["ok"]]
+        phase["name"]: [each["name"] for each in phase["oracles"] if each["ok"] is False]
         for phase in report["phases"]
         if phase["ok"] is False
     }
@@ -71,16 +75,18 @@ def judged(recipe: str, which: str, work: Path) -> Row:
         is_named = ended.returncode == 0 and not failed
     else:
         is_named = ended.returncode == 1 and mistake.oracles <= set(failed.get(mistake.phase, ()))
+        is_named = is_named and (not mistake.cause or mistake.is_named_by(report["cause"]["cause"]))
     return {
         "recipe": recipe, "mistake": which, "says": mistake.says if mistake is not None else "as it is",
         "needed": f"{mistake.phase}: {', '.join(sorted(mistake.oracles))}" if mistake is not None else "",
-        "exit": ended.returncode, "failed": failed, "is_named": is_named, "seconds": report["seconds"],
+        "exit": ended.returncode, "failed": failed, "cause": (report["cause"] or {}).get("cause", ""),
+        "is_named": is_named, "seconds": report["seconds"],
     }  # fmt: skip
 
 
 def _cells(row: Row) -> Sequence[str]:
     failed = "; ".join(f"{phase}: {', '.join(oracles)}" for phase, oracles in row["failed"].items())
-    return row["recipe"], row["says"], str(row["exit"]), row["needed"], failed, f"{row['seconds']:.0f}"
+    return row["recipe"], row["says"], str(row["exit"]), row["needed"], failed, row["cause"], f"{row['seconds']:.0f}"
 
 
 if __name__ == "__main__":

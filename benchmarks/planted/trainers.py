@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,12 +18,18 @@ class Mistake(NamedTuple):
         edits: The text that is there once, and what stands there instead.
         phase: The phase that names it; a mistake in what no checkpoint holds shows at the end alone.
         oracles: Those that have to fail there; others may, as a step spreads a fault.
+        cause: An expression that the cause has to match, unless it says that it is unknown; "" does not ask.
     """
 
     says: str
     edits: Sequence[tuple[str, str]]
     phase: str
     oracles: frozenset[str]
+    cause: str = ""
+
+    def is_named_by(self, cause: str) -> bool:
+        """Return whether a cause is the right one, or is called unknown."""
+        return cause.startswith("unknown") or re.search(self.cause, cause) is not None
 
 
 _EARLY = """    batches = iter(loader)  # it draws a random number, so it comes before random numbers are restored
@@ -115,7 +122,15 @@ def plant(recipe: str, mistake: Mistake, recipes: Path) -> None:
     Raises:
         ValueError: A text that is to be changed does not stand there once.
     """
-    script = recipes / "scripts" / SCRIPTS[recipe]
+    plant_in(recipes / "scripts" / SCRIPTS[recipe], mistake)
+
+
+def plant_in(script: Path, mistake: Mistake) -> None:
+    """Make the edits of a mistake in a copy of a script.
+
+    Raises:
+        ValueError: A text that is to be changed does not stand there once.
+    """
     text = script.read_text(encoding="utf-8")
     for old, new in mistake.edits:
         if text.count(old) != 1:

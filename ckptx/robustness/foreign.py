@@ -64,8 +64,9 @@ _COULD_NOT_BE_NAMED = (
     "restored is not, as one step spreads it to every parameter"
 )
 _IN_NO_CHECKPOINT = (
-    "all that was saved came back, so what was not restored is in no checkpoint, as the place in the data or a "
-    "schedule may be; save it with the rest, and it is named"
+    "all that was saved came back, so either what was not restored is in no checkpoint, as the place in the data or a "
+    "schedule may be (save it with the rest, and it is named), or the checkpoint was written before the step was over "
+    "(save after optimizer.step and scheduler.step)"
 )
 _RESUMING = {SAVED_AGAIN: "run resumed for no step", RESUMED: "resumed run"}
 _FROM_MODIFIED = (
@@ -289,6 +290,10 @@ class _Judge:
         if run.ended.code or run.ended.is_late:
             self._say_failed(run)
             return
+        stray = self._stray(run, self.save_at)
+        if stray is not None:
+            self._say(run, [stray], [], f"the run counts steps otherwise: {stray.differences[0].found}")
+            return
         after = self._read(run, lambda: items_of(self._checkpoint(run, self.save_at)))
         if after is None:
             return
@@ -431,6 +436,17 @@ class _Judge:
         if not path.exists():
             raise InputError(f"{path}: no checkpoint of step {step} after the command, {_what_is_in(run.out)}")
         return path
+
+    def _stray(self, run: _Run, step: int) -> Verdict | None:
+        """Return the failed verdict on a run that saved another step in place of the one where it had to stop."""
+        if self._checkpoint_path(run.out, step).exists():
+            return None
+        others = [each for each in range(self.training.steps + 2) if self._checkpoint_path(run.out, each).exists()]
+        if not others:
+            return None
+        found = f"resumed at step {self.save_at} and stopped after step {step}, it saved step {others[-1]}"
+        item = f"step of the last checkpoint, {self._checkpoint_path(run.out, others[-1]).name}"
+        return Verdict("step", 1, [Difference("step", item, None, str(step), found)])
 
     def _read_losses(self, run: _Run) -> Losses:
         place = self._place(run.out, self.block.losses)

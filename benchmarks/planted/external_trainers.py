@@ -1,0 +1,140 @@
+"""Trainers that were written without a thought of ckptx, and mistakes of one line in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.planted.trainers import Mistake
+
+EXTERNAL = Path(__file__).with_name("external")
+SCRIPTS = {"mesh": "mesh.py", "accumulation": "accumulation.py", "averaged": "averaged.py"}
+_AGAIN, _END = "saved again", "resumed"
+
+
+def _of(*oracles: str) -> frozenset[str]:
+    return frozenset(oracles)
+
+
+# The phase of each is the one that fails first; the cause has to match the expression, or say that it is unknown.
+MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
+    "mesh": {
+        "optimizer": Mistake(
+            "the optimizer is not set; `dcp.load` has filled its moments in place",
+            [('        set_optimizer_state_dict(net, opt, held["opt"])\n', "")],
+            _AGAIN, _of(), "optimizer|learning rate|group",
+        ),
+        "scheduler": Mistake(
+            "the schedule is not restored",
+            [('        pace.load_state_dict(held["pace"])\n', "")], _AGAIN, _of(), "schedul",
+        ),
+        "rng": Mistake(
+            "random numbers of rank 0 are restored on all ranks",
+            [(
+                'torch.set_rng_state(held["dice"][f"rank{rank}"])',
+                'dist.broadcast(held["dice"][f"rank{rank}"], 0); torch.set_rng_state(held["dice"][f"rank{rank}"])',
+            )],
+            _AGAIN, _of(), "random numbers|RNG",
+        ),
+        "rate": Mistake(
+            "the learning rate is set from the configuration again",
+            [('        clock = held["clock"]\n', '        clock = held["clock"]; opt.param_groups[0]["lr"] = RATE\n')],
+            _AGAIN, _of(), "learning rate",
+        ),
+        "betas": Mistake(
+            "other betas are set after the optimizer was restored",
+            [(
+                '        clock = held["clock"]\n',
+                '        clock = held["clock"]; opt.param_groups[0]["betas"] = (0.9, 0.999)\n',
+            )],
+            _AGAIN, _of(), "betas|hyperparameter|param_groups|parameter group",
+        ),
+        "early weights": Mistake(
+            "weights are saved before the step of the optimizer",
+            [
+                ("        opt.step()\n", ""),
+                ("            saved = clock\n", "            saved = clock\n        opt.step()\n"),
+            ],
+            _END, _of(), "before|step",
+        ),
+    },
+    "accumulation": {
+        "scheduler": Mistake(
+            "the schedule is not given to `prepare`, so that it is not saved",
+            [(
+                "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)",
+                "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+            )],
+            _END, _of("group", "rate"), "schedul|learning rate",
+        ),
+        "counter": Mistake(
+            "the count of accumulated batches is not restored",
+            [('        self.batch = state["batch"]\n', "")], _AGAIN, _of(), "data|batch|counter|samples",
+        ),
+        "weight decay": Mistake(
+            "weight decay is set from a configuration that has changed",
+            [(
+                "        accelerator.load_state(args.source)\n",
+                '        accelerator.load_state(args.source); optimizer.param_groups[0]["weight_decay"] = 0.01\n',
+            )],
+            _AGAIN, _of("group"), "weight decay|weight_decay|hyperparameter|param_groups|parameter group",
+        ),
+        "data": Mistake(
+            "batches that were seen are not skipped",
+            [("accelerator.skip_first_batches(loader, counter.batch)", "loader")],
+            _END, _of("model"), "data|batch|samples",
+        ),
+        "early schedule": Mistake(
+            "the checkpoint is saved before the step of the schedule",
+            [
+                ("            scheduler.step()\n", ""),
+                (
+                    "            if counter.step == args.steps:\n",
+                    "            scheduler.step()\n            if counter.step == args.steps:\n",
+                ),
+            ],
+            _END, _of(), "schedul|learning rate|before",
+        ),
+        "optimizer": Mistake(
+            "the state of the optimizer is thrown away after `load_state`",
+            [(
+                "        accelerator.load_state(args.source)\n",
+                "        accelerator.load_state(args.source); optimizer.optimizer.state.clear()\n",
+            )],
+            _AGAIN, _of("moments", "adam step"), "optimizer",
+        ),
+    },
+    "averaged": {
+        "average": Mistake(
+            "the average of the weights is not restored",
+            [('        ema.load_state_dict(state["ema"])\n', "")], _AGAIN, _of(), "EMA|ema|average",
+        ),
+        "place": Mistake(
+            "the place in the epoch is not restored",
+            [('        deck.drawn = state["deck"]["drawn"]\n', "")], _AGAIN, _of(), "data|sampler|batch|samples|deck",
+        ),
+        "epoch": Mistake(
+            "the epoch of the sampler is not restored",
+            [('        deck.epoch = state["deck"]["epoch"]\n', "")], _AGAIN, _of(), "data|sampler|epoch|batch|samples",
+        ),
+        "off by one": Mistake(
+            "the counter of steps is one too high",
+            [('        step = state["step"]\n', '        step = state["step"] + 1\n')], _AGAIN, _of("step"), "step",
+        ),
+        "rng": Mistake(
+            "random numbers are not restored",
+            [('        torch.set_rng_state(state["torch_rng"])\n', "")], _AGAIN, _of("rng"), "random numbers|RNG",
+        ),
+        "early weights": Mistake(
+            "the checkpoint is saved before the step of the optimizer",
+            [
+                ("        optimizer.step()\n", ""),
+                (
+                    "            saved = step\n",
+                    "            saved = step\n        optimizer.step()\n",
+                ),
+            ],
+            _END, _of(), "before|step",
+        ),
+    },
+}  # fmt: skip
