@@ -4,8 +4,8 @@
 
 A row is one command, `ckptx robustness RECIPE`, on a copy of the recipes in which that line is changed. Nothing of a
 script asks for ckptx, so what names the mistake is what lies in its checkpoints. Scripts are those that are shipped,
-and three that were written to be unlike them: `benchmarks/planted/external`. A mistake is found if the phase fails that can
-see it, and the cause in the last line is the right one, or is called unknown.
+and three that were written to be unlike them: `benchmarks/planted/external`. A mistake is found if the phase fails that
+can see it, and the cause in the last line is the right one, or is called unknown.
 """
 
 from __future__ import annotations

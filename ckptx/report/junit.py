@@ -18,7 +18,7 @@ from ckptx.publishing.report_file import XML_HEAD
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import Report
 from ckptx.report.robustness_words import (
-    CAUSES,
+    cause_of,
     cause_text,
     failing_oracles,
     first_cause,
@@ -128,8 +128,8 @@ def _phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, Any]
 def _oracle_lines(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     name = str(row["name"])
     items = [f"    {item}" for item in some(items_of(report, phase, name), _MOST_ITEMS)]
-    cause = [f"    that is: {CAUSES[name]}"] if name in CAUSES else []
-    return [f"{name}: {oracle_text(row)}", *items, *cause]
+    cause = cause_of(report, phase, name)
+    return [f"{name}: {oracle_text(row)}", *items, *([] if cause is None else [f"    that is: {cause}"])]
 
 
 def _case(

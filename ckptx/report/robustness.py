@@ -8,8 +8,8 @@ from typing import Any
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.report import counted
 from ckptx.report.robustness_words import (
-    CAUSES,
     called,
+    cause_of,
     cause_text,
     failing_oracles,
     items_of,
@@ -118,8 +118,9 @@ def _phase(
         name = str(row["name"])
         lines.append(f"      {red(name)}: {oracle_text(row)}")
         lines += [f"          {item}" for item in some(items_of(report, phase, name))]
-        if name in CAUSES:
-            lines.append(f"          that is: {CAUSES[name]}")
+        cause = cause_of(report, phase, name)
+        if cause is not None:
+            lines.append(f"          that is: {cause}")
     lines += [
         f"      {row['name']}: {unchecked_text(row)}" for row in unchecked_oracles(phase) if phase["ok"] is not None
     ]

@@ -15,8 +15,8 @@ from ckptx.report.page import escape, page
 from ckptx.report.plots import Band, Run, distances_plot, runs_plot
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_words import (
-    CAUSES,
     called,
+    cause_of,
     cause_text,
     failing_oracles,
     is_of,
@@ -157,8 +157,9 @@ def _oracle(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str
     items = some(items_of(report, phase, name), _MOST_FOUND)
     if items:
         yield f"<ul class=items>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
-    if name in CAUSES:
-        yield f"<p>{escape(CAUSES[name])}</p>"
+    cause = cause_of(report, phase, name)
+    if cause is not None:
+        yield f"<p>{escape(cause)}</p>"
     yield "</li>"
 
 

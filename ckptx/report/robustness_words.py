@@ -16,19 +16,22 @@ CAUSES: Mapping[str, str] = {
     "sharded": "the trainer cut its parameters otherwise than the recipe expects; it may have run unsharded in silence",
     "finite": "a NaN or an infinity is in the state or in a loss; what was saved can already hold it",
     "names": "tensors are missing, left over, or named after a wrapper; a head is tied on one side alone",
-    "model": "parameters are other numbers: rows or shards swapped, a step that is too old, a cast on the way",
-    "moments": "the optimizer starts anew, or with moments of another precision or of other parameters",
-    "adam step": "the bias correction of the optimizer counts from another step",
-    "group": "the optimizer treats parameters otherwise: weight decay, betas or eps were not restored",
-    "scheduler": "the schedule was not loaded, or was built anew for other steps",
-    "step": "the run believes to be at another step than it is",
-    "samples": "the run has counted other samples than it has seen; its data will repeat or be left out",
-    "rng": "random numbers go on elsewhere: another rank's state, an old one, or something drew after it was restored",
+    "model": "parameters or buffers differ; possible causes: weights of another step, swapped rows or shards, a cast",
+    "second model": "a second copy of the model, such as an EMA, differs; possible cause: it was not restored",
+    "moments": "optimizer state differs; possible causes: not restored, loaded for other parameters, or cast",
+    "master weights": "master weights of the optimizer differ; possible causes: not restored, or made from the model",
+    "adam step": "step counts of the optimizer, which set its bias correction, differ; possible cause: not restored",
+    "group": "settings of the optimizer's param groups differ; possible cause: they were not restored",
+    "scheduler": "scheduler state differs; possible causes: it was not restored, or was made for another step count",
+    "step": "the step counter differs; possible cause: it was not restored",
+    "epoch": "the epoch differs; possible cause: it was not restored",
+    "samples": "the count of samples differs; possible cause: it was not restored, so that data repeats or is left out",
+    "rng": "RNG state differs; possible causes: another rank's state, an old one, or a draw after it was restored",
     "replicas": "ranks that hold the same tensor hold different numbers; one of them was saved for all",
-    "batch": "the next samples are others: started over, off by some, or dealt to other ranks",
-    "rate": "the next step has another learning rate than in the run that did not stop",
+    "batch": "the next samples differ; possible causes: position in the data not restored, or that of another rank",
+    "rate": "the learning rate differs; possible causes: the scheduler or optimizer state was not restored",
     "memory": "something holds the model after its phase, or a process group was not ended; the latter is 6 threads",
-    "other": "something ckptx has no word for, which the trainer stores: it was not restored, or from another step",
+    "other": "state that ckptx has no word for differs; the items say which",
     "loss": "more than noise; where no exact oracle fails, look at what is no state: dropout, kernels, reductions",
     "logits": "more than noise; the model computes something else with the same weights",
 }
@@ -40,6 +43,7 @@ _NOTHING: Mapping[str, str] = {
     "finite": "no floating-point state",
     "memory": "no rank was asked",
 }
+_SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 
 MOST_ITEMS = 4  # of an oracle, named in a line
 
@@ -134,6 +138,18 @@ def items_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) ->
         (names,) = (row.get("differing") or () for row in phase["oracles"] if row["name"] == oracle)
         return [str(name) for name in names]
     return [f"{item}{_ranks(rows)}{_values(rows[0])}" for (item, _), rows in found.items()]
+
+
+def cause_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> str | None:
+    """Return what it means that an oracle fails; for param groups, only the settings that differ are named."""
+    if oracle != "group":
+        return CAUSES.get(oracle)
+    items = [str(row["item"]) for row in report.differing if is_of(row, phase) and row.get("oracle") == oracle]
+    keys = list(dict.fromkeys(item.rpartition(".")[2] for item in items))
+    if not keys:
+        return CAUSES[oracle]
+    names = ", ".join(some([_SETTINGS.get(key, key) for key in keys]))
+    return f"{names} in the optimizer's param groups: different; possible cause: not restored"
 
 
 def is_of(row: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
@@ -258,7 +274,12 @@ def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
             failing = [str(row["name"]) for row in failing_oracles(phase)]
             failing += ["memory"] if memory_faults(phase) else []
             oracle = failing[0] if failing else None
-            said = phase.get("cause") or CAUSES.get(oracle or "") or next(iter(notes_of(phase)), "") or "unknown"
+            said = (
+                phase.get("cause")
+                or (cause_of(report, phase, oracle) if oracle else None)
+                or next(iter(notes_of(phase)), "")
+                or "unknown"
+            )
             return {"phase": str(phase["name"]), "oracle": oracle, "cause": str(said)}
     return None
 

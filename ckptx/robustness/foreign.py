@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import ckptx.training
 from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
-from ckptx.robustness.causes import likely_causes
+from ckptx.robustness.causes import IN_NO_CHECKPOINT, likely_causes
 from ckptx.robustness.commands import Ended, check_environment, filled, placeholders, run_command, words_of
 from ckptx.robustness.losses import Losses, check_losses, read_losses
 from ckptx.robustness.oracles import (
@@ -63,11 +63,6 @@ _COULD_NOT_BE_NAMED = (
     "this trainer cannot resume for no step, so the ends are compared: that something differs is certain, what was not "
     "restored is not, as one step spreads it to every parameter"
 )
-_IN_NO_CHECKPOINT = (
-    "all that was saved came back, so either what was not restored is in no checkpoint, as the place in the data or a "
-    "schedule may be (save it with the rest, and it is named), or the checkpoint was written before the step was over "
-    "(save after optimizer.step and scheduler.step)"
-)
 _RESUMING = {SAVED_AGAIN: "run resumed for no step", RESUMED: "resumed run"}
 _FROM_MODIFIED = (
     "it resumed from a checkpoint that an earlier run had modified, so that its differences can come from that"
@@ -78,7 +73,7 @@ _SELF_EVIDENT = {
     "sharded": "the parameters are not placed on ranks as checks.sharded requires",
 }
 # What a step does not spread to: it differs because it was not restored.
-_OF_ITSELF = ("adam step", "group", "scheduler", "step", "samples", "rng", "batch", "rate")
+_OF_ITSELF = ("adam step", "group", "scheduler", "step", "epoch", "samples", "rng", "batch", "rate")
 
 
 @dataclass(slots=True)
@@ -327,7 +322,7 @@ class _Judge:
         was_named = any(row["name"] == SAVED_AGAIN and row["ok"] is False for row in self.outcome.phases)
         if not failed or was_named:
             return
-        yield _IN_NO_CHECKPOINT if self.block.zero_steps else _COULD_NOT_BE_NAMED
+        yield IN_NO_CHECKPOINT if self.block.zero_steps else _COULD_NOT_BE_NAMED
         first = [oracle for oracle in _OF_ITSELF if oracle in failed]
         if first:
             yield f"begin with {', '.join(first)}: no step spreads a fault there"

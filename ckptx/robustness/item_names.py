@@ -4,34 +4,69 @@ Trainers agree on words, not on their places: `optimizer.state.<name>.exp_avg` (
 (a script with one stateful object around all), `optimizer.pt` (transformers), `random_states_1.pkl` (accelerate). So a
 name is read from its front: what holds everything is passed over, the first word that is known decides, and the last
 one refines. What no word is known for is a parameter if it is a tensor outside of pickled state, and "other" if not.
+
+Names of a trainer's own are recognized by `state_kinds`, which looks at all items of a checkpoint at once.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Literal
+
+Kind = Literal["model", "second model", "optimizer", "scheduler", "loader", "rng", "options", "progress"]
 
 _CONTAINERS = frozenset({"app", "state", "checkpoint", "training", "training_state", "trainer_state", "extra_state"})
-_MODEL = frozenset({"model", "models", "module", "state_dict", "model_state_dict", "model_state", "weights", "ema"})
-_OPTIMIZER = frozenset({"optim", "optims", "optimizer", "optimizers", "optimizer_state_dict", "optimizer_states"})
-_SCHEDULER = frozenset({"scheduler", "schedulers", "lr_scheduler", "lr_schedulers", "sched", "scheduler_state_dict"})
-_LOADER = frozenset(
-    {
-        "dataloader", "dataloaders", "data_loader", "loader", "train_dataloader", "train_loader", "sampler", "batches",
-        "data",
-    }
-)  # fmt: skip
-_RNG = re.compile(r"rng|rngs|.*rng_states?.*|random_states?|random|.*_manual_seed|numpy_random_seed|generators?")
-_STEP = frozenset({"step", "steps", "global_step", "iteration", "iter", "current_step", "epoch", "epochs"})
+_RANK = re.compile(r"rank[ _-]?\d+")
+_SECOND = re.compile(r"(.+[_-])?(ema|swa|shadow|polyak|averaged)([_-].+)?")
+_OPTIMIZER = re.compile(r"opt(im|imizer)?s?(_states?(_dict)?)?|base_optimizer_state")
+_RNG = re.compile(
+    r"(.+[_-])?rngs?([_-].+|\d+)?|random_states?|random|.*_manual_seed|numpy_random_seed|generators?|.*random_state"
+)
+_WORDS: tuple[tuple[Kind, frozenset[str]], ...] = (
+    (
+        "model",
+        frozenset({"model", "models", "module", "net", "network", "weights"})
+        | {"state_dict", "model_state_dict", "model_state", "model_states"},
+    ),
+    (
+        "scheduler",
+        frozenset({"scheduler", "schedulers", "lr_scheduler", "lr_schedulers", "sched", "scheduler_state_dict"})
+        | {"opt_param_scheduler", "lr_scheduler_state_dict", "scheduler_state"},
+    ),
+    (
+        "loader",
+        frozenset({"dataloader", "dataloaders", "data_loader", "loader", "train_dataloader", "train_loader"})
+        | {"sampler", "batches", "data", "data_sampler", "combined_loader", "dataloader_state_dict", "data_state"},
+    ),
+    (
+        "options",
+        frozenset({"args", "config", "cfg", "hparams", "options", "ds_config"})
+        | {"hyper_parameters", "hyperparameters", "datamodule_hyper_parameters"},
+    ),
+    ("progress", frozenset({"loops"})),  # of Lightning: how far each loop has come
+)
+_KINDS: dict[str, Kind] = {word: kind for kind, words in _WORDS for word in words}
+STEPS = frozenset(
+    {"step", "steps", "global_step", "global_steps", "iteration", "iter", "current_step", "skipped_steps"}
+)
+EPOCHS = frozenset({"epoch", "epochs", "current_epoch"})
 _SAMPLES = re.compile(r"(.+_)?(samples|tokens|seen)(_.+)?|seen|sample_count|n?tokens_seen")
-_RATES = frozenset({"lr", "initial_lr"})
+RATES = frozenset({"lr", "initial_lr"})
+_MASTER = re.compile(r"(.+_)?master(_.+)?|fp32|(.+_)?fp32_(.+_)?(params?|groups|flat)(_.+)?")
+_MOMENT = re.compile(
+    r"(max_)?exp_(avg|inf)(_.+)?|momentum_buffer|square_avg|grad_avg|acc_(delta|grad)|row_var|col_var|step_sizes?"
+    r"|state[12]|absmax[12]|(first|second)_moments?|moment[12]|shampoo_.+|row_momentum|col_momentum"
+)
 
 # The file of a state, by what its trainer calls it -> the word for it. Numbers at the end are ranks or further objects.
 _FILES = (
+    (r"(.+[_-])?(ema|swa)([_-].+)?", "ema"),
     (r"(model|pytorch_model|pytorch_model_fsdp|weights)([_-].*)?", "model"),
     (r"optim(izer)?(_states?)?(_\d+)?", "optimizer"),
     (r"(lr_)?scheduler(_\d+)?", "scheduler"),
     (r"scaler(_\d+)?", "scaler"),
-    (r"rng(_state)?(_\d+)?|random_states?(_\d+)?", "rng"),
+    (r"rngs?([_-]states?)?([_-]?(rank[_-]?)?\d+)?|random_states?(_\d+)?", "rng"),
     (r"sampler(_\d+)?|dl_state_dict(_\d+)?|dataloader(_.*)?", "dataloader"),
     (r"trainer_state", "trainer_state"),
 )
@@ -45,8 +80,8 @@ def word_of_file(stem: str) -> str | None:
     """
     for pattern, word in _FILES:
         if re.fullmatch(pattern, stem):
-            number = re.search(r"_(\d+)$", stem)
-            if number is None or word == "model" or (word != "rng" and number[1] == "0"):
+            number = re.search(r"(\d+)$" if word == "rng" else r"_(\d+)$", stem)
+            if number is None or word in ("model", "ema") or (word != "rng" and number[1] == "0"):
                 return word
             return f"{word}.{'rank ' if word == 'rng' else ''}{number[1]}"
     return None
@@ -62,40 +97,106 @@ def oracles_of(name: str, is_tensor: bool) -> tuple[str, ...]:
     Example:
         app.optim.state.model.norm.weight.exp_avg -> moments; optimizer.param_groups.0.lr -> group and rate
     """
-    words = name.lower().split(".")
-    while len(words) > 1 and words[0] in _CONTAINERS and not (words[0] == "state" and words[1].isdigit()):
+    return oracles_by_words(inner_words(name)) or (("model",) if is_tensor else ("other",))
+
+
+def inner_words(name: str) -> list[str]:
+    """Split a name at its dots and leave out the words in front that hold everything or name a rank."""
+    words = name.split(".")
+    while len(words) > 1 and _is_around(words[0].lower(), words[1]):
         words = words[1:]
-    first, last = words[0], words[-1]
-    if first in _OPTIMIZER:
-        return _of_optimizer(words[1:] or [""])
-    if first in _SCHEDULER:
-        return ("scheduler",)
-    if first in _LOADER:
-        return ("batch",)
-    if first in _MODEL:
-        return ("model",)
-    if _RNG.fullmatch(first):
-        return ("step",) if last in _STEP else ("rng",)
-    if last in _STEP:
+    return words
+
+
+def kind_of_word(word: str) -> Kind | None:
+    """Return the kind of state that a word stands for, or None if the word is unknown."""
+    word = word.lower()
+    if word in _KINDS:
+        return _KINDS[word]
+    if _OPTIMIZER.fullmatch(word):
+        return "optimizer"
+    if _SECOND.fullmatch(word):
+        return "second model"
+    return "rng" if _RNG.fullmatch(word) else None
+
+
+def oracles_by_words(words: Sequence[str], is_array: bool = False) -> tuple[str, ...] | None:
+    """Return the oracles of an item that its words name, or None if no word is known.
+
+    Args:
+        words: The words of its name, from `inner_words`.
+        is_array: The item is a tensor of several elements. It is no counter, and only its first word is looked at: a
+            module of a model may be called "sampler" or "generator".
+    """
+    lower = [word.lower() for word in words]
+    if "param_groups" in lower:
+        return oracles_of_group(lower[-1])
+    kind = kind_of_word(lower[0])
+    if kind is not None:
+        return _of_kind(kind, lower, is_array)
+    if is_array:
+        return None
+    for index, word in enumerate(lower[1:-1], start=1):
+        kind = kind_of_word(word)
+        if kind is not None and kind not in ("model", "options", "progress"):
+            return _of_kind(kind, lower[index:], is_array)
+    return oracles_of_counter(lower[-1]) or _of_last(lower)
+
+
+def oracles_of_counter(word: str) -> tuple[str, ...] | None:
+    """Return the oracle of a number that counts steps, epochs or samples; None for any other word."""
+    if word in STEPS:
         return ("step",)
-    if _SAMPLES.fullmatch(last):
-        return ("samples",)
-    for word in words[1:]:
-        if word in _SCHEDULER:
-            return ("scheduler",)
-        if word in _OPTIMIZER:
-            return _of_optimizer(words[words.index(word) + 1 :] or [""])
-        if word in _LOADER:
-            return ("batch",)
-        if _RNG.fullmatch(word):
-            return ("rng",)
-    return ("model",) if is_tensor else ("other",)
+    if word in EPOCHS:
+        return ("epoch",)
+    return ("samples",) if _SAMPLES.fullmatch(word) else None
 
 
-def _of_optimizer(words: list[str]) -> tuple[str, ...]:
+def oracles_of_group(key: str) -> tuple[str, ...]:
+    """Return the oracles of a setting of a param group."""
+    return ("group", "rate") if key in RATES else ("group",)
+
+
+def is_master(word: str) -> bool:
+    """Return True for a word that stands for master weights: a copy of the parameters in full precision."""
+    return _MASTER.fullmatch(word.lower()) is not None
+
+
+def is_moment(word: str) -> bool:
+    """Return True for a word that only optimizers use, for a tensor that they keep for each parameter."""
+    return _MOMENT.fullmatch(word.lower()) is not None
+
+
+def _is_around(word: str, inside: str) -> bool:
+    if word == "state" and inside.isdigit():  # of an optimizer that is all of its file
+        return False
+    return word in _CONTAINERS or _RANK.fullmatch(word) is not None
+
+
+def _of_last(words: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the oracle of a last word that is the state itself, as in `run.python_rng`."""
+    kind = kind_of_word(words[-1]) if len(words) > 1 else None
+    return _of_kind(kind, words[-1:], False) if kind in ("scheduler", "loader", "rng") else None
+
+
+def _of_kind(kind: Kind, words: Sequence[str], is_array: bool) -> tuple[str, ...]:
     last = words[-1]
-    if "param_groups" in words:
-        return ("group", "rate") if last in _RATES else ("group",)
-    if last in _STEP:
+    if kind == "optimizer":
+        return _of_optimizer(words[1:] or [""], is_array)
+    if kind == "rng":
+        return ("step",) if last in STEPS else ("rng",)
+    if kind == "progress":
+        if any(kind_of_word(word) == "loader" for word in words):
+            return ("batch",)
+        return ("epoch",) if "epoch_progress" in words else ("step",)
+    oracle = {"model": "model", "second model": "second model", "scheduler": "scheduler", "loader": "batch"}
+    return (oracle.get(kind, "other"),)
+
+
+def _of_optimizer(words: Sequence[str], is_array: bool) -> tuple[str, ...]:
+    if words[-1] in STEPS and not is_array:
         return ("adam step",)
-    return ("moments",)
+    if any(map(is_master, words)):
+        return ("master weights",)
+    is_state = is_array or "state" in words or any(map(is_moment, words))
+    return ("moments",) if is_state else ("other",)

@@ -8,11 +8,13 @@ A moment is a set of items, each with the digest of its bytes, under the oracle 
     finite       no NaN; no infinity in a parameter, a moment or a loss
     names        the same names; no wrapper of FSDP2, compile or checkpointing in one; heads tied as the table says
     model        parameters and persistent buffers
-    moments      exp_avg, exp_avg_sq
+    second model   a copy of the model that is kept beside it, as an EMA
+    moments      exp_avg, exp_avg_sq and what else an optimizer keeps for each parameter
+    master weights  parameters in full precision, which an optimizer keeps
     adam step    how many steps each parameter has taken
     group        what the optimizer does with each parameter: betas, eps, weight decay, ...
     scheduler    its state
-    step, samples   where the run is, and what it has seen
+    step, epoch, samples   where the run is, and what it has seen
     rng          python, numpy, torch and device, of each rank
     replicas     what ranks hold whole, against each other
     batch        the samples of the next step, by rank
@@ -30,8 +32,8 @@ from math import isfinite, nan
 from typing import Any, NamedTuple
 
 EXACT = (
-    "reference", "readable", "sharded", "finite", "names", "model", "moments", "adam step", "group", "scheduler",
-    "step", "samples", "rng", "replicas", "batch", "rate", "other",
+    "reference", "readable", "sharded", "finite", "names", "model", "second model", "moments", "master weights",
+    "adam step", "group", "scheduler", "step", "epoch", "samples", "rng", "replicas", "batch", "rate", "other",
 )  # fmt: skip
 MEASURED = ("loss", "logits", "memory")
 ORDER = (*EXACT, *MEASURED)

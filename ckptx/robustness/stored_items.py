@@ -34,9 +34,10 @@ from ckptx.errors import InputError
 from ckptx.formats.dcp.reader import open_dcp, open_payloads
 from ckptx.formats.hf.safetensors import parse_header
 from ckptx.formats.torch_archive.unpickle import Refused, TensorRef
-from ckptx.robustness.item_names import oracles_of, word_of_file
+from ckptx.robustness.item_names import word_of_file
 from ckptx.robustness.oracles import Items
 from ckptx.robustness.pickled import Reader, number_of, short
+from ckptx.robustness.state_kinds import StoredItem, is_generator_state, oracles_of_items
 from ckptx.storage.files import FilePool, read_small, unreadable
 from ckptx.transfer.digest import TreeDigest
 from ckptx.transfer.stream import TensorReader
@@ -61,7 +62,8 @@ _EXPONENTS = {
     "BF16": ("<u2", 0xFF << 7),
     "F16": ("<u2", 0x1F << 10),
 }
-_NEVER_NOISE = frozenset({"model", "moments", "adam step", "group", "rate"})
+_FINITE = frozenset({"model", "second model", "moments", "master weights"})
+_NEVER_NOISE = _FINITE | {"adam step", "group", "rate"}
 
 
 class Sharding(NamedTuple):
@@ -103,9 +105,10 @@ def items_of(path: Path) -> Items:
             _read_json(place, items)
         else:
             _read_pickle(place, items)
-    if not items.found:
+    found_items = items.by_oracle()
+    if not found_items:
         raise InputError(f"{path}: no checkpoint found, {_content(path)}")
-    return items.found
+    return found_items
 
 
 def sharding_of(path: Path) -> Sharding:
@@ -120,9 +123,9 @@ def sharding_of(path: Path) -> Sharding:
     for place in places:
         if place.is_dcp and place.is_of("model"):
             catalog = open_dcp(place.path)
-            model = [
-                entry for name, entry in catalog.tensors.items() if oracles_of(place.name(name), True) == ("model",)
-            ]
+            stored = [_stored(place, place.name(name), entry) for name, entry in catalog.tensors.items()]
+            oracles = zip(catalog.tensors.values(), oracles_of_items(stored), strict=True)
+            model = [entry for entry, found in oracles if found == ("model",)]
             cut = sum(len(entry.chunks) > 1 for entry in model)
             writers = [int(found[1]) for name in catalog.files if (found := re.match(r"__(\d+)_\d+\.distcp", name))]
             world_size = world_size or (max(writers) + 1 if writers and max(writers) < RANKS else None)
@@ -207,25 +210,38 @@ def _content(path: Path) -> str:
 
 
 class _Items:
-    """Items as they are found; no name hides another."""
+    """Items as they are found; what each is depends on all of them, and no name hides another."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], str] = {}
+        self._stored: list[StoredItem] = []
+        self._values: list[tuple[str, int | None]] = []
 
-    def add(self, place: _Place, name: str, value: str, is_tensor: bool, not_finite: int | None = None) -> None:
-        oracles = oracles_of(name, is_tensor)
-        if _NOISE.fullmatch(name.rpartition(".")[2]) and _NEVER_NOISE.isdisjoint(oracles):
-            return
-        unique, number = name, 1
-        while any((oracle, unique) in self.found for oracle in oracles):
-            unique = f"{place.label}: {name}" if number == 1 else f"{place.label}: {name} ({number})"
-            number += 1
-        if len(self.found) > 4 * TENSORS:
+    def add(self, place: _Place, item: StoredItem, value: str, not_finite: int | None = None) -> None:
+        if len(self._stored) > 4 * TENSORS:
             raise InputError(f"{place.path}: more values than any training run has")
-        for oracle in oracles:
-            self.found[oracle, unique] = value
-        if not_finite is not None and not {"model", "moments"}.isdisjoint(oracles):
-            self.found["finite", unique] = "finite" if not not_finite else f"{not_finite:,} elements are not"
+        self._stored.append(item)
+        self._values.append((value, not_finite))
+
+    def by_oracle(self) -> dict[tuple[str, str], str]:
+        """Return what `items_of` returns."""
+        items: dict[tuple[str, str], str] = {}
+        oracles_of = zip(self._stored, self._values, oracles_of_items(self._stored), strict=True)
+        for item, (value, not_finite), oracles in oracles_of:
+            if _NOISE.fullmatch(item.name.rpartition(".")[2]) and _NEVER_NOISE.isdisjoint(oracles):
+                continue
+            unique, number = item.name, 1
+            while any((oracle, unique) in items for oracle in oracles):
+                unique = f"{item.file}: {item.name}" if number == 1 else f"{item.file}: {item.name} ({number})"
+                number += 1
+            for oracle in oracles:
+                items[oracle, unique] = value
+            if not_finite is not None and not _FINITE.isdisjoint(oracles):
+                items["finite", unique] = "finite" if not not_finite else f"{not_finite:,} elements are not"
+        return items
+
+
+def _stored(place: _Place, name: str, entry: TensorEntry, is_tensor: bool = True) -> StoredItem:
+    return StoredItem(name, place.label, is_tensor, entry.shape, entry.dtype.name)
 
 
 class _Sink:
@@ -281,15 +297,11 @@ def _read_dcp(place: _Place, items: _Items) -> None:
     with FilePool(place.path) as files:
         located, tensors = open_payloads(catalog, files, later=True), _Tensors(files)
         for name, entry in located.tensors.items():
-            items.add(place, place.name(name), *_with_flag(tensors.read(entry)))
+            items.add(place, _stored(place, place.name(name), entry), *tensors.read(entry))
         for name, stored in catalog.objects.items():
             where = f'{place.path / stored.file}: object "{name}"'
             reader = Reader(files, stored.file, where, stored.offset, stored.nbytes)
             _add_leaves(place, name, reader, tensors, items)
-
-
-def _with_flag(read: tuple[str, int | None]) -> tuple[str, bool, int | None]:
-    return read[0], True, read[1]
 
 
 def _read_safetensors(place: _Place, items: _Items) -> None:
@@ -298,7 +310,7 @@ def _read_safetensors(place: _Place, items: _Items) -> None:
         for tensor in parse_header(partial(files.read, name), files.size(name), str(place.path)).tensors:
             chunk = Chunk(whole(tensor.shape), name, tensor.begin, tensor.end - tensor.begin)
             entry = TensorEntry(tensor.name, tensor.dtype, tensor.shape, (chunk,))
-            items.add(place, place.name(tensor.name), *_with_flag(tensors.read(entry)))
+            items.add(place, _stored(place, place.name(tensor.name), entry), *tensors.read(entry))
 
 
 def _read_pickle(place: _Place, items: _Items) -> None:
@@ -312,10 +324,11 @@ def _add_leaves(place: _Place, name: str, reader: Reader, tensors: _Tensors, ite
     for path, value in reader.leaves():
         whole_name = place.name(".".join(filter(None, (name, *_with_names(path, names)))) or place.label)
         if isinstance(value, TensorRef | Refused):
-            said, not_finite = tensors.read(reader.entry(whole_name, value))
-            items.add(place, whole_name, said, not name, not_finite)
+            entry = reader.entry(whole_name, value)
+            items.add(place, _stored(place, whole_name, entry, not name), *tensors.read(entry))
         else:
-            items.add(place, whole_name, reader.said(whole_name, value, tensors.digest), False)
+            item = StoredItem(whole_name, place.label, is_generator=is_generator_state(value))
+            items.add(place, item, reader.said(whole_name, value, tensors.digest))
 
 
 def _parameter_names(tree: Any) -> Mapping[tuple[str, ...], Mapping[str, str]]:
@@ -357,4 +370,5 @@ def _read_json(place: _Place, items: _Items) -> None:
         if below:
             waiting.extend((f"{name}.{key}" if name else key, item, depth + 1) for key, item in reversed([*below]))
         else:
-            items.add(place, place.name(name or place.label), short(repr(value)), False)
+            item = StoredItem(place.name(name or place.label), place.label, is_generator=is_generator_state(value))
+            items.add(place, item, short(repr(value)))

@@ -69,9 +69,9 @@ def test_one_that_is_right_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "oracle", "said"),
     [
-        ("iterator", "rng", "make the iterator first"),
-        ("data", "batch", "place in the data was not loaded"),
-        ("moments", "moments", ""),
+        ("iterator", "rng", "random numbers were drawn after it was restored"),
+        ("data", "batch", "position in the data differs (sampler.seen: 4 in the reference, 0 after the resume)"),
+        ("moments", "moments", "optimizer state (exp_avg) differs (1 of 1"),
     ],
 )
 def test_what_was_not_restored_is_named(tmp_path: Path, fault: str, oracle: str, said: str) -> None:
@@ -95,7 +95,7 @@ def test_what_is_in_no_checkpoint_shows_at_the_end(tmp_path: Path) -> None:
     outcome = run(tmp_path, "late iterator")
     assert set(failed(outcome)) == {"resumed"}
     said = notes(outcome, "resumed")
-    assert "what was not restored is in no checkpoint" in said and "begin with rng: no step" in said
+    assert "is in no checkpoint" in said and "taken at the wrong moment" in said and "begin with rng: no step" in said
     named = run(tmp_path / "named", "iterator")  # by the run for no step, so that nothing more is said of the end
     assert not notes(named, "resumed")
 
@@ -292,6 +292,6 @@ def test_random_numbers_of_one_rank_everywhere_are_told_from_a_draw() -> None:
     before = {("rng", f"app.rng.rank{rank}"): f"{rank}" for rank in range(3)}
     alike = dict.fromkeys(before, "0")
     drawn = {key: f"{value}x" for key, value in before.items()}
-    for after, said in ((alike, "random numbers of one rank"), (drawn, "only random numbers differ")):
+    for after, said in ((alike, "RNG state of another rank was restored"), (drawn, "RNG state differs on ranks 0-2")):
         assert likely_causes(compare([before], [after]), before, after)[0].startswith(said)
     assert likely_causes(compare([before], [before]), before, before) == []

@@ -1,0 +1,242 @@
+"""Where the model lies in a checkpoint, and where tensors of the same names lie once more: optimizer state, an EMA.
+
+A root is the words in front of names that belong together: `("net",)` of `net.layers.0.weight`. A model without one,
+as torchtitan writes it, has a root for each of its top modules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptx.robustness.item_names import is_master, is_moment, kind_of_word
+
+Words = tuple[str, ...]
+Shape = tuple[int, ...]
+Roots = frozenset[Words]
+
+_WRAPPERS = frozenset(
+    {"module", "model", "state_dict", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+)
+_PAIRS = ({"m", "v"}, {"mu", "nu"}, {"m1", "m2"}, {"first", "second"})
+_SINGLE_MOMENTS = frozenset({"momentum", "momentums", "momenta", "velocity", "velocities", "trace", "moments"})
+_MOST_PARAMETERS = 0.5  # of a model, below a root that holds a copy of it: an EMA may leave out frozen ones and buffers
+
+
+class NamedShape(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        words: Words of its name.
+        shape: Its shape.
+        is_float: Its dtype is one of floating point.
+    """
+
+    words: Words
+    shape: Shape
+    is_float: bool
+
+
+class FoundRoots(NamedTuple):
+    """What lies below which words.
+
+    Attributes:
+        model: Roots of parameters and buffers.
+        second: Roots of further copies of the model.
+        moments: Roots of copies that an optimizer keeps.
+        masters: Roots of copies in full precision.
+        optimizer: Roots of all state of an optimizer.
+    """
+
+    model: Roots = frozenset()
+    second: Roots = frozenset()
+    moments: Roots = frozenset()
+    masters: Roots = frozenset()
+    optimizer: Roots = frozenset()
+
+
+def find_roots(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> FoundRoots:
+    """Find the model and the copies of it.
+
+    Args:
+        tensors: Tensors that no word names optimizer state.
+        moments: Tensors that only an optimizer has, with `exp_avg` or the like in their names.
+    """
+    by_word = [each for each in tensors if kind_of_word(each.words[0]) == "model"]
+    unknown = [each for each in tensors if kind_of_word(each.words[0]) in (None, "second model")]
+    model = frozenset(each.words[:1] for each in by_word)
+    model = model or _named_by_optimizer(unknown, moments) or _shaped_as_in_optimizer(unknown, moments)
+    names = _relative_names(tensors, model)
+    copies = {"second": set[Words](), "moments": set[Words](), "masters": set[Words]()}
+    others = [each for each in tensors if not is_below(each.words, model)]
+    roots = {*_copies_by_name(others, names, moments), *_copies_by_shape(others, names, moments)}
+    for root in roots:
+        kind = _kind_of_copy(root, roots)
+        if kind is not None:
+            copies[kind].add(root)
+    optimizer = {_optimizer_root(each.words, names) for each in moments}
+    return FoundRoots(
+        model,
+        frozenset(copies["second"]),
+        frozenset(copies["moments"]),
+        frozenset(copies["masters"]),
+        frozenset(root for root in optimizer if root and not is_below(root, model)),
+    )
+
+
+def is_below(words: Words, roots: Roots) -> bool:
+    """Return True for a name that begins with the words of a root."""
+    return bool(roots) and any(words[:length] in roots for length in range(1, len(words) + 1))
+
+
+# ------------------------------------------------------------------------------------------------------- the model
+
+
+def _named_by_optimizer(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> Roots:
+    """Return the roots of the tensors whose names an optimizer has in its own."""
+    whole = {each.words for each in tensors}
+    below: dict[Words, list[str]] = {}
+    for each in tensors:
+        below.setdefault(each.words[1:], []).append(each.words[0])
+    found: set[Words] = set()
+    unsure: list[list[str]] = []
+    for moment in moments:
+        for name in _possible_parameters(moment.words):
+            if name in whole:
+                found.add(name[:1])
+            elif name and name in below:
+                unsure.append(below[name])
+            else:
+                continue
+            break
+    votes = Counter(root for roots in unsure for root in dict.fromkeys(roots))
+    sizes = Counter(each.words[0] for each in tensors)  # an EMA may leave out buffers; of equals the first is the model
+    for root in sorted(votes, key=lambda each: (_is_second(each), -votes[each], -sizes[each])):
+        if any(root in roots for roots in unsure):
+            found.add((root,))
+            unsure = [roots for roots in unsure if root not in roots]
+    return frozenset(found)
+
+
+def _possible_parameters(words: Words) -> Iterator[Words]:
+    """Yield the names that a parameter may have, given the name of what an optimizer keeps for it; longest first."""
+    if is_moment(words[-1]):
+        yield from (words[begin:-1] for begin in range(len(words) - 1))
+        return
+    at = max(index for index, word in enumerate(words) if is_moment(word))
+    yield words[at + 1 :]
+
+
+def _shaped_as_in_optimizer(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> Roots:
+    """Return the roots of the tensors that have the shapes of what an optimizer keeps by number."""
+    wanted = _shapes_of_parameters(moments)
+    groups: dict[str, list[NamedShape]] = {}
+    for each in tensors:
+        groups.setdefault(each.words[0], []).append(each)
+    groups = {first: found for first, found in groups.items() if any(each.is_float for each in found)}
+    if not wanted or not groups:
+        return frozenset()
+    shapes = {each.words: each.shape for each in tensors}
+    flat = {first: found for first, found in groups.items() if not _repeats(found, shapes)}
+    for first in sorted(flat, key=lambda each: (_is_second(each), -len(flat[each]))):
+        if wanted <= _shapes(flat[first]):
+            return frozenset({(first,)})
+    flat = {first: found for first, found in flat.items() if not _is_second(first)}
+    together = _shapes(each for found in flat.values() for each in found)
+    return frozenset((first,) for first in flat) if wanted <= together else frozenset()
+
+
+def _shapes_of_parameters(moments: Sequence[NamedShape]) -> Counter[Shape]:
+    kinds: dict[str, list[NamedShape]] = {}
+    for each in moments:
+        kinds.setdefault(next(word for word in reversed(each.words) if is_moment(word)), []).append(each)
+    return _shapes(max(kinds.values(), key=len)) if kinds else Counter()
+
+
+def _shapes(tensors: Iterable[NamedShape]) -> Counter[Shape]:
+    return Counter(each.shape for each in tensors if each.is_float)
+
+
+def _repeats(group: Sequence[NamedShape], shapes: Mapping[Words, Shape]) -> bool:
+    """Return True where all of a group is there without its first word, too."""
+    return all(shapes.get(each.words[1:]) == each.shape for each in group)
+
+
+def _is_second(word: str) -> bool:
+    return kind_of_word(word) == "second model"
+
+
+# ------------------------------------------------------------------------------------------------------ its copies
+
+
+def _relative_names(tensors: Sequence[NamedShape], model: Roots) -> dict[Words, Shape]:
+    """Return the shapes of the model by its names below a root; of a model without one, by its whole names."""
+    found = {}
+    for each in tensors:
+        if is_below(each.words, model):
+            found[_unwrapped(each.words)] = each.shape
+            if len(model) == 1 or kind_of_word(each.words[0]) == "model":
+                found[_unwrapped(each.words[1:])] = each.shape
+    found.pop((), None)
+    return found
+
+
+def _unwrapped(words: Words) -> Words:
+    while words and words[0] in _WRAPPERS:
+        words = words[1:]
+    return words
+
+
+def _copies_by_name(
+    tensors: Sequence[NamedShape], names: Mapping[Words, Shape], moments: Sequence[NamedShape]
+) -> Iterator[Words]:
+    found: Counter[Words] = Counter()
+    for each in tensors:
+        for begin in range(1, len(each.words)):
+            if names.get(_unwrapped(each.words[begin:])) == each.shape:
+                found[each.words[:begin]] += 1
+                break
+    sizes = [len({*names}), sum(_shapes_of_parameters(moments).values())]
+    enough = _MOST_PARAMETERS * min((size for size in sizes if size), default=0)
+    yield from (root for root, count in found.items() if count >= max(enough, 1))
+
+
+def _copies_by_shape(
+    tensors: Sequence[NamedShape], names: Mapping[Words, Shape], moments: Sequence[NamedShape]
+) -> Iterator[Words]:
+    """Yield the roots of lists of tensors that have the shapes of all parameters."""
+    lists: dict[Words, list[NamedShape]] = {}
+    for each in tensors:
+        if each.words[-1].isdigit() and len(each.words) > 1 and each.is_float:
+            lists.setdefault(each.words[:-1], []).append(each)
+    wanted = [Counter(names.values()), _shapes_of_parameters(moments)]
+    yield from (root for root, found in lists.items() if len(found) > 1 and _shapes(found) in wanted)
+
+
+def _kind_of_copy(root: Words, roots: set[Words]) -> str | None:
+    """Return what a copy of the model is by the last word of its root; None for gradients."""
+    last = root[-1].lower()
+    others = {each[-1].lower() for each in roots if each[:-1] == root[:-1]}
+    is_pair = any(last in pair and pair <= others for pair in _PAIRS)
+    if is_pair or last in _SINGLE_MOMENTS:
+        return "moments"
+    if any(map(is_master, root)):
+        return "masters"
+    if last.startswith("grad"):
+        return None
+    is_of_optimizer = kind_of_word(root[0]) == "optimizer" and not any(map(_is_second, root))
+    return "moments" if is_of_optimizer else "second"
+
+
+def _optimizer_root(words: Words, names: Mapping[Words, Shape]) -> Words:
+    """Return the words in front of the parameter that a moment belongs to."""
+    if "state" in words[1:]:
+        return words[: words.index("state", 1)]
+    at = max(index for index, word in enumerate(words) if is_moment(word))
+    if at < len(words) - 1:
+        return words[:at]
+    for begin in range(len(words) - 1):
+        if _unwrapped(words[begin:-1]) in names:
+            return words[:begin]
+    return words[:-2] if len(words) > 2 and words[-2].isdigit() else ()
