@@ -29,6 +29,7 @@ from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness.causes import IN_NO_CHECKPOINT, likely_causes
 from ckptx.robustness.commands import Ended, check_environment, filled, placeholders, run_command, words_of
+from ckptx.robustness.file_noise import following_steps, lines_on_files, noisy_files, not_compared_line
 from ckptx.robustness.losses import Losses, check_losses, read_losses
 from ckptx.robustness.oracles import (
     Difference,
@@ -43,7 +44,7 @@ from ckptx.robustness.oracles import (
     plain_number,
 )
 from ckptx.robustness.reference_files import Snapshot, changes, snapshot
-from ckptx.robustness.stored_items import items_of, sharding_of
+from ckptx.robustness.stored_items import items_of, not_compared, sharding_of
 from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
@@ -221,15 +222,15 @@ class _Judge:
             raise EnvironmentProblem(self._failure(run))
         self._sharding = sharding_of(self._checkpoint(run, self.save_at))
         self.outcome.world_size = self._sharding.world_size
-        self._saved = items_of(self._checkpoint(run, self.save_at))
-        end = items_of(self._checkpoint(run, self.training.steps))
+        self._saved = self._items(run, self.save_at)
+        end = self._items(run, self.training.steps)
         losses = self._read_losses(run)
         self._losses = losses.by_step
         self._ends = (end, end)
         self._reference = self._snapshot()
-        self._say(
-            run, [_finite(end, losses.by_step)], [*losses.notes, f"{counted(len(end), 'item')} in its last checkpoint"]
-        )
+        notes = [*losses.notes, f"{counted(len(end), 'item')} in its last checkpoint"]
+        notes += lines_on_files(not_compared(self._checkpoint(run, self.training.steps)))
+        self._say(run, [_finite(end, losses.by_step)], notes)
 
     def sharded(self) -> None:
         """Whether ranks had parts of the parameters, where the recipe asks."""
@@ -246,7 +247,7 @@ class _Judge:
         run = self._run(AGAIN, self.training.steps, None)
         if run.ended.code or run.ended.is_late:
             raise EnvironmentProblem(self._failure(run))
-        found = self._read(run, lambda: (items_of(self._checkpoint(run, self.training.steps)), self._read_losses(run)))
+        found = self._read(run, lambda: (self._items(run, self.training.steps), self._read_losses(run)))
         if found is None:
             return
         first, (end, losses) = self._ends[0], found
@@ -279,8 +280,7 @@ class _Judge:
             row["notes"] = [_COULD_NOT_BE_NAMED]
             self._add(row)
             return
-        source = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at)
-        before = self._saved or items_of(source)
+        source, repeated = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at), self._items_again()
         run = self._run(SAVED_AGAIN, self.save_at, source)
         if run.ended.code or run.ended.is_late:
             self._say_failed(run)
@@ -289,12 +289,21 @@ class _Judge:
         if stray is not None:
             self._say(run, [stray], [], f"the run counts steps otherwise: {stray.differences[0].found}")
             return
-        after = self._read(run, lambda: items_of(self._checkpoint(run, self.save_at)))
+        after = self._read(run, lambda: self._items(run, self.save_at))
         if after is None:
             return
+        noisy = noisy_files(self._saved, repeated, after)
+        follows = following_steps(self._saved, after, self.training.steps, self.save_at)
+        left_out = {*noisy, *follows}
+        before, after = ({key: each[key] for key in each if key not in left_out} for each in (self._saved, after))
         verdicts = compare([before], [after])
         causes = likely_causes(verdicts, before, after)
-        self._say(run, verdicts, causes, "; ".join(causes))
+        notes = [*causes]
+        if noisy:
+            notes.append(not_compared_line(noisy, "differ between two identical runs, as times and paths do"))
+        if follows:
+            notes.append(not_compared_line(follows, "are the number of steps that the command was given"))
+        self._say(run, verdicts, notes, "; ".join(causes))
 
     def resumed(self) -> None:
         """R against A at the end, and the losses on the way."""
@@ -303,13 +312,13 @@ class _Judge:
         if run.ended.code or run.ended.is_late:
             self._say_failed(run)
             return
-        read = self._read(run, lambda: (items_of(self._checkpoint(run, self.training.steps)), self._read_losses(run)))
+        read = self._read(run, lambda: (self._items(run, self.training.steps), self._read_losses(run)))
         if read is None:
             return
         (found, losses), (first, second) = read, self._ends
         shared = {key for key in first if first[key] == second.get(key)}
         reference = {key: value for key, value in first.items() if key in shared}
-        known = first.keys() | second.keys()
+        known = first.keys() | second.keys() | noisy_files(first, second, found)
         compared = {key: value for key, value in found.items() if key in shared or key not in known}
         verdicts = compare([reference], [compared])
         verdicts += [self._of_losses(losses.by_step)]
@@ -425,6 +434,15 @@ class _Judge:
 
     def _checkpoint_path(self, out: Path, step: int) -> Path:
         return self._place(out, self.block.checkpoint, step)
+
+    def _items(self, run: _Run, step: int) -> Items:
+        return items_of(self._checkpoint(run, step), run.out)
+
+    def _items_again(self) -> Items:
+        """Return the items of the repeated run at the checkpointed step, none if it saved no checkpoint there."""
+        out = self._out_of(AGAIN)
+        path = self._checkpoint_path(out, self.save_at)
+        return items_of(path, out) if path.exists() else {}
 
     def _checkpoint(self, run: _Run, step: int) -> Path:
         path = self._checkpoint_path(run.out, step)

@@ -1,8 +1,7 @@
-"""Pickles of any trainer as values without code: what they name is recorded, and nothing of it is imported or run.
+"""Pickles of any trainer as values with names: what they name is recorded, and nothing of it is imported or run.
 
-The unpickler of `formats.torch_archive` keeps a pickle from doing anything (see there). A conversion refuses the names
-it has no use for; here each gets a stand-in that remembers what it was called with and what was put into it, so that
-any state can be told from any other: arrays of numpy, enumerations, classes that are not even installed.
+`pickle_graph` reads a pickle, `pickled_kinds` gives what torch, numpy and Python write its meaning, and `canonical` has
+the digests. Here a file is opened, and its value is divided into parts, each with the name under which it is compared.
 
 A digest speaks of values alone. The order of the keys of a dict, that of a set (which differs from process to process),
 what was written once and referred to, and how often, do not enter it.
@@ -12,251 +11,345 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
-from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.errors import InputError
+from ckptx.errors import CkptxError, InputError
 from ckptx.formats.torch_archive.archive import open_archive, place_tensor
-from ckptx.formats.torch_archive.unpickle import Dict, Refused, Sealed, TensorRef, load_recorded
+from ckptx.formats.torch_archive.pickle_graph import read_graph
+from ckptx.formats.torch_archive.pickle_machine import Made, Name
+from ckptx.formats.torch_archive.unpickle import StorageRef
+from ckptx.robustness.canonical import Digests, Nested, hashed
+from ckptx.robustness.legacy_archive import is_legacy, read_legacy
+from ckptx.robustness.pickled_kinds import Array, Dictionary, Kinds, Storage, Tensor
+from ckptx.robustness.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool
 from ckptx.untrusted.limits import JSON_DEPTH, NAME_LENGTH, PICKLE_BYTES
 
-_UNORDERED = {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")}
-_LIKE_A_PICKLE = re.compile(rb"\x80[\x02-\x05].")
-_DEFAULTDICT = "collections.defaultdict"
+_LIKE_A_PICKLE = re.compile(rb"\x80[\x02-\x05].", re.DOTALL)
+_LIKE_A_NUMBER = re.compile(r"-?[0-9]+")
 _FEW = 1 << 12  # values of a pickle that nobody counts: one written once may be referred to often
-_SHOWN = 60  # characters of a text that is given as it is
+_SHOWN = 60  # characters of a value that is shown as it is
+_SHORT_KEY = 8  # digits of the digest of a key in a name
+_LONGEST_INT = 256  # bits of a number that is shown as it is
 _PLAIN = {type(None), bool, int, float}
-_NUMBERS = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
-
-Digest = Callable[[TensorEntry], str]
+_NAN = struct.pack("<d", float("nan"))
 
 
-class Recorded(metaclass=Sealed):
-    """Stands in for something of a class: what it was made with, its state, and its items."""
+class Layout(NamedTuple):
+    """The way in which a value holds its parts, where the names of the parts do not say it.
 
-    __slots__ = ("items", "made_with", "state")
-    name = ""
-    items: list[Any]
-    made_with: tuple[object, ...]
-    state: object
+    Attributes:
+        text: What is compared.
+    """
 
-    def __new__(cls, *arguments: object, **_: object) -> Recorded:
-        made = object.__new__(cls)
-        made.made_with, made.state, made.items = arguments, None, []
-        return made
+    text: str
 
-    def __setstate__(self, state: object) -> None:
-        self.state = state
 
-    def append(self, item: object) -> None:
-        """Of a list."""
-        self.items.append(item)
+class Leaf(NamedTuple):
+    """A part of a value that is compared.
 
-    def extend(self, items: list[object]) -> None:
-        """Of a list."""
-        self.items.extend(items)
+    Attributes:
+        path: Where it is, in words for a name.
+        value: The part, or a `Layout`.
+        place: Where it is, as something that sorts and has no two parts in one place.
+    """
 
-    def add(self, item: object) -> None:
-        """Of a set."""
-        self.items.append(item)
-
-    def __setitem__(self, key: object, value: object) -> None:
-        self.items.append((key, value))
+    path: tuple[str, ...]
+    value: Any
+    place: tuple[bytes, ...]
 
 
 class Reader:
     """Reads pickles of one file: an archive of `torch.save` at a position, or a pickle that is all of the file."""
 
-    def __init__(self, files: FilePool, file: str, where: str, offset: int = 0, nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        files: FilePool,
+        file: str,
+        where: str,
+        tensors: TensorDigests,
+        offset: int = 0,
+        nbytes: int | None = None,
+    ) -> None:
         """Reads it.
 
         Args:
             files: Has the file.
             file: Its name.
             where: Subject of error messages.
+            tensors: Digests of tensors in the file.
             offset: Where the archive begins.
             nbytes: Its length; the rest of the file by default.
 
         Raises:
-            InputError: It is damaged, too large, nested too deep, or neither of the two.
+            InputError: It is damaged, too large, or neither of the two.
             UnsupportedError: An archive of a kind that is not read.
         """
-        self.where, self._file = where, file
-        self._records: dict[str, Record] = {}
-        self._named: dict[tuple[str, str], type[Recorded]] = {}
-        self._digests: dict[int, str] = {}
-        self._opened: dict[int, Any] = {}
+        self.where, self._file, self._tensors = where, file, tensors
+        self._nested: dict[int, Any] = {}
+        self._kept: list[Any] = []
+        self._dropped: tuple[Any, ...] = ()
         length = files.size(file) - offset if nbytes is None else nbytes
-        self._most = 0
-        if files.read_up_to(file, offset, 1) == b"\x80" and files.read_up_to(file, offset, 4)[2:] != b"\x8a\x0a":
-            if length > PICKLE_BYTES:
-                raise InputError(f"{where}: a pickle of {length} bytes, allowed at most {PICKLE_BYTES}")
-            self.tree = self._load(files.read(file, offset, length), where)
-        else:
+        records: dict[str, Record] = {}
+        head = files.read_up_to(file, offset, min(length, 16))
+        if is_legacy(head):
+            data = files.read(file, offset, min(length, PICKLE_BYTES))
+            self.tree, records = read_legacy(data, length, where, offset)
+            self._most = max(_FEW, len(data))
+        elif head.startswith(b"PK\3\4") or not is_pickle(files, file, offset, length):
             found = open_archive(partial(files.read, file), offset, length, where, self._load)
-            self.tree, self._records = found
+            self.tree, records = found
+        elif length > PICKLE_BYTES:
+            raise InputError(
+                f"{where}: has a pickle of {length:,} bytes; at most {PICKLE_BYTES:,} are read, write a smaller one"
+            )
+        else:
+            self.tree = self._load(files.read(file, offset, length), where)
+        self._left = 4 * self._most  # bytes of pickles in bytes that are read; they may be in each other
+        self._kinds = Kinds(where, records, self._storage)
+        self._digests = Digests(where, self.meaning, self._described)
 
     def _load(self, data: bytes, where: str) -> Any:
         self._most = max(_FEW, len(data))
-        return load_recorded(data, self._stand_in, where)
+        graph = read_graph(data, where)
+        self._dropped = graph.dropped
+        return graph.value
 
-    def _stand_in(self, module: str, name: str) -> type[Recorded]:
-        if (module, name) not in self._named:
-            described: dict[str, Any] = {"__slots__": (), "name": f"{module}.{name}"}
-            self._named[module, name] = Sealed("Recorded", (Recorded,), described)  # type: ignore[assignment]
-        return self._named[module, name]
+    # ------------------------------------------------------------------------------------------------------ meaning
 
-    def leaves(self) -> Iterator[tuple[tuple[str, ...], Any]]:
+    def meaning(self, value: Any) -> Any:
+        """The meaning of a value: see `pickled_kinds`; bytes that are a pickle are what it holds.
+
+        Loaders have their state in such bytes. Those of equal values differ: what one object was when it was written
+        first is two after it was read.
+        """
+        found = self._kinds.of(value)
+        if type(found) is not bytes or found[:1] != b"\x80" or found[-1:] != b".":
+            return found
+        if not _LIKE_A_PICKLE.match(found):
+            return found
+        if id(found) not in self._nested:
+            self._nested[id(found)] = self._inside(found)
+            self._kept.append(found)
+        return self._nested[id(found)]
+
+    def _inside(self, data: bytes) -> Any:
+        self._left -= len(data)
+        if self._left < 0:
+            return data
+        try:
+            graph = read_graph(data, self.where)
+        except InputError:
+            return data
+        return data if graph.end < len(data) or graph.dropped else Nested(graph.value)
+
+    def _storage(self, data: bytes) -> Storage | None:
+        """A storage that was pickled in bytes, as an archive of its own: tensors in a plain pickle are such."""
+        self._left -= len(data)
+        if not is_legacy(data[:16]) or self._left < 0:
+            return None
+        try:
+            tree, records = read_legacy(data, len(data), self.where, 0)
+            inner = Kinds(self.where, records, lambda _: None).of(tree)
+        except CkptxError:
+            return None
+        if not isinstance(inner, Storage) or inner.record is None:
+            return None
+        begin = inner.record.offset
+        return Storage(inner.kind, inner.ref, None, data[begin : begin + inner.record.nbytes])
+
+    # ------------------------------------------------------------------------------------------------------- leaves
+
+    def leaves(self) -> Iterator[Leaf]:
         """The values by path: what is no dict, and no list or tuple with a dict or tensor in it.
 
         Raises:
-            InputError: There are too many, or it is nested too deep, as what holds itself is.
+            InputError: There are too many.
         """
         found, whole_ones = 0, set[int]()
-        waiting: list[tuple[tuple[str, ...], Any]] = [((), self.tree)]
+        if self._dropped:
+            yield Leaf(("calls without result",), list(self._dropped), ())
+        waiting: list[tuple[Leaf, frozenset[int]]] = [(Leaf((), self.tree, ()), frozenset())]
         while waiting:
-            path, node = waiting.pop()
-            node = self._inside(node)
-            below = [] if id(node) in whole_ones else list(_below(node))
+            leaf, above = waiting.pop()
+            layouts = []
+            node = self.meaning(leaf.value)
+            while isinstance(node, Nested):
+                layouts.append("pickle in bytes")
+                node = self.meaning(node.value)
+            is_whole = id(node) in whole_ones or id(node) in above or len(leaf.path) >= JSON_DEPTH
+            below = [] if is_whole else list(self._below(leaf, node))
             if not below:
-                whole_ones.add(id(node))  # a long list that is referred to often is looked through once
-                yield path, node
+                if id(node) not in above:
+                    whole_ones.add(id(node))  # a long list that is referred to often is looked through once
+                yield leaf
                 continue
             found += len(below)
-            longest = max(len(key) for key, _ in below)
-            if len(path) >= JSON_DEPTH or found > self._most or longest > NAME_LENGTH:
-                said = f"a name of {longest:,} characters" if longest > NAME_LENGTH else f"{JSON_DEPTH} levels or more"
-                said = "more values than bytes" if found > self._most else said
-                raise InputError(f"{self.where}: holds {said}; it is damaged, or no state of a training run")
-            waiting.extend(((*path, key), value) for key, value in reversed(below))
+            longest = max(len(each.path[-1]) for each in below)
+            if found > self._most or longest > NAME_LENGTH:
+                fault = f"a name of {longest:,} characters" if longest > NAME_LENGTH else "more values than bytes"
+                raise InputError(f"{self.where}: holds {fault}; it is damaged, or no state of a training run")
+            layouts += self._layout(node)
+            if layouts:
+                yield leaf._replace(value=Layout(": ".join(layouts)))
+            above |= {id(node)}
+            waiting.extend((each, above) for each in reversed(below))
 
-    def _inside(self, value: Any) -> Any:
-        """What is pickled in bytes, as loaders have their state; anything else as it is.
+    def items_of(self, value: Any) -> list[tuple[Any, Any]]:
+        """The items of a dict; none of anything else."""
+        found = self.meaning(value)
+        return found.items if isinstance(found, Dictionary) else []
 
-        The bytes of equal values differ: what one object was when it was written first is two after it was read.
+    def _below(self, leaf: Leaf, node: Any) -> Iterator[Leaf]:
+        if isinstance(node, Dictionary):
+            texts = [self._key(key) for key, _ in node.items]
+            counts = Counter(texts)
+            for (key, value), text in zip(node.items, texts, strict=True):
+                shown = f'"{text}"' if counts[text] > 1 and type(key) is str else text
+                yield Leaf((*leaf.path, shown), value, (*leaf.place, self._digests.code(key)))
+        elif type(node) in (list, tuple) and any(map(self._is_divided, node)):
+            for index, value in enumerate(node):
+                yield Leaf((*leaf.path, str(index)), value, (*leaf.place, index.to_bytes(8, "big")))
+
+    def _is_divided(self, value: Any) -> bool:
+        return type(value) not in _PLAIN and isinstance(self.meaning(value), Dictionary | Tensor)
+
+    def _layout(self, node: Any) -> Iterator[str]:
+        """What names do not say of a dict or list: its kind, and keys that are neither whole numbers nor words."""
+        if not isinstance(node, Dictionary):
+            yield f"{type(node).__name__} of {len(node):,}"
+            return
+        if node.kind != "dict" or node.rest:
+            yield f"{node.kind} {self._digests.of(node.rest)}"
+        unusual = sorted(self._digests.code(key) for key, _ in node.items if not _is_usual(key))
+        if unusual:
+            yield f"dict with other keys than words and whole numbers {hashed('keys', *unusual).hex()[2:]}"
+
+    def _key(self, key: Any) -> str:
+        """The word for a key in a name: a string or a whole number as it is, anything else with its type."""
+        found = self.meaning(key)
+        if type(found) is str:
+            return found
+        if type(found) is int and found.bit_length() <= _LONGEST_INT:
+            return str(found)
+        if found is None or type(found) in (bool, float) or (type(found) is bytes and len(found) <= _SHOWN):
+            return f"{found!r} ({type(found).__name__})"
+        return f"{self._kind(found)} {self._digests.of(found)[:_SHORT_KEY]}"
+
+    # ------------------------------------------------------------------------------------------------------- values
+
+    def said(self, value: Any) -> str:
+        """A value as a text: itself where it is short, else its kind and digest; the same for equal values alone.
+
+        Raises:
+            InputError: A tensor in it is damaged.
         """
-        data = _bytes_of(value)
-        if data is None or not (_LIKE_A_PICKLE.match(data) and data.endswith(b".")):
-            return value
-        if id(value) not in self._opened:
-            try:
-                self._opened[id(value)] = load_recorded(data, self._stand_in, self.where)
-            except InputError:
-                self._opened[id(value)] = value
-        return self._opened[id(value)]
+        if isinstance(value, Layout):
+            return value.text
+        found = self.meaning(value)
+        if _is_shown(found):
+            return repr(found)
+        if type(found) in (list, tuple) and len(found) <= _SHOWN and all(map(_is_shown, found)):
+            text = repr(found) if {*map(type, found)} <= _PLAIN else ""
+            if text and len(text) <= _SHOWN:
+                return text
+        return f"{self._kind(found)} {self._digests.of(value)}"
 
-    def entry(self, name: str, tensor: TensorRef | Refused) -> TensorEntry:
-        """Where the bytes of a tensor are.
+    def _kind(self, value: Any) -> str:
+        """A word or two for the kind of a value."""
+        if isinstance(value, Dictionary):
+            return value.kind
+        if isinstance(value, Made):
+            return f"object of {value.function!s:.{_SHOWN}}" if isinstance(value.function, Name) else "object"
+        if isinstance(value, Name):
+            return f"name {value!s:.{_SHOWN}}"
+        if isinstance(value, (Array, Tensor, Storage)):
+            return type(value).__name__.lower()
+        return "pickle" if isinstance(value, Nested) else str(getattr(value, "kind", type(value).__name__))
+
+    def tensor(self, name: str, value: Any) -> tuple[TensorEntry, bytes | None, str] | None:
+        """A tensor, its elements where they are in memory, and what else there is to it; None of another value.
 
         Raises:
             InputError: It leaves its storage.
-            UnsupportedError: A kind of tensor that is not read.
         """
-        found = place_tensor(tensor, self._records, f'{self.where}: tensor "{name}"')
+        found = self.meaning(value)
+        if not isinstance(found, Tensor):
+            return None
+        entry, data = self._entry(name, found)
+        kind = f", {found.kind.rpartition('.')[2]}" * (found.kind != "torch.Tensor")
+        grad = ", requires grad" * found.requires_grad
+        rest = f", attributes {self._digests.of(found.attributes)}" if found.attributes else ""
+        return entry, data, kind + grad + rest
+
+    def _entry(self, name: str, tensor: Tensor) -> tuple[TensorEntry, bytes | None]:
+        storage = tensor.storage
+        record = storage.record or Record(0, storage.ref.nbytes, None)
+        found = place_tensor(tensor.ref, {storage.ref.key: record}, f'{self.where}: tensor "{name}"')
         shape = found.shape
         if found.dtype.pack > 1 and shape:
             shape = (*shape[:-1], shape[-1] * found.dtype.pack)
         chunk = Chunk(whole(shape), self._file, found.data_offset, found.nbytes, found.strides, found.record)
-        return TensorEntry(name, found.dtype, shape, (chunk,))
+        entry = TensorEntry(name, found.dtype, shape, (chunk,))
+        if storage.data is None:
+            return entry, None
+        data = storage.data[found.data_offset : found.data_offset + found.nbytes]
+        if found.strides is not None and data:
+            width = found.dtype.itemsize
+            elements = np.frombuffer(data, f"V{width}")
+            strides = tuple(width * stride for stride in found.strides)
+            data = np.lib.stride_tricks.as_strided(elements, tensor.ref.shape, strides).tobytes()
+        return entry, data
 
-    def said(self, name: str, value: Any, digest: Digest) -> str:
-        """A value as a text: itself where it is short, else a digest; the same for equal values.
-
-        Raises:
-            InputError: It is nested too deep, or a tensor in it is damaged.
-        """
-        if value is None or type(value) in (bool, int, float) or (type(value) is str and len(value) <= _SHOWN):
-            return repr(value)
-        if type(value) in (list, tuple) and len(value) <= _SHOWN and {*map(type, value)} <= _PLAIN:
-            return short(repr(value))
-        return self._digest(name, value, digest, 0)
-
-    def _digest(self, name: str, value: Any, digest: Digest, depth: int) -> str:
-        if value is None or type(value) in (bool, int, float):
-            return repr(value)
-        if id(value) in self._digests:
-            return self._digests[id(value)]
-        if depth > JSON_DEPTH:
-            raise InputError(f'{self.where}: "{name}" is nested deeper than {JSON_DEPTH} levels; it is damaged')
-        of = partial(self._digest, name, digest=digest, depth=depth + 1)
-        if isinstance(value, TensorRef | Refused):
-            made = digest(self.entry(name, value))
-        elif isinstance(value, str):
-            made = _hash("text", value.encode("utf-8", "surrogatepass"))
-        elif isinstance(value, bytes | bytearray):
-            inside = self._inside(value)
-            made = _hash("bytes", value) if inside is value else _hash("pickle", of(inside))
-        elif isinstance(value, dict):
-            made = _hash("dict", *sorted(f"{of(key)}: {of(item)}" for key, item in dict.items(value)))
-        elif isinstance(value, list | tuple):
-            made = _hash(type(value).__name__, *map(of, value))
-        elif isinstance(value, Recorded):
-            made = self._of_recorded(value, of)
-        elif isinstance(value, Sealed):
-            made = f"class {getattr(value, 'name', value.__name__)}"
-        else:
-            made = type(value).__name__
-        self._digests[id(value)] = made
-        return made
-
-    def _of_recorded(self, value: Recorded, of: Callable[[Any], str]) -> str:
-        inside = self._inside(value)
-        if inside is not value:
-            return _hash("pickle", of(inside))
-        if value.name in _UNORDERED and len(value.made_with) == 1 and isinstance(value.made_with[0], list | tuple):
-            return _hash("dict", *sorted(f"{of(each)}: None" for each in value.made_with[0]))
-        pairs = [of(each) for each in value.items]
-        if all(isinstance(each, tuple) for each in value.items):
-            pairs.sort()  # of a dict
-        return _hash(value.name, *map(of, value.made_with), of(value.state), *pairs)
+    def _described(self, value: Storage | Tensor) -> str:
+        if isinstance(value, Tensor):
+            return self._tensors.digest(*self._entry("in an object", value))
+        ref = StorageRef(value.ref.key, None, value.ref.nbytes)
+        record = value.record or Record(0, ref.nbytes, None)
+        chunk = Chunk(whole((ref.nbytes,)), self._file, record.offset, record.nbytes, None, value.record)
+        return self._tensors.digest(TensorEntry("a storage", BY_NAME["U8"], (ref.nbytes,), (chunk,)), value.data)
 
 
-def _below(node: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Dict):
-        yield from ((str(key), value) for key, value in dict.items(node))
-    elif isinstance(node, Recorded) and node.name == _DEFAULTDICT and all(type(each) is tuple for each in node.items):
-        yield from ((str(key), value) for key, value in node.items)
-    elif type(node) in (list, tuple) and any(isinstance(each, dict | TensorRef | Refused) for each in node):
-        yield from ((str(index), value) for index, value in enumerate(node))
+def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:
+    """True of a file that is a pickle by its first and last bytes.
 
-
-def _bytes_of(value: Any) -> bytes | None:
-    """Bytes, also as protocol 2 writes them: a call that encodes a text; None of anything else."""
-    if isinstance(value, Recorded) and value.name == "_codecs.encode" and len(value.made_with) == 2:
-        text, encoding = value.made_with
-        if isinstance(text, str) and encoding == "latin1":
-            try:
-                return text.encode("latin1")
-            except UnicodeEncodeError:
-                return None
-    return value if type(value) is bytes else None
-
-
-def _hash(kind: str, *parts: str | bytes | bytearray) -> str:
-    digest = blake2b(kind.encode("utf-8", "surrogatepass"), digest_size=16)
-    for part in parts:
-        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
+    One of protocol 0 or 1 has no mark at its begin, so that it is read.
+    """
+    if length < 2:
+        return False
+    head, last = files.read_up_to(file, offset, 4), files.read_up_to(file, offset + length - 1, 1)
+    if head[:1] == b"\x80":
+        return True
+    if last != b"." or length > PICKLE_BYTES or head.startswith(b"PK"):
+        return False
+    try:
+        return read_graph(files.read(file, offset, length), file).end == length
+    except CkptxError:
+        return False
 
 
 def short(text: str) -> str:
     """A text as it is, or its digest where it is long."""
-    return text if len(text) <= _SHOWN else _hash("text", text)
+    return text if len(text) <= _SHOWN else f"text {hashed('text', text.encode('utf-8', 'surrogatepass')).hex()[2:]}"
 
 
-def number_of(entry: TensorEntry, files: FilePool) -> str | None:
-    """The only element of a tensor as a text, of the dtypes that counters have; None of another tensor."""
-    kind = _NUMBERS.get(entry.dtype.name)
-    if kind is None or entry.numel != 1 or len(entry.chunks) != 1:
-        return None
-    chunk = entry.chunks[0]
-    assert BY_NAME[entry.dtype.name] is entry.dtype
-    return repr(struct.unpack(f"<{kind}", files.read(chunk.file, chunk.offset, entry.nbytes))[0])
+def _is_shown(value: Any) -> bool:
+    """True of a scalar whose `repr` is short and says all of it, as it does not of a NaN with other bits."""
+    if type(value) is float:
+        return value == value or struct.pack("<d", value) == _NAN
+    if type(value) is int:
+        return value.bit_length() <= _LONGEST_INT
+    return value is None or type(value) is bool or (type(value) is str and len(value) <= _SHOWN)
+
+
+def _is_usual(key: Any) -> bool:
+    """True of a key that its word in a name says completely: a whole number, or a string that is no number or path."""
+    return type(key) is int or (type(key) is str and key != "" and "." not in key and not _LIKE_A_NUMBER.fullmatch(key))

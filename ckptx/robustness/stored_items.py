@@ -3,15 +3,18 @@
     a folder with `.metadata`           DCP: of ckptx, of torchtitan, of a script with one stateful object
     model.safetensors, optimizer.pt,    transformers' Trainer, accelerate's save_state, and what trainers of their own
     random_states_0.pkl, *.json, ...    put into such files
+    *.npz, *.npy, *.zip, *.tar          arrays and members
+    any other file                      its bytes
 
-A folder is searched for both, two levels down: the Trainer with FSDP has a DCP for the model, one for the optimizer,
-and files beside them. A checkpoint may be one file, too.
+A folder is searched at any depth, as `checkpoint_files` does: the Trainer with FSDP has a DCP for the model, one for
+the optimizer, and files beside them. A checkpoint may be one file, too.
 
 Every tensor, and every value in a pickled object or in JSON, is one item: its name, and a digest of its bytes or the
 value itself. Tensors are read in pieces of a megabyte. What belongs to no oracle by its name is of "other", which is
 compared like the rest. Left out is:
 
 * what a trainer was told, not what it has come to: training_args.bin, config.json and the like, tokenizers
+* logs with times; `not_compared` lists them and the settings
 * times, speeds, and names of runs and folders, which two runs never share (`_NOISE`), outside of model and optimizer
 * the history of losses in trainer_state.json, which `losses` reads
 * the layout: which rank wrote what into which file. `sharding_of` looks at that
@@ -21,47 +24,53 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.errors import InputError
-from ckptx.formats.dcp.reader import open_dcp, open_payloads
+from ckptx.errors import CkptxError, InputError, UnsupportedError
+from ckptx.formats.dcp.reader import open_payloads
 from ckptx.formats.hf.safetensors import parse_header
-from ckptx.formats.torch_archive.unpickle import Refused, TensorRef
-from ckptx.robustness.item_names import word_of_file
-from ckptx.robustness.oracles import Items
-from ckptx.robustness.pickled import Reader, number_of, short
-from ckptx.robustness.state_kinds import StoredItem, is_generator_state, oracles_of_items
-from ckptx.storage.files import FilePool, read_small, unreadable
-from ckptx.transfer.digest import TreeDigest
-from ckptx.transfer.stream import TensorReader
-from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import CONFIG_BYTES, JSON_DEPTH, RANKS, TENSORS
-
-_METADATA = ".metadata"
-_DEPTH = 2  # folders below the one that was named
-_PIECE = 1 << 20
-_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".tar", ".p")
-_NO_STATE = re.compile(
-    r"(training_args|.*config|.*index|tokenizer.*|vocab|merges|added_tokens|special_tokens_map|ckptx)"
-    r"\.(json|bin|pt)|.*\.index\.json|preprocessor_config\.json|chat_template\..*"
+from ckptx.robustness.checkpoint_files import (
+    ARRAY,
+    BYTES,
+    DCP,
+    JSON,
+    LEFT_OUT,
+    MARK,
+    METADATA,
+    PICKLE,
+    SAFETENSORS,
+    TAR,
+    ZIP,
+    Place,
+    is_surely_pickle,
+    places,
 )
+from ckptx.robustness.file_contents import (
+    FILE,
+    contents_of_array,
+    contents_of_tar,
+    contents_of_zip,
+    digest_of_file,
+    is_torch_archive,
+)
+from ckptx.robustness.item_names import oracles_of
+from ckptx.robustness.json_values import values_of_json
+from ckptx.robustness.oracles import Items
+from ckptx.robustness.pickled import Layout, Leaf, Reader
+from ckptx.robustness.state_kinds import StoredItem, is_generator_state, oracles_of_items
+from ckptx.robustness.tensor_digests import TensorDigests
+from ckptx.storage.files import FilePool, head_of, read_small
+from ckptx.untrusted.limits import CONFIG_BYTES, RANKS, TENSORS
+
 _NOISE = re.compile(
     r"(.+_)?(time|timestamp|elapsed|hostname|runtime|per_second|seconds)|(wandb_|run_|save_)+id|uuid|best_model_checkpoint"
     r"|(output|logging|run)_dir|log_history|run_name"
 )
-_EXPONENTS = {
-    "F64": ("<u8", 0x7FF << 52),
-    "F32": ("<u4", 0xFF << 23),
-    "BF16": ("<u2", 0xFF << 7),
-    "F16": ("<u2", 0x1F << 10),
-}
 _FINITE = frozenset({"model", "second model", "moments", "master weights"})
 _NEVER_NOISE = _FINITE | {"adam step", "group", "rate"}
 
@@ -80,11 +89,12 @@ class Sharding(NamedTuple):
     world_size: int | None
 
 
-def items_of(path: Path) -> Items:
+def items_of(path: Path, run: Path | None = None) -> Items:
     """What a checkpoint holds.
 
     Args:
         path: A folder or a file.
+        run: The folder of the run that wrote it: strings in JSON may have its path in them, which is no state.
 
     Returns:
         (oracle, name) -> digest, or the value itself where it is short. ("finite", name) -> "finite", or how many
@@ -95,20 +105,35 @@ def items_of(path: Path) -> Items:
         UnsupportedError: A file in it is of a kind that is not read.
     """
     items = _Items()
-    found = _places(path)
+    found = places(path)
     for place in found:
-        if place.is_dcp:
-            _read_dcp(place, items)
-        elif place.path.suffix == ".safetensors":
-            _read_safetensors(place, items)
-        elif place.path.suffix == ".json":
-            _read_json(place, items)
-        else:
-            _read_pickle(place, items)
-    found_items = items.by_oracle()
-    if not found_items:
+        if place.kind == JSON:
+            _read_json(place, items, run)
+        elif place.kind != LEFT_OUT:
+            _READ[place.kind](place, items)
+    if not items.has_values:
+        if items.fault is not None:
+            raise items.fault
         raise InputError(f"{path}: no checkpoint found, {_content(path)}")
-    return found_items
+    return items.by_oracle()
+
+
+def not_compared(path: Path) -> dict[str, list[str]]:
+    """The files in a checkpoint that are not compared, by the reason.
+
+    Raises:
+        InputError: See `items_of`.
+    """
+    found: dict[str, list[str]] = {}
+    for place in places(path):
+        if place.kind == LEFT_OUT:
+            found.setdefault(place.note, []).append(place.file)
+    return found
+
+
+def is_of_bytes(value: str | None) -> bool:
+    """True of the value of an item that is a whole file by its bytes: times and paths in it count as well."""
+    return value is not None and value.startswith(FILE)
 
 
 def sharding_of(path: Path) -> Sharding:
@@ -117,86 +142,29 @@ def sharding_of(path: Path) -> Sharding:
     Raises:
         InputError: It is no checkpoint, or is damaged.
     """
-    places = _places(path)
-    ranks = {int(found[1]) for each in places if (found := re.search(r"\brng\.rank (\d+)", each.word or ""))}
+    found_places = places(path)
+    ranks = {int(found[1]) for each in found_places if (found := re.search(r"\brng\.rank (\d+)", each.word or ""))}
     world_size = max(ranks) + 1 if ranks else None
-    for place in places:
-        if place.is_dcp and place.is_of("model"):
-            catalog = open_dcp(place.path)
+    for place in found_places:
+        if place.catalog is not None and place.is_of("model"):
+            catalog = place.catalog
             stored = [_stored(place, place.name(name), entry) for name, entry in catalog.tensors.items()]
             oracles = zip(catalog.tensors.values(), oracles_of_items(stored), strict=True)
             model = [entry for entry, found in oracles if found == ("model",)]
             cut = sum(len(entry.chunks) > 1 for entry in model)
             writers = [int(found[1]) for name in catalog.files if (found := re.match(r"__(\d+)_\d+\.distcp", name))]
             world_size = world_size or (max(writers) + 1 if writers and max(writers) < RANKS else None)
-            how = f"{cut} of {len(model)} parameters are in several pieces in {place.path.name}/{_METADATA}"
+            how = f"{cut} of {len(model)} parameters are in several pieces in {place.path.name}/{METADATA}"
             return Sharding(cut > 0, how, world_size)
-    names = sorted(place.path.name for place in places if place.is_of("model") and place.path.suffix != ".json")
+    names = sorted(
+        place.path.name for place in found_places if place.is_of("model") and place.kind in (SAFETENSORS, PICKLE)
+    )
     gathered = [name for name in names if "fsdp" in name]
     if gathered:
         return Sharding(True, f"{gathered[0]} is what accelerate writes where FSDP gathered the parameters", world_size)
     listed = ", ".join(names[:3]) or "no file"
     how = f"{listed} has whole parameters, and no DCP or pytorch_model_fsdp file lies beside it"
     return Sharding(False, how, world_size)
-
-
-# ------------------------------------------------------------------------------------------------ where state lies
-
-
-class _Place(NamedTuple):
-    """A file, or the folder of a DCP.
-
-    Attributes:
-        path: Where it is.
-        label: Its path below the checkpoint, without ending.
-        word: What names in it begin with, where its own name says; None where it does not.
-        is_dcp: It is a folder.
-    """
-
-    path: Path
-    label: str
-    word: str | None
-    is_dcp: bool
-
-    def name(self, inside: str) -> str:
-        """The whole name of something in it."""
-        if self.word is None:
-            return inside
-        first = self.word.partition(".")[0]
-        begins = self.is_dcp and inside.partition(".")[0] == first
-        return inside if begins else ".".join(filter(None, (self.word, inside)))
-
-    def is_of(self, word: str) -> bool:
-        """False where its name says that it holds something else."""
-        return self.word is None or self.word.partition(".")[0] == word
-
-
-def _places(path: Path) -> list[_Place]:
-    if path.is_file():
-        return [_Place(path, path.stem, None, False)]
-    if not path.is_dir():
-        raise InputError(f"{path}: no such file or directory, needed a checkpoint")
-    return sorted(_places_in(path, (), _DEPTH), key=lambda each: each.label)
-
-
-def _places_in(folder: Path, above: tuple[str, ...], depth: int) -> Iterator[_Place]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda each: each.name)
-    except OSError as error:
-        raise unreadable(folder, error) from error
-    is_dcp = any(each.name == _METADATA for each in entries)
-    if is_dcp:
-        yield _Place(folder, "/".join(above), word_of_file(above[-1]) if above else None, True)
-    for entry in entries:
-        name = entry.name
-        stem, ending = os.path.splitext(name)
-        if entry.is_dir():
-            if depth and not name.startswith("."):
-                yield from _places_in(Path(entry.path), (*above, name), depth - 1)
-        elif _NO_STATE.fullmatch(name) or name.startswith("."):
-            continue
-        elif ending in (".safetensors", ".json", *_PICKLES):
-            yield _Place(Path(entry.path), "/".join((*above, stem)), word_of_file(stem), False)
 
 
 def _content(path: Path) -> str:
@@ -215,12 +183,26 @@ class _Items:
     def __init__(self) -> None:
         self._stored: list[StoredItem] = []
         self._values: list[tuple[str, int | None]] = []
+        self._files: list[tuple[str, str, tuple[str, ...]]] = []
+        self.has_values = False  # of a format that has names, or arrays
+        self.fault: CkptxError | None = None  # why a file is compared by its bytes
 
-    def add(self, place: _Place, item: StoredItem, value: str, not_finite: int | None = None) -> None:
-        if len(self._stored) > 4 * TENSORS:
-            raise InputError(f"{place.path}: more values than any training run has")
+    def add(self, place: Place, item: StoredItem, value: str, not_finite: int | None = None) -> None:
+        """Add a value, whose kind follows from all items together."""
+        self._require_room(place)
+        self.has_values = True
         self._stored.append(item)
         self._values.append((value, not_finite))
+
+    def add_file(self, place: Place, name: str, value: str, oracles: tuple[str, ...]) -> None:
+        """Add what has no names inside, such as a file that is compared by its bytes."""
+        self._require_room(place)
+        self.has_values |= not is_of_bytes(value)
+        self._files.append((name, value, oracles))
+
+    def _require_room(self, place: Place) -> None:
+        if len(self._stored) + len(self._files) > 4 * TENSORS:
+            raise InputError(f"{place.path}: more values than any training run has")
 
     def by_oracle(self) -> dict[tuple[str, str], str]:
         """Return what `items_of` returns."""
@@ -237,110 +219,138 @@ class _Items:
                 items[oracle, unique] = value
             if not_finite is not None and not _FINITE.isdisjoint(oracles):
                 items["finite", unique] = "finite" if not not_finite else f"{not_finite:,} elements are not"
+        for name, value, oracles in self._files:
+            items |= {(oracle, name): value for oracle in oracles}
         return items
 
 
-def _stored(place: _Place, name: str, entry: TensorEntry, is_tensor: bool = True) -> StoredItem:
+def _stored(place: Place, name: str, entry: TensorEntry, is_tensor: bool = True) -> StoredItem:
     return StoredItem(name, place.label, is_tensor, entry.shape, entry.dtype.name)
 
 
-class _Sink:
-    """Digests a tensor of any length and counts what is not finite in it."""
-
-    def __init__(self, entry: TensorEntry, buffer: memoryview) -> None:
-        self._digest, self._left, self._buffer = TreeDigest(), entry.nbytes, buffer
-        self._kind = _EXPONENTS.get(entry.dtype.name)
-        self._rest = b""
-        self.not_finite = 0
-
-    def space(self, nbytes: int) -> memoryview:
-        return self._buffer[: min(nbytes, self._digest.room, len(self._buffer))]
-
-    def commit(self, view: memoryview) -> None:
-        self._left -= len(view)
-        self._digest.update(view, last=not self._left)
-        if self._kind is not None:
-            kind, exponent = self._kind
-            width = np.dtype(kind).itemsize
-            data = self._rest + view if self._rest else view
-            usable = len(data) // width * width
-            bits = np.frombuffer(data[:usable], kind)
-            self.not_finite += int(np.count_nonzero((bits & bits.dtype.type(exponent)) == exponent))
-            self._rest = bytes(data[usable:])
-
-    def said(self, entry: TensorEntry) -> str:
-        return f"{entry.dtype} {list(entry.shape)} {self._digest.digest().hex()}"
-
-
-class _Tensors:
-    """Reads tensors of one place, each once."""
-
-    def __init__(self, files: FilePool) -> None:
-        self._files, self._reader = files, TensorReader(files)
-        self._buffer = memoryview(bytearray(_PIECE))
-
-    def read(self, entry: TensorEntry) -> tuple[str, int | None]:
-        """Its digest, or the number in it; and how many elements are not finite, where the dtype has such."""
-        sink = _Sink(entry, self._buffer)
-        self._reader.stream(entry, whole(entry.shape), sink)
-        number = number_of(entry, self._files)
-        said = sink.said(entry) if number is None else f"{entry.dtype} {list(entry.shape)} {number}"
-        return said, sink.not_finite if entry.dtype.name in _EXPONENTS else None
-
-    def digest(self, entry: TensorEntry) -> str:
-        """Its digest alone."""
-        return self.read(entry)[0]
-
-
-def _read_dcp(place: _Place, items: _Items) -> None:
-    catalog = open_dcp(place.path)
+def _read_dcp(place: Place, items: _Items) -> None:
+    assert place.catalog is not None
     with FilePool(place.path) as files:
-        located, tensors = open_payloads(catalog, files, later=True), _Tensors(files)
+        located, tensors = open_payloads(place.catalog, files, later=True), TensorDigests(files)
         for name, entry in located.tensors.items():
             items.add(place, _stored(place, place.name(name), entry), *tensors.read(entry))
-        for name, stored in catalog.objects.items():
+        for name, stored in place.catalog.objects.items():
             where = f'{place.path / stored.file}: object "{name}"'
-            reader = Reader(files, stored.file, where, stored.offset, stored.nbytes)
+            reader = Reader(files, stored.file, where, tensors, stored.offset, stored.nbytes)
             _add_leaves(place, name, reader, tensors, items)
 
 
-def _read_safetensors(place: _Place, items: _Items) -> None:
+def _read_safetensors(place: Place, items: _Items) -> None:
     with FilePool(place.path.parent) as files:
-        name, tensors = place.path.name, _Tensors(files)
-        for tensor in parse_header(partial(files.read, name), files.size(name), str(place.path)).tensors:
+        name, tensors = place.path.name, TensorDigests(files)
+        header = parse_header(partial(files.read, name), files.size(name), str(place.path))
+        for tensor in header.tensors:
             chunk = Chunk(whole(tensor.shape), name, tensor.begin, tensor.end - tensor.begin)
             entry = TensorEntry(tensor.name, tensor.dtype, tensor.shape, (chunk,))
             items.add(place, _stored(place, place.name(tensor.name), entry), *tensors.read(entry))
+        for key, value in sorted(header.metadata.items()):
+            items.add_file(place, f"{place.label}: metadata.{key}", repr(value), ("other",))
 
 
-def _read_pickle(place: _Place, items: _Items) -> None:
+def _read_pickle(place: Place, items: _Items) -> None:
     with FilePool(place.path.parent) as files:
-        reader = Reader(files, place.path.name, str(place.path))
-        _add_leaves(place, "", reader, _Tensors(files), items)
+        tensors = TensorDigests(files)
+        try:
+            reader = Reader(files, place.path.name, str(place.path), tensors)
+            leaves = list(reader.leaves())
+        except UnsupportedError:
+            if head_of(place.path, 4) != b"PK\3\4":
+                raise
+            _read_members(place, items)  # TorchScript and the like
+            return
+        except InputError as error:
+            if is_surely_pickle(place.path):
+                raise
+            items.fault = items.fault or error
+            _read_bytes(place, items)
+            return
+        _add_leaves(place, "", reader, tensors, items, leaves)
 
 
-def _add_leaves(place: _Place, name: str, reader: Reader, tensors: _Tensors, items: _Items) -> None:
-    names = _parameter_names(reader.tree)
-    for path, value in reader.leaves():
-        whole_name = place.name(".".join(filter(None, (name, *_with_names(path, names)))) or place.label)
-        if isinstance(value, TensorRef | Refused):
-            entry = reader.entry(whole_name, value)
-            items.add(place, _stored(place, whole_name, entry, not name), *tensors.read(entry))
+def _read_zip(place: Place, items: _Items) -> None:
+    if is_torch_archive(place.path):
+        _read_pickle(place, items)
+    else:
+        _read_members(place, items)
+
+
+def _read_members(place: Place, items: _Items) -> None:
+    """The arrays of a `.npy` or `.npz`, or the members of another archive."""
+    contents = {ARRAY: contents_of_array, TAR: contents_of_tar}.get(place.kind, contents_of_zip)
+    for name, text in contents(place.path):
+        whole_name = place.name(name) if name or place.word else place.label
+        items.add(place, StoredItem(whole_name, place.label, place.word == "model"), text)
+
+
+def _read_bytes(place: Place, items: _Items) -> None:
+    oracles = ("other",) if place.word in (None, "model", "trainer_state") else oracles_of(place.word or "", False)
+    items.add_file(place, place.file, f"{FILE}{digest_of_file(place.path)}", oracles)
+
+
+def _read_mark(place: Place, items: _Items) -> None:
+    items.add_file(place, place.file, f"{FILE}{place.note}", ("other",))
+
+
+_READ = {
+    DCP: _read_dcp,
+    SAFETENSORS: _read_safetensors,
+    PICKLE: _read_pickle,
+    ARRAY: _read_members,
+    ZIP: _read_zip,
+    TAR: _read_members,
+    BYTES: _read_bytes,
+    MARK: _read_mark,
+}
+
+
+def _add_leaves(
+    place: Place,
+    name: str,
+    reader: Reader,
+    tensors: TensorDigests,
+    items: _Items,
+    leaves: Sequence[Leaf] | None = None,
+) -> None:
+    names = _parameter_names(reader)
+    named = [
+        (place.name(".".join(filter(None, (name, *_with_names(leaf.path, names)))) or place.label), leaf)
+        for leaf in (reader.leaves() if leaves is None else leaves)
+    ]
+    for path in names:
+        whole_name = place.name(".".join(filter(None, (name, *path, "state"))))
+        named.append((whole_name, Leaf((), Layout("parameters by number, shown by name"), ())))
+    first: dict[str, int] = {}
+    for index, (whole_name, _) in enumerate(named):
+        first.setdefault(whole_name, index)
+    # Parts with the same name are in the order of their places, whatever the order of the dicts.
+    for whole_name, leaf in sorted(named, key=lambda each: (first[each[0]], each[1].place)):
+        tensor = reader.tensor(whole_name, leaf.value)
+        if tensor is None:
+            item = StoredItem(whole_name, place.label, is_generator=is_generator_state(leaf.value))
+            items.add(place, item, reader.said(leaf.value))
         else:
-            item = StoredItem(whole_name, place.label, is_generator=is_generator_state(value))
-            items.add(place, item, reader.said(whole_name, value, tensors.digest))
+            entry, data, rest = tensor
+            text, not_finite = tensors.read(entry, data)
+            items.add(place, _stored(place, whole_name, entry, not name), text + rest, not_finite)
 
 
-def _parameter_names(tree: Any) -> Mapping[tuple[str, ...], Mapping[str, str]]:
+def _parameter_names(reader: Reader) -> Mapping[tuple[str, ...], Mapping[str, str]]:
     """Of each optimizer in a pickle: the number of each parameter -> its name, where the groups have `param_names`.
 
     torch has them in `state_dict` where an optimizer was made of `named_parameters()`.
     """
     found: dict[tuple[str, ...], dict[str, str]] = {}
-    for path, node in [((), tree), *(((str(key),), value) for key, value in _dict_items(tree))]:
-        groups = node.get("param_groups") if isinstance(node, dict) else None
+    tree = reader.tree
+    for path, node in [((), tree), *(((str(key),), value) for key, value in _string_items(reader, tree))]:
+        groups = dict(_string_items(reader, node)).get("param_groups")
         for group in groups if isinstance(groups, list) else ():
-            numbers, names = (group.get(key) if isinstance(group, dict) else None for key in ("params", "param_names"))
+            values = dict(_string_items(reader, group))
+            numbers, names = values.get("params"), values.get("param_names")
             if isinstance(numbers, list) and isinstance(names, list) and len(numbers) == len(names):
                 named = {str(each): name for each, name in zip(numbers, names, strict=True) if isinstance(name, str)}
                 if all(type(each) is int for each in numbers):
@@ -348,8 +358,8 @@ def _parameter_names(tree: Any) -> Mapping[tuple[str, ...], Mapping[str, str]]:
     return found
 
 
-def _dict_items(tree: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(dict.items(tree) if isinstance(tree, dict) else ())
+def _string_items(reader: Reader, node: Any) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in reader.items_of(node) if type(key) is str)
 
 
 def _with_names(path: tuple[str, ...], names: Mapping[tuple[str, ...], Mapping[str, str]]) -> Iterator[str]:
@@ -359,16 +369,16 @@ def _with_names(path: tuple[str, ...], names: Mapping[tuple[str, ...], Mapping[s
         yield names[path[: index - 1]].get(part, part) if is_number else part
 
 
-def _read_json(place: _Place, items: _Items) -> None:
-    text = read_small(place.path, CONFIG_BYTES).decode("utf-8", "replace")
-    waiting: list[tuple[str, Any, int]] = [("", parse_json(text, place.path), 0)]
-    while waiting:
-        name, value, depth = waiting.pop()
-        below = value.items() if isinstance(value, dict) and depth < JSON_DEPTH else ()
-        if _NOISE.fullmatch(name.rpartition(".")[2]):
-            continue
-        if below:
-            waiting.extend((f"{name}.{key}" if name else key, item, depth + 1) for key, item in reversed([*below]))
-        else:
-            item = StoredItem(place.name(name or place.label), place.label, is_generator=is_generator_state(value))
-            items.add(place, item, short(repr(value)))
+def _read_json(place: Place, items: _Items, run: Path | None) -> None:
+    try:
+        values = list(values_of_json(read_small(place.path, CONFIG_BYTES), place.path, _NOISE, run))
+    except UnicodeDecodeError:
+        _read_bytes(place, items)
+        return
+    except CkptxError as error:
+        items.fault = items.fault or error
+        _read_bytes(place, items)
+        return
+    for name, value, text in values:
+        item = StoredItem(place.name(name or place.label), place.label, is_generator=is_generator_state(value))
+        items.add(place, item, text)

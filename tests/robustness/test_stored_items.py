@@ -442,22 +442,15 @@ def doubled(times: int) -> dict[str, Any]:
     return value
 
 
-def holds_itself() -> dict[str, Any]:
-    """A dict in itself."""
-    value: dict[str, Any] = {}
-    value["me"] = value
-    return value
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (pickle.dumps({"a": list(range(1000))})[:-40], "ends before its end mark|damaged"),
         (b"\x80\x04\x96\xff\xff\xff\xff\xff\xff\xff\x0f.", "ends before its end mark"),
         (b"\x80\x04r\xff\xff\xff\x7f.", "damaged|ends before"),
-        (pickle.dumps({"a": nested(200)}), "nested deeper"),
         (pickle.dumps({"a": doubled(40)}), "values"),
-        (pickle.dumps({"a": holds_itself()}), "levels"),
+        (b"\x80\x04" + b"]" * 3_000_000 + b".", "containers"),
+        (b"\x80\x04\x97.", "a buffer that is not in the file"),
         (b"\x80\x04", "ends before"),
         (b"", "no torch archive"),
         (b"PK\3\4" + b"\0" * 40, "damaged torch archive"),
@@ -475,8 +468,47 @@ def test_what_is_referred_to_often_is_looked_through_once(tmp_path: Path) -> Non
     shared = list(range(1 << 17))
     (tmp_path / "a.pkl").write_bytes(pickle.dumps({str(number): shared for number in range(1 << 15)}))
     began = time.process_time()
-    assert len(items_of(tmp_path / "a.pkl")) == 1 << 15
+    assert len(items_of(tmp_path / "a.pkl")) == (1 << 15) + 1  # the keys that look like numbers are one
     assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize("depth", [200, 50_000])
+@pytest.mark.parametrize(("begin", "end"), [(b"]", b"a"), (b"", b"\x85"), (b"](", b"K\x01e")])
+def test_depth_does_not_matter(tmp_path: Path, depth: int, begin: bytes, end: bytes) -> None:
+    """A list in a list, a tuple in a tuple; the innermost value counts."""
+    for name, number in (("a", b"K\x01"), ("b", b"K\x01"), ("c", b"K\x02")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.pkl").write_bytes(b"\x80\x04" + begin * depth + number + end * depth + b".")
+    assert differing(tmp_path / "a", tmp_path / "b") == {}
+    assert differing(tmp_path / "a", tmp_path / "c")
+
+
+def circle(length: int, last: Any = 0) -> Any:
+    """A list of lists, each of which holds the next, and the last the first."""
+    made: list[Any] = [[number] for number in range(length)]
+    for each, following in zip(made, [*made[1:], made[0]], strict=True):
+        each.append({"next": following})
+    made[-1][0] = last
+    return made[0]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 50])
+def test_a_value_that_holds_itself_is_compared(tmp_path: Path, length: int) -> None:
+    same = [saved(tmp_path, {"v": circle(length)}, f"{name}.pt") for name in "ab"]
+    assert differing(*same) == {}
+    other = saved(tmp_path, {"v": circle(length, last="x")}, "c.pt")
+    longer = saved(tmp_path, {"v": circle(length + 1)}, "d.pt")
+    assert differing(same[0], other) and differing(same[0], longer)
+
+
+def test_circles_that_are_too_long_are_refused(tmp_path: Path) -> None:
+    """Each of these rounds splits one color, so that there are as many rounds as values."""
+    lists = b"]q\x00" + b"]" * 20_000
+    (tmp_path / "a.pkl").write_bytes(b"\x80\x02" + lists + b"h\x00aK\x01a" + b"a" * 20_000 + b".")
+    began = time.process_time()
+    with pytest.raises(InputError, match="in circles too long to compare"):
+        items_of(tmp_path / "a.pkl")
+    assert time.process_time() - began < 60
 
 
 def test_a_name_of_a_megabyte_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ _RUN = re.compile(rb"[%b]*(?:(?:%b)[%b]*){0,4096}" % (_NO_ARGUMENT, _WITH_ARGUME
 _OURS = {0x7D: 0x97, 0x8F: 0x97, 0x91: ord("t")}
 _LENGTH_1 = frozenset(b"\x8cC")  # SHORT_BINUNICODE, SHORT_BINBYTES
 _LENGTH_4 = frozenset(b"XB")  # BINUNICODE, BINBYTES
-_GLOBAL, _LONG_BINPUT, _STOP, _LONG1, _BYTEARRAY8 = b"cr.\x8a\x96"
+_GLOBAL, _LONG_BINPUT, _STOP, _LONG1 = b"cr.\x8a"
+_LONGEST_NUMBER = 8  # bytes
 _FEW_CONTAINERS = 1 << 20
 _FEW_KEYS = 1000
 _DENSE = 1 << 20  # the parameters of an optimizer are numbered from 0 on
@@ -153,7 +154,6 @@ def load(
     allowed: Globals,
     where: str,
     persistent: Callable[[object], object] | None = None,
-    wide: bool = False,
 ) -> Any:
     """The object tree of a pickle, with stand-ins for what it names.
 
@@ -162,12 +162,11 @@ def load(
         allowed: Stand-in of each (module, name) that may occur. Torch dtypes always may, as `Symbol`.
         where: Subject of error messages.
         persistent: Turns a persistent id (a storage of a torch archive) into a stand-in.
-        wide: Numbers may have 128 bits, as the state of numpy's newer generators, and bytes may be changeable ones.
 
     Raises:
         InputError: The pickle is damaged, or names something that is not allowed. Nothing was executed.
     """
-    checked = _scan(data, where, wide)
+    checked = _scan(data, where)
     try:
         with without_garbage_collection():
             return _Unpickler(checked, allowed, persistent).load()
@@ -228,7 +227,7 @@ class _Unpickler(pickle.Unpickler):
         return self._persistent(pid)
 
 
-def _scan(data: bytes, where: str, wide: bool = False) -> bytearray:
+def _scan(data: bytes, where: str) -> bytearray:
     """Refuses opcodes that torch never writes, lengths or memo indices beyond the data, and too many containers.
 
     Returns:
@@ -241,7 +240,6 @@ def _scan(data: bytes, where: str, wide: bool = False) -> bytearray:
         raise InputError(
             f"{where}: damaged pickle ({empty:,} containers in {size:,} bytes); nothing in it was executed"
         )
-    longest = 16 if wide else 8
     match = _RUN.match
     checked = bytearray(data)
     position = 0
@@ -257,14 +255,12 @@ def _scan(data: bytes, where: str, wide: bool = False) -> bytearray:
             elif code == _LONG1:
                 length = data[after + 1]
                 position = after + 2 + length
-                if length > longest and (length > longest + 1 or data[position - 1]):
+                if length > _LONGEST_NUMBER and (length > _LONGEST_NUMBER + 1 or data[position - 1]):
                     raise InputError(f"{where}: damaged pickle (number of {length} bytes at byte {after})")
             elif code in _LENGTH_1:
                 position = after + 2 + data[after + 1]
             elif code in _LENGTH_4:
                 position = after + 5 + int.from_bytes(data[after + 1 : after + 5], "little")
-            elif code == _BYTEARRAY8 and wide:
-                position = after + 9 + int.from_bytes(data[after + 1 : after + 9], "little")
             elif code == _GLOBAL:
                 position = data.index(b"\n", data.index(b"\n", after) + 1) + 1
             elif code == _LONG_BINPUT and int.from_bytes(data[after + 1 : after + 5], "little") < size:
@@ -325,35 +321,6 @@ def load_torch(data: bytes, where: str) -> Any:
         InputError: See `load`; also tensors whose shape, strides or storage make no sense.
     """
     return load(data, _TORCH, where, _storage)
-
-
-class _OrElse(dict[tuple[str, str], object]):
-    """A table that asks for what it does not have."""
-
-    def __init__(self, known: Globals, stand_in: Callable[[str, str], object]) -> None:
-        super().__init__(known)
-        self._stand_in = stand_in
-
-    def get(self, key: tuple[str, str], default: object = None) -> object:
-        """The stand-in of a name; None of a dtype, which needs none."""
-        found = super().get(key)
-        if found is not None or (key[0] == "torch" and _DTYPE_LIKE.fullmatch(key[1][:_LONGEST_DTYPE])):
-            return found
-        return self._stand_in(*key)
-
-
-def load_recorded(data: bytes, stand_in: Callable[[str, str], object], where: str) -> Any:
-    """The object tree of any pickle, or of a `data.pkl`: plain tensors as in `load_torch`, and a record of the rest.
-
-    Args:
-        data: The whole pickle.
-        stand_in: Makes, of module and name, what stands for anything but a plain tensor. It must be inert.
-        where: Subject of error messages.
-
-    Raises:
-        InputError: See `load_torch`.
-    """
-    return load(data, _OrElse({key: _TORCH[key] for key in _OF_TENSORS}, stand_in), where, _storage, wide=True)
 
 
 def _layout(name: object) -> Symbol:
@@ -492,13 +459,3 @@ _TORCH: Globals = {
     },
     ("collections", "OrderedDict"): ORDERED,
 }
-
-# What plain tensors are pickled with; the rest of the table refuses, or forgets what a conversion has no use for.
-_OF_TENSORS = (
-    *(("torch._utils", f"_rebuild_{kind}") for kind in ("tensor_v2", "tensor_v3", "parameter")),
-    *(key for key, found in _TORCH.items() if isinstance(found, Symbol) and key[1].endswith("Storage")),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-)

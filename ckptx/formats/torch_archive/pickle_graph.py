@@ -1,0 +1,389 @@
+"""Reads any pickle as a graph of its values; nothing that it names is imported, called or hashed.
+
+`unpickle` lets CPython's unpickler run with stand-ins, which is fast and enough for a conversion. To compare the state
+of any trainer takes more: each way to build an object has to be kept, at every protocol from 0 to 5. So this module
+interprets the opcodes itself. Each opcode makes at most one object whose size is in proportion to the bytes it was read
+from, and a dict or a set is a list of its items, so that the work is linear in the size of the pickle.
+
+    None, bool, int, float, str, bytes, bytearray, list, tuple     the Python value
+    Mapping, Group                                                 a dict; a set or frozenset
+    Name                                                           a class or function, by its module and name
+    Made                                                           the result of a call, and what was done to it then
+    External                                                       a persistent id: a storage of a torch archive
+
+`pickletools` of the standard library documents the opcodes.
+"""
+
+from __future__ import annotations
+
+import struct
+from _codecs import escape_decode
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ckptx.errors import InputError
+from ckptx.formats.torch_archive.pickle_machine import (
+    Damaged,
+    External,
+    Group,
+    Machine,
+    Made,
+    Mapping,
+    Name,
+    Truncated,
+)
+from ckptx.formats.torch_archive.unpickle import without_garbage_collection
+
+_LONGEST_DECIMAL = 4300  # digits; Python's own limit, because the conversion takes quadratic time
+_LAST_OF_PYTHON_2 = 2  # protocols up to this one are written with the module names of Python 2
+_LAST = 5
+
+
+class Graph(NamedTuple):
+    """A pickle that was read.
+
+    Attributes:
+        value: The pickled value.
+        end: First byte behind the pickle.
+        dropped: Calls whose results the pickle drops, and which set the state of no object in it.
+    """
+
+    value: Any
+    end: int
+    dropped: tuple[Any, ...]
+
+
+def read_graph(data: bytes, where: str, begin: int = 0) -> Graph:
+    """Reads the pickle that begins at a byte of `data`.
+
+    Args:
+        data: The pickle; more may follow.
+        where: Subject of error messages.
+        begin: Its first byte.
+
+    Raises:
+        InputError: It is damaged or truncated, or refers to buffers that are not in it. Nothing was executed.
+    """
+    machine = Machine(data, begin)
+    try:
+        with without_garbage_collection():
+            machine.run(_OPERATIONS)
+            return Graph(machine.pop(), machine.at, tuple(machine.dropped))
+    except Truncated:
+        raise InputError(
+            f"{where}: pickle ends before its end mark at byte {len(data)}; it is truncated, copy it again"
+        ) from None
+    except (Damaged, IndexError, KeyError, ValueError, TypeError, AttributeError, struct.error) as error:
+        reason = str(error) if isinstance(error, Damaged) else "its opcodes make no sense"
+        raise InputError(
+            f"{where}: damaged pickle ({reason} at byte {machine.at}); nothing in it was executed"
+        ) from None
+
+
+# ------------------------------------------------------------------------------------------------------------ opcodes
+
+
+def _constant(value: Any) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+def _unsigned(count: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(machine.number(count))
+
+
+def _signed(count: int) -> Callable[[Machine], None]:
+    def push(machine: Machine) -> None:
+        length = machine.number(count)
+        if length >> (8 * count - 1) and count == 4:
+            raise Damaged("a negative length")
+        machine.stack.append(int.from_bytes(machine.take(length), "little", signed=True))
+
+    return push
+
+
+def _counted(count: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
+    """An opcode with a length and as many bytes."""
+    return lambda machine: machine.stack.append(make(machine.take(machine.number(count))))
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _text_of_python_2(data: bytes) -> str | bytes:
+    return data.decode("ascii") if data.isascii() else data
+
+
+def _decimal(digits: bytes) -> int:
+    if len(digits) > _LONGEST_DECIMAL:
+        raise Damaged(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _int(machine: Machine) -> None:
+    digits = machine.line()
+    machine.stack.append({b"00": False, b"01": True}[digits] if digits in (b"00", b"01") else _decimal(digits))
+
+
+def _long(machine: Machine) -> None:
+    machine.stack.append(_decimal(machine.line().removesuffix(b"L")))
+
+
+def _string(machine: Machine) -> None:
+    quoted = machine.line()
+    if len(quoted) < 2 or quoted[:1] != quoted[-1:] or quoted[:1] not in (b"'", b'"'):
+        raise Damaged("a string without quotes")
+    machine.stack.append(_text_of_python_2(escape_decode(quoted[1:-1])[0]))
+
+
+def _bin_int(machine: Machine) -> None:
+    machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
+
+
+def _tuple(count: int) -> Callable[[Machine], None]:
+    def push(machine: Machine) -> None:
+        values = [machine.pop() for _ in range(count)]
+        machine.stack.append(tuple(reversed(values)))
+
+    return push
+
+
+def _mapping_of_mark(machine: Machine) -> None:
+    made = Mapping()
+    made.items.extend(_in_pairs(machine.pop_to_mark()))
+    machine.contain(made)
+
+
+def _in_pairs(values: list[Any]) -> list[tuple[Any, Any]]:
+    if len(values) % 2:
+        raise Damaged("a key without a value")
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+def _append(machine: Machine) -> None:
+    value = machine.pop()
+    _extend(machine.top(), [value])
+
+
+def _extend(target: Any, values: list[Any]) -> None:
+    if type(target) is list:
+        target.extend(values)
+    elif isinstance(target, (Made, Group)):
+        target.items.extend(values)
+    else:
+        raise Damaged("items of a value that takes none")
+
+
+def _set_items(target: Any, pairs: list[tuple[Any, Any]]) -> None:
+    if isinstance(target, Mapping):
+        target.items.extend(pairs)
+    elif isinstance(target, Made):
+        target.pairs.extend(pairs)
+    else:
+        raise Damaged("keys of a value that takes none")
+
+
+def _set_item(machine: Machine) -> None:
+    value, key = machine.pop(), machine.pop()
+    _set_items(machine.top(), [(key, value)])
+
+
+def _several(extend: Callable[[Any, list[Any]], None], in_pairs: bool) -> Callable[[Machine], None]:
+    def change(machine: Machine) -> None:
+        values = machine.pop_to_mark()
+        extend(machine.top(), _in_pairs(values) if in_pairs else values)
+
+    return change
+
+
+def _put(read: Callable[[Machine], int]) -> Callable[[Machine], None]:
+    def remember(machine: Machine) -> None:
+        machine.memo[read(machine)] = machine.top()
+
+    return remember
+
+
+def _get(read: Callable[[Machine], int]) -> Callable[[Machine], None]:
+    def recall(machine: Machine) -> None:
+        machine.stack.append(machine.memo[read(machine)])
+
+    return recall
+
+
+def _memoize(machine: Machine) -> None:
+    machine.memo[len(machine.memo)] = machine.top()
+
+
+def _pop(machine: Machine) -> None:
+    """Drops a value. A pickler drops the result of the function that sets a state, the sixth part of a reduction."""
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+        return
+    dropped = machine.pop()
+    if isinstance(dropped, Made) and dropped.how == "call":
+        target = dropped.arguments[0] if dropped.arguments else None
+        if isinstance(target, Made):
+            target.setters.append((dropped.function, *dropped.arguments[1:]))
+        else:
+            machine.dropped.append(dropped)
+
+
+def _global(machine: Machine) -> None:
+    machine.stack.append(_named(machine, _text(machine.line()), _text(machine.line())))
+
+
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.pop(), machine.pop()
+    if type(name) is not str or type(module) is not str:
+        raise Damaged("a name that is no string")
+    machine.stack.append(_named(machine, module, name))
+
+
+def _named(machine: Machine, module: str, name: str) -> Name:
+    if machine.protocol > _LAST_OF_PYTHON_2:
+        return Name(module, name)
+    found = NAME_MAPPING.get((module, name))
+    return Name(*found) if found else Name(IMPORT_MAPPING.get(module, module), name)
+
+
+def _extension(count: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(Made("code", None, (machine.number(count),)))
+
+
+def _arguments(value: Any) -> tuple[Any, ...]:
+    if type(value) is not tuple:
+        raise Damaged("arguments that are no tuple")
+    return value
+
+
+def _reduce(machine: Machine) -> None:
+    arguments, function = _arguments(machine.pop()), machine.pop()
+    machine.stack.append(Made("call", function, arguments))
+
+
+def _new(machine: Machine) -> None:
+    arguments, function = _arguments(machine.pop()), machine.pop()
+    machine.stack.append(Made("new", function, arguments))
+
+
+def _new_with_keywords(machine: Machine) -> None:
+    keywords, arguments, function = machine.pop(), _arguments(machine.pop()), machine.pop()
+    machine.stack.append(Made("new", function, arguments, keywords))
+
+
+def _instance(machine: Machine) -> None:
+    name = _named(machine, _text(machine.line()), _text(machine.line()))
+    machine.stack.append(Made("call", name, tuple(machine.pop_to_mark())))
+
+
+def _object(machine: Machine) -> None:
+    function, *arguments = machine.pop_to_mark()
+    machine.stack.append(Made("call", function, tuple(arguments)))
+
+
+def _build(machine: Machine) -> None:
+    state = machine.pop()
+    target = machine.top()
+    if not isinstance(target, Made):
+        raise Damaged("a state of a value that has none")
+    target.states.append(state)
+
+
+def _persistent(machine: Machine) -> None:
+    machine.stack.append(External(_text(machine.line())))
+
+
+def _persistent_on_stack(machine: Machine) -> None:
+    machine.stack.append(External(machine.pop()))
+
+
+def _buffer(machine: Machine) -> None:
+    raise Damaged("a buffer that is not in the file")
+
+
+def _protocol(machine: Machine) -> None:
+    machine.protocol = machine.number(1)
+    if machine.protocol > _LAST:
+        raise Damaged(f"protocol {machine.protocol}")
+
+
+def _operations() -> list[Callable[[Machine], None] | None]:
+    found: list[Callable[[Machine], None] | None] = [None] * 256
+    for code, operation in _BY_OPCODE.items():
+        found[code[0]] = operation
+    return found
+
+
+_BY_OPCODE: dict[bytes, Callable[[Machine], None]] = {
+    b"\x80": _protocol,
+    b"\x95": lambda machine: machine.take(8) and None,  # the length of a frame, which changes nothing
+    b"(": lambda machine: machine.marks.append(len(machine.stack)),
+    b"0": _pop,
+    b"1": lambda machine: machine.pop_to_mark() and None,
+    b"2": lambda machine: machine.stack.append(machine.top()),
+    b"N": _constant(None),
+    b"\x88": _constant(True),
+    b"\x89": _constant(False),
+    b"I": _int,
+    b"L": _long,
+    b"F": lambda machine: machine.stack.append(float(machine.line())),
+    b"J": _bin_int,
+    b"K": _unsigned(1),
+    b"M": _unsigned(2),
+    b"\x8a": _signed(1),
+    b"\x8b": _signed(4),
+    b"G": lambda machine: machine.stack.append(struct.unpack(">d", machine.take(8))[0]),
+    b"S": _string,
+    b"T": _counted(4, _text_of_python_2),
+    b"U": _counted(1, _text_of_python_2),
+    b"V": lambda machine: machine.stack.append(machine.line().decode("raw-unicode-escape")),
+    b"X": _counted(4, _text),
+    b"\x8c": _counted(1, _text),
+    b"\x8d": _counted(8, _text),
+    b"B": _counted(4, bytes),
+    b"C": _counted(1, bytes),
+    b"\x8e": _counted(8, bytes),
+    b"\x96": _counted(8, bytearray),
+    b"]": lambda machine: machine.contain([]),
+    b"l": lambda machine: machine.contain(machine.pop_to_mark()),
+    b")": _constant(()),
+    b"t": lambda machine: machine.stack.append(tuple(machine.pop_to_mark())),
+    b"\x85": _tuple(1),
+    b"\x86": _tuple(2),
+    b"\x87": _tuple(3),
+    b"}": lambda machine: machine.contain(Mapping()),
+    b"d": _mapping_of_mark,
+    b"\x8f": lambda machine: machine.contain(Group("set", [])),
+    b"\x91": lambda machine: machine.contain(Group("frozenset", machine.pop_to_mark())),
+    b"a": _append,
+    b"e": _several(_extend, in_pairs=False),
+    b"\x90": _several(_extend, in_pairs=False),
+    b"s": _set_item,
+    b"u": _several(_set_items, in_pairs=True),
+    b"p": _put(lambda machine: _decimal(machine.line())),
+    b"q": _put(lambda machine: machine.number(1)),
+    b"r": _put(lambda machine: machine.number(4)),
+    b"\x94": _memoize,
+    b"g": _get(lambda machine: _decimal(machine.line())),
+    b"h": _get(lambda machine: machine.number(1)),
+    b"j": _get(lambda machine: machine.number(4)),
+    b"c": _global,
+    b"\x93": _stack_global,
+    b"\x82": _extension(1),
+    b"\x83": _extension(2),
+    b"\x84": _extension(4),
+    b"R": _reduce,
+    b"\x81": _new,
+    b"\x92": _new_with_keywords,
+    b"i": _instance,
+    b"o": _object,
+    b"b": _build,
+    b"P": _persistent,
+    b"Q": _persistent_on_stack,
+    b"\x97": _buffer,
+    b"\x98": _buffer,
+}
+
+
+_OPERATIONS = _operations()

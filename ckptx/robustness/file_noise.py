@@ -1,0 +1,67 @@
+"""What identical runs of a trainer do not share: times and paths in files, and the number of steps they were told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ckptx.robustness.oracles import Items
+from ckptx.robustness.stored_items import is_of_bytes
+from ckptx.untrusted.printable import one_line
+
+_DIGITS = re.compile(r"[0-9]+")
+_LISTED = 8  # names in a line
+_LONGEST_LINE = 400  # characters of them
+
+
+def noisy_files(first: Items, second: Items, third: Items) -> set[tuple[str, str]]:
+    """Finds the files that differ between two identical runs, of those that are compared by their bytes.
+
+    Names may have times in them: so a file that only the third checkpoint has is one of these, too, if its name is that
+    of such a file but for digits.
+
+    Args:
+        first: The items of a checkpoint.
+        second: Those of the same step in an identical run; no item is noisy without it.
+        third: Those of the checkpoint that is compared with the first.
+    """
+    if not second:
+        return set()
+    every = {**first, **second}
+    of_bytes = {key for key in every if is_of_bytes(first.get(key)) or is_of_bytes(second.get(key))}
+    found = {key for key in of_bytes if first.get(key) != second.get(key)}
+    patterns = {(oracle, _DIGITS.sub("#", name)) for oracle, name in found if _DIGITS.search(name)}
+    new = {key for key in third if key not in every and is_of_bytes(third[key])}
+    return found | {key for key in new if (key[0], _DIGITS.sub("#", key[1])) in patterns}
+
+
+def following_steps(before: Items, after: Items, steps: int, save_at: int) -> set[tuple[str, str]]:
+    """Finds settings of a trainer that are the number of steps it was told to take.
+
+    Args:
+        before: The items of the checkpoint that was resumed from.
+        after: Those of the one that was saved again.
+        steps: Which the first run was told to take.
+        save_at: Which the second was told to take.
+    """
+    wanted = (str(steps), str(save_at))
+    return {key for key in before if key[0] == "other" and (before[key], after.get(key)) == wanted}
+
+
+def not_compared_line(keys: Iterable[tuple[str, str]], why: str) -> str:
+    """A line on items that are left out, and why."""
+    return f"not compared: {_listed(sorted({name for _, name in keys}))}: {why}"
+
+
+def lines_on_files(found: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Lines on files that are left out.
+
+    Args:
+        found: Their names by the reason.
+    """
+    return (f"not compared ({reason}): {_listed(names)}" for reason, names in sorted(found.items()))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    return one_line(", ".join(names[:_LISTED]), _LONGEST_LINE) + more

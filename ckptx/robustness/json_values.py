@@ -1,0 +1,81 @@
+"""The values of a JSON file by their paths, as texts that are equal for equal values alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckptx.robustness.canonical import Digests
+from ckptx.robustness.pickled import short
+from ckptx.robustness.pickled_kinds import Dictionary
+from ckptx.untrusted.json_text import parse_json
+from ckptx.untrusted.limits import JSON_DEPTH
+
+
+def values_of_json(
+    data: bytes, path: Path, noise: re.Pattern[str], run: Path | None = None
+) -> Iterator[tuple[str, Any, str]]:
+    """The values of a JSON file; a list is one value.
+
+    Args:
+        data: The file.
+        path: Its path, the subject of error messages.
+        noise: Keys whose values are left out.
+        run: A folder whose path is replaced in strings, as two runs do not share it.
+
+    Yields:
+        The path of a value, with dots, the value, and the value as a string. An object whose keys have dots in them is
+        an item, too.
+
+    Raises:
+        InputError: It is no JSON, or nested too deep.
+        UnicodeDecodeError: It is no UTF-8.
+    """
+    tree = parse_json(data.decode("utf-8"), path)
+    waiting: list[tuple[str, Any, int]] = [("", tree, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        below = value.items() if isinstance(value, dict) and depth < JSON_DEPTH else ()
+        if noise.fullmatch(name.rpartition(".")[2]):
+            continue
+        if not below:
+            yield name, value, _text(value, str(path), run)
+            continue
+        unusual = sorted(key for key in value if key == "" or "." in key)
+        if unusual:
+            yield name, value, f"object with the keys {short(repr(unusual))}"
+        waiting.extend(
+            (".".join(filter(None, (name, key))), item, depth + 1) for key, item in sorted(below, reverse=True)
+        )
+
+
+def _text(value: Any, where: str, run: Path | None) -> str:
+    if type(value) is str:
+        return short(repr(_without(value, run)))
+    if type(value) not in (list, dict):
+        return short(repr(value))
+    kind = "list" if type(value) is list else "object"
+    return f"{kind} {Digests(where, _Meanings(run).of, repr).of(value)}"
+
+
+def _without(value: str, run: Path | None) -> str:
+    return value if run is None else value.replace(str(run.absolute()), "{out}")
+
+
+class _Meanings:
+    """Makes of objects what has digests; each object once."""
+
+    def __init__(self, run: Path | None) -> None:
+        self._run = run
+        self._found: dict[int, Dictionary] = {}
+
+    def of(self, value: Any) -> Any:
+        if type(value) is str:
+            return _without(value, self._run)
+        if type(value) is not dict:
+            return value
+        if id(value) not in self._found:
+            self._found[id(value)] = Dictionary("object", list(value.items()))
+        return self._found[id(value)]
