@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import copyreg
-import datetime
+import datetime as dt
 import decimal
 import enum
 import fractions
@@ -210,6 +210,11 @@ def plain(value: Any) -> Leaf:
     return Leaf(("plain", type(value).__name__, repr(value)), lambda _: value, True)
 
 
+def word(value: Any) -> Leaf:
+    """A string, which is another object each time; or a number that is easily taken for one."""
+    return Leaf(("str", value), lambda _: fresh(value), True) if type(value) is str else plain(value)
+
+
 def same(key: Key, value: Any, hashable: bool = True, protocol: int = 0) -> Leaf:
     """A value that is made once."""
     return Leaf(key, lambda _: value, hashable, protocol)
@@ -233,8 +238,9 @@ def array(values: Any, dtype: Any) -> Leaf:
             return copy
         return given.copy()
 
-    content = repr(given.tolist()) if given.dtype == object else given.tobytes()
-    return Leaf(("array", str(given.dtype.descr), given.dtype.str, given.shape, content), make)
+    native = given if given.dtype.fields else given.astype(given.dtype.newbyteorder("<"))  # as numpy loads it
+    content = repr(given.tolist()) if given.dtype == object else native.tobytes()
+    return Leaf(("array", str(native.dtype.descr), native.dtype.str, given.shape, content), make)
 
 
 def tensor(values: Any, dtype: torch.dtype = torch.float32, **how: Any) -> Leaf:
@@ -302,16 +308,16 @@ def nan_key(bits: int) -> Callable[[int], Key]:
 
 STRUCTURED = [("a", "<i4"), ("b", "<f8")]
 TEXTS = (
-    "", "1", "1.0", "True", "None", "a", "a.b", "a.b.c", ".", "1 (int)", "x" * 80, "x" * 79 + "y", "\ud800", "\n",
-    "\x1b[31m", "é", "state", "[1, 2]", "list of 1", "torch.float32", "'a'", "-1", "01",
+    "1", 1, "1.0", 1.0, "True", True, "None", None, "", ".", "a.b.c", "a.b", "a", "1 (int)", "x" * 80, "x" * 79 + "y",
+    "\ud800", "\n", "\x1b[31m", "é", "state", "[1, 2]", "list of 1", "torch.float32", "'a'", "-1", "01",
 )  # fmt: skip
 NUMBERS = (
-    0, 1, -1, 2, 255, 256, 65536, 1 << 31, -(1 << 31), 1 << 63, 1 << 100, (1 << 100) + 1, 1 << 3000, 0.0, -0.0, 1.0,
-    0.1, 1e300, float("inf"), float("-inf"), True, False, None, 1 + 0j, 1 + 1j, complex(0, -0.0),
+    None, False, 0, 0.0, -0.0, 0j, complex(0, -0.0), True, 1, 1.0, 1 + 0j, 1 + 1j, -1, 2, 255, 256, 65536, 1 << 31,
+    -(1 << 31), 1 << 63, 1 << 100, (1 << 100) + 1, 1 << 3000, 0.1, 1e300, float("inf"), float("-inf"),
 )  # fmt: skip
 LEAVES: tuple[Leaf, ...] = (
     *map(plain, NUMBERS),
-    *(Leaf(("str", text), lambda _, text=text: fresh(text), True) for text in TEXTS),  # type: ignore[misc]
+    *map(word, TEXTS),
     *(
         Leaf(("bytes", data), lambda _, data=data: bytes(bytearray(data)), True)  # type: ignore[misc]
         for data in (b"", b"a", b"1", b"\x80\x04x.", b"\xff" * 70, b"\xff" * 69 + b"\xfe", pickle.dumps(1) + b"x.")
@@ -322,8 +328,8 @@ LEAVES: tuple[Leaf, ...] = (
     same(nan_key(2), MINUS_NAN, False),
     *map(plain, (decimal.Decimal("1"), decimal.Decimal("1.0"), decimal.Decimal("-0"))),
     *map(plain, (fractions.Fraction(1), fractions.Fraction(1, 2))),
-    *map(plain, (datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 2), datetime.date(2020, 1, 1))),
-    *map(plain, (datetime.timedelta(1), datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc))),
+    *map(plain, (dt.datetime(2020, 1, 1), dt.datetime(2020, 1, 2), dt.date(2020, 1, 1))),
+    *map(plain, (dt.timedelta(1), dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc))),
     *map(plain, (range(3), range(0, 3, 2), range(4))),
     *(Leaf(("slice", stop), lambda _, stop=stop: slice(stop)) for stop in (1, 2)),  # type: ignore[misc]
     *map(plain, (pathlib.PurePosixPath("a/b"), pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("a"))),
@@ -334,7 +340,7 @@ LEAVES: tuple[Leaf, ...] = (
     same("len", len), same("operator.add", operator.add), same("torch.add", torch.nn.functional.relu),
     same("ellipsis", ...), same("not implemented", NotImplemented),
     same("string of a", StringOf("a")), same("int of 1", IntOf(1)),
-    *(same(("partial", args), functools.partial(operator.add, *args), False) for args in ((1,), (2,), (1.0,))),
+    *(same(("partial", repr(args)), functools.partial(operator.add, *args), False) for args in ((1,), (2,), (1.0,))),
     same("partial by name", functools.partial(dict, a=1), False),
     same("partial by another", functools.partial(dict, b=1), False),
     *(same(("torch", str(each)), each) for each in (torch.float32, torch.float16, torch.bfloat16, torch.int8)),
@@ -358,8 +364,8 @@ LEAVES: tuple[Leaf, ...] = (
     array([(1, 2.0)], [("a", "<i4"), ("c", "<f8")]),
     array([1, "a"], object), array([1, "b"], object), array([[1, 2], [3, 4]], object),
     *(array(["2020-01-01"], f"M8[{unit}]") for unit in ("D", "s")),
-    *(same(("scalar", kind.__name__), kind(1), False) for kind in (np.int8, np.int32, np.int64, np.float32, np.float64)),
-    *(same(("scalar", kind.__name__), kind(1), False) for kind in (np.bool_, np.complex64, np.str_)),
+    *(same(("scalar", kind.__name__), kind(1), False) for kind in (np.int8, np.int64, np.float32, np.float64)),
+    *(same(("scalar", kind.__name__), kind(1), False) for kind in (np.int32, np.bool_, np.complex64, np.str_)),
     same(("scalar", "2"), np.float64(2)),
     *(same(("dtype", each), np.dtype(each)) for each in ("<f4", "<f8", ">f8", "<i4")),
     same("dtype of parts", np.dtype(STRUCTURED)),
@@ -380,8 +386,9 @@ LEAVES: tuple[Leaf, ...] = (
     *(Leaf(("with attribute", value), lambda _, value=value: with_attribute(value)) for value in (1, 2)),  # type: ignore[misc]
     *(Leaf(("counter", items), lambda _, items=items: collections.Counter(items)) for items in ("ab", "aab", "")),  # type: ignore[misc]
     Leaf(("object",), lambda _: Extended(), False, 2),
-    *(same(("error", type(each).__name__, each.args), each, False) for each in (ValueError(1), ValueError(2), KeyError(1))),
+    *(same(("error", repr(each)), each, False) for each in (ValueError(1), ValueError(2), KeyError(1))),
 )  # fmt: skip
+USUAL_KEYS = [*map(word, ("a", "b", "a.b", "state", "step", "0", "1", 0, 1))]
 HASHABLE = tuple(each for each in LEAVES if each.hashable)
 
 
@@ -443,8 +450,7 @@ def generated(random: Random, depth: int = 3, hashable: bool = False) -> Node:
 def _keyed(random: Random, depth: int) -> tuple[Node, ...]:
     keys = _distinct([generated(random, random.choice((0, 0, 0, 1)), True) for _ in range(random.randrange(4))])
     if random.random() < 0.5:  # as most are
-        words = random.sample(["a", "b", "a.b", "state", "step", "0", "1"], random.randrange(4))
-        keys = tuple(Node("leaf", (), Leaf(("str", word), lambda _, word=word: fresh(word), True)) for word in words)  # type: ignore[misc]
+        keys = tuple(Node("leaf", (), each) for each in random.sample(USUAL_KEYS, random.randrange(4)))
     return tuple(each for key in keys for each in (key, generated(random, depth - 1)))
 
 
@@ -549,13 +555,14 @@ _BUILD: dict[str, Callable[[list[Any], Node], Any]] = {
 def changed(node: Node, random: Random) -> Node:
     """A value that differs in one place: another leaf, another kind, a part more, less, or at another place."""
     if node.kind == "leaf":
-        return Node("leaf", (), random.choice(HASHABLE if node.detail.hashable else LEAVES))
+        return _other_leaf(node, random)
     choice = random.random()
     if node.parts and choice < 0.6:
         step = 2 if node.kind in KEYED else 1
         at = random.randrange(len(node.parts))
         if node.kind in GROUPS or (step == 2 and at % 2 == 0):
-            new = _with(node.parts, at, generated(random, 0, True))
+            key = node.parts[at]
+            new = _with(node.parts, at, _other_leaf(key, random) if key.kind == "leaf" else generated(random, 0, True))
             hashed = new if step == 1 else new[::2]
             return Node(node.kind, new, node.detail) if len(_distinct([*hashed])) == len(hashed) else node
         if _must_be_hashable(node.parts[at]):
@@ -572,6 +579,15 @@ def changed(node: Node, random: Random) -> Node:
     if node.kind == "deque":
         return Node(node.kind, node.parts, 5 if node.detail is None else None)
     return node
+
+
+def _other_leaf(node: Node, random: Random) -> Node:
+    """Another leaf, half of the time one that is listed beside it, because it is easily taken for it."""
+    leaves = HASHABLE if node.detail.hashable else LEAVES
+    at = next((at for at, each in enumerate(leaves) if each is node.detail), None)
+    if at is None or random.random() < 0.5:
+        return Node("leaf", (), random.choice(leaves))
+    return Node("leaf", (), leaves[(at + random.choice((-2, -1, 1, 2))) % len(leaves)])
 
 
 def _must_be_hashable(node: Node) -> bool:

@@ -72,6 +72,7 @@ def check(found: dict[Any, set[frozenset[Any]]]) -> None:
     assert [keys for keys in by_items.values() if len(keys) > 1] == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_kind_of_value_has_a_form_of_its_own(form: str, tmp_path: Path) -> None:
     """All pairs of 250 values, as they were made, in other layouts, and loaded again."""
@@ -81,6 +82,7 @@ def test_every_kind_of_value_has_a_form_of_its_own(form: str, tmp_path: Path) ->
     check(found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", [each for each in FORMATS if each != "dcp"])
 def test_every_constructor_has_a_form_of_its_own(form: str, tmp_path: Path) -> None:
     """The same parts in every kind that takes as many: all pairs of 30 kinds, with 0 to 2 parts."""
@@ -187,7 +189,7 @@ DEFECTS = {
     ),
     "order of dicts": (
         canonical.Digests, "_parts",
-        without(lambda parts, value: parts._replace(ordered=[each for pair in parts.unordered for each in pair], unordered=())
+        without(lambda parts, value: parts._replace(ordered=[*sum(parts.unordered, ())], unordered=())
                 if isinstance(value, pickled_kinds.Dictionary) else parts),
     ),
     "storages by length": (pickled.Reader, "_described", lambda self, value: str(getattr(value, "ref", None))),
@@ -198,6 +200,7 @@ DEFECTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_of_the_comparison_is_found(defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*DEFECTS[defect])
