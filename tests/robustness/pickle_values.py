@@ -308,8 +308,8 @@ def nan_key(bits: int) -> Callable[[int], Key]:
 
 STRUCTURED = [("a", "<i4"), ("b", "<f8")]
 TEXTS = (
-    "1", 1, "1.0", 1.0, "True", True, "None", None, "", ".", "a.b.c", "a.b", "a", "1 (int)", "x" * 80, "x" * 79 + "y",
-    "\ud800", "\n", "\x1b[31m", "é", "state", "[1, 2]", "list of 1", "torch.float32", "'a'", "-1", "01",
+    "0", 0, "1", 1, "1.0", 1.0, "True", True, "None", None, "", ".", "a.b.c", "a.b", "a", "b", "1 (int)", "x" * 80,
+    "x" * 79 + "y", "\ud800", "\n", "\x1b[31m", "é", "state", "[1, 2]", "list of 1", "torch.float32", "'a'", "-1", "01",
 )  # fmt: skip
 NUMBERS = (
     None, False, 0, 0.0, -0.0, 0j, complex(0, -0.0), True, 1, 1.0, 1 + 0j, 1 + 1j, -1, 2, 255, 256, 65536, 1 << 31,
@@ -388,7 +388,8 @@ LEAVES: tuple[Leaf, ...] = (
     Leaf(("object",), lambda _: Extended(), False, 2),
     *(same(("error", repr(each)), each, False) for each in (ValueError(1), ValueError(2), KeyError(1))),
 )  # fmt: skip
-USUAL_KEYS = [*map(word, ("a", "b", "a.b", "state", "step", "0", "1", 0, 1))]
+_USUAL = {*(("str", text) for text in ("a", "b", "a.b", "state", "0", "1")), *(("plain", "int", each) for each in "01")}
+USUAL_KEYS = [*{each.key: each for each in LEAVES if not callable(each.key) and each.key in _USUAL}.values()]
 HASHABLE = tuple(each for each in LEAVES if each.hashable)
 
 
