@@ -206,7 +206,7 @@ def _surplus(
 ) -> Iterator[Misfit]:
     """Layers behind the last one, unless they predict further tokens; one misfit each."""
     for name, layer in unexplained_layers(behind, counts, config, extras):
-        yield Misfit(name, f"layer {layer.index}", f"{counts[layer.path]} of {layer.path} by config.json")
+        yield Misfit(name, f"layer {layer.number}", f"{counts[layer.path]} of {layer.path} by config.json")
 
 
 def _layers_below(path: str, names: Iterable[str]) -> set[int]:
@@ -309,8 +309,8 @@ class _Survey:
         empty = self._empty_layers()
         lost = chain(_wholly_gone(empty), self._missing(is_base, empty), self._not_added(), self._incomplete_runs())
         named = list(islice(lost, _NAMED + 1))
-        found = (*misfits, *named[:_NAMED])
-        return Fit("names and shapes", found, self._unchecked, len(named) > _NAMED, self.extras.found)
+        every = (*misfits, *named[:_NAMED])
+        return Fit("names and shapes", every, self._unchecked, len(named) > _NAMED, self.extras.found)
 
     def _modules_of(self, name: str) -> set[str]:
         """The module of a name that the model does not have, on disk and in the model."""

@@ -21,11 +21,11 @@ class Layer(NamedTuple):
 
     Attributes:
         path: Path of the list of layers.
-        index: Its index in the list.
+        number: Its index in the list.
     """
 
     path: str
-    index: int
+    number: int
 
 
 def layer_behind(model_name: str, counts: Mapping[str, int]) -> Layer | None:
@@ -62,7 +62,7 @@ def unexplained_layers(
     for name, layer in layers.items():
         first.setdefault(layer, name)
     for layer, name in first.items():
-        if layer not in explained and layer.index >= counts[layer.path] + further:
+        if layer not in explained and layer.number >= counts[layer.path] + further:
             yield name, layer
 
 

@@ -6,12 +6,12 @@ import itertools
 from pathlib import Path
 
 import pytest
+from support.extra_tensors import EXAMPLES
 from support.slow import slow_but
 
 import ckptx
 from ckptx.architecture.extra_tensors import ROWS
 from ckptx.report.documents.running import RunReport
-from tests.architecture.test_extra_tensors import EXAMPLES
 from tests.writers import LLAMA, Value, llama, value, write_hf
 
 CONFIG = {
