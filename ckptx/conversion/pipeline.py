@@ -29,6 +29,7 @@ from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
+from ckptx.view import compare_replicas
 
 _logger = logging.getLogger(__name__)
 
@@ -82,10 +83,12 @@ def convert_opened(
         sharded = log(shard(view, cast.target, naming, options, every_rank_alone=output.every_rank_alone))
     names = output.names(opened, view, chosen.named)
     placed = sharded.renamed(names).with_second_names(output.second_names(opened, view, chosen.named, names))
-    state = TrainingState()
-    if keeps_state:
-        outward = {old: names[new] for old, new in naming.renamed(view).items()}
-        state = log(carry_state(view, opened.files, placed, outward))
+    outward = {old: names[new] for old, new in naming.renamed(view).items()} if keeps_state else {}
+
+    def state_of_source() -> TrainingState:
+        return carry_state(view, opened.files, placed, outward) if keeps_state else TrainingState()
+
+    state = log(state_of_source())
 
     # Where it lies, and what goes along.
     is_altered = cast.was_cast or bool(options.prefix and not is_of_training)
@@ -118,6 +121,11 @@ def convert_opened(
         aliases={**target.aliases, **state.aliases},
         leaders=ties.leaders,
     )
+
+    def is_decided_alike() -> bool:
+        compare_replicas(view.catalog, opened.files)
+        return settle_ties(opened, model) == ties and state_of_source() == state
+
     job = Job(
         plan,
         target.source,
@@ -125,6 +133,7 @@ def convert_opened(
         options.fingerprint(),
         lambda outcome: output.manifest(contents, allocation, outcome.digests),
         opened.source,
+        is_decided_alike,
         lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
         allocation.check,
         list(allocation.markers),

@@ -8,7 +8,7 @@ once more, of the files that were touched alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
@@ -27,7 +27,13 @@ _logger = logging.getLogger(__name__)
 
 
 def require_unchanged(
-    seen: Seen, plan: CopyPlan, digests: Mapping[str, str], files: FilePool, opened: Catalog, max_memory: int
+    seen: Seen,
+    plan: CopyPlan,
+    digests: Mapping[str, str],
+    files: FilePool,
+    opened: Catalog,
+    is_decided_alike: Callable[[], bool],
+    max_memory: int,
 ) -> None:
     """Check that the source still is what was copied.
 
@@ -37,6 +43,7 @@ def require_unchanged(
         digests: Digest of each copied tensor, by target name.
         files: Files of the source.
         opened: The source, as it was when it was opened.
+        is_decided_alike: Decides once more what was decided by contents before the copy; True when nothing changed.
         max_memory: Bytes of buffers.
 
     Raises:
@@ -53,7 +60,7 @@ def require_unchanged(
         is_known = path.is_relative_to(opened.root) or path in carried
         if not is_known or (path.name == "config.json" and not _is_config_as_read(path, seen.catalogs)):
             raise changed(path)
-    if names and not _is_opened_alike(opened):
+    if names and not (_is_opened_alike(opened) and is_decided_alike()):
         raise changed(first)
     reader = TensorReader(files, max_memory)
     for step in plan.steps():
