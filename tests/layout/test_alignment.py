@@ -246,7 +246,9 @@ SAMPLES: dict[str, Sample] = {
             f"{LAYER}self_attn.kv_a_proj_with_mqa.weight": linear([(8, 1), (2, 1)], H),
             f"{LAYER}self_attn.o_proj.weight": linear([(H, 1)], [(4, 4)]),
         },
-        variants(dict.fromkeys((f"self_attn.{name}" for name in ("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa")), STYLES)),
+        variants({f"self_attn.{name}_proj": STYLES for name in ("q_b", "kv_b")} | {
+            "self_attn.kv_a_proj_with_mqa": STYLES
+        }),
     ),
     "gpt-oss, gate and up interleaved": Sample(
         "GptOssForCausalLM",

@@ -26,7 +26,8 @@ def converted(**fields: Any) -> ConversionReport:
     """A report of `convert` with these fields: one tensor was written."""
     target = {"tensors": 1, "stored": 1, "copies": 0, "aliases": 0}
     made: dict[str, Any] = {
-        "command": "convert hf2dcp", "tensors": 1, "bytes_written": 2 << 20, "output_bytes": 2 << 20, "parameters": 1, "architecture": None,
+        "command": "convert hf2dcp", "tensors": 1, "bytes_written": 2 << 20, "output_bytes": 2 << 20,
+        "parameters": 1, "architecture": None,
         "dtypes": {"before": {"F32": 1}, "after": {"BF16": 1}},
         "ledger": {"source": 1, "written": 1, "aliases": 0, "dropped": 0, "target": target},
     }  # fmt: skip

@@ -147,6 +147,7 @@ def share_of(**found: Any) -> dict[str, Any]:
         "logits_deviation": 3.0, "kl": 0.0, "cosine": 1.0,
         "loss": 2.0, "loss_reference": 2.0, "loss_limit": 0.5, "gradients": 3, "grad_max_abs": 0.0,
         "grad_of_limit": ["", 0.0], "by_tensor": {}, "names": list("abcde"), "wrapped": 0, "pieces": 1,
+        "gathered": {}, "sharded": 1, "peak_rss": 1 << 20,
     }  # fmt: skip
     return plain | found
 
@@ -239,3 +240,18 @@ def test_a_difference_has_the_stage_of_its_tensor() -> None:
         assert stage_of(cut, {"level": "gradients", "name": "on.disk", "model_name": name}) == stage
     assert stage_of(cut, {"level": "forward", "name": "logits"}) == 1
     assert stage_of(cut, {"level": "config", "name": "hidden_act"}) is None
+
+
+def test_modules_that_ran_gathered_are_counted_by_pattern_and_memory_is_that_of_the_largest_rank() -> None:
+    layers = {f"model.layers.{layer}.self_attn": ("parameters", False) for layer in range(3)}
+    shares = [
+        share_of(gathered=layers, peak_rss=5 << 20),
+        share_of(gathered={**layers, "lm_head": ("output", True)}, peak_rss=9 << 20),
+    ]
+    found = report_of(*shares)
+    assert found["gathered"] == [
+        {"pattern": "model.layers.*.self_attn", "modules": 3, "what": "parameters", "aligned": False},
+        {"pattern": "lm_head", "modules": 1, "what": "output", "aligned": True},
+    ]
+    assert (found["peak_rss"], found["peak_rss_of"]) == (9 << 20, "largest rank")
+    assert [row["peak_rss"] for row in found["ranks"]] == [5 << 20, 9 << 20]
