@@ -105,8 +105,16 @@ def refuse_part_file(path: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: 
     Raises:
         UnsupportedError: It is a part.
     """
-    names = [entry.name for entry in os.scandir(path.parent) if entry.name.endswith(WEIGHTS)]
-    _refuse(path, names, lambda each: shapes if each == path else shapes_in(each), metadata, directories=False)
+    for file in dict.fromkeys((path, Path(os.path.realpath(path)))):  # a link may have a name that says nothing
+        names = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(WEIGHTS)]
+        _refuse(
+            file,
+            names,
+            lambda each, own=file: shapes if each == own else shapes_in(each),
+            metadata,
+            directories=False,
+            subject=path,
+        )
 
 
 def refuse_part_directory(root: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]) -> None:
@@ -121,7 +129,14 @@ def refuse_part_directory(root: Path, shapes: Shapes, shapes_in: ShapesIn, metad
     Raises:
         UnsupportedError: It is a part.
     """
-    absolute = Path(os.path.abspath(root))
+    for absolute in dict.fromkeys((Path(os.path.abspath(root)), Path(os.path.realpath(root)))):
+        _refuse_part_at(root, absolute, shapes, shapes_in, metadata)
+
+
+def _refuse_part_at(
+    root: Path, absolute: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]
+) -> None:
+    """Refuse a directory by its own name, and by the names above it that are those of ranks."""
     directory, above = absolute, 0
     while directory.name and (not above or (is_rank_alone(directory.name) and above < _ABOVE)):
         if may_be_part(directory.name):

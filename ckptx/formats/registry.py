@@ -122,7 +122,7 @@ def _refuse_part(located: Located, catalog: Catalog) -> None:
     """
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
     metadata = _metadata_of(catalog, located.weights[0])
-    if located.kind in ("huggingface", "bin") and not _has_own_directory(located):
+    if located.kind in ("huggingface", "bin") and not located.weights[0].endswith(".index.json"):
         refuse_part_file(located.root / located.weights[0], shapes, _shapes_in, metadata)
     refuse_part_directory(located.root, shapes, _shapes_in, metadata)
 
