@@ -64,6 +64,9 @@ _COULD_NOT_BE_NAMED = (
     "this trainer cannot resume for no step, so the ends are compared: that something differs is certain, what was not "
     "restored is not, as one step spreads it to every parameter"
 )
+_AT_THE_END = (
+    "all state in the checkpoint came back, so other state was not saved, or the checkpoint was saved within a step"
+)
 _RESUMING = {SAVED_AGAIN: "run resumed for no step", RESUMED: "resumed run"}
 _FROM_MODIFIED = (
     "it resumed from a checkpoint that an earlier run had modified, so that its differences can come from that"
@@ -323,7 +326,8 @@ class _Judge:
         verdicts = compare([reference], [compared])
         verdicts += [self._of_losses(losses.by_step)]
         why = [*self._why(verdicts)]
-        self._say(run, verdicts, [*losses.notes, *why], f"unknown; {'; '.join(why)}" if why else "")
+        short = _AT_THE_END if self.block.zero_steps else "one step spreads a fault to every parameter"
+        self._say(run, verdicts, [*losses.notes, *why], "; ".join(["unknown", short, *why[1:]]) if why else "")
 
     def _why(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
         """What the ends say of the cause, where the run for no step said nothing."""

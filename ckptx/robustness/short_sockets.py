@@ -24,7 +24,7 @@ def shorten_socket_paths() -> None:
     Raises:
         EnvironmentProblem: TMPDIR is too long, and this system has no other name for it.
     """
-    directory = util.get_temp_dir()  # type: ignore[attr-defined]  # in its __all__, not in the stubs
+    directory = util.get_temp_dir()
     if len(os.fsencode(directory)) + _NAME < _MOST:
         return
     config = process.current_process()._config  # type: ignore[attr-defined]  # where `get_temp_dir` looks
