@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import defaultdict
 from pathlib import Path
@@ -204,8 +205,10 @@ DEFECTS = {
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_of_the_comparison_is_found(defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*DEFECTS[defect])
-    for seed in range(2 * PAIRS * PARTS):
-        if outcome_of(seed, tmp_path).fault is not None:
+    inside = [Node("thing", (Node("leaf", (), each),)) for each in LEAVES]
+    neighbors = [(first, second, "pickle 5") for first, second in itertools.pairwise(inside)]
+    for seed, pair in enumerate([*neighbors, *[None] * (2 * PAIRS * PARTS)]):
+        if outcome_of(seed, tmp_path, pair).fault is not None:
             return
     pytest.fail("no pair shows it")
 
