@@ -45,8 +45,8 @@ _SECONDS_FOR_A_BLOCK = 900
 # What a machine decides: time, memory, and how the kernels of a CPU round.
 _MACHINE = (
     (re.compile(r"[\d.]+ s\b"), "T s"),
-    (re.compile(r"[\d.]+ GB/s"), "V GB/s"),
-    (re.compile(r"peak memory [\d.]+ \w+"), "peak memory M"),
+    (re.compile(r"[\d.]+ [KMG]?i?B/s"), "V"),
+    (re.compile(r"(peak memory[a-z ]*) [\d.]+ \w+"), r"\1 M"),
 )
 _ROUNDING = re.compile(r"(logits|loss|gradients) ")
 _NUMBER = re.compile(r"[\w.]+\.weight(?= at )|\d[\d.]*(e-?\d+)?")

@@ -137,7 +137,7 @@ def test_declared_pair_of_a_stock_dcp_is_stored_under_the_source_name(
 ) -> None:
     hf = arrange(family, tmp_path / "hf", disk)
     report = ckptx.convert("dcp2hf", stock_dcp(hf, tmp_path / "dcp"), tmp_path / "out")
-    assert case_of(report, family) == (_CASES[disk], "alias")
+    assert case_of(report, family) == (_CASES[disk], "single")
     assert report.edits == []
     found = read_hf(tmp_path / "out")
     assert family.source in found
