@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -232,3 +240,27 @@ def test_a_report_whose_numbers_contradict_each_other_is_found(tmp_path: Path, s
         document["ties"][0]["action"] = "copy"
     with pytest.raises(AssertionError):
         check_conversion(said, before, after, dst=dst)
+
+
+_BAR = """
+import time
+from ckptx.cli.output import Output
+output = Output()
+for done in (0, 300 << 20, 1200 << 20):
+    output.progress(done, 1200 << 20)
+    time.sleep(0.2)
+"""
+
+
+def test_the_progress_bar_has_the_units_of_the_summary() -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    hidden = ("CI", "HF_HUB_DISABLE_PROGRESS_BARS", "RANK")
+    environment = {name: each for name, each in os.environ.items() if name not in hidden}
+    done = subprocess.Popen([sys.executable, "-c", _BAR], stderr=theirs, env=environment)
+    done.wait()
+    seen = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert "300.00 MiB of 1.17 GiB" in seen and "1.17 GiB of 1.17 GiB" in seen
+    assert re.search(r"\d MiB/s|\d GiB/s", seen) and not re.search(r"\d[kMG]?B/s", seen)
