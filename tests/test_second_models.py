@@ -77,13 +77,14 @@ def test_a_prefix_counts_for_the_checkpoint_that_has_a_model_under_it(tmp_path: 
         ckptx.verify(tmp_path / "one", tmp_path / "oneapp.", prefix="teacher.")
 
 
+@pytest.mark.parametrize("names_class", [True, False])
 @pytest.mark.parametrize("count", [2, 3, 5, 12])
-def test_all_models_are_listed(count: int, tmp_path: Path) -> None:
+def test_all_models_are_listed(count: int, names_class: bool, tmp_path: Path) -> None:
     prefixes = [f"m{number:02d}." for number in range(count)]
     saved = write_dcp(
         tmp_path / "dcp",
         {name: each for at, prefix in enumerate(prefixes) for name, each in under(prefix, seed=100 * at).items()},
-        config=CONFIG,
+        config={key: each for key, each in CONFIG.items() if names_class or key != "architectures"},
     )
     with pytest.raises(InputError, match=f"holds {count} complete models") as refused:
         ckptx.convert("dcp2hf", saved, tmp_path / "out")

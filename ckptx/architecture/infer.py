@@ -75,7 +75,7 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> Inferred |
     patterns = {each for each in patterns if not (is_optimizer(each) or is_trainer_state(each))}
     candidates = (lookup(name, model_type) for name in classes_of(model_type))
     fits = sorted(_fit(known, config, patterns) for known in candidates if known is not None)
-    if not fits or 2 * fits[0].unknown > len(patterns):
+    if not fits or (2 * fits[0].unknown > len(patterns) and not _is_held_several_times(fits[0], patterns, model_type)):
         return None
     best = fits[0]
     equal = [each.class_name for each in fits[1:] if each[:3] == best[:3]]
@@ -83,6 +83,16 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> Inferred |
     if equal:
         said += f"; as good: {', '.join(equal[:5])}{', ...' if len(equal) > 5 else ''}; say in config.json which it is"
     return Inferred(best.class_name, said)
+
+
+def _is_held_several_times(fit: _Fit, patterns: set[str], model_type: str) -> bool:
+    """True when what is unknown are mostly the names of the class once more, below other prefixes."""
+    known = lookup(fit.class_name, model_type)
+    if known is None or fit.unknown == len(patterns):
+        return False
+    parts = (pattern.split(".") for pattern in patterns)
+    named = sum(any(".".join(each[at:]) in known.name_patterns for at in range(len(each))) for each in parts)
+    return 2 * named >= len(patterns)
 
 
 def _fit(known: Architecture, config: Mapping[str, Any], patterns: set[str]) -> _Fit:

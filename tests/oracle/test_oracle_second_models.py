@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def test_verify_run_takes_the_model_that_is_asked_for(tmp_path: Path) -> None:
     write(EVERY["llama-tied"], tmp_path / "hf")
     state = load(tmp_path / "hf").state_dict()
     saved = save({"model": dict(state), "ema": moved(state, 0.5)}, tmp_path / "dcp")
+    shutil.copy(tmp_path / "hf" / "config.json", saved)
     for first, second in ((tmp_path / "hf", saved), (saved, tmp_path / "hf")):
         with pytest.raises(InputError, match="holds 2 complete models"):
             ckptx.verify(first, second, run=True, backward=False)
