@@ -66,7 +66,7 @@ def without_part_directories(path: Path, roots: Sequence[Path], shapes_in: Shape
             siblings.setdefault((path.joinpath(*parts[:at]), Path(*parts[at + 1 :])), set()).add(name)
     refused: dict[Path, tuple[Path, Family]] = {}
     for (where, rest), names in siblings.items():
-        for family in _families(where, sorted(names), lambda each, rest=rest: shapes_in(each / rest), directories=True):
+        for family in _families(where, sorted(names), _below(rest, shapes_in), directories=True):
             refused.update((where / name / rest, (where, family)) for name in family.names)
     left = [root for root in roots if root not in refused]
     if not left:
@@ -110,7 +110,7 @@ def refuse_part_file(path: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: 
         _refuse(
             file,
             names,
-            lambda each, own=file: shapes if each == own else shapes_in(each),
+            _knowing(file, shapes, shapes_in),
             metadata,
             directories=False,
             subject=path,
@@ -145,7 +145,7 @@ def _refuse_part_at(
             _refuse(
                 directory,
                 [entry.name for entry in os.scandir(directory.parent) if entry.is_dir()],
-                lambda each, own=directory, below=below: shapes if each == own else shapes_in(each / below),
+                _knowing(directory, shapes, _below(below, shapes_in)),
                 {**metadata, **config},
                 directories=True,
                 subject=root,
@@ -154,6 +154,16 @@ def _refuse_part_at(
 
 
 _ABOVE = 3  # directories for tp, pp and dp inside of each other
+
+
+def _below(below: Path, shapes_in: ShapesIn) -> ShapesIn:
+    """Return what opens a path below each of several directories."""
+    return lambda path: shapes_in(path / below)
+
+
+def _knowing(known: Path, shapes: Shapes, shapes_in: ShapesIn) -> ShapesIn:
+    """Return what opens every path but one, whose shapes are known."""
+    return lambda path: shapes if path == known else shapes_in(path)
 
 
 def _refuse(
@@ -275,8 +285,8 @@ def _world_size(metadata: Mapping[str, Any]) -> int:
     """Return the largest world size that metadata of a file or a config gives, else 1."""
     mapping = metadata.get("mapping")  # of the config.json of TensorRT-LLM
     held = [metadata, mapping if isinstance(mapping, Mapping) else {}]
-    values = [block.get(key) for block in held for key in _WORLD_SIZE_KEYS]
-    return max((int(value) for value in values if re.fullmatch(r"\d{1,6}", str(value))), default=1)
+    values = [str(block.get(key)) for block in held for key in _WORLD_SIZE_KEYS]
+    return max((int(value) for value in values if re.fullmatch(r"\d{1,6}", value, re.ASCII)), default=1)
 
 
 _STACK = re.compile(r"(.*?\.)(\d+)\.")
@@ -293,8 +303,8 @@ def _is_whole(shapes: Shapes | None, config: Mapping[str, Any] | None) -> bool:
     layers = _size(values, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if not (words and width and layers):
         return False
-    wide = {shape for shape in shapes.values() if len(shape) == 2}
-    has_words = any(rows >= words and columns == width for rows, columns in wide)
+    wide: set[Shape] = {shape for shape in shapes.values() if len(shape) == 2}
+    has_words = any(shape[0] >= words and shape[1] == width for shape in wide)
     has_norms = any(shape == (width,) for shape in shapes.values())
     if not (has_words and has_norms and _layers_in(shapes) >= layers):
         return False
