@@ -60,7 +60,7 @@ class Ended(NamedTuple):
 
     def notes(self) -> Iterator[str]:
         """Say which processes the command left running."""
-        for found, fate in ((self.left, "they were ended"), (self.unkillable, "they could not be ended")):
+        for found, fate in ((self.left, "ended by ckptx"), (self.unkillable, "could not be ended")):
             if found:
                 shown = "; ".join(one_line(each, 120) for each in found[:_LISTED])
                 more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""

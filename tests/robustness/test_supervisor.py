@@ -97,7 +97,7 @@ def test_what_a_command_leaves_is_ended(
         assert found.code == ENDS[end]
         assert found.left and any(f"(pid {number})" in each for number in numbers for each in found.left)
         (said,) = found.notes()
-        assert "of the command still ran after it: " in said and said.endswith("; they were ended")
+        assert "of the command still ran after it: " in said and said.endswith("; ended by ckptx")
 
 
 def test_a_helper_that_ends_by_itself_is_not_named(tmp_path: Path) -> None:
