@@ -151,7 +151,7 @@ def _shapes_of_parameters(moments: Sequence[NamedShape]) -> Counter[Shape]:
     kinds: dict[str, list[NamedShape]] = {}
     for each in moments:
         kinds.setdefault(next(word for word in reversed(each.words) if is_moment(word)), []).append(each)
-    return _shapes(max(kinds.values(), key=len)) if kinds else Counter()
+    return max(map(_shapes, kinds.values()), key=Counter.total, default=Counter())
 
 
 def _shapes(tensors: Iterable[NamedShape]) -> Counter[Shape]:

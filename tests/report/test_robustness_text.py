@@ -14,7 +14,9 @@ from jsonschema import Draft202012Validator
 import ckptx
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.environment import environment
+from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
+from ckptx.report.robustness_html import robustness_page
 from ckptx.report.robustness_words import CAUSES, noise_of, notes_of, number, number_of, verdict
 from ckptx.robustness.oracles import ORDER, Difference, Verdict
 from ckptx.untrusted.printable import shown
@@ -182,3 +184,26 @@ def test_faults_are_listed() -> None:
 def test_documents_are_as_the_schema_says(made: Any) -> None:
     validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
     assert [error.message for error in validator.iter_errors(json.loads(made.to_json()))] == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("first", range(6))
+@pytest.mark.parametrize("form", ["text", "page", "junit"])
+def test_only_settings_that_differ_are_named(first: int, count: int, form: str) -> None:
+    """In text, on the page and in JUnit XML."""
+    settings = ["lr", "initial_lr", "weight_decay", "betas", "eps", "amsgrad"]
+    words = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
+    keys = [settings[(first + index) % len(settings)] for index in range(count)]
+    row = oracle("group", [f"o.param_groups.0.{key}" for key in keys])
+    rows = [{"phase": "resume", "oracle": "group", "item": item, "rank": 0} for item in row["differing"]]
+    report = robust(exit=1, phases=[phase("resume", False, row)], differing=rows)
+    forms = {
+        "text": robustness_text,
+        "page": lambda each: robustness_page(each, "r"),
+        "junit": lambda each: junit_xml(each, "r"),
+    }
+    said = forms[form](report)
+    names = ", ".join(words.get(key, key) for key in keys)
+    (line,) = re.findall(r"[^\n<>]*in the optimizer.{1,6}s param groups", said)[:1]
+    assert names in line
+    assert not any(re.search(rf"(?<!initial ){words.get(key, key)}", line) for key in settings if key not in keys)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,27 +26,32 @@ PAIRS = [
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Items of a checkpoint in which nothing was changed, by style."""
-    return lru_cache(lambda style: written(tmp_path_factory.mktemp("reference"), style))
+def items(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Items]:
+    """Items of a checkpoint of a style in which one state was changed, or none."""
 
+    @cache
+    def written(style: str, change: str | None = None) -> Items:
+        folder, found = tmp_path_factory.mktemp("checkpoint"), states()
+        if change is not None:
+            CHANGES[change](found)
+        STYLES[style].write(folder, found)
+        return items_of(folder)
 
-def written(folder: Path, style: str, changes: tuple[str, ...] = ()) -> Items:
-    """Write a checkpoint of a style and return its items."""
-    found = states()
-    for change in changes:
-        CHANGES[change](found)
-    STYLES[style].write(folder, found)
-    return items_of(folder)
+    return written
 
 
 @pytest.mark.parametrize(
     ("style", "changes"), PAIRS, ids=lambda each: each if isinstance(each, str) else "+".join(each)
 )
 def test_each_state_is_what_it_is_and_only_that_is_explained(
-    tmp_path: Path, reference: Any, style: str, changes: tuple[str, ...]
+    items: Callable[..., Items], style: str, changes: tuple[str, ...]
 ) -> None:
-    before, after = reference(style), written(tmp_path, style, changes)
+    before = items(style)
+    after = dict(before)
+    for change in changes:
+        changed = items(style, change)
+        assert changed.keys() == before.keys()
+        after.update({key: value for key, value in changed.items() if value != before[key]})
     verdicts = compare([before], [after])
     assert {each.oracle for each in verdicts if each.differences} == frozenset().union(*(ORACLES[c] for c in changes))
     causes = likely_causes(verdicts, before, after)
@@ -91,8 +97,9 @@ def check_sentences(style: str, changes: tuple[str, ...], causes: list[str]) -> 
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_nothing_is_said_where_nothing_differs(tmp_path: Path, reference: Any, style: str) -> None:
-    before, after = reference(style), written(tmp_path, style)
+def test_nothing_is_said_where_nothing_differs(tmp_path: Path, items: Callable[..., Items], style: str) -> None:
+    STYLES[style].write(tmp_path, states())
+    before, after = items(style), items_of(tmp_path)
     assert before == after and likely_causes(compare([before], [after]), before, after) == []
 
 
