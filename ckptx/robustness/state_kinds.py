@@ -47,7 +47,21 @@ _OF_LOADERS = frozenset(
     }
 )  # fmt: skip
 _POSITIONS = frozenset(
-    {"position", "pos", "offset", "cursor", "index", "seen", "consumed", "batch", "batch_idx", "yielded", "start_index"}
+    {
+        "position",
+        "pos",
+        "offset",
+        "cursor",
+        "index",
+        "seen",
+        "consumed",
+        "batch",
+        "batch_idx",
+        "yielded",
+        "start_index",
+        "drawn",
+        "taken",
+    }
 )
 _PARAMETERS = frozenset({"weight", "bias", "lora_A", "lora_B", "gamma", "beta", "running_mean", "running_var"})
 
