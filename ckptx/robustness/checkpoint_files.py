@@ -17,7 +17,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.errors import InputError
 from ckptx.formats.dcp.reader import open_dcp
 from ckptx.robustness.item_names import word_of_file
-from ckptx.storage.files import head_of, unreadable
+from ckptx.storage.files import FilePool, head_of, unreadable
 from ckptx.untrusted.limits import CONFIG_BYTES, PICKLE_BYTES
 
 METADATA = ".metadata"
@@ -167,13 +167,23 @@ def _kind(path: Path, ending: str, size: int, must_be_read: bool) -> str:
         return ARRAY
     if head[257:262] == b"ustar":
         return TAR
-    may_be_pickle = must_be_read or head.startswith(b"\x80") or ending in (*_PICKLES, *_OFTEN_PICKLES)
+    may_be_pickle = must_be_read or _looks_like_pickle(path, head, size) or ending in (*_PICKLES, *_OFTEN_PICKLES)
     return PICKLE if may_be_pickle and is_small else BYTES
+
+
+def _looks_like_pickle(path: Path, head: bytes, size: int) -> bool:
+    """True of a file that has the first and the last byte of a pickle, or is a legacy archive of torch."""
+    return head.startswith(b"\x80") and (_is_legacy(head) or _last_byte(path, size) == b".")
 
 
 def is_surely_pickle(path: Path) -> bool:
     """True of a file that its ending or its first bytes call a pickle or archive: one that is none is refused."""
     return path.suffix in _PICKLES or head_of(path, 4) == b"PK\3\4"
+
+
+def _last_byte(path: Path, size: int) -> bytes:
+    with FilePool(path.parent) as files:
+        return files.read_up_to(path.name, max(size - 1, 0), 1)
 
 
 def _is_legacy(head: bytes) -> bool:

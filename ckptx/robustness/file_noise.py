@@ -10,6 +10,7 @@ from ckptx.robustness.stored_items import is_of_bytes
 from ckptx.untrusted.printable import one_line
 
 _DIGITS = re.compile(r"[0-9]+")
+_OF_SETTINGS = ("other", "step")  # oracles; a counter of steps would be the second number in both checkpoints
 _LISTED = 8  # names in a line
 _LONGEST_LINE = 400  # characters of them
 
@@ -45,7 +46,7 @@ def following_steps(before: Items, after: Items, steps: int, save_at: int) -> se
         save_at: Which the second was told to take.
     """
     wanted = (str(steps), str(save_at))
-    return {key for key in before if key[0] == "other" and (before[key], after.get(key)) == wanted}
+    return {key for key in before if key[0] in _OF_SETTINGS and (before[key], after.get(key)) == wanted}
 
 
 def not_compared_line(keys: Iterable[tuple[str, str]], why: str) -> str:

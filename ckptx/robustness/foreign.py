@@ -64,6 +64,7 @@ _COULD_NOT_BE_NAMED = (
     "this trainer cannot resume for no step, so the ends are compared: that something differs is certain, what was not "
     "restored is not, as one step spreads it to every parameter"
 )
+_TIMES = "differ between two identical runs, as files with times or paths in them do"
 _AT_THE_END = (
     "all state in the checkpoint came back, so other state was not saved, or the checkpoint was saved within a step"
 )
@@ -257,8 +258,11 @@ class _Judge:
         self._ends = (first, end)
         self._noise = largest(distance(*pair) for pair in _pairs(self._losses, losses.by_step, 0))
         self.outcome.noise = {"loss": {"repeated": plain_number(self._noise), "moved": None}}
-        verdicts = compare([first], [end])
+        noisy = noisy_files(first, end, {})
+        verdicts = compare(*([_without(each, noisy)] for each in (first, end)))
         notes = [*losses.notes, f"noise of the loss: {self._noise:.3g}"]
+        if noisy:
+            notes.append(not_compared_line(noisy, _TIMES))
         different = [each for each in verdicts if each.differences]
         if different:
             count = sum(len(each.differences) for each in different)
@@ -298,12 +302,12 @@ class _Judge:
         noisy = noisy_files(self._saved, repeated, after)
         follows = following_steps(self._saved, after, self.training.steps, self.save_at)
         left_out = {*noisy, *follows}
-        before, after = ({key: each[key] for key in each if key not in left_out} for each in (self._saved, after))
+        before, after = (_without(each, left_out) for each in (self._saved, after))
         verdicts = compare([before], [after])
         causes = likely_causes(verdicts, before, after)
         notes = [*causes]
         if noisy:
-            notes.append(not_compared_line(noisy, "differ between two identical runs, as times and paths do"))
+            notes.append(not_compared_line(noisy, _TIMES))
         if follows:
             notes.append(not_compared_line(follows, "are the number of steps that the command was given"))
         self._say(run, verdicts, notes, "; ".join(causes))
@@ -531,6 +535,10 @@ def _is_told_of_checkpoint(command: str, resume: str) -> bool:
     """Return whether a command line has the checkpoint in it, itself or through `{resume}`."""
     names = placeholders(command)
     return "checkpoint" in names or ("resume" in names and "checkpoint" in placeholders(resume))
+
+
+def _without(items: Items, keys: set[tuple[str, str]]) -> Items:
+    return {key: value for key, value in items.items() if key not in keys}
 
 
 def _finite(items: Items, losses: Mapping[int, float]) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,10 @@ def values_of_json(
         InputError: It is no JSON, or nested too deep.
         UnicodeDecodeError: It is no UTF-8.
     """
-    tree = parse_json(data.decode("utf-8"), path)
+    text = data.decode("utf-8")
+    if run is not None:
+        text = text.replace(json.dumps(str(run.absolute()))[1:-1], "{out}")
+    tree = parse_json(text, path)
     waiting: list[tuple[str, Any, int]] = [("", tree, 0)]
     while waiting:
         name, value, depth = waiting.pop()
@@ -41,7 +45,7 @@ def values_of_json(
         if noise.fullmatch(name.rpartition(".")[2]):
             continue
         if not below:
-            yield name, value, _text(value, str(path), run)
+            yield name, value, _text(value, str(path))
             continue
         unusual = sorted(key for key in value if key == "" or "." in key)
         if unusual:
@@ -51,29 +55,20 @@ def values_of_json(
         )
 
 
-def _text(value: Any, where: str, run: Path | None) -> str:
-    if type(value) is str:
-        return short(repr(_without(value, run)))
+def _text(value: Any, where: str) -> str:
     if type(value) not in (list, dict):
         return short(repr(value))
     kind = "list" if type(value) is list else "object"
-    return f"{kind} {Digests(where, _Meanings(run).of, repr).of(value)}"
-
-
-def _without(value: str, run: Path | None) -> str:
-    return value if run is None else value.replace(str(run.absolute()), "{out}")
+    return f"{kind} {Digests(where, _Meanings().of, repr).of(value)}"
 
 
 class _Meanings:
     """Makes of objects what has digests; each object once."""
 
-    def __init__(self, run: Path | None) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._found: dict[int, Dictionary] = {}
 
     def of(self, value: Any) -> Any:
-        if type(value) is str:
-            return _without(value, self._run)
         if type(value) is not dict:
             return value
         if id(value) not in self._found:

@@ -58,7 +58,7 @@ if fault == "hangs":
     time.sleep(600)
 
 random.seed(7)
-weight, moment, step, seen = 1.0, 0.0, 0, 0
+weight, moment, step, seen, position = 1.0, 0.0, 0, 0, 0
 if args.resume:
     state = json.loads((args.resume / "state.json").read_text())
     weight, moment = (
@@ -68,6 +68,8 @@ if args.resume:
     step, seen = state["step"], state["sampler"]["seen"]
     version, inner, gauss = state["rng"]
     random.setstate((version, tuple(inner), gauss))
+    if fault == "files":  # with "position", it is not restored
+        position = int((args.resume / "some" / "where" / "deep" / "position").read_text())
     if fault == "iterator":
         random.random()
     elif fault == "data":
@@ -89,6 +91,12 @@ def save():
     safetensors(folder / "optimizer.safetensors", {"exp_avg": moment})
     state = {"step": step, "sampler": {"seen": seen}, "rng": random.getstate(), "timestamp": time.time()}
     (folder / "state.json").write_text(json.dumps(state))
+    if fault in ("files", "position"):
+        (folder / "some" / "where" / "deep").mkdir(parents=True)
+        (folder / "some" / "where" / "deep" / "position").write_text(str(position))
+        (folder / "log.txt").write_text(f"{time.time()} {args.out}")
+        (folder / f"trace-{time.time_ns()}.log").write_text("began")
+        (folder / "train_config.json").write_text(json.dumps({"steps": args.steps, "out": str(args.out)}))
 
 
 saved = None
@@ -96,6 +104,7 @@ while step < args.steps:
     if fault == "late iterator" and step == args.save_at:  # made when the first batch is asked for
         random.random() if args.resume else None
     seen += 2
+    position += 3
     moment = 0.9 * moment + 0.1 * seen
     weight += moment * random.random() / args.total
     step += 1

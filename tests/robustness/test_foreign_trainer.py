@@ -124,6 +124,21 @@ def test_losses_may_be_in_what_it_prints(tmp_path: Path) -> None:
     assert outcome.ok and len(outcome.losses[0]["steps"]) == 5
 
 
+def test_files_with_times_and_settings_are_no_fault(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "files")
+    assert outcome.ok, outcome.differing
+    said = notes(outcome, "saved again")
+    assert "not compared: log.txt, trace-" in said and "as files with times or paths in them do" in said
+    assert "not compared: steps: are the number of steps that the command was given" in said
+    assert "do not end alike" not in notes(outcome, "again")
+
+
+def test_state_in_a_file_of_no_known_format_is_named(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "position")
+    assert failed(outcome) == {"saved again": ["other"], "resumed": ["other"]}
+    assert {row["item"] for row in outcome.differing} == {"some/where/deep/position"}
+
+
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
