@@ -259,7 +259,7 @@ class _Judge:
         self._noise = largest(distance(*pair) for pair in _pairs(self._losses, losses.by_step, 0))
         self.outcome.noise = {"loss": {"repeated": plain_number(self._noise), "moved": None}}
         noisy = noisy_files(first, end, {})
-        verdicts = compare(*([_without(each, noisy)] for each in (first, end)))
+        verdicts = compare([_without(first, noisy)], [_without(end, noisy)])
         notes = [*losses.notes, f"noise of the loss: {self._noise:.3g}"]
         if noisy:
             notes.append(not_compared_line(noisy, _TIMES))
@@ -276,9 +276,9 @@ class _Judge:
         same = [each for each in verdicts if not each.differences]
         lacking = sorted(set(self._losses) ^ set(losses.by_step))
         missing = [_lacking(step, self._losses, losses.by_step) for step in lacking]
-        noisy = measured("loss", _pairs(self._losses, losses.by_step, 0), self._noise, 1.0, 1.0)
-        noisy = noisy._replace(compared=len(self._losses), differences=missing)
-        self._say(run, [*same, noisy], notes, "two identical runs do not log the same losses")
+        loss = measured("loss", _pairs(self._losses, losses.by_step, 0), self._noise, 1.0, 1.0)
+        loss = loss._replace(compared=len(self._losses), differences=missing)
+        self._say(run, [*same, loss], notes, "two identical runs do not log the same losses")
 
     def saved_again(self) -> None:
         """Z against A at the step it was saved: names what was not restored."""
