@@ -26,7 +26,7 @@ _RANK = re.compile(r"rank[ _-]?(\d+)", re.IGNORECASE)
 # Without the word, a number by itself; those in a list of devices are none of ranks.
 _NUMBER = re.compile(r"(?:^|(?<!cuda)(?<!seed)(?<!gpu)(?<!device)(?<!devices)[._])(\d+)(?=\.|$)")
 _TENSOR = re.compile(r"([A-Z][A-Z0-9_]*) \[([\d, ]*)\] (.*)")
-_DIGEST = re.compile(r"[0-9a-f]{24,64}")
+_DIGEST = re.compile(r"(.*\s)?[0-9a-f]{24,64}")
 _LONGEST = 60  # characters of a value that a sentence shows
 _SHOWN = 3  # names in a sentence
 _SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
@@ -331,13 +331,17 @@ def _by_root(differences: Sequence[Difference], comparison: _Comparison) -> dict
 def _words_around(names: Iterable[Sequence[str]]) -> int:
     """Return how many words all names begin with; the last word of a name is never one of them."""
     shared: Sequence[str] | None = None
+    alone = set[str]()
     for words in names:
         inside = words[:-1]
+        if not inside:
+            alone.add(words[0])
+            continue
         if shared is None:
             shared = inside
         while shared != inside[: len(shared)]:
             shared = shared[:-1]
-    return len(shared or ())
+    return len(shared) if shared and alone <= {shared[0]} else 0
 
 
 def _inside_file(item: str) -> str:

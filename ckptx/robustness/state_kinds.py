@@ -215,7 +215,8 @@ class _Checkpoint:
         if kind in ("rng", "loader") and entry.is_float and entry.is_array and entry.words[-1] in _PARAMETERS:
             return ("model",)  # a module may be called "generator" or "sampler"
         if kind == "model" and entry.item.shape is None:  # "model" is also the name of a file with everything in it
-            return oracles_by_words(entry.words[1:]) or oracles_by_words(entry.words) if entry.words[1:] else None
+            inside = oracles_by_words(entry.words[1:]) if entry.words[1:] else None
+            return inside or oracles_by_words(entry.words)
         return oracles_by_words(entry.words, entry.is_array)
 
     def _rest(self, entry: _Entry) -> tuple[str, ...]:
@@ -270,7 +271,7 @@ def _entries(items: Sequence[StoredItem]) -> Iterator[_Entry]:
         for item, each in zip(items, words, strict=True)
     ]
     while len(words) > 1 and _is_around(words):
-        words = [each[1:] for each in words]
+        words = [each[1:] or each for each in words]  # the word itself may be an item: the kind of the object
     yield from (_Entry(item, each) for item, each in zip(items, words, strict=True))
 
 
@@ -290,6 +291,6 @@ def _files_with_everything(items: Sequence[StoredItem], words: Sequence[Words]) 
 def _is_around(words: Sequence[Words]) -> bool:
     """Return True where all names begin with one word that says nothing, and several kinds of state are below it."""
     first = words[0][0]
-    if kind_of_word(first) is not None or any(len(each) < 2 or each[0] != first for each in words):
+    if kind_of_word(first) is not None or any(each[0] != first for each in words):
         return False
     return len({each[1] for each in words if len(each) > 2}) > 1

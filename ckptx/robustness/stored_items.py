@@ -331,7 +331,7 @@ def _add_leaves(
     for whole_name, leaf in sorted(named, key=lambda each: (first[each[0]], each[1].place)):
         tensor = reader.tensor(whole_name, leaf.value)
         if tensor is None:
-            item = StoredItem(whole_name, place.label, is_generator=is_generator_state(leaf.value))
+            item = StoredItem(whole_name, place.label, is_generator=is_generator_state(reader.meaning(leaf.value)))
             items.add(place, item, reader.said(leaf.value))
         else:
             entry, data, rest = tensor
