@@ -16,21 +16,19 @@ soon as A had ended.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from shlex import quote
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import ckptx.training
-from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
+from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness.causes import IN_NO_CHECKPOINT, likely_causes
-from ckptx.robustness.commands import Ended, check_environment, filled, placeholders, run_command, words_of
+from ckptx.robustness.command_runs import CommandRun, CommandRuns
 from ckptx.robustness.file_noise import following_steps, lines_on_files, noisy_files, not_compared_line
-from ckptx.robustness.losses import Losses, check_losses, read_losses
+from ckptx.robustness.losses import Losses
 from ckptx.robustness.oracles import (
     Difference,
     Items,
@@ -44,14 +42,13 @@ from ckptx.robustness.oracles import (
     plain_number,
 )
 from ckptx.robustness.reference_files import Snapshot, changes, snapshot
-from ckptx.robustness.stored_items import items_of, not_compared, sharding_of
+from ckptx.robustness.stored_items import not_compared, sharding_of
 from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
 _NAMED = 4  # files that a cause names
 SHIPPED = Path(ckptx.training.__file__).parent / "recipes"
-OUTPUT = "output.log"
 STRAIGHT, AGAIN, SAVED_AGAIN, RESUMED = "straight", "again", "saved again", "resumed"
 _TITLES = {
     STRAIGHT: "all steps in one run: everything in its checkpoints is finite",
@@ -109,20 +106,6 @@ T = TypeVar("T")
 OnPhase = Callable[[ForeignOutcome], None]
 
 
-class _Run(NamedTuple):
-    """One run of the command.
-
-    Attributes:
-        name: Of its phase.
-        out: Its folder.
-        ended: How it ended.
-    """
-
-    name: str
-    out: Path
-    ended: Ended
-
-
 def run_foreign(
     recipe: Recipe,
     out: Path,
@@ -167,7 +150,8 @@ class _Judge:
         self.training = recipe.training
         self.save_at = min(self.training.save_at, default=0)
         self.outcome = ForeignOutcome()
-        self._out, self._log, self._on_phase, self._folder = out, log, on_phase, folder
+        self._runs = CommandRuns(self.block, self.training, out, folder)
+        self._log, self._on_phase = log, on_phase
         self._ends: tuple[Items, Items] = ({}, {})
         self._saved: Items = {}
         self._reference: Snapshot | None = None
@@ -183,57 +167,25 @@ class _Judge:
             raise UsageError(
                 f"training.save_at: {self.save_at}, needed a step before the last, {steps}: what follows it is compared"
             )
-        self._check_block()
-        if self._out.exists() and any(self._out.iterdir()):
-            raise OutputError(f"{self._out}: holds something already, and trainers go on from what they find; empty it")
-
-    def _check_block(self) -> None:
-        """Refuses a command that could not start, or whose runs could not be told from each other."""
-        block, values = self.block, self._values(self._out, 0, None)
-        words = words_of(block.command, values, "train.command")
-        filled(block.resume, {**values, "checkpoint": ""}, "train.resume")
-        check_environment(self._environment(self._out, values))
-        if any("\0" in word for word in words):
-            raise UsageError("train.command: has a NUL in it, which no program can be given; leave it out")
-        if not block.time_limit > 0:
-            raise UsageError(f"train.time_limit: found {block.time_limit:g}, needed seconds above 0; correct it")
-        given = " ".join((block.command, *map(str, block.environment.values())))
-        if not _is_told_of_checkpoint(given, block.resume):
-            raise UsageError(
-                "train.command: is not told of {checkpoint}, needed {resume} in it, and {checkpoint} in train.resume; "
-                "every run would begin anew, and end alike whatever a checkpoint lacks"
-            )
-        for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
-            place = filled(text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}")
-            if place.startswith("/") or ".." in Path(place).parts:
-                raise UsageError(
-                    f"train.{key}: {one_line(text, 200)} is not below {{out}}, needed a path from there: each run "
-                    "has a folder of its own; correct it"
-                )
-        if "step" not in placeholders(block.checkpoint):
-            raise UsageError(
-                f"train.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step, needed {{step}} "
-                "in it; save each step in a folder of its own"
-            )
-        check_losses(block)
+        self._runs.check()
 
     # ------------------------------------------------------------------------------------------------- the phases
 
     def straight(self) -> None:
         """A: everything is measured by it."""
         run = self._run(STRAIGHT, self.training.steps, None)
-        if run.ended.code or run.ended.is_late:
-            raise EnvironmentProblem(self._failure(run))
-        self._sharding = sharding_of(self._checkpoint(run, self.save_at))
+        if run.has_failed:
+            raise EnvironmentProblem(run.failure)
+        self._sharding = sharding_of(self._runs.checkpoint(run, self.save_at))
         self.outcome.world_size = self._sharding.world_size
-        self._saved = self._items(run, self.save_at)
-        end = self._items(run, self.training.steps)
+        self._saved = self._runs.items(run, self.save_at)
+        end = self._runs.items(run, self.training.steps)
         losses = self._read_losses(run)
         self._losses = losses.by_step
         self._ends = (end, end)
         self._reference = self._snapshot()
         notes = [*losses.notes, f"{counted(len(end), 'item')} in its last checkpoint"]
-        notes += lines_on_files(not_compared(self._checkpoint(run, self.training.steps)))
+        notes += lines_on_files(not_compared(self._runs.checkpoint(run, self.training.steps)))
         self._say(run, [_finite(end, losses.by_step)], notes)
 
     def sharded(self) -> None:
@@ -249,9 +201,9 @@ class _Judge:
     def again(self) -> None:
         """A': the noise."""
         run = self._run(AGAIN, self.training.steps, None)
-        if run.ended.code or run.ended.is_late:
-            raise EnvironmentProblem(self._failure(run))
-        found = self._read(run, lambda: (self._items(run, self.training.steps), self._read_losses(run)))
+        if run.has_failed:
+            raise EnvironmentProblem(run.failure)
+        found = self._read(run, lambda: (self._runs.items(run, self.training.steps), self._read_losses(run)))
         if found is None:
             return
         first, (end, losses) = self._ends[0], found
@@ -287,16 +239,19 @@ class _Judge:
             row["notes"] = [_COULD_NOT_BE_NAMED]
             self._add(row)
             return
-        source, repeated = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at), self._items_again()
+        source, repeated = (
+            self._runs.checkpoint_path(self._runs.out_of(STRAIGHT), self.save_at),
+            self._runs.items_if_saved(AGAIN, self.save_at),
+        )
         run = self._run(SAVED_AGAIN, self.save_at, source)
-        if run.ended.code or run.ended.is_late:
+        if run.has_failed:
             self._say_failed(run)
             return
         stray = self._stray(run, self.save_at)
         if stray is not None:
             self._say(run, [stray], [], f"the run counts steps otherwise: {stray.differences[0].found}")
             return
-        after = self._read(run, lambda: self._items(run, self.save_at))
+        after = self._read(run, lambda: self._runs.items(run, self.save_at))
         if after is None:
             return
         noisy = noisy_files(self._saved, repeated, after)
@@ -314,12 +269,12 @@ class _Judge:
 
     def resumed(self) -> None:
         """R against A at the end, and the losses on the way."""
-        source = self._checkpoint_path(self._out_of(STRAIGHT), self.save_at)
+        source = self._runs.checkpoint_path(self._runs.out_of(STRAIGHT), self.save_at)
         run = self._run(RESUMED, self.training.steps, source)
-        if run.ended.code or run.ended.is_late:
+        if run.has_failed:
             self._say_failed(run)
             return
-        read = self._read(run, lambda: (self._items(run, self.training.steps), self._read_losses(run)))
+        read = self._read(run, lambda: (self._runs.items(run, self.training.steps), self._read_losses(run)))
         if read is None:
             return
         (found, losses), (first, second) = read, self._ends
@@ -348,7 +303,7 @@ class _Judge:
         after = {step: loss for step, loss in self._losses.items() if step > self.save_at}
         if not after:
             raise InputError(
-                f"{self._place(self._out_of(STRAIGHT), self.block.losses)}: no loss after step {self.save_at}, where "
+                f"{self._runs.losses_path(self._runs.out_of(STRAIGHT))}: no loss after step {self.save_at}, where "
                 "the resumed run goes on; log every step"
             )
         times, default = self.checks.loss_times_noise, ChecksBlock().loss_times_noise
@@ -357,55 +312,23 @@ class _Judge:
         missing = [_lacking(step, after, found) for step in steps if (step in after) != (step in found)]
         return verdict._replace(compared=len(after), differences=missing)
 
-    # ------------------------------------------------------------------------------------------------ the command
+    # ---------------------------------------------------------------------------------------------------- the runs
 
-    def _values(self, out: Path, steps: int, checkpoint: Path | None) -> dict[str, str]:
-        total = self.training.total_steps
-        values = {
-            "steps": str(steps),
-            "total_steps": str(self.training.steps if total is None else total),
-            "save_at": str(self.save_at),
-            "out": str(out.absolute()),
-            "python": sys.executable,
-            "recipe": str(self._folder.absolute()),
-            "checkpoint": "" if checkpoint is None else str(checkpoint.absolute()),
-            "resume": "",
-        }
-        if checkpoint is not None:
-            quoted = {key: quote(value) for key, value in values.items()}
-            values["resume"] = filled(self.block.resume, quoted, "train.resume")
-        return values
-
-    def _environment(self, out: Path, values: Mapping[str, str]) -> dict[str, str]:
-        given = self.block.environment
-        return {key: filled(str(value), values, f"train.environment.{key}") for key, value in given.items()}
-
-    def _out_of(self, name: str) -> Path:
-        return self._out / name.replace(" ", "-")
-
-    def _run(self, name: str, steps: int, checkpoint: Path | None) -> _Run:
-        out = self._out_of(name)
-        try:
-            out.mkdir(parents=True)
-        except OSError as error:
-            raise OutputError(f"{out}: cannot be made: {error.strerror}") from error
-        values = self._values(out, steps, checkpoint)
-        words = words_of(self.block.command, values, "train.command")
-        environment = self._environment(out, values)
+    def _run(self, name: str, steps: int, checkpoint: Path | None) -> CommandRun:
         if name != STRAIGHT and self._reference is None:
             self._reference = self._snapshot()
-        run = _Run(name, out, run_command(words, out / OUTPUT, environment, self.block.time_limit))
+        run = self._runs.start(name, steps, checkpoint)
         self._check_reference(run)
         return run
 
     def _snapshot(self) -> Snapshot:
         """Digest what the straight run wrote."""
-        out = self._out_of(STRAIGHT)
+        out = self._runs.out_of(STRAIGHT)
         steps = (self.save_at, self.training.steps)
-        places = [self._checkpoint_path(out, step) for step in steps]
-        return snapshot(out, [*places, self._place(out, self.block.losses)])
+        places = [self._runs.checkpoint_path(out, step) for step in steps]
+        return snapshot(out, [*places, self._runs.losses_path(out)])
 
-    def _check_reference(self, run: _Run) -> None:
+    def _check_reference(self, run: CommandRun) -> None:
         """Notice what a run has changed of what the straight run wrote."""
         self._changed = None
         if self._reference is not None:
@@ -413,7 +336,7 @@ class _Judge:
             self._changed = changes(self._reference, after)
             self._reference = after
 
-    def _read(self, run: _Run, read: Callable[[], T]) -> T | None:
+    def _read(self, run: CommandRun, read: Callable[[], T]) -> T | None:
         """Return what a run left, or None, with the phase failed, where a run that changed the reference left nothing.
 
         Raises:
@@ -427,53 +350,21 @@ class _Judge:
             self._say(run, [], [str(error)], failed=True)
             return None
 
-    def _say_failed(self, run: _Run) -> None:
+    def _say_failed(self, run: CommandRun) -> None:
         """Report a run of the command that failed."""
-        self._say(run, [], [self._failure(run)], self._failure(run), failed=True)
+        self._say(run, [], [run.failure], run.failure, failed=True)
 
-    def _failure(self, run: _Run) -> str:
-        said = " | ".join(run.ended.last_lines) or "it printed nothing"
-        return f"train.command, {run.name}: {run.ended.said()}; its output is in {run.out / OUTPUT}, and ends: {said}"
-
-    def _place(self, out: Path, text: str, step: int = 0) -> Path:
-        values = self._values(out, self.training.steps, None)
-        values["step"] = str(step)
-        return out / filled(text, values, "train.checkpoint")
-
-    def _checkpoint_path(self, out: Path, step: int) -> Path:
-        return self._place(out, self.block.checkpoint, step)
-
-    def _items(self, run: _Run, step: int) -> Items:
-        return items_of(self._checkpoint(run, step), run.out)
-
-    def _items_again(self) -> Items:
-        """Return the items of the repeated run at the checkpointed step, none if it saved no checkpoint there."""
-        out = self._out_of(AGAIN)
-        path = self._checkpoint_path(out, self.save_at)
-        return items_of(path, out) if path.exists() else {}
-
-    def _checkpoint(self, run: _Run, step: int) -> Path:
-        path = self._checkpoint_path(run.out, step)
-        if not path.exists():
-            raise InputError(f"{path}: no checkpoint of step {step} after the command, {_what_is_in(run.out)}")
-        return path
-
-    def _stray(self, run: _Run, step: int) -> Verdict | None:
+    def _stray(self, run: CommandRun, step: int) -> Verdict | None:
         """Return the failed verdict on a run that saved another step in place of the one where it had to stop."""
-        if self._checkpoint_path(run.out, step).exists():
+        other = self._runs.last_other_step(run, step)
+        if other is None:
             return None
-        others = [each for each in range(self.training.steps + 2) if self._checkpoint_path(run.out, each).exists()]
-        if not others:
-            return None
-        found = f"resumed at step {self.save_at} and stopped after step {step}, it saved step {others[-1]}"
-        item = f"step of the last checkpoint, {self._checkpoint_path(run.out, others[-1]).name}"
+        found = f"resumed at step {self.save_at} and stopped after step {step}, it saved step {other}"
+        item = f"step of the last checkpoint, {self._runs.checkpoint_path(run.out, other).name}"
         return Verdict("step", 1, [Difference("step", item, None, str(step), found)])
 
-    def _read_losses(self, run: _Run) -> Losses:
-        place = self._place(run.out, self.block.losses)
-        if not place.exists():
-            raise InputError(f"{place}: no losses after the command, {_what_is_in(run.out)}")
-        losses = read_losses(place, self.block)
+    def _read_losses(self, run: CommandRun) -> Losses:
+        losses = self._runs.losses(run)
         row = {"run": run.name, "steps": [*losses.by_step], "losses": [*map(plain_number, losses.by_step.values())]}
         self.outcome.losses.append(row)
         return losses
@@ -481,7 +372,7 @@ class _Judge:
     # ------------------------------------------------------------------------------------------------- the report
 
     def _say(
-        self, run: _Run, verdicts: Sequence[Verdict], notes: Sequence[str], cause: str = "", failed: bool = False
+        self, run: CommandRun, verdicts: Sequence[Verdict], notes: Sequence[str], cause: str = "", failed: bool = False
     ) -> None:
         notes = [*notes, *run.ended.notes()]
         if self._changed is not None:
@@ -531,12 +422,6 @@ class _Judge:
         self._on_phase(self.outcome)
 
 
-def _is_told_of_checkpoint(command: str, resume: str) -> bool:
-    """Return whether a command line has the checkpoint in it, itself or through `{resume}`."""
-    names = placeholders(command)
-    return "checkpoint" in names or ("resume" in names and "checkpoint" in placeholders(resume))
-
-
 def _without(items: Items, keys: set[tuple[str, str]]) -> Items:
     return {key: value for key, value in items.items() if key not in keys}
 
@@ -550,7 +435,7 @@ def _finite(items: Items, losses: Mapping[int, float]) -> Verdict:
     return Verdict("finite", len(of_items) + len(losses), differences)
 
 
-def _modified(run: _Run, changed: Verdict) -> str:
+def _modified(run: CommandRun, changed: Verdict) -> str:
     """Say which files of the reference a run has modified."""
     shown = [f"{each.item} {each.found}" for each in changed.differences[:_NAMED]]
     more = len(changed.differences) - len(shown)
@@ -578,10 +463,3 @@ def _pairs(reference: Mapping[int, float], found: Mapping[int, float], after: in
 def _lacking(step: int, reference: Mapping[int, float], found: Mapping[int, float]) -> Difference:
     said = [repr(each[step]) if step in each else None for each in (reference, found)]
     return Difference("loss", f"loss of step {step}", None, *said)
-
-
-def _what_is_in(out: Path) -> str:
-    names = sorted(str(path.relative_to(out)) for path in out.glob("*")) + sorted(
-        str(path.relative_to(out)) for path in out.glob("*/*")
-    )
-    return f"there is {', '.join(names[:12])}{', ...' * (len(names) > 12)}" if names else "its folder is empty"

@@ -56,15 +56,16 @@ def with_mistake(straight: Any, tmp_path: Path, name: str, mistake: Mistake) -> 
     """A judge whose script has a mistake, and which takes the straight run as its own."""
     shutil.copytree(SHIPPED, tmp_path / "recipes")
     plant(name, mistake, tmp_path / "recipes")
-    shutil.copytree(straight._out, tmp_path / "out")
+    shutil.copytree(straight._runs._out, tmp_path / "out")
     judge = judge_of(read(name), tmp_path / "out", tmp_path / "recipes")
-    judge._ends, judge._losses, judge._noise = straight._ends, straight._losses, 0.0
+    judge._ends, judge._saved = straight._ends, straight._saved
+    judge._losses, judge._noise = straight._losses, 0.0
     return judge
 
 
 def failed(outcome: ForeignOutcome) -> dict[str, list[str]]:
     """The oracles that failed, by phase."""
-    rows = {row["name"]: [each["name"] for each in row["oracles"] if not each["ok"]] for row in outcome.phases}
+    rows = {row["name"]: [each["name"] for each in row["oracles"] if each["ok"] is False] for row in outcome.phases}
     return {name: oracles for name, oracles in rows.items() if oracles}
 
 

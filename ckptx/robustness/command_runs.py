@@ -1,0 +1,220 @@
+"""The runs of a trainer that is a command: what each is told, how it ended, and where it left its checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+from typing import NamedTuple
+
+from ckptx.errors import InputError, OutputError, UsageError
+from ckptx.robustness.commands import Ended, check_environment, filled, placeholders, run_command, words_of
+from ckptx.robustness.losses import Losses, check_losses, read_losses
+from ckptx.robustness.oracles import Items
+from ckptx.robustness.stored_items import items_of
+from ckptx.training.recipe import ForeignBlock, TrainingBlock
+from ckptx.untrusted.printable import one_line
+
+OUTPUT = "output.log"
+
+
+class CommandRun(NamedTuple):
+    """One run of the command.
+
+    Attributes:
+        name: Name of its phase.
+        out: Its folder.
+        ended: How it ended.
+    """
+
+    name: str
+    out: Path
+    ended: Ended
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the command ended with an error, or did not end in time."""
+        return bool(self.ended.code) or self.ended.is_late
+
+    @property
+    def failure(self) -> str:
+        """One line on how it failed, with the last lines that it printed."""
+        said = " | ".join(self.ended.last_lines) or "it printed nothing"
+        return (
+            f"train.command, {self.name}: {self.ended.said()}; its output is in {self.out / OUTPUT}, and ends: {said}"
+        )
+
+
+class CommandRuns:
+    """The command of a recipe, run several times, each time in a folder of its own."""
+
+    def __init__(self, block: ForeignBlock, training: TrainingBlock, out: Path, folder: Path) -> None:
+        """Prepare runs; nothing is run or written.
+
+        Args:
+            block: How the command is called.
+            training: How many steps it takes, and after which it saves.
+            out: Parent of the folders of all runs.
+            folder: Folder of the recipe, for `{recipe}`.
+        """
+        self.block, self.training = block, training
+        self.save_at = min(training.save_at, default=0)
+        self._out, self._folder = out, folder
+
+    def check(self) -> None:
+        """Refuse a command that could not start, or whose runs could not be told from each other.
+
+        Raises:
+            UsageError: One of these; the message names the key of the recipe.
+            OutputError: The parent of the folders holds something.
+        """
+        block, values = self.block, self._values(self._out, 0, None)
+        words = words_of(block.command, values, "train.command")
+        filled(block.resume, {**values, "checkpoint": ""}, "train.resume")
+        check_environment(self._environment(self._out, values))
+        if any("\0" in word for word in words):
+            raise UsageError("train.command: has a NUL in it, which no program can be given; leave it out")
+        if not block.time_limit > 0:
+            raise UsageError(f"train.time_limit: found {block.time_limit:g}, needed seconds above 0; correct it")
+        given = " ".join((block.command, *map(str, block.environment.values())))
+        if not _is_told_of_checkpoint(given, block.resume):
+            raise UsageError(
+                "train.command: is not told of {checkpoint}, needed {resume} in it, and {checkpoint} in train.resume; "
+                "every run would begin anew, and end alike whatever a checkpoint lacks"
+            )
+        for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
+            place = filled(text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}")
+            if place.startswith("/") or ".." in Path(place).parts:
+                raise UsageError(
+                    f"train.{key}: {one_line(text, 200)} is not below {{out}}, needed a path from there: each run "
+                    "has a folder of its own; correct it"
+                )
+        if "step" not in placeholders(block.checkpoint):
+            raise UsageError(
+                f"train.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step, needed {{step}} "
+                "in it; save each step in a folder of its own"
+            )
+        check_losses(block)
+        if self._out.exists() and any(self._out.iterdir()):
+            raise OutputError(f"{self._out}: holds something already, and trainers go on from what they find; empty it")
+
+    def out_of(self, name: str) -> Path:
+        """Return the folder of the run of a phase."""
+        return self._out / name.replace(" ", "-")
+
+    def start(self, name: str, steps: int, checkpoint: Path | None) -> CommandRun:
+        """Run the command, and wait until it has ended.
+
+        Args:
+            name: Name of the phase.
+            steps: Step after which it stops.
+            checkpoint: Checkpoint that it resumes from, None to begin anew.
+
+        Raises:
+            OutputError: Its folder cannot be created.
+            EnvironmentProblem: The command cannot be started.
+        """
+        out = self.out_of(name)
+        try:
+            out.mkdir(parents=True)
+        except OSError as error:
+            raise OutputError(f"{out}: cannot be made: {error.strerror}") from error
+        values = self._values(out, steps, checkpoint)
+        words = words_of(self.block.command, values, "train.command")
+        environment = self._environment(out, values)
+        return CommandRun(name, out, run_command(words, out / OUTPUT, environment, self.block.time_limit))
+
+    # ---------------------------------------------------------------------------------------------- what a run left
+
+    def losses_path(self, out: Path) -> Path:
+        """Return where a run in this folder leaves its losses."""
+        return self._place(out, self.block.losses)
+
+    def checkpoint_path(self, out: Path, step: int) -> Path:
+        """Return where a run in this folder leaves the checkpoint of a step."""
+        return self._place(out, self.block.checkpoint, step)
+
+    def checkpoint(self, run: CommandRun, step: int) -> Path:
+        """Return the checkpoint of a step.
+
+        Raises:
+            InputError: The run left none.
+        """
+        path = self.checkpoint_path(run.out, step)
+        if not path.exists():
+            raise InputError(f"{path}: no checkpoint of step {step} after the command, {_what_is_in(run.out)}")
+        return path
+
+    def items(self, run: CommandRun, step: int) -> Items:
+        """Return the items of the checkpoint of a step.
+
+        Raises:
+            InputError: The run left none, or it is damaged.
+        """
+        return items_of(self.checkpoint(run, step), run.out)
+
+    def items_if_saved(self, name: str, step: int) -> Items:
+        """Return the items of the checkpoint of a step, none if the run of this phase saved no such checkpoint."""
+        out = self.out_of(name)
+        path = self.checkpoint_path(out, step)
+        return items_of(path, out) if path.exists() else {}
+
+    def last_other_step(self, run: CommandRun, step: int) -> int | None:
+        """Return the last step that a run saved in place of this one; None if it saved this one, or none at all."""
+        if self.checkpoint_path(run.out, step).exists():
+            return None
+        steps = range(self.training.steps + 2)
+        return max((each for each in steps if self.checkpoint_path(run.out, each).exists()), default=None)
+
+    def losses(self, run: CommandRun) -> Losses:
+        """Read the losses of a run.
+
+        Raises:
+            InputError: The run left none, or they cannot be read.
+        """
+        place = self.losses_path(run.out)
+        if not place.exists():
+            raise InputError(f"{place}: no losses after the command, {_what_is_in(run.out)}")
+        return read_losses(place, self.block)
+
+    # -------------------------------------------------------------------------------------------- what a run is told
+
+    def _values(self, out: Path, steps: int, checkpoint: Path | None) -> dict[str, str]:
+        total = self.training.total_steps
+        values = {
+            "steps": str(steps),
+            "total_steps": str(self.training.steps if total is None else total),
+            "save_at": str(self.save_at),
+            "out": str(out.absolute()),
+            "python": sys.executable,
+            "recipe": str(self._folder.absolute()),
+            "checkpoint": "" if checkpoint is None else str(checkpoint.absolute()),
+            "resume": "",
+        }
+        if checkpoint is not None:
+            quoted = {key: quote(value) for key, value in values.items()}
+            values["resume"] = filled(self.block.resume, quoted, "train.resume")
+        return values
+
+    def _environment(self, out: Path, values: Mapping[str, str]) -> dict[str, str]:
+        given = self.block.environment
+        return {key: filled(str(value), values, f"train.environment.{key}") for key, value in given.items()}
+
+    def _place(self, out: Path, text: str, step: int = 0) -> Path:
+        values = self._values(out, self.training.steps, None)
+        values["step"] = str(step)
+        return out / filled(text, values, "train.checkpoint")
+
+
+def _is_told_of_checkpoint(command: str, resume: str) -> bool:
+    """Return whether a command line has the checkpoint in it, itself or through `{resume}`."""
+    names = placeholders(command)
+    return "checkpoint" in names or ("resume" in names and "checkpoint" in placeholders(resume))
+
+
+def _what_is_in(out: Path) -> str:
+    names = sorted(str(path.relative_to(out)) for path in out.glob("*")) + sorted(
+        str(path.relative_to(out)) for path in out.glob("*/*")
+    )
+    return f"there is {', '.join(names[:12])}{', ...' * (len(names) > 12)}" if names else "its folder is empty"
