@@ -147,7 +147,7 @@ class Digests:
         return hashed(parts.head, self._joined(parts.ordered, codes), *sorted(groups))
 
     def _joined(self, values: Iterable[Any], codes: Any) -> bytes:
-        found = []
+        found: list[bytes] = []
         for value in values:
             meaning = value if type(value) in _WITHOUT_OTHER_MEANING else self._meaning(value)
             code = _scalar(meaning)
@@ -208,6 +208,7 @@ def hashed(kind: str, *parts: bytes) -> bytes:
 def _scalar(value: Any) -> bytes | None:
     """A scalar as bytes, of which the first says its type; None of anything else."""
     kind = type(value)
+    found: bytes
     if kind is str:
         found = b"s" + value.encode("utf-8", "surrogatepass")
     elif kind is int:

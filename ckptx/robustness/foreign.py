@@ -210,11 +210,11 @@ class _Judge:
         self._ends = (first, end)
         self._noise = largest(distance(*pair) for pair in _pairs(self._losses, losses.by_step, 0))
         self.outcome.noise = {"loss": {"repeated": plain_number(self._noise), "moved": None}}
-        noisy = noisy_files(first, end, {})
-        verdicts = compare([_without(first, noisy)], [_without(end, noisy)])
+        by_time = noisy_files(first, end, {})
+        verdicts = compare([_without(first, by_time)], [_without(end, by_time)])
         notes = [*losses.notes, f"noise of the loss: {self._noise:.3g}"]
-        if noisy:
-            notes.append(not_compared_line(noisy, _TIMES))
+        if by_time:
+            notes.append(not_compared_line(by_time, _TIMES))
         different = [each for each in verdicts if each.differences]
         if different:
             count = sum(len(each.differences) for each in different)

@@ -229,6 +229,15 @@ def _pop(machine: Machine) -> None:
             machine.dropped.append(dropped)
 
 
+def _pop_to_mark(machine: Machine) -> None:
+    machine.pop_to_mark()
+
+
+def _frame(machine: Machine) -> None:
+    """Skips the length of a frame, which changes nothing."""
+    machine.take(8)
+
+
 def _global(machine: Machine) -> None:
     machine.stack.append(_named(machine, _text(machine.line()), _text(machine.line())))
 
@@ -317,10 +326,10 @@ def _operations() -> list[Callable[[Machine], None] | None]:
 
 _BY_OPCODE: dict[bytes, Callable[[Machine], None]] = {
     b"\x80": _protocol,
-    b"\x95": lambda machine: machine.take(8) and None,  # the length of a frame, which changes nothing
+    b"\x95": _frame,
     b"(": lambda machine: machine.marks.append(len(machine.stack)),
     b"0": _pop,
-    b"1": lambda machine: machine.pop_to_mark() and None,
+    b"1": _pop_to_mark,
     b"2": lambda machine: machine.stack.append(machine.top()),
     b"N": _constant(None),
     b"\x88": _constant(True),
