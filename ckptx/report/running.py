@@ -71,7 +71,8 @@ def _gathered(report: RunReport) -> list[str]:
         if not kept:
             continue
         names = ", ".join(f"{row['pattern']} ({row['modules']:,})" for row in kept[:_MOST_OF_A_LEVEL])
-        more = f", and {len(kept) - _MOST_OF_A_LEVEL} more patterns" if len(kept) > _MOST_OF_A_LEVEL else ""
+        others = len(kept) - _MOST_OF_A_LEVEL
+        more = f", and {counted(others, 'other pattern')}" if others > 0 else ""
         count = counted(sum(row["modules"] for row in kept), "module")
         lines.append(
             f"warning: {count} ran with gathered {what}; this run does not show that TP kernels can use their shards: "

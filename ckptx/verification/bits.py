@@ -135,9 +135,10 @@ def _note_on_dtypes(rows: list[dict[str, Any]], a: ModelView, b: ModelView, dtyp
     names = [row["name"] for row in rows if row["what"] == "dtype"]
     if not names:
         return None
-    stored = {b.tensors[name].dtype.name for name in names}
+    of_model = [name for name in names if name in a.tensors and name in b.tensors]  # optimizer state is never cast
+    stored = {b.tensors[name].dtype.name for name in of_model}
     targets = [word for word, target in CAST_TARGETS.items() if {target.name} == stored and word != dtype]
-    is_float = all(a.tensors[name].dtype.cast for name in names)
+    is_float = of_model == names and all(a.tensors[name].dtype.cast for name in of_model)
     if targets and is_float:
         step = f"--dtype {targets[0]} casts the reference first, as convert --dtype does"
     else:
