@@ -48,7 +48,8 @@ def check_recorded_config(view: ModelView, base: Base, named: Named) -> None:
     used = directory_of_config(base.files_from) / _CONFIG
     if _digest(used) == recorded.digest:
         return
-    depending = _depending_on_config(view, named) or _out_of_reach(view, manifest)
+    lost = _out_of_reach(view, manifest)
+    depending = _depending_on_config(view, named) or lost
     if not depending:
         return
     own = directory_of_config(view.catalog) / _CONFIG
@@ -56,6 +57,11 @@ def check_recorded_config(view: ModelView, base: Base, named: Named) -> None:
         raise InputError(
             f"{used}: is not the config that {MANIFEST} records, by which the elements of tensors were ordered "
             f"({_first(depending)}); restore it, or pass --base HF with the config that the tensors were written with"
+        )
+    if lost:
+        raise InputError(
+            f"{used}: is of a class under which these tensors have no published names ({_first(lost)}); pass --base HF "
+            "with the model that they came from"
         )
     if _digest(own) == recorded.digest:
         _compare(view, used, read_json(own))
