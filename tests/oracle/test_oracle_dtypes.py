@@ -18,7 +18,7 @@ from support.stock import assert_same_tensors, metadata, raw
 from support.stock import load as stock_load
 
 import ckptx
-from ckptx.errors import UnsupportedError
+from ckptx.errors import InputError, UnsupportedError
 
 GOLDENS = Path(__file__).resolve().parents[2] / "fixtures" / "dcp"
 
@@ -244,7 +244,16 @@ def test_cast_of_every_kind_of_float_is_that_of_torch(tmp_path: Path) -> None:
     }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     for dtype, wanted in _TORCH.items():
-        ckptx.convert("hf2dcp", tmp_path / "model.safetensors", tmp_path / dtype, dtype=dtype, allow_overflow=True)
+        source, made = tmp_path / "model.safetensors", tmp_path / dtype
+        report = ckptx.convert("hf2dcp", source, made, dtype=dtype, allow_overflow=True)
+        floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        infinite = {name: int((each.isfinite() & each.to(wanted).isinf()).sum()) for name, each in floats.items()}
+        zero = {name: int(((each != 0) & (each.to(wanted) == 0)).sum()) for name, each in floats.items()}
+        for rows, counts in ((report.overflows, infinite), (report.underflows, zero)):
+            assert {row["name"]: row["count"] for row in rows or ()} == {n: c for n, c in counts.items() if c}
+        if any(infinite.values()):
+            with pytest.raises(InputError, match="--allow-overflow"):
+                ckptx.convert("hf2dcp", source, tmp_path / f"refused {dtype}", dtype=dtype)
         found = stock_load(tmp_path / dtype)
         for name, tensor in tensors.items():
             expected = tensor.to(wanted) if tensor.is_floating_point() else tensor
