@@ -175,6 +175,7 @@ CHANGES: dict[str, Callable[[Value], Value]] = {
 }
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("second", SECONDS)
 @pytest.mark.parametrize("order", [1, -1])

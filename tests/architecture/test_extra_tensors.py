@@ -104,6 +104,7 @@ def test_a_strange_tensor_in_any_module_of_any_class_is_of_another_model() -> No
     assert tried > 10_000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("padding", ["0", "00"])
 def test_an_index_with_zeros_in_front_is_no_name_of_any_class(padding: str) -> None:
     for known in KNOWN:

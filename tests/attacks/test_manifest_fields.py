@@ -142,7 +142,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(kind, at, id=f"{kind} {'.'.join(map(str, at))[:60]}")
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("kind", "at"), cases())
 def test_each_field(kind: str, at: At, tmp_path: Path) -> None:
     case = Case(kind, tmp_path)

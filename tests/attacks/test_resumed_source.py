@@ -253,6 +253,7 @@ def test_the_cases_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert tree_bytes(tmp_path / "out") != tree_bytes(tmp_path / "fresh"), "the fault was not planted"
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("after", [1, 3, 5, 1000])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", *SHARDS])

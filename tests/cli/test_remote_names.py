@@ -106,6 +106,7 @@ def invoke(arguments: Sequence[str]) -> tuple[int, str]:
     return result.return_value, result.stderr
 
 
+@pytest.mark.sampled(150)
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize(("words", "param", "position"), PARAMS, ids=[f"{a} {b}" for a, b, _ in PARAMS])
 def test_each_path_of_each_command(place: Path, words: str, param: str, position: int, url: str) -> None:
@@ -160,6 +161,7 @@ FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("url", ["s3://bucket/x", "GS://bucket/x", "hf://org/name", "file:///x", "https://host/x"])
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -171,6 +171,7 @@ def written_whole(root: Path) -> dict[str, Value]:
     return found
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("source", "output", "stored", "said"), [
     (source, output, stored, said) for source, output, said, stored, dtype in CASES if dtype == "auto"
 ])  # fmt: skip

@@ -138,7 +138,7 @@ for line in sys.stdin.buffer:
 """
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_dear_to_look_at_takes_seconds(place: str, tmp_path: Path) -> None:
     """Shared values without end, depth, and long strings, wherever a reader may look at them."""
@@ -153,6 +153,7 @@ def test_what_is_dear_to_look_at_takes_seconds(place: str, tmp_path: Path) -> No
     assert max(map(float, done.stdout.split())) < 30
 
 
+@pytest.mark.slow
 def test_calls_inside_calls_without_end(tmp_path: Path) -> None:
     from ckptx.robustness.stored_items import items_of
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
 from benchmarks.planted.trainers import plant_in
-from ckptx.robustness import foreign
+from ckptx.robustness import command_runs, foreign
 from ckptx.robustness.foreign import ForeignOutcome
 from ckptx.training.recipe_file import read_recipe
 from tests.robustness.test_foreign_trainer import failed
@@ -32,7 +32,7 @@ Judge = Callable[[str, str | None], ForeignOutcome]
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
     """Runs a trainer four times, as it is or with a mistake."""
-    monkeypatch.setattr(foreign, "run_command", run_warm)
+    monkeypatch.setattr(command_runs, "run_command", run_warm)
 
     def run(trainer: str, which: str | None) -> ForeignOutcome:
         if trainer == "accumulation" and find_spec("accelerate") is None:

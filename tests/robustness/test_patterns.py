@@ -34,6 +34,7 @@ def block(pattern: str) -> ForeignBlock:
     return ForeignBlock(command="x", losses="log", losses_kind="regex", pattern=pattern)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("pattern", "text"), product(ENDLESS, LINES))
 def test_a_pattern_that_takes_for_ever_is_stopped(
     pattern: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +119,7 @@ def test_other_braces_stay(text: str) -> None:
     assert filled(text, VALUES, "train.command") == text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [1, 2, 7, 20])
 @pytest.mark.parametrize("form", [":0{}d", ":0{}"])
 def test_a_trainer_with_padded_steps_is_judged(tmp_path: Path, width: int, form: str) -> None:

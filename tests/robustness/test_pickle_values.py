@@ -147,6 +147,7 @@ def test_a_usual_name_is_as_it_was(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_pairs_are_compared_as_they_were_made(part: int, tmp_path: Path) -> None:
     outcomes = {seed: outcome_of(seed, tmp_path) for seed in range(PAIRS * part, PAIRS * (part + 1))}
@@ -201,7 +202,7 @@ DEFECTS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_of_the_comparison_is_found(defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*DEFECTS[defect])

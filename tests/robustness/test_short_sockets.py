@@ -51,6 +51,7 @@ def short_path() -> Iterator[Path]:
     subprocess.run(["rm", "-rf", str(root)], check=True)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("before", ["", "used before"])
 @pytest.mark.parametrize("length", [40, 60, 74, 75, 76, 77, 90, 95, 107, 120, 200, 300])
 def test_a_fork_server_starts_wherever_temporary_files_are(short_path: Path, length: int, before: str) -> None:
