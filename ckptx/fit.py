@@ -71,7 +71,7 @@ class Fit:
             any number.
         unchecked: Tensors of the model whose shape nothing was known of.
         is_cut_short: More is missing than `misfits` name.
-        extras: What is known of the tensors that the class does not have, by name.
+        extras: Tensors that the class does not have, by name.
     """
 
     checked: str

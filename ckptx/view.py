@@ -446,7 +446,7 @@ def settle_duplicates(view: ModelView, files: FilePool, *, with_state: bool) -> 
 
 
 def _difference(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | None:
-    """What two tensors differ in; None when they have the same bytes."""
+    """Return the first property in which two tensors differ; None if they have the same bytes."""
     from ckptx.transfer.digest_sink import digest_of
 
     if a.dtype is not b.dtype:

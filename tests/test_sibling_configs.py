@@ -124,7 +124,7 @@ def _header(path: Path) -> bytes:
     return data[8 : 8 + int.from_bytes(data[:8], "little")]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", SIBLINGS)
 def test_a_config_fits_exactly_where_transformers_loads_everything(
     places: dict[tuple[str, bool], Path], config: str, tmp_path: Path

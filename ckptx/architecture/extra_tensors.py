@@ -153,7 +153,7 @@ class Extra(NamedTuple):
         reason: Why it may be there; empty for a tensor of another model.
         module: Innermost module of the class that it lies in, with `*` for indices; empty where there is none.
         is_computed: True if the class computes it.
-        may_be_left_out: True if the model is the same without it: a row of `ROWS` speaks of it, the class ignores it,
+        may_be_left_out: True if the model is the same without it: a row of `ROWS` matches it, the class ignores it,
             or it belongs to a quantized weight.
     """
 
@@ -240,7 +240,7 @@ class ExtraTensors:
         return self._reasons[pattern, dims] or self._by_place(name, pattern)
 
     def _by_kind(self, pattern: str, dims: int) -> Extra | None:
-        """Return the first row that speaks of a pattern, None where no row does and the class does not ignore it."""
+        """Return the first row that matches a pattern, None if no row does and the class does not ignore it."""
         row = next((row for row in ROWS if self._is_of(row, pattern, dims)), None)
         if row is not None:
             return Extra(row.reason, is_computed=row.is_computed, may_be_left_out=True)

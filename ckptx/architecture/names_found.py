@@ -15,13 +15,13 @@ from ckptx.mapping.ops import Conversion
 
 
 class FoundNames(NamedTuple):
-    """What the names of a checkpoint say.
+    """The model that the names of a checkpoint show.
 
     Attributes:
         unwrapped: Names without wrappers.
         models: The model among them, by names without wrappers.
         architecture: Under the names of the checkpoint; None when it is unknown.
-        trainer_naming: As in `ModelView`.
+        trainer_naming: Conversions to published names, see `ModelView`.
     """
 
     unwrapped: Unwrapped
@@ -39,7 +39,7 @@ def find_names(
     """Finds the model in the names of a training checkpoint.
 
     Args:
-        names: Of its tensors.
+        names: Names of its tensors.
         published: The architecture under published names.
         config: The contents of `config.json`.
         prefix: Prefix of the model's names; None finds it.

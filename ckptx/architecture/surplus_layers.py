@@ -54,7 +54,7 @@ def unexplained_layers(
         layers: Layer of each tensor that lies behind the last one, by name.
         counts: Number of layers by path of the list.
         config: Contents of `config.json`.
-        extras: What is known of the tensors that the class does not have, by name.
+        extras: Tensors that the class does not have, by name.
     """
     further = _further_layers(config)
     explained = {layer for name, layer in layers.items() if _PREDICTS.search(name) or _may_be_there(extras.get(name))}

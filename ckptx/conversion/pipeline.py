@@ -122,7 +122,7 @@ def convert_opened(
         leaders=ties.leaders,
     )
 
-    def is_decided_alike() -> bool:
+    def is_decision_unchanged() -> bool:
         compare_replicas(view.catalog, opened.files)
         return settle_ties(opened, model) == ties and state_of_source() == state
 
@@ -133,7 +133,7 @@ def convert_opened(
         options.fingerprint(),
         lambda outcome: output.manifest(contents, allocation, outcome.digests),
         opened.source,
-        is_decided_alike,
+        is_decision_unchanged,
         lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
         allocation.check,
         list(allocation.markers),

@@ -69,10 +69,10 @@ def check_recorded_config(view: ModelView, base: Base, named: Named) -> None:
 
 def _depending_on_config(view: ModelView, named: Named) -> list[str]:
     """Names of tensors whose elements were ordered by numbers of a config, or are about to be."""
-    rules, spoken = rules_of(view), named.naming.rules
+    rules, trainer_rules = rules_of(view), named.naming.rules
     own = [each for each in view.trainer_naming if _reads_config(each)]
     models = [each for each in rules.conversions if _reads_config(each)] if rules is not None else []
-    wanted = [each for each in spoken.conversions if _reads_config(each)] if spoken is not None else []
+    wanted = [each for each in trainer_rules.conversions if _reads_config(each)] if trainer_rules is not None else []
     found = [conversion.sources[0] for conversion in own]
     patterns = _patterns_of(view)
     for conversion in models:

@@ -1,4 +1,4 @@
-"""How much of a model tensor parallelism shards, and what its ranks hold more than once."""
+"""The share of a model that tensor parallelism shards, and the tensors that its ranks replicate."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
     Args:
         command: Name for the report.
         found: By the steps before anything was written.
-        outcome: Of the copy; None for a dry run, and on a rank that found the output complete already.
+        outcome: Result of the copy; None for a dry run, and on a rank that found the output complete already.
         log: Has the notes of all steps.
     """
     opened, view, state, job = found.opened, found.model.view, found.contents.state, found.job

@@ -1,4 +1,4 @@
-"""What became of each tie in the output: one tensor with two names, a copy, or one name."""
+"""The form of each tie in the output: one tensor with two names, a copy, or one name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def tie_actions(decisions: Iterable[TieDecision], contents: Contents) -> list[st
 
     Args:
         decisions: On the ties of the source, by names of the view.
-        contents: What the output holds.
+        contents: Contents of the output.
 
     Returns:
         "alias" if both names are in the output and share bytes, "copy" if the bytes are stored under each of them,

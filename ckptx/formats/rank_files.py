@@ -100,7 +100,7 @@ def refuse_part_file(path: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: 
         path: The file.
         shapes: The shapes of its tensors.
         shapes_in: Opens the files beside it.
-        metadata: Of its header; a world size in it counts.
+        metadata: Metadata of its header; a world size in it counts.
 
     Raises:
         UnsupportedError: It is a part.
@@ -124,7 +124,7 @@ def refuse_part_directory(root: Path, shapes: Shapes, shapes_in: ShapesIn, metad
         root: The directory of a checkpoint.
         shapes: The shapes of its tensors.
         shapes_in: Opens the directories beside it.
-        metadata: As in `refuse_part_file`.
+        metadata: See `refuse_part_file`.
 
     Raises:
         UnsupportedError: It is a part.

@@ -1,4 +1,4 @@
-"""How one dim of a tensor is composed of heads or fused parts, and whether a TP shard holds whole ones of each.
+"""Composition of one dim of a tensor: heads or fused parts, and the check that a TP shard holds whole ones of each.
 
 A TP kernel uses a shard as it is stored only if rank r holds the r-th chunk of every part:
 

@@ -48,7 +48,7 @@ def _modern(name: str) -> str:
 
 
 def _keys(rules: NameRules, place: Destination | str) -> Iterable[object]:
-    """What a name claims for itself: a tensor of the model, or a place in one that is made of several."""
+    """The destination of a name: a tensor of the model, or a place in one that is made of several."""
     if isinstance(place, str):
         return (place,)
     conversion = rules.conversions[place.conversion]

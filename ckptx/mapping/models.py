@@ -68,7 +68,7 @@ class OtherModel(NamedTuple):
     """Names of the architecture below another prefix than that of the model.
 
     Attributes:
-        prefix: What they begin with.
+        prefix: Prefix of the names.
         names: They, with the prefix.
         is_complete: No name that the model has and needs is missing.
     """
@@ -79,7 +79,7 @@ class OtherModel(NamedTuple):
 
     @property
     def said(self) -> str:
-        """What it is, for messages."""
+        """A phrase for messages."""
         return f"{'second model' if self.is_complete else 'part of a second model'} {below(self.prefix)}"
 
 
@@ -87,7 +87,7 @@ class Models(NamedTuple):
     """The model of a checkpoint, and what else its names hold.
 
     Attributes:
-        roles: What each name is; `other` has all names that belong to neither the model nor the optimizer.
+        roles: Role of each name; `other` has all names that belong to neither the model nor the optimizer.
         others: Further models, complete or in part.
         twins: Name outside of the prefix -> the name of the model that is called the same without the prefix.
     """
@@ -103,7 +103,7 @@ class Models(NamedTuple):
 
 
 def below(prefix: str) -> str:
-    """Where the names of a model lie, for messages."""
+    """Return the location of a model's names, for messages."""
     return f'under "{prefix}"' if prefix else "without a prefix"
 
 
@@ -111,7 +111,7 @@ def find_models(roles: Roles, known: KnownNames | None, *, is_given: bool) -> Mo
     """Looks for further models in the names of a checkpoint.
 
     Args:
-        roles: Of the names, by the prefix that was given or found.
+        roles: Roles of the names, by the prefix that was given or found.
         known: The names of the architecture; None when it is unknown, or its names are.
         is_given: The prefix was given: names outside of it that are called like names below it are meant to be left.
     """

@@ -46,7 +46,7 @@ class Job:
         sidecars: Name in the output -> file to copy, or bytes to write.
         options: What else decides the bytes; a resumed run must have the same.
         opened: The source, as it was when it was opened.
-        is_decided_alike: Decides by the present contents of the source what was decided before; True for the same.
+        is_decision_unchanged: Decides by the present contents of the source what was decided before; True for the same.
         refuse: Raises for what the copy found out about the source.
         check: Looks at the finished tensor files in the staged tree before anything marks it as complete.
         markers: Commit markers (index, `.metadata`) in the order to write them, name and bytes.
@@ -59,7 +59,7 @@ class Job:
     options: dict[str, Any]
     manifest: Callable[[Outcome], dict[str, Any]]
     opened: Catalog
-    is_decided_alike: Callable[[], bool]
+    is_decision_unchanged: Callable[[], bool]
     refuse: Callable[[Outcome], None]
     check: Callable[[Path, Outcome], None] = lambda tree, outcome: None
     markers: list[tuple[str, bytes]] = field(default_factory=list)
@@ -155,7 +155,7 @@ def publish(
             for rank in range(1, processes.world_size):
                 outcome.add(Outcome(**processes.hear(rank, "outcome")))
         job.refuse(outcome)
-        require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decided_alike, max_memory)
+        require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
         expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
         _logger.info("copied: %d bytes read, %d written", outcome.bytes_read, outcome.bytes_written)
         _check(job, outcome, staging, expected)
@@ -232,7 +232,7 @@ def _assist(
             on_progress=_watching(on_progress, processes),
             groups=_share(job.plan, processes),
         )
-        require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decided_alike, max_memory)
+        require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
         tree.sync_held()  # rank 0 may be on another node
         own = set(outcome.file_digests)
         processes.say("outcome", asdict(outcome))
@@ -315,7 +315,7 @@ def _watching(on_progress: Callable[[int], None], processes: Processes | None) -
 
 
 def _done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> Outcome | None:
-    """What a copy would find out whose target holds what the job would write; None when it does not.
+    """Return the outcome of a copy whose target is complete already; None if it is not.
 
     Its manifest counts, what is on disk, and what the manifest of a fresh run would say.
 
@@ -328,7 +328,7 @@ def _done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) 
     if outcome is None:
         return None
     job.refuse(outcome)
-    require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decided_alike, max_memory)
+    require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
     found = read_manifest(target / MANIFEST)
     rows, sidecars = ({name: row._asdict() for name, row in each.items()} for each in (found.files, found.sidecars))
     for row in (*rows.values(), *sidecars.values()):

@@ -32,7 +32,7 @@ def require_unchanged(
     digests: Mapping[str, str],
     files: FilePool,
     opened: Catalog,
-    is_decided_alike: Callable[[], bool],
+    is_decision_unchanged: Callable[[], bool],
     max_memory: int,
 ) -> None:
     """Check that the source still is what was copied.
@@ -43,7 +43,7 @@ def require_unchanged(
         digests: Digest of each copied tensor, by target name.
         files: Files of the source.
         opened: The source, as it was when it was opened.
-        is_decided_alike: Decides once more what was decided by contents before the copy; True when nothing changed.
+        is_decision_unchanged: Repeats the decisions that contents decided before the copy; True if none changed.
         max_memory: Bytes of buffers.
 
     Raises:
@@ -60,7 +60,7 @@ def require_unchanged(
         is_known = path.is_relative_to(opened.root) or path in carried
         if not is_known or (path.name == "config.json" and not _is_config_as_read(path, seen.catalogs)):
             raise changed(path)
-    if names and not (_is_opened_alike(opened) and is_decided_alike()):
+    if names and not (_has_same_catalog(opened) and is_decision_unchanged()):
         raise changed(first)
     reader = TensorReader(files, max_memory)
     for step in plan.steps():
@@ -80,7 +80,7 @@ def _is_config_as_read(path: Path, catalogs: tuple[Catalog, ...]) -> bool:
     return all(read_json(path) == each.config for each in owners)
 
 
-def _is_opened_alike(opened: Catalog) -> bool:
+def _has_same_catalog(opened: Catalog) -> bool:
     """True when a checkpoint that is opened once more has the same headers."""
     try:
         again = open_checkpoint(opened.opened_from or opened.root)

@@ -84,7 +84,7 @@ def _opening(report: RobustnessReport) -> list[str]:
 
 
 def robustness_verdict(report: RobustnessReport) -> str:
-    """What `robustness -q` says: passed, or what failed with the first item and the cause, in one line."""
+    """Return one line for `robustness -q`: passed, or the first failing item with its cause."""
     said, cause = verdict(report), cause_text(report)
     end = "" if cause is None else f"; {cause}"
     for phase in report.phases:

@@ -104,7 +104,7 @@ def widened_text(phase: str, row: Mapping[str, Any]) -> str:
 
 
 def oracle_text(row: Mapping[str, Any]) -> str:
-    """What an oracle found, without its items: `2 of 185 items differ`, or the difference and its tolerance.
+    """Return the result of an oracle, without its items: `2 of 185 items differ`, or the difference and its tolerance.
 
     Example:
         difference 0.0003, tolerance 3.82e-06 (8 x noise 4.77e-07); difference 0.0003, tolerance 0 (equal bits required)

@@ -32,7 +32,7 @@ class Nested(NamedTuple):
     """A pickle in bytes.
 
     Attributes:
-        value: What it holds.
+        value: The value it stands for.
     """
 
     value: Any
@@ -43,8 +43,8 @@ class _Parts(NamedTuple):
 
     Attributes:
         head: Its kind, and what in it is no value.
-        ordered: What it holds, in order.
-        unordered: What it holds in any order: items of a dict, or of a set.
+        ordered: Parts whose order counts.
+        unordered: Parts whose order does not count: items of a dict, or of a set.
     """
 
     head: str
@@ -77,7 +77,7 @@ class Digests:
         return hashed("value", self.code(value)).hex()[2:]
 
     def code(self, value: Any) -> bytes:
-        """What stands for a value in the digest of another. See `of`."""
+        """Return the code of a value in the digest of another. See `of`."""
         value = self._meaning(value)
         scalar = _scalar(value)
         if scalar is not None:
@@ -134,7 +134,7 @@ class Digests:
                 return hashed("cycle", colors[id(root)], *sorted({*colors.values()}))
 
     def _children(self, parts: _Parts) -> Iterator[Any]:
-        """What a value holds that is no scalar."""
+        """Yield the parts of a value that are no scalars."""
         for value in chain(parts.ordered, chain.from_iterable(parts.unordered)):
             kind = type(value)
             if kind not in _NUMBERS_AND_STRINGS:

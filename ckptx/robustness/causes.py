@@ -1,4 +1,4 @@
-"""What a checkpoint says that was resumed for no step and saved again: which state differs, and possible causes.
+"""Causes of differences after a resume for zero steps: which state differs, and why that may be.
 
 Each sentence is about items that differ. What is certain is stated, the rest is a list of possible causes; state that
 ckptx has no word for is called by its own name, and no cause is named for it.

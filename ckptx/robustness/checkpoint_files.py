@@ -1,4 +1,4 @@
-"""What lies in a checkpoint: every file and folder below it, at any depth, with the way in which it is compared.
+"""Files of a checkpoint: every file and folder below it, at any depth, with the way in which it is compared.
 
 The contents decide, where the name does not: a file without an ending may be an archive of `torch.save`. A link is
 followed, unless it leads to a folder that is being looked through. What is not compared is listed with the reason.
@@ -54,13 +54,13 @@ class Place(NamedTuple):
     """A file, the folder of a DCP, or something that has no contents.
 
     Attributes:
-        path: Where it is.
+        path: Its path.
         label: Its path below the checkpoint, without ending.
-        word: What names in it begin with, where its own name says; None where it does not.
-        kind: How it is compared: one of the words above.
-        note: What is compared of something that has no contents, or why it is not compared.
+        word: Prefix of the names in it, if its own name gives one; else None.
+        kind: The way it is compared: one of the words above.
+        note: Text that is compared for something without contents, or the reason why it is not compared.
         file: Its path below the checkpoint, as it can be printed.
-        catalog: What the DCP holds.
+        catalog: Catalog of a DCP, else None.
     """
 
     path: Path

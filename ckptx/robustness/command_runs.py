@@ -1,4 +1,4 @@
-"""The runs of a trainer that is a command: what each is told, how it ended, and where it left its checkpoints."""
+"""The runs of a trainer that is a command: its arguments, its exit, and the places of its checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CommandRun(NamedTuple):
     Attributes:
         name: Name of its phase.
         out: Its folder.
-        ended: How it ended.
+        ended: Exit code, time and output.
     """
 
     name: str
@@ -53,8 +53,8 @@ class CommandRuns:
         """Prepare runs; nothing is run or written.
 
         Args:
-            block: How the command is called.
-            training: How many steps it takes, and after which it saves.
+            block: The command with its options.
+            training: Number of steps, and the steps after which it saves.
             out: Parent of the folders of all runs.
             folder: Folder of the recipe, for `{recipe}`.
         """
@@ -81,7 +81,7 @@ class CommandRuns:
         if not _is_told_of_checkpoint(given, block.resume):
             raise UsageError(
                 "train.command: is not told of {checkpoint}, needed {resume} in it, and {checkpoint} in train.resume; "
-                "every run would begin anew, and end alike whatever a checkpoint lacks"
+                "every run would start from scratch, and all would end in the same state whatever a checkpoint lacks"
             )
         for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
             place = filled(text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}")
@@ -125,7 +125,7 @@ class CommandRuns:
         environment = self._environment(out, values)
         return CommandRun(name, out, run_command(words, out / OUTPUT, environment, self.block.time_limit))
 
-    # ---------------------------------------------------------------------------------------------- what a run left
+    # ---------------------------------------------------------------------------------------------- results
 
     def losses_path(self, out: Path) -> Path:
         """Return where a run in this folder leaves its losses."""
@@ -178,7 +178,7 @@ class CommandRuns:
             raise InputError(f"{place}: no losses after the command, {_what_is_in(run.out)}")
         return read_losses(place, self.block)
 
-    # -------------------------------------------------------------------------------------------- what a run is told
+    # -------------------------------------------------------------------------------------------- arguments
 
     def _values(self, out: Path, steps: int, checkpoint: Path | None) -> dict[str, str]:
         total = self.training.total_steps

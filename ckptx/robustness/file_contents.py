@@ -41,7 +41,7 @@ class Content(NamedTuple):
 
     Attributes:
         name: Its name in the file; empty for the whole file.
-        text: What is compared.
+        text: Text that is compared.
     """
 
     name: str

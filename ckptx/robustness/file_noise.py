@@ -1,4 +1,4 @@
-"""What identical runs of a trainer do not share: times and paths in files, and the number of steps they were told."""
+"""Differences between identical runs of a trainer: times and paths in files, and the number of steps to take."""
 
 from __future__ import annotations
 

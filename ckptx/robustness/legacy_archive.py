@@ -32,9 +32,9 @@ def read_legacy(data: bytes, length: int, where: str, offset: int) -> tuple[Any,
 
     Args:
         data: The file, or as much of its begin as may have pickles.
-        length: Of the whole file.
+        length: Length of the whole file in bytes.
         where: Subject of error messages.
-        offset: Where the file begins, in another.
+        offset: First byte of the archive in the file.
 
     Returns:
         The value, and its storages by key.

@@ -1,4 +1,4 @@
-"""Where the model lies in a checkpoint, and where tensors of the same names lie once more: optimizer state, an EMA.
+"""Roots of the model in a checkpoint, and of tensors with the same names: optimizer state, an EMA.
 
 A root is the words in front of names that belong together: `("net",)` of `net.layers.0.weight`. A model without one,
 as torchtitan writes it, has a root for each of its top modules.
@@ -39,7 +39,7 @@ class NamedShape(NamedTuple):
 
 
 class FoundRoots(NamedTuple):
-    """What lies below which words.
+    """Items by the words of their names.
 
     Attributes:
         model: Roots of parameters and buffers.

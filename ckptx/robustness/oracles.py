@@ -69,7 +69,7 @@ class Verdict(NamedTuple):
         differences: Those that differ.
         value: Of a measure: the largest distance.
         limit: What it may be.
-        times_noise: How many times the noise that is; None where no noise is allowed, and the limit is 0.
+        times_noise: The limit as a multiple of the noise; None if no noise is allowed, and the limit is 0.
         noise: The noise that the limit is a multiple of; None where `times_noise` is.
         is_widened: Whether the recipe made it more than it is by default.
     """

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     """The way in which a value holds its parts, where the names of the parts do not say it.
 
     Attributes:
-        text: What is compared.
+        text: Text that is compared.
     """
 
     text: str
@@ -57,9 +57,9 @@ class Leaf(NamedTuple):
     """A part of a value that is compared.
 
     Attributes:
-        path: Where it is, in words for a name.
+        path: Words of its name.
         value: The part, or a `Layout`.
-        place: Where it is, as something that sorts and has no two parts in one place.
+        place: A sort key that no two parts share.
     """
 
     path: tuple[str, ...]
@@ -223,7 +223,7 @@ class Reader:
         return type(value) not in _PLAIN and isinstance(self.meaning(value), Dictionary | Tensor)
 
     def _layout(self, node: Any) -> Iterator[str]:
-        """What names do not say of a dict or list: its kind, and keys that are neither whole numbers nor words."""
+        """Return what names do not show of a dict or list: its kind, and keys that are no numbers or words."""
         if not isinstance(node, Dictionary):
             yield f"{type(node).__name__} of {len(node):,}"
             return

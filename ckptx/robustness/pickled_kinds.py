@@ -42,7 +42,7 @@ class Storage:
     Attributes:
         kind: Its class.
         ref: Its key, dtype and length.
-        record: Where its bytes are in the file; None where they are in memory.
+        record: Position of its bytes in the file; None if they are in memory.
         data: Its bytes, where they are in memory.
     """
 
@@ -60,7 +60,7 @@ class Tensor:
         ref: Which elements of its storage it has.
         storage: Has its bytes.
         kind: Its class.
-        requires_grad: As pickled.
+        requires_grad: The flag that was pickled.
         attributes: Hooks and Python attributes, where it has any.
     """
 

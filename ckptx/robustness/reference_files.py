@@ -27,7 +27,7 @@ _UNCHANGED = "unchanged"
 
 
 class _Seen(NamedTuple):
-    """What lies under a name.
+    """A file, folder or link.
 
     Attributes:
         content: Its kind, with the digest of a file or the target of a link.
@@ -43,7 +43,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         root: The folder of the run.
-        seen: What lies under each name below it, with "/" between folders. What a link leads to out of the folder has a
+        seen: The entry under each name below it, with "/" between folders. What a link leads to out of the folder has a
             name that begins with that of the link.
     """
 

@@ -1,4 +1,4 @@
-"""What each item of a checkpoint is, from all of them together: names of a trainer's own are recognized by structure.
+"""Kinds of state in a checkpoint, found from all items together: a trainer's own names are recognized by structure.
 
     optimizer      tensors that only optimizers keep (`exp_avg`, `momentum_buffer`, ...), the counter beside them, and
                    settings that are together in every param group: a learning rate with weight decay, betas, ...
@@ -115,7 +115,7 @@ class _Entry(NamedTuple):
 
     @property
     def holder(self) -> Holder:
-        """What it lies in: the same for items side by side."""
+        """The file and parent that hold it: the same for siblings."""
         return self.item.file, self.words[:-1]
 
     @property

@@ -55,7 +55,7 @@ class _Supervisor:
 
     Attributes:
         code: Exit code of the command, below zero the signal that ended it; None while it runs.
-        is_abandoned: Whether ckptx has closed stdin, or is gone.
+        is_abandoned: True if ckptx has closed stdin, or is gone.
     """
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:

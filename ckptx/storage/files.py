@@ -32,7 +32,7 @@ def inside(root: Path, name: str) -> Path:
 
 
 class Identity(NamedTuple):
-    """What tells one state of a file from another, or from another file that takes its place.
+    """Identity of a state of a file: it differs for another state, and for a file that takes its place.
 
     `ctime_ns` alone changes with a mode, an owner or a link, and also when the file is rewritten in place and its
     modification time is set back: it says that the contents have to be looked at again, and no more.

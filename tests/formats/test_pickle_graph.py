@@ -138,7 +138,7 @@ for line in sys.stdin.buffer:
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_dear_to_look_at_takes_seconds(place: str, tmp_path: Path) -> None:
     """Shared values without end, depth, and long strings, wherever a reader may look at them."""

@@ -56,7 +56,7 @@ def differ(first: Path, second: Path) -> list[str]:
     return [each.item for row in compare([items_of(first)], [items_of(second)]) for each in row.differences]
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_byte_that_differs_is_found(ending: str, folder: str, tmp_path: Path) -> None:

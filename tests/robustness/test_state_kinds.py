@@ -40,7 +40,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Items]:
     return written
 
 
-@pytest.mark.sampled(200)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(
     ("style", "changes"), PAIRS, ids=lambda each: each if isinstance(each, str) else "+".join(each)
 )

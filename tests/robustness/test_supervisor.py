@@ -86,7 +86,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ended
     return of
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("way", "is_stubborn", "end"), CASES)
 def test_what_a_command_leaves_is_ended(
     way: str, is_stubborn: bool, end: str, ended: Callable[..., tuple[Ended, list[int]]]

@@ -30,7 +30,7 @@ def refuse_unreadable_prefix(prefix: str, names: Collection[str], view: ModelVie
 
 
 def _what_becomes_of(prefix: str, names: Collection[str], view: ModelView) -> str | None:
-    """What keeps the reader from finding the model again; None when it finds it."""
+    """Return the reason why the reader does not find the model again; None if it does."""
     if "*" in prefix.split("."):
         return 'a component "*" stands for an index where names are looked up'
     longest = max(map(len, names), default=0) + len(prefix)

@@ -16,7 +16,7 @@ class Name:
     """A class or function.
 
     Attributes:
-        module: As in Python 3, also where the pickle has the name in Python 2.
+        module: Name of the module in Python 3, also if the pickle has that of Python 2.
         name: May have dots.
     """
 
@@ -112,7 +112,7 @@ class Machine:
         """Interprets opcodes up to the one for the end.
 
         Args:
-            operations: Of each opcode, by its number; None of one that does not exist.
+            operations: Operation of each opcode, by its number; None for one that does not exist.
         """
         data, size = self.data, len(self.data)
         while self.at < size:

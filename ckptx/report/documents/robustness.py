@@ -31,7 +31,7 @@ class RobustnessReport(Report):
             (whose product the limit is; None where equal bits are required), `widened` (by the recipe).
             `memory`: `tensor_bytes` and `threads` of the rank with the most, after the phase was released,
             and `baseline_tensor_bytes`, `baseline_threads`.
-        cause: What failed first: `phase`, `oracle` (None where the phase failed without one), `cause` in words; None
+        cause: The first failure: `phase`, `oracle` (None where the phase failed without one), `cause` in words; None
             where nothing failed.
         noise: `loss` and `logits`, each with the largest difference between runs that should not differ (`repeated`)
             and between those whose embedding was moved by one unit in the last place (`moved`); None where there was
