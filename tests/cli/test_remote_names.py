@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
+from support.runner import CliRunner
 
 import ckptx
 from ckptx.cli.main import cli, commands
