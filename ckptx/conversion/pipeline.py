@@ -127,16 +127,16 @@ def convert_opened(
         return settle_ties(opened, model) == ties and state_of_source() == state
 
     job = Job(
-        plan,
-        target.source,
-        dict(sidecars.files),
-        options.fingerprint(),
-        lambda outcome: output.manifest(contents, allocation, outcome.digests),
-        opened.source,
-        is_decision_unchanged,
-        lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
-        allocation.check,
-        list(allocation.markers),
+        plan=plan,
+        source=target.source,
+        sidecars=dict(sidecars.files),
+        options=options.fingerprint(),
+        manifest=lambda outcome: output.manifest(contents, allocation, outcome.digests),
+        opened=opened.source,
+        is_decision_unchanged=is_decision_unchanged,
+        refuse=lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
+        check=allocation.check,
+        markers=list(allocation.markers),
     )
     found = Found(opened, model, ties, held, left, cast, sharded, contents, allocation, sidecars, job, ledger)
     outcome = None if options.dry_run else _published(found, on_progress)

@@ -214,7 +214,7 @@ def _groups_of_model(names: list[str], known: KnownNames) -> dict[str, tuple[str
 
 
 def _grouped(places: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
-    """Names by prefix: of the prefixes that a name may have, the one that most names have."""
+    """Group names by prefix; a name with several prefixes goes to the one that most names have."""
     candidates = {}
     counts: Counter[str] = Counter()
     for name, depths in places:

@@ -2,7 +2,7 @@
 
 The digest of a value is made of its kind and the digests of what it holds; those of a dict and a set are sorted. Values
 that refer to themselves have no such digest. Each of them gets a color, which is refined by the colors of what it
-holds until no color splits (as states of an automaton are told apart): two values have the same digest if nobody who
+holds until no color splits (as in minimizing an automaton): two values have the same digest if nobody who
 follows references from them could tell one from the other. Nothing is recursive, so that depth does not matter.
 
 Types count: 1, 1.0 and True are three values, and so are a list and a tuple. Floats count by their bits.

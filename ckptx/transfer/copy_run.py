@@ -346,8 +346,8 @@ class CopyRun:
             self._journal_at += len(done)
 
     def _resume(self, steps: tuple[Step, ...]) -> tuple[int, int]:
-        """Steps that an interrupted run finished, whose bytes on disk still have their digests and are still those of
-        the source; and where the journal goes on.
+        """Return the steps that an interrupted run finished, whose bytes still have their digests and are those of
+        the source; and the position at which the journal continues.
 
         The source is read again for this: neither names nor sizes nor times tell whether somebody rewrote it in place.
         """

@@ -39,7 +39,7 @@ TWO = {
     "the average behind an index": ("model.", "averages.0."),
     "the average behind four components": ("model.", "a.b.c.d."),
     "the average inside the wrapper of torch.optim.swa_utils": ("model.", "ema.module."),
-    "two prefixes that begin alike": ("model.", "model_ema."),
+    "two prefixes with the same beginning": ("model.", "model_ema."),
     "one prefix inside the other": ("model.", "model.ema."),
     "a prefix of two dots": ("model.", "..",),
     "a prefix with a newline and an escape sequence in it": ("model.", "e\x1b[31m\nma."),

@@ -29,7 +29,7 @@ for _url in (
     "s3://bucket/out",
     "GS://bucket/out",
     "hf://org/name",
-    "file:///tmp/out",
+    "file:///data/out",
     "abfss://c@a/out",
     "msc://p/out",
 ):
