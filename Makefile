@@ -33,7 +33,7 @@ oldest-python:  ## whether `make test-oldest` has its Python
 fuzz: $(VENV)/ready  ## spoiled checkpoints of every kind, for ten minutes (FUZZ_SECONDS); what fails is in tests/fuzz/found
 	$(BIN)/python -m tests.fuzz
 
-check: $(VENV)/ready  ## style, types, floors
+check: $(VENV)/ready  ## style, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

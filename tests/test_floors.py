@@ -1,4 +1,4 @@
-"""Rooms and floors: a module imports from lower floors alone, files form no circle, torch stays in a few rooms."""
+"""Layers: a module imports from lower layers only, files form no cycle, torch stays in a few packages."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ckptx.architecture import model_files
 
 ROOT = Path(ckptx.__file__).parent
 
-FLOORS = (
-    ("errors", "peak_memory", "version", "wording"),
-    ("untrusted", "child"),
-    ("storage",),
-    ("catalog",),
-    ("layout", "mapping"),
-    ("formats", "architecture", "transfer", "ranks"),
-    ("view", "publishing"),
-    ("runtime", "report", "sharding", "options", "counting", "fit"),
-    ("conversion", "inspection", "difference", "verification"),
-    ("training",),
-    ("forecasting",),
-    ("robustness",),
-    ("cli", "__main__", "pytest_plugin"),
-    ("__init__",),  # the Python API names what it offers
-)
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
+DOCUMENT = ROOT.parent / "docs" / "architecture.md"
 
-# Rooms that meet: verification compares headers as diff does, and asks a forecast whether a run fits.
+
+def layers_of(text: str) -> dict[str, int]:
+    """Read the layer of each package from the table in docs/architecture.md, the only place that lists them."""
+    layers: dict[str, int] = {}
+    layer = 0
+    for line in text[text.index("| layer |") : text.index("## One conversion")].splitlines()[2:]:
+        if line.startswith("|"):
+            number, packages = (cell.strip() for cell in line.split("|")[1:3])
+            layer = int(number or layer)
+            layers |= {package.strip("`"): layer for package in packages.split(", ")}
+    return layers
+
+
+LAYER = {**layers_of(DOCUMENT.read_text(encoding="utf-8"))}
+LAYER["__main__"] = LAYER["cli"]
+
+# Packages of one layer that may import each other: verification compares headers as diff does, and asks a forecast whether a run fits.
 MEETINGS = {("verification", "difference"), ("verification", "forecasting"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
@@ -78,17 +78,17 @@ def imports_of(source: str, file: str) -> Iterator[Import]:
                 yield Import(file, node.lineno, module)
 
 
-def room_of(file: str) -> str:
+def package_of(file: str) -> str:
     """catalog/region.py -> catalog, storage.py -> storage."""
     return Path(file).parts[0].removesuffix(".py")
 
 
 def faults_of(source: str, file: str) -> list[str]:
     """What a module imports and must not."""
-    here = room_of(file)
+    here = package_of(file)
     faults = []
-    if here not in FLOOR:
-        return [f"{file}: is on no floor"]
+    if here not in LAYER:
+        return [f"{file}: is in no layer"]
     for found in imports_of(source, file):
         top, _, rest = found.name.partition(".")
         if top in HEAVY and not file.startswith(MAY_BE_HEAVY):
@@ -98,10 +98,10 @@ def faults_of(source: str, file: str) -> list[str]:
         there = rest.partition(".")[0] or "__init__"
         if there == "__version__":
             there = "__init__"
-        if there not in FLOOR:
-            faults.append(f"{file}:{found.line}: imports ckptx.{there}, which is on no floor")
-        elif there != here and FLOOR[there] >= FLOOR[here] and (here, there) not in MEETINGS:
-            faults.append(f"{file}:{found.line}: {here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})")
+        if there not in LAYER:
+            faults.append(f"{file}:{found.line}: imports ckptx.{there}, which is in no layer")
+        elif there != here and LAYER[there] >= LAYER[here] and (here, there) not in MEETINGS:
+            faults.append(f"{file}:{found.line}: {here} (layer {LAYER[here]}) imports {there} (layer {LAYER[there]})")
     return faults
 
 
@@ -122,21 +122,21 @@ def test_only_who_plants_faults_knows_them() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [
-        ("storage/x.py", "from ckptx.cli.main import main", "storage (floor 3) imports cli (floor 13)"),
-        ("formats/x.py", "import ckptx.transfer.plan", "formats (floor 6) imports transfer (floor 6)"),
+        ("storage/x.py", "from ckptx.cli.main import main", "storage (layer 3) imports cli (layer 13)"),
+        ("formats/x.py", "import ckptx.transfer.plan", "formats (layer 6) imports transfer (layer 6)"),
         ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
         ("storage/x.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),
         ("storage/x.py", "from ckptx.publishing.staging import Staging", "imports publishing"),
         ("catalog/x.py", "from ckptx import publishing", "imports publishing"),
         ("catalog/x.py", "from ..formats import dcp", "imports formats"),
-        ("catalog/x.py", "from ckptx import inspect", "ckptx.inspect, which is on no floor"),
+        ("catalog/x.py", "from ckptx import inspect", "ckptx.inspect, which is in no layer"),
         ("difference.py", "from ckptx.verification.bits import verify", "imports verification"),
         ("transfer/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ckptx.view", "imports view"),
         ("formats/x.py", "import torch", "imports torch"),
         ("cli/x.py", "def f():\n    from transformers.models import llama", "imports transformers"),
         ("architecture/table.py", "import torch.nn as nn", "imports torch"),
         ("verification/bits.py", "import torch", "imports torch"),
-        ("helpers.py", "", "is on no floor"),
+        ("helpers.py", "", "is in no layer"),
     ],
 )
 def test_a_planted_import_is_found(file: str, source: str, fault: str) -> None:
@@ -203,8 +203,8 @@ def test_a_planted_circle_is_found() -> None:
     assert circle_in(neighbours({**sources, "transfer/c.py": ""})) == []
 
 
-def test_every_room_is_looked_at() -> None:
-    assert {"catalog", "formats", "transfer", "cli", "storage", "__init__"} <= {room_of(file) for file in FILES}
+def test_every_package_is_checked() -> None:
+    assert {"catalog", "formats", "transfer", "cli", "storage", "__init__"} <= {package_of(file) for file in FILES}
 
 
 POSITIONAL = {"pread", "preadv", "pwrite", "pwritev", "sendfile", "copy_file_range", "readv", "writev"}
@@ -228,16 +228,9 @@ def test_a_planted_call_is_found() -> None:
     assert calls_beside_storage(source, "storage/x.py") == []
 
 
-def test_the_document_has_every_room_on_its_floor() -> None:
-    text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    found: dict[str, int] = {}
-    floor = 0
-    for line in text[text.index("| floor |") : text.index("## One conversion")].splitlines()[2:]:
-        if line.startswith("|"):
-            number, rooms = (cell.strip() for cell in line.split("|")[1:3])
-            floor = int(number or floor)
-            found |= {room.strip("`"): floor for room in rooms.split(", ")}
-    assert found == {room: FLOOR[room] for room in {room_of(file) for file in FILES} - {"__main__"}}
+def test_the_document_lists_every_package_once_and_no_other() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert set(LAYER) == {package_of(file) for file in FILES}
     steps = text[text.index("## One conversion") : text.index("## What is known")]
     for name in set(re.findall(r"`(\w+(?:/\w+)*\.py)`", steps)):
         assert (ROOT / name).is_file() or (ROOT / "conversion" / name).is_file(), name
@@ -297,6 +290,6 @@ RULES = (faults_of, calls_beside_storage, comparisons_of_format, names_of_models
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_module_keeps_every_rule(file: str) -> None:
-    """Lower floors alone, bytes through storage, formats told apart in one room, no names of models."""
+    """Lower layers only, bytes through storage, formats told apart in one package, no names of models."""
     source = (ROOT / file).read_text(encoding="utf-8")
     assert [fault for rule in RULES for fault in rule(source, file)] == []
