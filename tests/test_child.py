@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptx.child import in_child, in_children
 from ckptx.errors import Defect, InputError
+from ckptx.processes.fork import in_child, in_children
 
 
 def late(seconds: float) -> tuple[float, int]:

@@ -35,12 +35,13 @@ def layers_of(text: str) -> dict[str, int]:
 LAYER = {**layers_of(DOCUMENT.read_text(encoding="utf-8"))}
 LAYER["__main__"] = LAYER["cli"]
 
-# Packages of one layer that may import each other: verification compares headers as diff does, and asks a forecast whether a run fits.
+# Packages that may import from their own layer: verification compares headers as diff does, and asks a forecast whether
+# a run fits.
 MEETINGS = {("verification", "difference"), ("verification", "forecasting"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
-    "architecture/meta_model", "child.py", "forecasting/", "publishing/processes.py", "robustness/", "runtime/",
+    "architecture/meta_model", "forecasting/", "processes/", "robustness/", "runtime/",
     "training/",
     "verification/budget.py", "verification/comparison.py", "verification/distances.py", "verification/divergence.py",
     "verification/execution.py", "verification/forward.py", "verification/inputs/", "verification/loaded.py",

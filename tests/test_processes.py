@@ -14,8 +14,8 @@ from support.ranks import free_port
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ckptx.errors import EnvironmentProblem, InputError, PeerFailure, Terminated
-from ckptx.publishing import processes
-from ckptx.publishing.processes import Processes
+from ckptx.processes import peers as processes
+from ckptx.processes.peers import Processes
 
 
 class Meeting:

@@ -14,8 +14,8 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.rank_names import is_file_of_many
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import ConvertOptions
+from ckptx.processes.peers import Processes
 from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
-from ckptx.publishing.processes import Processes
 from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
 from ckptx.publishing.report_file import refuse_place
 from ckptx.storage.files import FilePool

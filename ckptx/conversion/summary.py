@@ -15,7 +15,7 @@ from ckptx.conversion.sharding import Sharded, rank_rows
 from ckptx.conversion.sidecars import Sidecars
 from ckptx.conversion.tie_actions import tie_actions
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.peak_memory import peak_memory
+from ckptx.processes.peak_memory import peak_memory
 from ckptx.publishing.output_place import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport

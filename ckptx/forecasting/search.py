@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ckptx.child import in_children
 from ckptx.errors import CkptxError, Defect, UsageError
 from ckptx.forecasting.ledger import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ckptx.forecasting.ranks import Carries, ranks_of
@@ -24,6 +23,7 @@ from ckptx.forecasting.reserve import reserved
 from ckptx.forecasting.run import RankForecast
 from ckptx.forecasting.task import Task
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.processes.fork import in_children
 from ckptx.runtime.build import build_model
 from ckptx.runtime.pipeline.schedules import find_schedule
 

@@ -19,9 +19,9 @@ from ckptx.catalog.manifest_parser import parse_manifest, read_manifest
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.peak_memory import peak_memory
+from ckptx.processes.peak_memory import peak_memory
+from ckptx.processes.peers import Processes
 from ckptx.publishing.completeness import outcome_of_written
-from ckptx.publishing.processes import Processes
 from ckptx.publishing.source_contents import require_unchanged
 from ckptx.publishing.source_state import Seen, agreement, is_agreed, seen_of
 from ckptx.publishing.staging import Staging, open_staged

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ckptx.catalog.entry import TensorEntry
-from ckptx.peak_memory import peak_memory, peak_of_children
+from ckptx.processes.peak_memory import peak_memory, peak_of_children
 from ckptx.publishing.report_file import write_text
 from ckptx.wording import counted as counted
 

@@ -29,11 +29,11 @@ from pathlib import Path
 from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, SIGKILL, pthread_sigmask
 from typing import Any, NamedTuple
 
-from ckptx.child import in_child, nobodys_script
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
-from ckptx.peak_memory import peak_memory
+from ckptx.processes.fork import in_child, nobodys_script
+from ckptx.processes.launch import is_launched
+from ckptx.processes.peak_memory import peak_memory
 from ckptx.robustness.short_sockets import shorten_socket_paths
-from ckptx.runtime.launch import is_launched
 
 _NURSERY = "ckptx.robustness.nursery"
 _TASKS = "ckptx.robustness.tasks"

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.options import parse_size
+from ckptx.processes.launch import is_launched
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
 from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
@@ -22,7 +23,6 @@ from ckptx.robustness.oracles import Difference, Verdict, phase_ok, plain_number
 from ckptx.robustness.phases import Findings, Phase, chosen
 from ckptx.robustness.ranks import Ranks, Residue
 from ckptx.robustness.session import Planted, Session
-from ckptx.runtime.launch import is_launched
 from ckptx.training.recipe import Recipe
 from ckptx.training.recipe_file import find_recipe, read_recipe
 from ckptx.untrusted.remote_name import refuse_remote

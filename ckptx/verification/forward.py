@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.forecasting.measured import measured
-from ckptx.peak_memory import peak_memory
+from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.distributed import Process, alone, data_index, everywhere, mesh_of, process_group, together, told

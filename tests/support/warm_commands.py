@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptx.child import nobodys_script
+from ckptx.processes.fork import nobodys_script
 from ckptx.robustness.commands import Ended, _last_lines
 from ckptx.robustness.short_sockets import shorten_socket_paths
 
