@@ -9,16 +9,16 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.counting import parameters_of
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.fit import fit_noted
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.duplicates import second_namings
 from ckptx.mapping.models import below
+from ckptx.model_view.config_check import fit_noted
+from ckptx.model_view.parameter_count import parameters_of
+from ckptx.model_view.view import ModelView, SeveralModels, rules_of, trainer_rules, view_model_under
 from ckptx.report.documents.comparison import DiffReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
-from ckptx.view import ModelView, SeveralModels, rules_of, trainer_rules, view_model_under
 from ckptx.wording import counted, first_of
 
 

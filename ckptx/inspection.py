@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.counting import aliases_of, parameters_of
 from ckptx.errors import EnvironmentProblem, UsageError
-from ckptx.fit import fit_noted
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
+from ckptx.model_view.config_check import fit_noted
+from ckptx.model_view.parameter_count import aliases_of, parameters_of
+from ckptx.model_view.view import ModelView, manifest_beside, view_model
 from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
-from ckptx.view import ModelView, manifest_beside, view_model
 
 
 def inspect(
@@ -125,7 +125,7 @@ def _with_layout(
     report: InspectionReport, view: ModelView, names: list[str], ranks: bool, html: str | Path | None, log: Log
 ) -> InspectionReport:
     """The report with which rank or file holds what of the tensors `names`; draws the page."""
-    from ckptx.ranks import mesh_of, survey  # a look at the headers needs none of this
+    from ckptx.model_view.rank_layout import mesh_of, survey  # a look at the headers needs none of this
     from ckptx.report.ranks import layout_of, rank_rows
 
     catalog = view.catalog

@@ -25,8 +25,8 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
 from ckptx.errors import InputError
-from ckptx.fit import Fit, fit_of
-from ckptx.view import view_model
+from ckptx.model_view.config_check import Fit, fit_of
+from ckptx.model_view.view import view_model
 from tests.writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
 EACH = slow_but(EVERY, RECIPES)

@@ -14,7 +14,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, whole
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.ranks import Layout, layer_of, mesh_of, rank_of, spans, spans_text, survey
+from ckptx.model_view.rank_layout import Layout, layer_of, mesh_of, rank_of, spans, spans_text, survey
 from tests.formats.stock_goldens import GOLDENS
 from tests.writers import LLAMA, llama, write_hf
 

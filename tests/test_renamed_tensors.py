@@ -12,9 +12,9 @@ import ckptx
 from ckptx.catalog.region import whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
+from ckptx.model_view.view import locate_all, view_model
 from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
-from ckptx.view import locate_all, view_model
 from tests.transfer.test_stream import Collect
 from tests.writers import LLAMA, Value, tree_bytes, value, write_dcp, write_hf
 

@@ -18,7 +18,7 @@ from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.rules import NameRules
-from ckptx.sharding import ShardedModel, Sharder, placement_of, plan_of, read_plan
+from ckptx.model_view.sharder import ShardedModel, Sharder, placement_of, plan_of, read_plan
 
 Shape = tuple[int, ...]
 

@@ -18,8 +18,8 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.fit import Fit, fit_of
-from ckptx.view import view_model
+from ckptx.model_view.config_check import Fit, fit_of
+from ckptx.model_view.view import view_model
 
 # Equal sizes, so that only names tell the classes from each other.
 SIZES: dict[str, Any] = {

@@ -17,8 +17,8 @@ import pytest
 from ckptx.conversion.base import _open_base
 from ckptx.errors import CkptxError
 from ckptx.formats.registry import open_checkpoint
+from ckptx.model_view.sharder import read_plan
 from ckptx.options import ConvertOptions
-from ckptx.sharding import read_plan
 from ckptx.storage.files import read_small
 from tests.writers import llama, write_dcp, write_hf
 

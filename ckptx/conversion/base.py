@@ -18,11 +18,11 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST, look_around
+from ckptx.model_view.view import manifest_beside
 from ckptx.options import ConvertOptions
 from ckptx.publishing.output_place import refuse_overlap
 from ckptx.publishing.replacing import refuse_files_of
 from ckptx.storage.files import identities
-from ckptx.view import manifest_beside
 
 # What a conversion does without a config: go on, go on where a manifest says that there was none, refuse.
 Need = Literal["none", "unless remembered", "config"]

@@ -9,7 +9,7 @@ from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.restoring import Chosen, Remembered, remember
 from ckptx.conversion.target import share
-from ckptx.view import ModelView
+from ckptx.model_view.view import ModelView
 
 
 def choose_tensors(opened: Opened, base: Base, view: ModelView, ties: Ties, output: OutputFormat) -> Chosen:

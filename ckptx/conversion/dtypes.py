@@ -15,8 +15,8 @@ from ckptx.conversion.target import Target
 from ckptx.errors import UsageError
 from ckptx.mapping.config import dequantized, dtype_edits, dtypes_in, is_held, widened
 from ckptx.mapping.dtypes import base_targets, cast_targets
+from ckptx.model_view.view import ModelView, rules_of
 from ckptx.report.report import counted
-from ckptx.view import ModelView, rules_of
 from ckptx.wording import first_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks
 from ckptx.catalog.manifest import RANK_ORDER, SCHEMA, OriginalFiles
-from ckptx.sharding import ShardedModel
+from ckptx.model_view.sharder import ShardedModel
 from ckptx.version import __version__
 
 

@@ -10,12 +10,11 @@ from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import BytesEntry
 from ckptx.conversion.base import Base
 from ckptx.conversion.opening import Opened
-from ckptx.counting import leaders_of, parameters_decided
 from ckptx.errors import InputError
-from ckptx.fit import Fit, fit_of
 from ckptx.mapping.names import is_trainer_state
-from ckptx.report.report import counted, human_bytes
-from ckptx.view import (
+from ckptx.model_view.config_check import Fit, fit_of
+from ckptx.model_view.parameter_count import leaders_of, parameters_decided
+from ckptx.model_view.view import (
     ModelView,
     compare_replicas,
     decide_ties,
@@ -24,6 +23,7 @@ from ckptx.view import (
     settle_duplicates,
     view_model,
 )  # fmt: skip
+from ckptx.report.report import counted, human_bytes
 
 
 @dataclass(frozen=True, slots=True)

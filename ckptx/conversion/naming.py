@@ -10,7 +10,7 @@ from ckptx.architecture.trainer_naming import torchtitan
 from ckptx.conversion.target import Target
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rules import NameRules, Renamed
-from ckptx.view import ModelView, rules_of, trainer_rules
+from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 
 
 @dataclass(frozen=True, slots=True)

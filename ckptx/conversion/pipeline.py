@@ -23,13 +23,13 @@ from ckptx.conversion.sharding import Sharded, shard
 from ckptx.conversion.sidecars import carry
 from ckptx.conversion.summary import Found, report_of
 from ckptx.conversion.training_state import TrainingState, carry_state
+from ckptx.model_view.view import compare_replicas
 from ckptx.publishing.publish import Job, publish
 from ckptx.publishing.replacing import refuse_foreign
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
-from ckptx.view import compare_replicas
 
 _logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from ckptx.formats.hf.reader import read_json
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
+from ckptx.model_view.view import ModelView, manifest_beside, rules_of
 from ckptx.storage.files import read_small
 from ckptx.transfer.digest import digest_bytes
 from ckptx.untrusted.limits import METADATA_BYTES
-from ckptx.view import ModelView, manifest_beside, rules_of
 
 _CONFIG = "config.json"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptx.catalog.entry import TensorEntry
+from ckptx.model_view.sharder import ShardedModel
 from ckptx.report.report import human_bytes
-from ckptx.sharding import ShardedModel
 from ckptx.wording import counted
 
 _SMALL_SHARE = 0.5  # of the bytes; what TP shards less of is rarely what was meant

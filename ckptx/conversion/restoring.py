@@ -18,7 +18,7 @@ from ckptx.formats.hf.layout import HuggingFaceLayout
 from ckptx.formats.hf.original_files import remember as remember_files
 from ckptx.formats.hf.original_files import restore
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.view import ModelView, manifest_beside, rules_of, trainer_rules
+from ckptx.model_view.view import ModelView, manifest_beside, rules_of, trainer_rules
 
 
 @dataclass(frozen=True, slots=True)

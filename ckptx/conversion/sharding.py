@@ -12,9 +12,9 @@ from ckptx.conversion.target import Target
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
+from ckptx.model_view.sharder import ShardedModel, Sharder, plan_of, read_plan
+from ckptx.model_view.view import ModelView
 from ckptx.options import ConvertOptions
-from ckptx.sharding import ShardedModel, Sharder, plan_of, read_plan
-from ckptx.view import ModelView
 from ckptx.wording import counted, first_of
 
 

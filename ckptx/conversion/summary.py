@@ -15,13 +15,13 @@ from ckptx.conversion.sharding import Sharded, rank_rows
 from ckptx.conversion.sidecars import Sidecars
 from ckptx.conversion.tie_actions import tie_actions
 from ckptx.formats.sidecars import MANIFEST
+from ckptx.model_view.view import tie_rows
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.publishing.output_place import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import LARGEST_RANK, THIS_PROCESS, Log, human_bytes
 from ckptx.transfer.executor import Outcome
-from ckptx.view import tie_rows
 from ckptx.wording import counted
 
 

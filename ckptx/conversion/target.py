@@ -9,7 +9,7 @@ from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import InputError
-from ckptx.view import ModelView
+from ckptx.model_view.view import ModelView
 
 
 @dataclass(frozen=True, slots=True)

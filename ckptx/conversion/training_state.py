@@ -14,11 +14,11 @@ from ckptx.catalog.region import whole
 from ckptx.conversion.sharding import Sharded
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.state_names import Owners, State, refuse_indices
-from ckptx.sharding import ShardedModel
+from ckptx.model_view.sharder import ShardedModel
+from ckptx.model_view.view import ModelView
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.stream import TensorReader
-from ckptx.view import ModelView
 from ckptx.wording import counted
 
 Place = tuple[int, tuple[Block, ...]]

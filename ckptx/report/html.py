@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
-from ckptx.ranks import Group, Holder, Layout, spans, spans_text
+from ckptx.model_view.rank_layout import Group, Holder, Layout, spans, spans_text
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
 from ckptx.report.page import asset, escape, page

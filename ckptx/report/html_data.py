@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region
-from ckptx.ranks import Group, Layout, Sharding, distinct, spans_text
+from ckptx.model_view.rank_layout import Group, Layout, Sharding, distinct, spans_text
 
 _WIDTH, _HEIGHT = 48, 32  # of a small picture
 _MOST_THUMBNAIL = 64  # rectangles in it

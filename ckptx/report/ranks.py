@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckptx.ranks import Holder, Layout, spans, spans_text
+from ckptx.model_view.rank_layout import Holder, Layout, spans, spans_text
 from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import counted, human_bytes
 

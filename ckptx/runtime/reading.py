@@ -21,11 +21,7 @@ from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.rules import Renamed
-from ckptx.runtime.ledger import OPTIMIZER, OTHER_STATE, UNKNOWN
-from ckptx.storage.files import FilePool
-from ckptx.transfer.digest_sink import stream_as
-from ckptx.transfer.stream import TensorReader
-from ckptx.view import (
+from ckptx.model_view.view import (
     ModelView,
     decide_ties,
     locate_payloads,
@@ -35,6 +31,10 @@ from ckptx.view import (
     view_model,
     view_model_under,
 )  # fmt: skip
+from ckptx.runtime.ledger import OPTIMIZER, OTHER_STATE, UNKNOWN
+from ckptx.storage.files import FilePool
+from ckptx.transfer.digest_sink import stream_as
+from ckptx.transfer.stream import TensorReader
 
 _BAND = 4 << 20  # bytes that are staged at a time where a tensor cannot be filled in place
 _MAX_STRIDED = 32 << 20  # bytes a reader may hold for a tensor that is not stored row-major

@@ -12,12 +12,13 @@ from typing import Any
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.counting import parameters_of
 from ckptx.difference import TiedNames, differing_headers, in_common_names, seen_together
 from ckptx.errors import UsageError
-from ckptx.fit import fit_noted
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
+from ckptx.model_view.config_check import fit_noted
+from ckptx.model_view.parameter_count import parameters_of
+from ckptx.model_view.view import ModelView, compare_replicas, locate_all, locate_payloads, settle_duplicates
 from ckptx.options import default_workers
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
@@ -27,7 +28,6 @@ from ckptx.transfer.digest import LEAF
 from ckptx.transfer.digest_sink import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
 from ckptx.verification.state_pairs import has_state, not_compared, notes_on_objects, pair_state
-from ckptx.view import ModelView, compare_replicas, locate_all, locate_payloads, settle_duplicates
 from ckptx.wording import first_of
 
 _BUFFER = 1 << 20

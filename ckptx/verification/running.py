@@ -15,11 +15,11 @@ from ckptx.difference import seen_together
 from ckptx.errors import PeerFailure, UsageError, missing_package
 from ckptx.formats.registry import open_checkpoint
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.model_view.sharder import read_plan
 from ckptx.options import parse_size
 from ckptx.processes.launch import is_launched, is_launched_by_us, launch
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
-from ckptx.sharding import read_plan
 from ckptx.verification.arguments import CHOICES
 from ckptx.verification.fitting import peak_that_fits
 

@@ -13,8 +13,8 @@ from typing import Any
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.difference import TiedNames, difference_of
 from ckptx.mapping.state_names import Owners, State
+from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.storage.files import FilePool
-from ckptx.view import ModelView, rules_of, trainer_rules
 from ckptx.wording import counted, first_of
 
 _PIECE = 1 << 20  # bytes of an object that are read at once

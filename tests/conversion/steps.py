@@ -10,8 +10,8 @@ from typing import Any
 from ckptx.conversion.base import Need, find_base
 from ckptx.conversion.model import see_model, settle_ties
 from ckptx.conversion.opening import Opened, opened
+from ckptx.model_view.view import ModelView
 from ckptx.options import ConvertOptions
-from ckptx.view import ModelView
 from tests.writers import LLAMA
 
 CONFIG: dict[str, Any] = {

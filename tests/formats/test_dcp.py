@@ -19,11 +19,11 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import ArchivedChunks
 from ckptx.catalog.region import Region, whole
-from ckptx.counting import aliases_of
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import emit_metadata
 from ckptx.formats.dcp.reader import open_dcp, open_payloads
+from ckptx.model_view.parameter_count import aliases_of
 from ckptx.storage.files import FilePool
 from tests import writers
 from tests.formats.stock_goldens import (

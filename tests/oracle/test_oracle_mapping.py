@@ -22,8 +22,8 @@ from support.stock_outputs import fingerprint
 
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
+from ckptx.model_view.view import ModelView, locate_payloads
 from ckptx.runtime.reading import Reading, open_source
-from ckptx.view import ModelView, locate_payloads
 
 FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2", "mixtral", "llava")
 

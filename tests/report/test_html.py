@@ -19,7 +19,7 @@ from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
-from ckptx.ranks import Layout, Shard, Sharding, mesh_of, survey
+from ckptx.model_view.rank_layout import Layout, Shard, Sharding, mesh_of, survey
 from ckptx.report.html import layout_page
 from ckptx.report.html_data import axes_of, colors_of, cut_text, name_of
 from ckptx.report.report import count_dtypes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.ranks import Holder, Layout
+from ckptx.model_view.rank_layout import Holder, Layout
 from ckptx.report.ranks import layout_of, ranges_text, rank_rows
 from ckptx.report.text import inspect_text
 from tests.report.made import inspected

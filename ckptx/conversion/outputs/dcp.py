@@ -19,7 +19,7 @@ from ckptx.conversion.written import check_dcp
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame
-from ckptx.view import ModelView
+from ckptx.model_view.view import ModelView
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from ckptx.architecture.names_found import FoundNames, find_names
 from ckptx.errors import UsageError
 from ckptx.mapping.models import below
 from ckptx.mapping.names import is_optimizer, is_trainer_state
+from ckptx.model_view.view import ModelView
 from ckptx.untrusted.limits import NAME_LENGTH
-from ckptx.view import ModelView
 
 
 def refuse_unreadable_prefix(prefix: str, names: Collection[str], view: ModelView) -> None:

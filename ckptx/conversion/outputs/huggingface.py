@@ -23,8 +23,8 @@ from ckptx.conversion.written import check_digests, check_huggingface
 from ckptx.formats.dcp.megatron import COMMON_FILE, without_backend
 from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.hf_metadata import FILES
+from ckptx.model_view.view import ModelView, has_model_names
 from ckptx.transfer.executor import Outcome
-from ckptx.view import ModelView, has_model_names
 from ckptx.wording import counted, first_of
 
 

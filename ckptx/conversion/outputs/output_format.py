@@ -18,9 +18,9 @@ from ckptx.conversion.opening import Opened
 from ckptx.conversion.restoring import Restored, Restoring
 from ckptx.conversion.sharding import Sharded
 from ckptx.conversion.training_state import TrainingState
+from ckptx.model_view.view import ModelView
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.plan import FrameOf
-from ckptx.view import ModelView
 
 
 @dataclass(frozen=True, slots=True)

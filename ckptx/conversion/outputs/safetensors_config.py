@@ -11,7 +11,7 @@ from ckptx.conversion.model import Ties
 from ckptx.conversion.naming import Named
 from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import ConfigEdits, float_edits
-from ckptx.view import ModelView
+from ckptx.model_view.view import ModelView
 
 
 def safetensors_edits(opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:

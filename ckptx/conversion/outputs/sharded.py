@@ -20,7 +20,7 @@ from ckptx.conversion.outputs.safetensors_config import safetensors_edits
 from ckptx.conversion.written import check_sharded
 from ckptx.formats.dcp.megatron import without_backend
 from ckptx.formats.sharded import layout as sharded_layout
-from ckptx.view import ModelView
+from ckptx.model_view.view import ModelView
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.view import ModelView
+from ckptx.model_view.view import ModelView
 
 if TYPE_CHECKING:
     from ckptx.architecture.tied import TieDecision

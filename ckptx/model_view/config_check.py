@@ -30,8 +30,8 @@ from ckptx.mapping.name_index import fill, indices_of
 from ckptx.mapping.names import parted, pattern_of
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules
+from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.untrusted.limits import INDEX
-from ckptx.view import ModelView, rules_of, trainer_rules
 from ckptx.wording import counted, first_of
 
 _BYTE = BY_NAME["U8"]
