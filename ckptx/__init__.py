@@ -13,9 +13,9 @@ from ckptx.version import __version__
 
 if TYPE_CHECKING:
     from ckptx import errors
+    from ckptx.comparison.headers import diff
     from ckptx.conversion.convert import convert
     from ckptx.conversion.reshard import reshard
-    from ckptx.difference import diff
     from ckptx.forecasting.forecast import forecast
     from ckptx.formats.registry import open_checkpoint
     from ckptx.inspection import inspect
@@ -29,7 +29,7 @@ __all__ = [
 
 _HOMES = {
     "convert": "ckptx.conversion.convert",
-    "diff": "ckptx.difference",
+    "diff": "ckptx.comparison.headers",
     "errors": "ckptx.errors",
     "forecast": "ckptx.forecasting.forecast",
     "inspect": "ckptx.inspection",

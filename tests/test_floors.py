@@ -37,7 +37,7 @@ LAYER["__main__"] = LAYER["cli"]
 
 # Packages that may import from their own layer: verification compares headers as diff does, and asks a forecast whether
 # a run fits.
-MEETINGS = {("verification", "difference"), ("verification", "forecasting"), ("__main__", "cli")}
+MEETINGS = {("verification", "forecasting"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
@@ -123,7 +123,7 @@ def test_only_who_plants_faults_knows_them() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [
-        ("storage/x.py", "from ckptx.cli.main import main", "storage (layer 3) imports cli (layer 13)"),
+        ("storage/x.py", "from ckptx.cli.main import main", "storage (layer 3) imports cli (layer 14)"),
         ("formats/x.py", "import ckptx.transfer.plan", "formats (layer 6) imports transfer (layer 6)"),
         ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
         ("storage/x.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),
@@ -131,16 +131,16 @@ def test_only_who_plants_faults_knows_them() -> None:
         ("catalog/x.py", "from ckptx import publishing", "imports publishing"),
         ("catalog/x.py", "from ..formats import dcp", "imports formats"),
         ("catalog/x.py", "from ckptx import inspect", "ckptx.inspect, which is in no layer"),
-        ("difference.py", "from ckptx.verification.bits import verify", "imports verification"),
+        ("comparison/x.py", "from ckptx.verification.side import Side", "imports verification"),
         (
             "transfer/x.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ckptx.model_view.view",
-            "imports view",
+            "imports model_view",
         ),
         ("formats/x.py", "import torch", "imports torch"),
         ("cli/x.py", "def f():\n    from transformers.models import llama", "imports transformers"),
         ("architecture/table.py", "import torch.nn as nn", "imports torch"),
-        ("verification/bits.py", "import torch", "imports torch"),
+        ("comparison/contents.py", "import torch", "imports torch"),
         ("helpers.py", "", "is in no layer"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_planted_import_is_found(file: str, source: str, fault: str) -> None:
             "from ckptx.formats.dcp.reader import open_dcp\nfrom . import dcp\nfrom .dcp.reader import open_dcp",
         ),
         ("publishing/x.py", "from ckptx.storage.files import write_at"),
-        ("verification/bits.py", "from ckptx.difference import diff"),
+        ("comparison/contents.py", "from ckptx.comparison.headers import diff"),
         ("architecture/meta_model.py", "import torch\nfrom transformers import AutoConfig"),
         ("cli/x.py", "from ckptx.conversion.convert import convert\nimport os, numpy"),
     ],

@@ -24,7 +24,7 @@ from ckptx.cli.output import Output
 @with_global_options
 def command(a: str, b: str, prefix: str | None, as_json: bool, **hub: str | None) -> int:
     """Compare names, shapes, dtypes and ties of two checkpoints of any format. Reads headers, no tensor data."""
-    from ckptx.difference import diff
+    from ckptx.comparison.headers import diff
     from ckptx.report.text import diff_text
 
     return Output(as_json=as_json).run("diff", lambda log: diff(a, b, prefix=prefix, **hub), diff_text)

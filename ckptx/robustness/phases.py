@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.architecture.find import find_architecture
+from ckptx.comparison.contents import verify
 from ckptx.conversion.convert import convert
 from ckptx.conversion.reshard import reshard
 from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
@@ -41,7 +42,6 @@ from ckptx.robustness.session import DRAWS, Session, of_steps
 from ckptx.robustness.stored_items import items_of
 from ckptx.training.checkpoints import LATEST
 from ckptx.training.recipe import ChecksBlock, LayoutBlock, Recipe
-from ckptx.verification.bits import verify
 
 _DEFAULTS = ChecksBlock()
 _OF_NO_RANK = ("scheduler", "step", "samples", "rate")  # what is the same on every mesh

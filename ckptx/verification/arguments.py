@@ -26,7 +26,7 @@ CHOICES = {
 
 
 class BytesArguments(TypedDict, total=False):
-    """Of comparing the bytes, see `ckptx.verification.bits.verify`."""
+    """Of comparing the bytes, see `ckptx.comparison.contents.verify`."""
 
     dtype: Dtype | None
     prefix: str | None

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptx.comparison.stored_dtypes import dtype_notes
 from ckptx.forecasting.measured import measured
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
@@ -40,7 +41,6 @@ from ckptx.verification.reference import Running, reference_of
 from ckptx.verification.run_report import report_of, rows_of_unread, worst_by_tensor
 from ckptx.verification.side import RunOptions, Seen, both_sides, stored_dtypes_of
 from ckptx.verification.staging import stage_of, stage_the
-from ckptx.verification.stored_dtypes import dtype_notes
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:

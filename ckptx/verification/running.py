@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.difference import seen_together
+from ckptx.comparison.headers import seen_together
 from ckptx.errors import PeerFailure, UsageError, missing_package
 from ckptx.formats.registry import open_checkpoint
 from ckptx.layout.parallel_dims import ParallelDims

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ckptx.comparison.stored_dtypes import dtype_differences
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.layout.parallel_dims import ParallelDims
@@ -32,7 +33,6 @@ from ckptx.verification.execution import tokens_used
 from ckptx.verification.inputs import windows
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 from ckptx.verification.routing import Routing, routing_of, steer
-from ckptx.verification.stored_dtypes import dtype_differences
 
 _ROWS = 2  # of each batch
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -73,7 +73,7 @@ def verify(
         from ckptx.verification.running import verify_running
 
         return verify_running(paths[0], paths[1], **given)
-    from ckptx.verification.bits import verify as verify_bits
+    from ckptx.comparison.contents import verify as verify_bits
 
     return verify_bits(paths[0], paths[1], **given)
 

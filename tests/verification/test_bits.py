@@ -16,10 +16,10 @@ from writers import LLAMA, Value, array, llama, part, value, write_dcp, write_hf
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region
+from ckptx.comparison import contents as bits
+from ckptx.comparison.contents import verify
 from ckptx.errors import InputError, UsageError
 from ckptx.transfer.digest import LEAF
-from ckptx.verification import bits
-from ckptx.verification.bits import verify
 
 
 def located(dtype: str, shape: tuple[int, ...], a: bytes, b: bytes, block: int = 0) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
 import ckptx
 from ckptx.catalog.entry import BytesEntry
-from ckptx.verification.bits import VerifyReport, verify
-from ckptx.verification.state_pairs import notes_on_objects
+from ckptx.comparison.contents import VerifyReport, verify
+from ckptx.comparison.optimizer_state import notes_on_objects
 
 CONFIG = {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 16}
 TIED = {**CONFIG, "tie_word_embeddings": True}

@@ -15,7 +15,7 @@ from ckptx.architecture.table import lookup
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.verification.stored_dtypes import dtype_differences, dtype_notes
+from ckptx.comparison.stored_dtypes import dtype_differences, dtype_notes
 from tests.writers import LLAMA, llama, write_hf
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import ckptx
+from ckptx.comparison import contents as bits
 from ckptx.errors import InputError, UsageError
-from ckptx.verification import bits, running
+from ckptx.verification import running
 
 
 @pytest.fixture

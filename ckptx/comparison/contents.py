@@ -12,7 +12,8 @@ from typing import Any
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.difference import TiedNames, differing_headers, in_common_names, seen_together
+from ckptx.comparison.headers import TiedNames, differing_headers, in_common_names, seen_together
+from ckptx.comparison.optimizer_state import has_state, not_compared, notes_on_objects, pair_state
 from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
@@ -27,7 +28,6 @@ from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.digest_sink import digest_of, stream_as
 from ckptx.transfer.stream import TensorReader
-from ckptx.verification.state_pairs import has_state, not_compared, notes_on_objects, pair_state
 from ckptx.wording import first_of
 
 _BUFFER = 1 << 20

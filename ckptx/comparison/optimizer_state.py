@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptx.catalog.entry import BytesEntry, TensorEntry
-from ckptx.difference import TiedNames, difference_of
+from ckptx.comparison.headers import TiedNames, difference_of
 from ckptx.mapping.state_names import Owners, State
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.storage.files import FilePool
