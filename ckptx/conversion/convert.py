@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptx.conversion.base import Need
-from ckptx.conversion.opening import Progress, opened
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.pipeline import convert_opened
+from ckptx.conversion.steps.base import Need
+from ckptx.conversion.steps.opening import Progress, opened
 from ckptx.errors import UsageError
 from ckptx.options import ConvertArguments, ConvertOptions
 from ckptx.report.documents.conversion import ConversionReport

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import logging
 
-from ckptx.conversion.base import Need, find_base
-from ckptx.conversion.cast_losses import refuse_overflow
-from ckptx.conversion.choosing import choose_tensors
-from ckptx.conversion.dtypes import cast_tensors
-from ckptx.conversion.ledger import settle_ledger
-from ckptx.conversion.model import LeftBehind, hold_against_config, refuse_without_model, see_model, settle_ties
-from ckptx.conversion.opening import Opened, Progress
 from ckptx.conversion.outputs.output_format import ConfigEdits, Contents, OutputFormat
-from ckptx.conversion.recorded_config import check_recorded_config
-from ckptx.conversion.sharding import Sharded, shard
-from ckptx.conversion.sidecars import carry
-from ckptx.conversion.summary import Found, report_of
-from ckptx.conversion.training_state import TrainingState, carry_state
+from ckptx.conversion.steps.base import Need, find_base
+from ckptx.conversion.steps.cast_losses import refuse_overflow
+from ckptx.conversion.steps.choosing import choose_tensors
+from ckptx.conversion.steps.dtypes import cast_tensors
+from ckptx.conversion.steps.ledger import settle_ledger
+from ckptx.conversion.steps.model import LeftBehind, hold_against_config, refuse_without_model, see_model, settle_ties
+from ckptx.conversion.steps.opening import Opened, Progress
+from ckptx.conversion.steps.recorded_config import check_recorded_config
+from ckptx.conversion.steps.sharding import Sharded, shard
+from ckptx.conversion.steps.sidecars import carry
+from ckptx.conversion.steps.summary import Found, report_of
+from ckptx.conversion.steps.training_state import TrainingState, carry_state
 from ckptx.model_view.view import compare_replicas
 from ckptx.publishing.publish import Job, publish
 from ckptx.publishing.replacing import refuse_foreign

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptx.conversion.opening import Progress, opened
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
 from ckptx.conversion.pipeline import convert_opened
+from ckptx.conversion.steps.opening import Progress, opened
 from ckptx.options import ConvertArguments, ConvertOptions
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log, Stopwatch

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.ranks import finish, start
 
 import ckptx
-from ckptx.conversion import opening
+from ckptx.conversion.steps import opening
 from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
 from ckptx.formats.dcp import reader as dcp
 from ckptx.formats.hf import reader as huggingface

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptx.conversion.base import Need, find_base
-from ckptx.conversion.model import see_model, settle_ties
-from ckptx.conversion.opening import Opened, opened
+from ckptx.conversion.steps.base import Need, find_base
+from ckptx.conversion.steps.model import see_model, settle_ties
+from ckptx.conversion.steps.opening import Opened, opened
 from ckptx.model_view.view import ModelView
 from ckptx.options import ConvertOptions
 from tests.writers import LLAMA

@@ -14,21 +14,21 @@ import pytest
 import ckptx
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.form import FORMS
-from ckptx.conversion.base import find_base
-from ckptx.conversion.choosing import choose_tensors
-from ckptx.conversion.dtypes import cast_tensors
-from ckptx.conversion.ledger import settle_ledger
-from ckptx.conversion.model import hold_against_config, leave_state_behind, refuse_without_model, see_model
-from ckptx.conversion.naming import rename
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
-from ckptx.conversion.restoring import remember, restore_original
-from ckptx.conversion.sharding import Sharded, rank_rows, shard
-from ckptx.conversion.sidecars import carry
-from ckptx.conversion.target import Target, share
-from ckptx.conversion.training_state import carry_state
+from ckptx.conversion.steps.base import find_base
+from ckptx.conversion.steps.choosing import choose_tensors
+from ckptx.conversion.steps.dtypes import cast_tensors
+from ckptx.conversion.steps.ledger import settle_ledger
+from ckptx.conversion.steps.model import hold_against_config, leave_state_behind, refuse_without_model, see_model
+from ckptx.conversion.steps.naming import rename
+from ckptx.conversion.steps.restoring import remember, restore_original
+from ckptx.conversion.steps.sharding import Sharded, rank_rows, shard
+from ckptx.conversion.steps.sidecars import carry
+from ckptx.conversion.steps.target import Target, share
+from ckptx.conversion.steps.training_state import carry_state
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from tests.conversion.steps import CONFIG, TIED, decided, frozen, source, viewed

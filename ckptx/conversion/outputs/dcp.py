@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckptx.conversion.base import Base
-from ckptx.conversion.dtypes import Cast, lossless_edits
-from ckptx.conversion.manifest import manifest_of
-from ckptx.conversion.model import LeftBehind, Ties, leave_state_behind
-from ckptx.conversion.naming import Named
-from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, lay_out
 from ckptx.conversion.outputs.dcp_prefix import refuse_unreadable_prefix
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat, float_edits
-from ckptx.conversion.written import check_dcp
+from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.dtypes import Cast, lossless_edits
+from ckptx.conversion.steps.manifest import manifest_of
+from ckptx.conversion.steps.model import LeftBehind, Ties, leave_state_behind
+from ckptx.conversion.steps.naming import Named
+from ckptx.conversion.steps.opening import Opened
+from ckptx.conversion.steps.written import check_dcp
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame

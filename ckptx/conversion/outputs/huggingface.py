@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.conversion.base import Base, no_config
-from ckptx.conversion.dtypes import Cast
-from ckptx.conversion.manifest import manifest_of
-from ckptx.conversion.model import LeftBehind, Ties, leave_state_behind
-from ckptx.conversion.naming import Named
-from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
-from ckptx.conversion.reordered import check_reordered
-from ckptx.conversion.restoring import Restoring, restore_original
-from ckptx.conversion.target import Target
-from ckptx.conversion.written import check_digests, check_huggingface
+from ckptx.conversion.steps.base import Base, no_config
+from ckptx.conversion.steps.dtypes import Cast
+from ckptx.conversion.steps.manifest import manifest_of
+from ckptx.conversion.steps.model import LeftBehind, Ties, leave_state_behind
+from ckptx.conversion.steps.naming import Named
+from ckptx.conversion.steps.opening import Opened
+from ckptx.conversion.steps.reordered import check_reordered
+from ckptx.conversion.steps.restoring import Restoring, restore_original
+from ckptx.conversion.steps.target import Target
+from ckptx.conversion.steps.written import check_digests, check_huggingface
 from ckptx.formats.dcp.megatron import COMMON_FILE, without_backend
 from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.hf_metadata import FILES

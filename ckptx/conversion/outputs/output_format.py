@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.manifest import OriginalFiles
-from ckptx.conversion.base import Base
-from ckptx.conversion.dtypes import Cast, quantization_edits
-from ckptx.conversion.model import LeftBehind, Ties
-from ckptx.conversion.naming import Named, Naming
-from ckptx.conversion.opening import Opened
-from ckptx.conversion.restoring import Restored, Restoring
-from ckptx.conversion.sharding import Sharded
-from ckptx.conversion.training_state import TrainingState
+from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.dtypes import Cast, quantization_edits
+from ckptx.conversion.steps.model import LeftBehind, Ties
+from ckptx.conversion.steps.naming import Named, Naming
+from ckptx.conversion.steps.opening import Opened
+from ckptx.conversion.steps.restoring import Restored, Restoring
+from ckptx.conversion.steps.sharding import Sharded
+from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.plan import FrameOf

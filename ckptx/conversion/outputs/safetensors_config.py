@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ckptx.architecture.tied import config_edits
-from ckptx.conversion.base import Base
-from ckptx.conversion.dtypes import Cast, lossless_edits
-from ckptx.conversion.model import Ties
-from ckptx.conversion.naming import Named
-from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import ConfigEdits, float_edits
+from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.dtypes import Cast, lossless_edits
+from ckptx.conversion.steps.model import Ties
+from ckptx.conversion.steps.naming import Named
+from ckptx.conversion.steps.opening import Opened
 from ckptx.model_view.view import ModelView
 
 

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckptx.conversion.base import Base
-from ckptx.conversion.dtypes import Cast
-from ckptx.conversion.manifest import manifest_of
-from ckptx.conversion.model import LeftBehind, Ties, leave_state_behind
-from ckptx.conversion.naming import Named
-from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
-from ckptx.conversion.written import check_sharded
+from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.dtypes import Cast
+from ckptx.conversion.steps.manifest import manifest_of
+from ckptx.conversion.steps.model import LeftBehind, Ties, leave_state_behind
+from ckptx.conversion.steps.naming import Named
+from ckptx.conversion.steps.opening import Opened
+from ckptx.conversion.steps.written import check_sharded
 from ckptx.formats.dcp.megatron import without_backend
 from ckptx.formats.sharded import layout as sharded_layout
 from ckptx.model_view.view import ModelView

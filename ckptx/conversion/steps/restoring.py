@@ -11,8 +11,8 @@ from pathlib import Path
 from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.manifest import Manifest, OriginalFiles, TensorRecord
-from ckptx.conversion.naming import Named, rename
-from ckptx.conversion.target import Target
+from ckptx.conversion.steps.naming import Named, rename
+from ckptx.conversion.steps.target import Target
 from ckptx.errors import InputError
 from ckptx.formats.hf.layout import HuggingFaceLayout
 from ckptx.formats.hf.original_files import remember as remember_files

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.conversion.sharding import Sharded
+from ckptx.conversion.steps.sharding import Sharded
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.state_names import Owners, State, refuse_indices
 from ckptx.model_view.sharder import ShardedModel

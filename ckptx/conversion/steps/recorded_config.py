@@ -14,8 +14,8 @@ from typing import Any
 
 from ckptx.architecture.trainer_naming.detect import trainer_naming_of
 from ckptx.catalog.manifest import Manifest
-from ckptx.conversion.base import Base
-from ckptx.conversion.naming import Named
+from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.naming import Named
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import read_json

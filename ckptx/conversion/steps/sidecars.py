@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptx.conversion.base import Base
+from ckptx.conversion.steps.base import Base
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.links import leading_out
 from ckptx.formats.sidecars import QUANTIZATION_FILES

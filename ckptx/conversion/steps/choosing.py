@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckptx.conversion.base import Base
-from ckptx.conversion.model import Ties, wrapper_notes
-from ckptx.conversion.naming import rename
-from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import OutputFormat
-from ckptx.conversion.restoring import Chosen, Remembered, remember
-from ckptx.conversion.target import share
+from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.model import Ties, wrapper_notes
+from ckptx.conversion.steps.naming import rename
+from ckptx.conversion.steps.opening import Opened
+from ckptx.conversion.steps.restoring import Chosen, Remembered, remember
+from ckptx.conversion.steps.target import share
 from ckptx.model_view.view import ModelView
 
 

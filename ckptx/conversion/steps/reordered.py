@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
-from ckptx.conversion.restoring import Restored
-from ckptx.conversion.written import changed_since
+from ckptx.conversion.steps.restoring import Restored
+from ckptx.conversion.steps.written import changed_since
 from ckptx.errors import CkptxError
 from ckptx.options import ConvertOptions
 from ckptx.storage.files import FilePool

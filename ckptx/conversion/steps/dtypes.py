@@ -8,10 +8,10 @@ from typing import Any
 
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
-from ckptx.conversion.base import Base
-from ckptx.conversion.naming import Named, Naming
-from ckptx.conversion.restoring import kept_manifest
-from ckptx.conversion.target import Target
+from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.naming import Named, Naming
+from ckptx.conversion.steps.restoring import kept_manifest
+from ckptx.conversion.steps.target import Target
 from ckptx.errors import UsageError
 from ckptx.mapping.config import dequantized, dtype_edits, dtypes_in, is_held, widened
 from ckptx.mapping.dtypes import base_targets, cast_targets

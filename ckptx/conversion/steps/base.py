@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.conversion.opening import Opened
+from ckptx.conversion.steps.opening import Opened
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import is_torch_dist
 from ckptx.formats.hf.hf_metadata import DIRECTORY, directory_of_config, find_hf_metadata, read_hf_metadata

@@ -8,8 +8,8 @@ from typing import Any
 
 from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import BytesEntry
-from ckptx.conversion.base import Base
-from ckptx.conversion.opening import Opened
+from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.opening import Opened
 from ckptx.errors import InputError
 from ckptx.mapping.names import is_trainer_state
 from ckptx.model_view.config_check import Fit, fit_of

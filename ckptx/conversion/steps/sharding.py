@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptx.conversion.naming import Naming
-from ckptx.conversion.replication import Replication, replication_of
-from ckptx.conversion.target import Target
+from ckptx.conversion.steps.naming import Naming
+from ckptx.conversion.steps.replication import Replication, replication_of
+from ckptx.conversion.steps.target import Target
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap

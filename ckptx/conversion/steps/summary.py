@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ckptx.conversion.cast_losses import notes_on_losses, rows_of
-from ckptx.conversion.dtypes import Cast
-from ckptx.conversion.ledger import Ledger
-from ckptx.conversion.model import HeldAgainstConfig, LeftBehind, Model, Ties
-from ckptx.conversion.opening import Opened
 from ckptx.conversion.outputs.output_format import Allocation, Contents
-from ckptx.conversion.sharding import Sharded, rank_rows
-from ckptx.conversion.sidecars import Sidecars
-from ckptx.conversion.tie_actions import tie_actions
+from ckptx.conversion.steps.cast_losses import notes_on_losses, rows_of
+from ckptx.conversion.steps.dtypes import Cast
+from ckptx.conversion.steps.ledger import Ledger
+from ckptx.conversion.steps.model import HeldAgainstConfig, LeftBehind, Model, Ties
+from ckptx.conversion.steps.opening import Opened
+from ckptx.conversion.steps.sharding import Sharded, rank_rows
+from ckptx.conversion.steps.sidecars import Sidecars
+from ckptx.conversion.steps.tie_actions import tie_actions
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.model_view.view import tie_rows
 from ckptx.processes.peak_memory import peak_memory

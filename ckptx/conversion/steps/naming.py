@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptx.architecture.trainer_naming import torchtitan
-from ckptx.conversion.target import Target
+from ckptx.conversion.steps.target import Target
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rules import NameRules, Renamed
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
