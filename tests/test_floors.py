@@ -41,7 +41,7 @@ MEETINGS = {("verification", "forecasting"), ("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
 MAY_BE_HEAVY = (
-    "architecture/meta_model", "forecasting/", "processes/", "robustness/", "runtime/",
+    "architecture/introspection/", "forecasting/", "processes/", "robustness/", "runtime/",
     "training/",
     "verification/budget.py", "verification/comparison.py", "verification/distances.py", "verification/divergence.py",
     "verification/execution.py", "verification/forward.py", "verification/inputs/", "verification/loaded.py",
@@ -158,7 +158,7 @@ def test_a_planted_import_is_found(file: str, source: str, fault: str) -> None:
         ),
         ("publishing/x.py", "from ckptx.storage.files import write_at"),
         ("comparison/contents.py", "from ckptx.comparison.headers import diff"),
-        ("architecture/meta_model.py", "import torch\nfrom transformers import AutoConfig"),
+        ("architecture/introspection/meta_model.py", "import torch\nfrom transformers import AutoConfig"),
         ("cli/x.py", "from ckptx.conversion.convert import convert\nimport os, numpy"),
     ],
 )

@@ -118,7 +118,7 @@ WORDS = ["architectures", "model_type", "auto_map", "text_config", "tie_word_emb
     ids=str,
 )
 def test_words_of_a_config(key: str, value: object, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ckptx.architecture.meta_model", None)  # would build what is unknown
+    monkeypatch.setitem(sys.modules, "ckptx.architecture.introspection.meta_model", None)  # would build what is unknown
     root = write_hf(tmp_path / "hf", llama(), config={**CONFIG, key: value})
     assert run("inspect", root)[0] in (0, 3, 4, 7)
     assert run("convert", "hf2dcp", root, tmp_path / "out")[0] in (0, 3, 4, 7)

@@ -37,7 +37,7 @@ def row_of(class_name: str) -> Row:
     logging.disable(logging.CRITICAL)
     from shape_variants import learned
 
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     started = time.perf_counter()
     known, cls = table.lookup(class_name), meta_model.known_class(class_name)

@@ -37,7 +37,7 @@ from ckptx.architecture.rows import Row, encode_rows
 from ckptx.architecture.spec import Architecture
 
 if TYPE_CHECKING:
-    from ckptx.architecture.meta_model import Names
+    from ckptx.architecture.introspection.meta_model import Names
     from ckptx.architecture.structure import Structure
 
 # Config keys of sub-models that hold a language model, and the language models composites are published with.
@@ -79,7 +79,7 @@ def row_of(class_name: str) -> Measured:
     """The row of one class."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     started = time.perf_counter()
     row, cls = measured_row(class_name), meta_model.known_class(class_name)
@@ -89,7 +89,7 @@ def row_of(class_name: str) -> Measured:
 
 def model_types() -> dict[str, str]:
     """Every concrete model class that transformers exports, with the model type of its config."""
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     classes = {name: meta_model.known_class(name) for name in class_names()}
     return {name: str(getattr(cls.config_class, "model_type", "")) for name, cls in classes.items() if cls is not None}
@@ -106,7 +106,7 @@ def measured_row(class_name: str) -> Row:
     from config_variants import names_of_variants
     from shared_ties import is_numbered, measured
 
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     cls = meta_model.known_class(class_name)
     assert cls is not None, class_name
@@ -138,7 +138,7 @@ def _exchangeable(
     cls: type, builder: Callable[[dict[str, Any]], Any], known: Architecture
 ) -> tuple[dict[str, tuple[str, ...]], Names, dict[str, Structure]]:
     """The text models for which a composite class keeps its ties, the names with all of them, and its structures."""
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     measured: dict[str, tuple[str, ...]] = {}
     names = meta_model.Names.of(known)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from ckptx.architecture import meta_model
-from ckptx.architecture.meta_model import ConfigBuilder, Names
+from ckptx.architecture.introspection import meta_model
+from ckptx.architecture.introspection.meta_model import ConfigBuilder, Names
 from ckptx.architecture.patterns import patterns_of
 
 Values = dict[str, Any]

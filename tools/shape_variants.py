@@ -20,9 +20,9 @@ from shape_search import Search
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ckptx.architecture import meta_model
 from ckptx.architecture.expressions import Scope, attempt
-from ckptx.architecture.meta_model import ConfigBuilder
+from ckptx.architecture.introspection import meta_model
+from ckptx.architecture.introspection.meta_model import ConfigBuilder
 from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, plain
 from ckptx.mapping.names import pattern_of
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
-from ckptx.architecture import meta_model
 from ckptx.architecture.declared import existing, flatten
-from ckptx.architecture.meta_model import ConfigBuilder
+from ckptx.architecture.introspection import meta_model
+from ckptx.architecture.introspection.meta_model import ConfigBuilder
 from ckptx.architecture.shared_layers import SharedLayers
 from ckptx.architecture.spec import Architecture, TiePair
 

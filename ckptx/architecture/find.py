@@ -86,7 +86,7 @@ def _introspected(
 ) -> Architecture | None:
     try:
         # costs seconds: only for a class that the table cannot answer
-        from ckptx.architecture import meta_model
+        from ckptx.architecture.introspection import meta_model
     except ImportError as error:
         raise missing_package(f"{class_name}: the table does not answer for it, so it must be built", error) from error
     return meta_model.introspect(config, config_dir=config_dir, trust_remote_code=trust_remote_code)

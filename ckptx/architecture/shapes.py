@@ -59,7 +59,7 @@ def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
 
     @functools.cache
     def built() -> dict[str, Shape]:
-        from ckptx.architecture.meta_model import build, known_class
+        from ckptx.architecture.introspection.meta_model import build, known_class
 
         cls: Any = known_class(architecture.class_name)
         if cls is None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, initialization
 
 from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.find import find_architecture
-from ckptx.architecture.meta_model import known_class
+from ckptx.architecture.introspection.meta_model import known_class
 from ckptx.errors import InputError, UnsupportedError, missing_package
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.layers import canonical_name

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ckptx.architecture import meta_model
+from ckptx.architecture.introspection import meta_model
 
 # Small in every size, and no two sizes the same.
 TEXT: dict[str, Any] = {

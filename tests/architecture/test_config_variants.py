@@ -11,8 +11,8 @@ from support.tool import tool
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.architecture import meta_model
-from ckptx.architecture.meta_model import Names
+from ckptx.architecture.introspection import meta_model
+from ckptx.architecture.introspection.meta_model import Names
 
 
 class TowerConfig(PreTrainedConfig):  # type: ignore[misc]

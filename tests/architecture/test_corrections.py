@@ -228,7 +228,7 @@ FEW = ("dbrx", "rag")  # the others take a second or two each
     "model_type", slow_but([kind for kind, rows in every().items() if rows.no_stacks or rows.defaults], FEW)
 )
 def test_rows_for_making_the_files_change_what_is_made(model_type: str) -> None:
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     rows = corrections_of(model_type)
     classes = [meta_model.known_class(name) for name in model_files.classes_of(model_type)]
@@ -240,7 +240,7 @@ def test_rows_for_making_the_files_change_what_is_made(model_type: str) -> None:
 
 
 def builds(cls: Any, values: Mapping[str, Any]) -> bool:
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     try:
         return bool(meta_model.derive(cls, meta_model.default_builder(cls), values))
@@ -249,7 +249,7 @@ def builds(cls: Any, values: Mapping[str, Any]) -> bool:
 
 
 def stacks(cls: Any) -> tuple[Any, ...]:
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     try:
         return meta_model.derive(cls, meta_model.default_builder(cls), {}).structure.stacks

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.architecture import find, meta_model
+from ckptx.architecture import find
 from ckptx.architecture.find import find_architecture
+from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.tied import Stored, resolve_ties
 from ckptx.errors import EnvironmentProblem, UnsupportedError
@@ -154,7 +155,7 @@ def test_no_torch_is_named_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatc
 
     import ckptx.architecture
 
-    monkeypatch.delitem(sys.modules, "ckptx.architecture.meta_model")
+    monkeypatch.delitem(sys.modules, "ckptx.architecture.introspection.meta_model")
     monkeypatch.delattr(ckptx.architecture, "meta_model")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert find_architecture({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}) is not None

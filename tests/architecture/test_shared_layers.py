@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptx.architecture import meta_model
 from ckptx.architecture.find import find_architecture
+from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.table import find_row, lookup
 
 SIZES = {

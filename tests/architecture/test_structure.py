@@ -16,10 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ckptx.architecture import meta_model, table
+from ckptx.architecture import table
 from ckptx.architecture.corrections import corrections_of_class
 from ckptx.architecture.find import find_architecture
-from ckptx.architecture.meta_model_names import loader, names_on_disk
+from ckptx.architecture.introspection import meta_model
+from ckptx.architecture.introspection.meta_model_names import loader, names_on_disk
 from ckptx.architecture.spec import Architecture
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import TensorParallelPlan

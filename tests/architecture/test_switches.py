@@ -11,7 +11,7 @@ import pytest
 from support.slow import slow_but
 from support.tool import ROOT
 
-from ckptx.architecture import meta_model
+from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.model_files import class_names
 from ckptx.architecture.shape_rules import Switch
 from ckptx.architecture.table import lookup, shape_rules

@@ -75,7 +75,7 @@ def test_a_wrong_row_differs_from_the_meta_model(build_tables: ModuleType) -> No
 @compares_the_files
 @pytest.mark.parametrize("class_name", [name for name in SAMPLE if lookup(name) is not None])
 def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: str) -> None:
-    from ckptx.architecture import meta_model
+    from ckptx.architecture.introspection import meta_model
 
     found = lookup(class_name)
     assert found is not None

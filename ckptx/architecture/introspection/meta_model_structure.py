@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import Scope, attempt, keys_of
 from ckptx.architecture.flags import config_tree, path_of
-from ckptx.architecture.meta_model_configs import class_default, class_defaults, config_around, read
+from ckptx.architecture.introspection.meta_model_configs import class_default, class_defaults, config_around, read
 from ckptx.architecture.structure import Change, Heads, StackRule, Structure, below, is_live, under
 from ckptx.mapping.names import pattern_of
 

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel, initialization
 from ckptx.architecture.configs import FLAG, remote_reference, structural, without_flag
 from ckptx.architecture.declared import existing, flatten, mapping_of_list
 from ckptx.architecture.flags import UnmeasurableFlagError, config_tree, flag_places, measure_flag, path_of
-from ckptx.architecture.meta_model_names import changes, loader, name_patterns, names_on_disk, namings
-from ckptx.architecture.meta_model_structure import structure_of
+from ckptx.architecture.introspection.meta_model_names import changes, loader, name_patterns, names_on_disk, namings
+from ckptx.architecture.introspection.meta_model_structure import structure_of
 from ckptx.architecture.namings import aligned_namings
 from ckptx.architecture.patterns import patterns_of, regex_for_patterns
 from ckptx.architecture.spec import NEVER, Architecture, TieFlag, TiePair
