@@ -41,8 +41,8 @@ from ckptx.forecasting.reserve import reserved
 from ckptx.forecasting.step import Step, inputs_of, optimizer_of
 from ckptx.forecasting.task import Task, task_of_options
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.build import materialize
-from ckptx.runtime.distributed import device_of, mesh_of
+from ckptx.runtime.model.build import materialize
+from ckptx.runtime.parallel.distributed import device_of, mesh_of
 from ckptx.training.assembly import Assembled, lay_out
 from ckptx.training.recipe_file import read_recipe
 

@@ -36,11 +36,11 @@ import ckptx
 from ckptx.errors import CkptxError
 from ckptx.forecasting.fake_world import fake_world
 from ckptx.report.report import Log
-from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
-from ckptx.runtime.distributed import device_of
-from ckptx.runtime.layers import layer_groups
-from ckptx.runtime.tensor_parallel.apply import apply
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.model.layers import layer_groups
+from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
+from ckptx.runtime.parallel.distributed import device_of
+from ckptx.runtime.parallel.tensor_parallel.apply import apply
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.verification.forward import verify_run
 from ckptx.verification.side import RunOptions
 

@@ -1,6 +1,6 @@
 """What one rank of a TP mesh does to get its part of a Llama: python load_rank.py WORLD RANK WARM {HOW CHECKPOINT}...
 
-HOW is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "whole" (`from_pretrained` of all
+HOW is "ckptx" (`ckptx.runtime.checkpointing.load`), "stock" (`dcp.load` into the same DTensors) or "whole" (`from_pretrained` of all
 of it, of which the rank takes its part). Only this rank exists: a fake process group stands for the others. Each loads
 a tiny model at WARM first, so that imports do not count; then the time runs from a model on the meta device to one that
 is filled.
@@ -34,10 +34,10 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from ckptx.formats.hf.reader import read_json
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.load import load
-from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout, apply
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.checkpointing.load import load
+from ckptx.runtime.model.build import build_model, materialize
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
 _opened: list[Path] = []
 

@@ -60,7 +60,7 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
     import torch
 
     from ckptx.layout.stages import StageMap
-    from ckptx.runtime.distributed import Process
+    from ckptx.runtime.parallel.distributed import Process
     from ckptx.verification.budget import Budget
     from ckptx.verification.reference import InOnePiece, InPieces, cut_into
     from ckptx.verification.side import RunOptions, Side

@@ -80,8 +80,20 @@ def imports_of(source: str, file: str) -> Iterator[Import]:
 
 
 def package_of(file: str) -> str:
-    """catalog/region.py -> catalog, storage.py -> storage."""
-    return Path(file).parts[0].removesuffix(".py")
+    """catalog/region.py -> catalog, errors.py -> errors; packages of the runtime have layers of their own."""
+    parts = Path(file).parts
+    if parts[0] == "runtime" and len(parts) > 2:
+        return f"runtime/{parts[1]}"
+    return parts[0].removesuffix(".py")
+
+
+def package_of_module(name: str) -> str:
+    """ckptx.catalog.region -> catalog, ckptx.runtime.model.build -> runtime/model."""
+    parts = name.split(".")[1:]
+    if not parts or parts[0] == "__version__":
+        return "__init__"
+    is_part = len(parts) > 1 and (ROOT / "runtime" / parts[1]).is_dir()
+    return f"runtime/{parts[1]}" if parts[0] == "runtime" and is_part else parts[0]
 
 
 def faults_of(source: str, file: str) -> list[str]:
@@ -91,14 +103,12 @@ def faults_of(source: str, file: str) -> list[str]:
     if here not in LAYER:
         return [f"{file}: is in no layer"]
     for found in imports_of(source, file):
-        top, _, rest = found.name.partition(".")
+        top = found.name.partition(".")[0]
         if top in HEAVY and not file.startswith(MAY_BE_HEAVY):
             faults.append(f"{file}:{found.line}: imports {top}")
         if top != "ckptx":
             continue
-        there = rest.partition(".")[0] or "__init__"
-        if there == "__version__":
-            there = "__init__"
+        there = package_of_module(found.name)
         if there not in LAYER:
             faults.append(f"{file}:{found.line}: imports ckptx.{there}, which is in no layer")
         elif there != here and LAYER[there] >= LAYER[here] and (here, there) not in MEETINGS:

@@ -10,8 +10,8 @@ from torch import nn
 
 from benchmarks.planted.models import Config, Tensors
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
-from ckptx.runtime.tensor_parallel.collectives import Ranks
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
+from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
 
 
 class Built(NamedTuple):

@@ -25,10 +25,10 @@ from benchmarks.planted.planting import (
     norms_of,
     with_gradient,
 )
-from ckptx.runtime.shards import local_of
-from ckptx.runtime.tensor_parallel import styles
-from ckptx.runtime.tensor_parallel.collectives import Ranks, copy_in, gather_partial, sum_out
-from ckptx.runtime.tensor_parallel.styles import swapped
+from ckptx.runtime.parallel.shards import local_of
+from ckptx.runtime.parallel.tensor_parallel import styles
+from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, copy_in, gather_partial, sum_out
+from ckptx.runtime.parallel.tensor_parallel.styles import swapped
 
 _ATTENTION, _HEAD = "layers.3.self_attn", "lm_head"
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks.planted.defect import Built, Defect
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.tensor_parallel.collectives import Ranks
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
 from ckptx.verification import side
 
 Forward = Callable[..., Any]

@@ -26,10 +26,10 @@ from benchmarks.planted.planting import (
     with_gradient,
 )
 from ckptx.layout.placement import ceil_chunks
-from ckptx.runtime.shards import local_of
-from ckptx.runtime.tensor_parallel import styles
-from ckptx.runtime.tensor_parallel.collectives import Ranks, copy_in, sum_out
-from ckptx.runtime.tensor_parallel.styles import swapped
+from ckptx.runtime.parallel.shards import local_of
+from ckptx.runtime.parallel.tensor_parallel import styles
+from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, copy_in, sum_out
+from ckptx.runtime.parallel.tensor_parallel.styles import swapped
 
 # ------------------------------------------------------------------------------------------------------- row-parallel
 

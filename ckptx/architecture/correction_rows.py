@@ -74,7 +74,7 @@ class DefaultsRow(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Where the sequence is cut; see `ckptx.runtime.tensor_parallel.sequence`.
+    """Where the sequence is cut; see `ckptx.runtime.parallel.tensor_parallel.sequence`.
 
     What a model is asked to give of the inside of its layers, such as their hidden states, are slices.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptx.runtime.layers import Container, containers
+from ckptx.runtime.model.layers import Container, containers
 
 _LONGEST = 12  # layers of a pattern
 _LEAST = 3  # layers that are left of a row: FSDP2 gathers the next one while one computes

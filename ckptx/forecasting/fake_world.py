@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ckptx.errors import Defect
-from ckptx.runtime.distributed import Process, end_groups
+from ckptx.runtime.parallel.distributed import Process, end_groups
 
 _DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was built with it
 

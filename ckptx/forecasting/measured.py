@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.forecasting.ledger import Ledger
 from ckptx.forecasting.shape_tensors import unseen_shapes_of_dtensor
-from ckptx.runtime.living import living_tensors
+from ckptx.runtime.parallel.living import living_tensors
 
 
 class Taken(NamedTuple):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ckptx.forecasting.ledger import CARRIED, Ledger
-from ckptx.runtime.pipeline.carry import Batch
-from ckptx.runtime.pipeline.payload import Place, rows_of, unpack
-from ckptx.runtime.pipeline.pipeline import Pipeline, TorchStage
-from ckptx.runtime.pipeline.run import StageRun
+from ckptx.runtime.parallel.pipeline.carry import Batch
+from ckptx.runtime.parallel.pipeline.payload import Place, rows_of, unpack
+from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
+from ckptx.runtime.parallel.pipeline.run import StageRun
 
 Boundaries = dict[int, list[Place | None]]  # what each stage is given by the one before it
 

@@ -17,9 +17,9 @@ from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
 from ckptx.forecasting.shortening import Plan, plan_of, shortened, stages_of_model
 from ckptx.forecasting.task import Task
 from ckptx.processes.fork import in_children
-from ckptx.runtime.build import build_model
-from ckptx.runtime.pipeline.carry import Carry
-from ckptx.runtime.pipeline.schedules import find_schedule
+from ckptx.runtime.model.build import build_model
+from ckptx.runtime.parallel.pipeline.carry import Carry
+from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
 T = TypeVar("T")
 Carries = dict[tuple[Any, ...], Carry]  # of a model, by how it is cut into stages

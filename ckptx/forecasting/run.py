@@ -23,11 +23,11 @@ from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
 from ckptx.forecasting.task import Task
 from ckptx.forecasting.timeline import Course, course_of
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.build import build_model, give_storage
-from ckptx.runtime.layers import layer_groups
-from ckptx.runtime.pipeline.carry import Carry
-from ckptx.runtime.pipeline.cut import carry_found
-from ckptx.runtime.pipeline.schedules import Schedule
+from ckptx.runtime.model.build import build_model, give_storage
+from ckptx.runtime.model.layers import layer_groups
+from ckptx.runtime.parallel.pipeline.carry import Carry
+from ckptx.runtime.parallel.pipeline.cut import carry_found
+from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.training.assembly import Assembled, lay_out
 from ckptx.verification.inputs.batch import Inputs
 

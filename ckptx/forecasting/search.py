@@ -24,8 +24,8 @@ from ckptx.forecasting.run import RankForecast
 from ckptx.forecasting.task import Task
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.fork import in_children
-from ckptx.runtime.build import build_model
-from ckptx.runtime.pipeline.schedules import find_schedule
+from ckptx.runtime.model.build import build_model
+from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
 MODES = ("none", "selective", "submodule", "full")  # from what recomputes least
 NODE = 8  # GPUs that are near each other: TP stays among so many

@@ -26,8 +26,8 @@ from ckptx.forecasting.alike_layers import (
 )
 from ckptx.forecasting.task import Task
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.build import build_model
-from ckptx.runtime.pipeline.schedules import find_schedule
+from ckptx.runtime.model.build import build_model
+from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
 _COUNTS = re.compile(r"layer|depth|block")  # in names of config keys that say how many layers there are
 _USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")

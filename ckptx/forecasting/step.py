@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.forecasting.ledger import ACTIVATIONS, GRADIENTS, Ledger
 from ckptx.forecasting.task import Loss, Task
-from ckptx.runtime.gradients import clip_grad_norm, labels_per_rank
-from ckptx.runtime.mixed_inputs import MixedInputs
-from ckptx.runtime.model_errors import running
-from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
+from ckptx.runtime.model.model_errors import running
+from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
+from ckptx.runtime.parallel.mixed_inputs import MixedInputs
+from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.training.assembly import Assembled
 from ckptx.training.optimization import make_optimizer
 from ckptx.verification.execution import compared, whole

@@ -167,13 +167,13 @@ def data_ranks_swapped(trainer: Any) -> None:
 
 def rng_stale(trainer: Any) -> None:
     """Those of the first step."""
-    from ckptx.runtime.randomness import seed
+    from ckptx.runtime.parallel.randomness import seed
 
     seed(trainer.recipe.training.seed, trainer.assembled.mesh)
 
 
 def rng_of_rank_0(trainer: Any) -> None:
-    from ckptx.runtime.distributed import told
+    from ckptx.runtime.parallel.distributed import told
 
     trainer.random.load_state_dict(told(trainer.random.state_dict()))
 
@@ -205,7 +205,7 @@ def rows_swapped(trainer: Any) -> None:
 
 def shards_swapped(trainer: Any) -> None:
     """Neighbours in the world exchange what they have of one matrix."""
-    from ckptx.runtime.distributed import everywhere
+    from ckptx.runtime.parallel.distributed import everywhere
 
     values = _matrix(trainer)
     others = everywhere(values.cpu().clone())

@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.model.layers import canonical_name
 from ckptx.training.trainer import Trainer
 
 _ADAM_STEP = "step"

@@ -345,7 +345,7 @@ def _done(said: bytes, rank: int, settings: Settings) -> bytes:
     """One task, in a world that ends with it."""
     import traceback
 
-    from ckptx.runtime.distributed import alone, process_group
+    from ckptx.runtime.parallel.distributed import alone, process_group
 
     try:
         task, args, world_size, world = pickle.loads(said)
@@ -399,7 +399,7 @@ def _residue() -> Residue:
     """What is still alive in this process; garbage is collected first."""
     import torch
 
-    from ckptx.runtime.living import living_tensors, tensors_of
+    from ckptx.runtime.parallel.living import living_tensors, tensors_of
 
     gc.collect()
     alive = tensors_of(gc.get_objects())

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptx.errors import CkptxError, InputError
-from ckptx.runtime.stored_state import digest_of, open_state
+from ckptx.runtime.checkpointing.stored_state import digest_of, open_state
 from ckptx.training.checkpoints import LATEST, Steps
 
 

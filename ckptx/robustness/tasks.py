@@ -22,8 +22,8 @@ from ckptx.robustness.kills import killing, rehearse
 from ckptx.robustness.moments import held_whole, items_of
 from ckptx.robustness.runs import Logits, Outcome, Run, Watch, away
 from ckptx.robustness.survivors import Survivors, survivors
-from ckptx.runtime.build import read_config
-from ckptx.runtime.distributed import Process, everywhere, together, told
+from ckptx.runtime.model.build import read_config
+from ckptx.runtime.parallel.distributed import Process, everywhere, together, told
 from ckptx.training.checkpoints import Steps
 from ckptx.training.data import Dataset, collate, open_dataset
 from ckptx.training.recipe import Recipe

@@ -13,17 +13,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ckptx.architecture.find import find_architecture
 from ckptx.formats.hf.reader import read_json
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.distributed import Process, mesh_of
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.load import load
-from ckptx.runtime.mixed_inputs import MixedInputs
-from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.pipeline.cut import CarryFinder, Cut, carry_of, cut_model
-from ckptx.runtime.pipeline.pipeline import Pipeline
-from ckptx.runtime.release import release
-from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
-from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
+from ckptx.runtime.checkpointing.load import load
+from ckptx.runtime.model.build import build_model, materialize
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.distributed import Process, mesh_of
+from ckptx.runtime.parallel.mixed_inputs import MixedInputs
+from ckptx.runtime.parallel.parallelize import parallelize
+from ckptx.runtime.parallel.pipeline.cut import CarryFinder, Cut, carry_of, cut_model
+from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
+from ckptx.runtime.parallel.release import release
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
+from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.training.dropouts import set_dropout
 from ckptx.training.frozen import freeze
 from ckptx.training.recipe import LayoutBlock, Recipe

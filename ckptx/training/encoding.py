@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ckptx.errors import InputError, UnsupportedError, UsageError, missing_package
-from ckptx.runtime.build import read_config
+from ckptx.runtime.model.build import read_config
 from ckptx.training.rows import Question
 from ckptx.untrusted.printable import one_line
 from ckptx.verification.inputs.batch import inserts_for

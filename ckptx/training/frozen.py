@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.layers import canonical_name, layer_groups, submodule
+from ckptx.runtime.model.layers import canonical_name, layer_groups, submodule
 
 _TOWERS = ("vision", "audio")
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.runtime.pipeline.narrow import parts, token_ids
-from ckptx.runtime.pipeline.tiny import tiny_config
-from ckptx.runtime.pipeline.width_keys import VOCABULARIES
+from ckptx.runtime.model.narrow_config import parts, token_ids
+from ckptx.runtime.model.tiny_model import tiny_config
+from ckptx.runtime.model.width_keys import VOCABULARIES
 from ckptx.training.source_tokenizer import MOST_TOKENS
 
 _LAYERS = "num_hidden_layers"

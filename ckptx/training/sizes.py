@@ -158,7 +158,7 @@ def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subje
         )
     if layout.pp == 1 and layout.schedule == LayoutBlock().schedule:
         return
-    from ckptx.runtime.pipeline.schedules import check_schedule, find_schedule  # torch takes seconds
+    from ckptx.runtime.parallel.pipeline.schedules import check_schedule, find_schedule  # torch takes seconds
 
     where = f"{path}.schedule"
     microbatches = training.local_batch // training.microbatch

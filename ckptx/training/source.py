@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ckptx.errors import CkptxError, InputError, UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.hf.reader import read_json
-from ckptx.runtime.build import building, read_config
+from ckptx.runtime.model.build import building, read_config
 from ckptx.training.dropouts import dropouts_of, set_dropout
 from ckptx.training.recipe import ModelBlock, Recipe
 from ckptx.training.recipe_schema import unknown

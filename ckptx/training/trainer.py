@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.background_save import Saver
-from ckptx.runtime.distributed import Process, data_index, everywhere
-from ckptx.runtime.gradients import clip_grad_norm, labels_per_rank
-from ckptx.runtime.model_errors import running
-from ckptx.runtime.randomness import RandomState, seed
-from ckptx.runtime.save import load_optimizer, save
-from ckptx.runtime.tensor_parallel.loss import causal_lm_loss, token_losses
-from ckptx.runtime.training_state import PerRank, load_training_state
+from ckptx.runtime.checkpointing.async_save import Saver
+from ckptx.runtime.checkpointing.save import load_optimizer, save
+from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
+from ckptx.runtime.model.model_errors import running
+from ckptx.runtime.parallel.distributed import Process, data_index, everywhere
+from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
+from ckptx.runtime.parallel.randomness import RandomState, seed
+from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss, token_losses
 from ckptx.training.assembly import Assembled, assemble, connect, mixed_inputs
 from ckptx.training.checkpoints import Steps
 from ckptx.training.data import Dataset, collate

@@ -22,8 +22,8 @@ from torch import nn
 from ckptx.errors import SpaceError
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.report.report import human_bytes
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.pipeline.ties import tied_over
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.pipeline.ties import tied_over
 from ckptx.verification import noise
 from ckptx.verification.distances import BAND
 from ckptx.verification.inputs.batch import Inputs

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region
-from ckptx.runtime.distributed import Process, broadcast, everywhere, told
-from ckptx.runtime.shards import pieces_of
+from ckptx.runtime.parallel.distributed import Process, broadcast, everywhere, told
+from ckptx.runtime.parallel.shards import pieces_of
 from ckptx.verification import distances, noise
 from ckptx.verification.execution import Outcome
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.pipeline.stage import Stub, ways
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.pipeline.stage import Stub, ways
 from ckptx.verification import execution, noise
 from ckptx.verification.distances import furthest
 from ckptx.verification.execution import Call, watched

@@ -26,8 +26,17 @@ from ckptx.forecasting.measured import measured
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.runtime.distributed import Process, alone, data_index, everywhere, mesh_of, process_group, together, told
-from ckptx.runtime.ledger import NO_PLACE, OPTIMIZER, OTHER_STATE, UNKNOWN
+from ckptx.runtime.checkpointing.load_report import NO_PLACE, OPTIMIZER, OTHER_STATE, UNKNOWN
+from ckptx.runtime.parallel.distributed import (
+    Process,
+    alone,
+    data_index,
+    everywhere,
+    mesh_of,
+    process_group,
+    together,
+    told,
+)
 from ckptx.verification.comparison import Comparison, Reference, difference
 from ckptx.verification.configs import ConfigDifference, compare_configs
 from ckptx.verification.divergence import first_divergence

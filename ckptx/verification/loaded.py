@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptx.runtime.build import materialize
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.pipeline.cut import Cut
-from ckptx.runtime.pipeline.stage import make_stage
-from ckptx.runtime.release import release
+from ckptx.runtime.model.build import materialize
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.pipeline.cut import Cut
+from ckptx.runtime.parallel.pipeline.stage import make_stage
+from ckptx.runtime.parallel.release import release
 from ckptx.verification import execution
 from ckptx.verification.comparison import Held
 from ckptx.verification.divergence import Outputs, kept

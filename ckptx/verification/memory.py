@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ckptx.report.report import human_bytes
-from ckptx.runtime.distributed import Process
+from ckptx.runtime.parallel.distributed import Process
 from ckptx.verification.side import RunOptions, Seen
 
 _MEMINFO = Path("/proc/meminfo")

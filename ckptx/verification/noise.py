@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.model.layers import canonical_name
 
 DRAWS = 3
 ALLOWED = 8  # times the noise

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.build import materialize
-from ckptx.runtime.distributed import Process
-from ckptx.runtime.pipeline.cut import carry_found
-from ckptx.runtime.pipeline.stage import make_stage
-from ckptx.runtime.pipeline.ties import tied_over
+from ckptx.runtime.model.build import materialize
+from ckptx.runtime.parallel.distributed import Process
+from ckptx.runtime.parallel.pipeline.cut import carry_found
+from ckptx.runtime.parallel.pipeline.stage import make_stage
+from ckptx.runtime.parallel.pipeline.ties import tied_over
 from ckptx.verification import memory, noise
 from ckptx.verification.budget import Budget
 from ckptx.verification.comparison import Gradient, Reference

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckptx.runtime.layers import canonical_name
+from ckptx.runtime.model.layers import canonical_name
 
 # What experts call the numbers of those that each token goes to, (tokens, chosen).
 _INDICES = ("top_k_index", "router_indices", "selected_experts")

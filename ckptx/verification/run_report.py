@@ -10,8 +10,8 @@ from typing import Any
 from ckptx.mapping.names import pattern_of
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import LARGEST_RANK, THIS_PROCESS
-from ckptx.runtime.ledger import NO_PLACE, UNKNOWN
-from ckptx.runtime.pipeline.cut import Cut
+from ckptx.runtime.checkpointing.load_report import NO_PLACE, UNKNOWN
+from ckptx.runtime.parallel.pipeline.cut import Cut
 from ckptx.verification.comparison import difference
 from ckptx.verification.distances import badness
 from ckptx.verification.inputs.batch import Inputs

@@ -22,13 +22,13 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack
-from ckptx.runtime.build import build_model, materialize, read_config
-from ckptx.runtime.distributed import Process
-from ckptx.runtime.ledger import LoadLedger
-from ckptx.runtime.load import RegionsOf, differing, load_from, unread
-from ckptx.runtime.parallelize import Parallelized, parallelize
-from ckptx.runtime.reading import Source, open_source
-from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
+from ckptx.runtime.checkpointing.load import RegionsOf, differing, load_from, unread
+from ckptx.runtime.checkpointing.load_report import LoadLedger
+from ckptx.runtime.checkpointing.reading import Source, open_source
+from ckptx.runtime.model.build import build_model, materialize, read_config
+from ckptx.runtime.parallel.distributed import Process
+from ckptx.runtime.parallel.parallelize import Parallelized, parallelize
+from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.verification.execution import tokens_used
 from ckptx.verification.inputs import windows
 from ckptx.verification.inputs.batch import Inputs, inputs_for

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.report.report import Log
-from ckptx.runtime.pipeline.cut import Cut, cut_stacks
-from ckptx.runtime.pipeline.pipeline import Pipeline
-from ckptx.runtime.pipeline.stage import make_stage
+from ckptx.runtime.parallel.pipeline.cut import Cut, cut_stacks
+from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
+from ckptx.runtime.parallel.pipeline.stage import make_stage
 from ckptx.verification.divergence import Outputs, kept
 from ckptx.verification.execution import Outcome, arguments, compared, failing, loss_of, whole
 from ckptx.verification.inputs.batch import Inputs, inputs_for

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.pipeline.carry import Carry
-from ckptx.runtime.pipeline.run import StageRun, apart, go_back, gradients_of, received
-from ckptx.runtime.pipeline.ties import Tie, parameter_of
-from ckptx.runtime.release import release, return_memory
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.pipeline.carry import Carry
+from ckptx.runtime.parallel.pipeline.run import StageRun, apart, go_back, gradients_of, received
+from ckptx.runtime.parallel.pipeline.ties import Tie, parameter_of
+from ckptx.runtime.parallel.release import release, return_memory
 from ckptx.verification import noise
 from ckptx.verification.divergence import Outputs, kept
 from ckptx.verification.execution import compared, failing, loss_of, shown, whole

@@ -23,7 +23,7 @@ from support.stock_outputs import fingerprint
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.model_view.view import ModelView, locate_payloads
-from ckptx.runtime.reading import Reading, open_source
+from ckptx.runtime.checkpointing.reading import Reading, open_source
 
 FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2", "mixtral", "llava")
 
@@ -93,6 +93,6 @@ def test_exchanged_parts_of_a_fused_tensor_are_found(
         return replace(seen, tensors=tensors)
 
     expected = held(judge(name))
-    monkeypatch.setattr("ckptx.runtime.reading.locate_payloads", exchanged)
+    monkeypatch.setattr("ckptx.runtime.checkpointing.reading.locate_payloads", exchanged)
     found, _ = read_as_model(judge.work / "hf" / name)
     assert [each for each in expected if found[each] != expected[each]] == [where]

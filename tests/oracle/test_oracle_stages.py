@@ -15,7 +15,7 @@ from support.runs import assert_equal, verified
 
 import ckptx
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.pipeline.schedules import splits_backward_right
+from ckptx.runtime.parallel.pipeline.schedules import splits_backward_right
 
 # The hidden state alone, tied and untied; per-layer inputs with shared keys and values; encoder and decoder; images.
 RUN = ("llama-tied", "llama-untied", "gemma4-shared-kv", "t5", "gemma3-vlm", "qwen3-moe")

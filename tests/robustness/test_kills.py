@@ -19,7 +19,7 @@ from support.slow import slow_but
 
 from ckptx.robustness.kills import KINDS, kill_points, killing, kind_of, rehearse
 from ckptx.robustness.survivors import survivors
-from ckptx.runtime.save import save
+from ckptx.runtime.checkpointing.save import save
 from ckptx.training.checkpoints import Steps
 
 POINTS = 20

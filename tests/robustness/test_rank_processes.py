@@ -154,7 +154,7 @@ def test_who_fails_before_all_have_met_is_not_blamed_on_who_waits(
     """The error of the one that failed by itself is the one that is told; see `_first`."""
     import torch.distributed as dist
 
-    from ckptx.runtime.distributed import process_group
+    from ckptx.runtime.parallel.distributed import process_group
 
     def meet(*_: object, **__: object) -> None:
         raise RuntimeError(said)

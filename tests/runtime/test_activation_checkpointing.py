@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.activation_checkpointing import wrap as activation_checkpointing
-from ckptx.runtime.activation_checkpointing.wrap import (
+from ckptx.runtime.model.layers import Layer, layer_groups
+from ckptx.runtime.parallel.activation_checkpointing import wrap as activation_checkpointing
+from ckptx.runtime.parallel.activation_checkpointing.wrap import (
     MODES,
     KVSharingFallback,
     canonical_name,
@@ -30,10 +31,9 @@ from ckptx.runtime.activation_checkpointing.wrap import (
     configs_as_given,
     shares_kv,
 )
-from ckptx.runtime.distributed import mesh_of
-from ckptx.runtime.layers import Layer, layer_groups
-from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.parallel.distributed import mesh_of
+from ckptx.runtime.parallel.parallelize import parallelize
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
 WRAPPING = [mode for mode in MODES if mode != "none"]
 LLAMA = "llama-fp32"

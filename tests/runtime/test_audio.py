@@ -16,8 +16,8 @@ from support.models import VOCAB, randomise
 from torch import nn
 
 from ckptx.architecture.corrections import corrections_of
-from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
-from ckptx.runtime.layers import layer_groups
+from ckptx.runtime.model.layers import layer_groups
+from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.verification.execution import run
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 

@@ -21,9 +21,9 @@ from support.pool import GlooPool
 from support.save_ranks import TP, Shape, cut
 from support.slow import slow_but
 
-from ckptx.runtime import background_save
-from ckptx.runtime.background_save import Saver
-from ckptx.runtime.training_state import load_training_state
+from ckptx.runtime.checkpointing import async_save as background_save
+from ckptx.runtime.checkpointing.async_save import Saver
+from ckptx.runtime.checkpointing.training_state import load_training_state
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_copy_that_is_missing_shows(pool: GlooPool, checkpoints: Any, tmp_path
 
 def uncopied(rank: int, world_size: int, hf: Path, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptx.runtime.snapshot._copied", lambda value: value)
+        patch.setattr("ckptx.runtime.checkpointing.snapshot._copied", lambda value: value)
         background_ranks.both_ways(rank, world_size, hf, out, Shape(dp=2))
 
 

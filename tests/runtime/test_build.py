@@ -15,8 +15,8 @@ from support.slow import slow_but
 from torch import nn
 
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.reading import open_source
+from ckptx.runtime.checkpointing.reading import open_source
+from ckptx.runtime.model.build import build_model, materialize
 
 # Rotary tables of every kind, embedding scales, position ids, masks, towers, none at all.
 FAST = ("llama-tied", "gemma3-vlm", "gemma4-vlm", "gpt2", "bert-mlm", "mamba", "deepseek-v3", "qwen2.5-vl")

@@ -16,8 +16,12 @@ from support.slow import slow_but
 from support.vision_models import TINY, tiny
 from torch import nn
 
-from ckptx.runtime.activation_checkpointing.wrap import KVSharingFallback, canonical_name, checkpoint_activations
-from ckptx.runtime.layers import layer_groups
+from ckptx.runtime.model.layers import layer_groups
+from ckptx.runtime.parallel.activation_checkpointing.wrap import (
+    KVSharingFallback,
+    canonical_name,
+    checkpoint_activations,
+)
 from ckptx.verification.inputs.batch import inputs_for
 
 CANNOT = {"gemma3n"}  # its tower is a model of timm, which is no dependency

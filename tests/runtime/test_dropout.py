@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import InputError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import mesh_of
-from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.randomness import RandomState, seed
-from ckptx.runtime.tensor_parallel import dropout
-from ckptx.runtime.tensor_parallel.apply import apply
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.parallel.distributed import mesh_of
+from ckptx.runtime.parallel.parallelize import parallelize
+from ckptx.runtime.parallel.randomness import RandomState, seed
+from ckptx.runtime.parallel.tensor_parallel import dropout
+from ckptx.runtime.parallel.tensor_parallel.apply import apply
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
 P = 0.25
 MODES = ("full", "submodule", "selective")

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import mesh_of
-from ckptx.runtime.gradients import NonFiniteGradients, clip_grad_norm, labels_per_rank, sync_gradients
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.shards import narrowed, pieces_of
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.distributed import mesh_of
+from ckptx.runtime.parallel.gradients import NonFiniteGradients, clip_grad_norm, labels_per_rank, sync_gradients
+from ckptx.runtime.parallel.parallelize import parallelize
+from ckptx.runtime.parallel.shards import narrowed, pieces_of
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
 TP, DP, BOTH = ParallelDims(tp=2), ParallelDims(dp_shard=2), ParallelDims(tp=2, dp_shard=2)
 REPLICAS = ParallelDims(tp=2, dp_replicate=2)

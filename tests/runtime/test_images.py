@@ -18,7 +18,7 @@ from support.vision_models import TINY, tiny
 from torch import nn
 
 from ckptx.architecture.model_files import index
-from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
+from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.verification.inputs.batch import Inputs, inputs_for
 
 # Model type -> the recipe that has it.

@@ -15,8 +15,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
-from ckptx.runtime import layers
-from ckptx.runtime.layers import Container, containers, layer_groups
+from ckptx.runtime.model import layers
+from ckptx.runtime.model.layers import Container, containers, layer_groups
 
 # Lists of modules that are no layers, by the class of their items: all are small, or are run without gradients.
 NO_LAYERS = {

@@ -11,7 +11,7 @@ from support.models import EVERY, build
 from torch import nn
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.layers import (
+from ckptx.runtime.model.layers import (
     canonical_name,
     is_container,
     is_stage,
@@ -31,7 +31,7 @@ class Stub(nn.Module):
         return hidden
 
 
-Stub.__module__ = "ckptx.runtime.pipeline"
+Stub.__module__ = "ckptx.runtime.parallel.pipeline"
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptx.forecasting.measured import measured
-from ckptx.runtime.living import living_tensors
+from ckptx.runtime.parallel.living import living_tensors
 
 
 def test_tensors_without_storage_are_left_out() -> None:

@@ -21,10 +21,10 @@ from support.stock import assert_same_tensors
 
 import ckptx
 from ckptx.errors import InputError, UnsupportedError, UsageError
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.ledger import LoadLedger
-from ckptx.runtime.load import load, load_from
-from ckptx.runtime.reading import open_source
+from ckptx.runtime.checkpointing.load import load, load_from
+from ckptx.runtime.checkpointing.load_report import LoadLedger
+from ckptx.runtime.checkpointing.reading import open_source
+from ckptx.runtime.model.build import build_model, materialize
 
 # Ties of every kind, fused experts and projections, buffers that are saved, towers, encoder and decoder.
 FAST = (

@@ -28,12 +28,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import data_index, mesh_of
-from ckptx.runtime.gradients import clip_grad_norm
-from ckptx.runtime.mixed_inputs import MixedInputs
-from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.pipeline.tiny import text_for
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.model.tiny_model import text_for
+from ckptx.runtime.parallel.distributed import data_index, mesh_of
+from ckptx.runtime.parallel.gradients import clip_grad_norm
+from ckptx.runtime.parallel.mixed_inputs import MixedInputs
+from ckptx.runtime.parallel.parallelize import parallelize
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.verification.execution import whole
 from ckptx.verification.inputs.batch import inputs_for
 

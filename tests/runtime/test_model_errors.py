@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from ckptx.errors import InputError, SpaceError, UnsupportedError
-from ckptx.runtime import model_errors
-from ckptx.runtime.model_errors import running
+from ckptx.runtime.model import model_errors
+from ckptx.runtime.model.model_errors import running
 
 IDS = torch.zeros(1, 3, dtype=torch.long)
 

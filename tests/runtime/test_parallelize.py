@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.distributed import mesh_of
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.load import load
-from ckptx.runtime.parallelize import local_bytes, parallelize
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.checkpointing.load import load
+from ckptx.runtime.model.build import build_model, materialize
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.distributed import mesh_of
+from ckptx.runtime.parallel.parallelize import local_bytes, parallelize
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
 
 def model_of(name: str) -> Any:

@@ -12,8 +12,8 @@ from support.stock import raw
 
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
-from ckptx.runtime import reading
-from ckptx.runtime.reading import Reading, Source, bands, open_source
+from ckptx.runtime.checkpointing import reading
+from ckptx.runtime.checkpointing.reading import Reading, Source, bands, open_source
 
 SHAPE = (6, 5, 4)
 

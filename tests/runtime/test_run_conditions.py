@@ -21,8 +21,8 @@ from support.vision_models import tiny
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
-from ckptx.runtime.distributed import Process, mesh_of, process_group
-from ckptx.runtime.parallelize import _of_other_dtype
+from ckptx.runtime.parallel.distributed import Process, mesh_of, process_group
+from ckptx.runtime.parallel.parallelize import _of_other_dtype
 from ckptx.verification import forward, reference, side
 from ckptx.verification.execution import Outcome
 from ckptx.verification.inputs.batch import inputs_for

@@ -18,8 +18,8 @@ from ckptx.architecture.find import find_architecture
 from ckptx.architecture.model_files import index
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES
-from ckptx.runtime.tensor_parallel.optimized import Optimized, optimized_for
-from ckptx.runtime.tensor_parallel.plans import Plan, check_heads, find_plan
+from ckptx.runtime.parallel.tensor_parallel.optimized import Optimized, optimized_for
+from ckptx.runtime.parallel.tensor_parallel.plans import Plan, check_heads, find_plan
 
 Q = "model.layers.*.self_attn.q_proj"
 

@@ -18,10 +18,10 @@ from support.checkpointed import Counting, Gradients, LiveBytes, assert_same, lo
 from support.models import EVERY, VOCAB, build, tokens
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
-from ckptx.runtime.activation_checkpointing import selective
-from ckptx.runtime.activation_checkpointing.selective import SelectivePolicy, op_sets
-from ckptx.runtime.activation_checkpointing.wrap import MODES, checkpoint_activations
-from ckptx.runtime.layers import layer_groups
+from ckptx.runtime.model.layers import layer_groups
+from ckptx.runtime.parallel.activation_checkpointing import selective
+from ckptx.runtime.parallel.activation_checkpointing.selective import SelectivePolicy, op_sets
+from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
 
 aten = torch.ops.aten
 LLAMA = "llama-fp32"
@@ -172,7 +172,7 @@ def test_what_fsdp_does_ahead_of_time_is_not_counted() -> None:
 def test_a_trace_names_each_operation_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CKPTX_SELECTIVE_AC_TRACE", "1")
     model = prepared("mixtral", "selective")
-    with caplog.at_level(logging.INFO, logger="ckptx.runtime.activation_checkpointing.selective"):
+    with caplog.at_level(logging.INFO, logger="ckptx.runtime.parallel.activation_checkpointing.selective"):
         loss = loss_of(model, tokens())
         said = [record.getMessage() for record in caplog.records]
         loss.backward()
@@ -220,7 +220,7 @@ def test_compiled_layers_ask_the_policy_and_compute_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CKPTX_SELECTIVE_AC_TRACE", "1")
-    with compiler(), caplog.at_level(logging.INFO, logger="ckptx.runtime.activation_checkpointing.selective"):
+    with compiler(), caplog.at_level(logging.INFO, logger="ckptx.runtime.parallel.activation_checkpointing.selective"):
         wanted = compiled_run("none", "aot_eager")
         assert not [record for record in caplog.records if record.name.startswith("ckptx")]
         for mode in ("full", "selective"):

@@ -20,13 +20,13 @@ from support.slow import slow_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ckptx.runtime.activation_checkpointing.wrap import checkpoint_activations
-from ckptx.runtime.tensor_parallel import sequence
-from ckptx.runtime.tensor_parallel.apply import apply
-from ckptx.runtime.tensor_parallel.collectives import Ranks, gather
-from ckptx.runtime.tensor_parallel.optimized import optimized_for
-from ckptx.runtime.tensor_parallel.plans import find_plan
-from ckptx.runtime.tensor_parallel.sequence import SequenceCut, cut_sequence
+from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
+from ckptx.runtime.parallel.tensor_parallel import sequence
+from ckptx.runtime.parallel.tensor_parallel.apply import apply
+from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, gather
+from ckptx.runtime.parallel.tensor_parallel.optimized import optimized_for
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
+from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut, cut_sequence
 
 # Sums of float32 in another order: 24 bits give 6e-8 for one, and a gradient is behind some hundred of them.
 CLOSE = 1e-5

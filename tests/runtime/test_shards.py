@@ -17,7 +17,7 @@ from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, tp_rectangles
 from ckptx.layout.placement import cut as cut_of_files
-from ckptx.runtime.shards import LocalShard, MeshCut, local_of, pieces
+from ckptx.runtime.parallel.shards import LocalShard, MeshCut, local_of, pieces
 
 SHAPES = [(12, 4), (7, 5), (1, 3), (9, 8)]
 

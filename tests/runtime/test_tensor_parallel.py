@@ -10,7 +10,7 @@ from support.models import EVERY
 from support.pool import GlooPool
 from support.slow import slow_but
 
-from ckptx.runtime.tensor_parallel.apply import unit_of
+from ckptx.runtime.parallel.tensor_parallel.apply import unit_of
 
 # Sums of float32 in another order: 24 bits give 6e-8 for one, and a gradient is behind some hundred of them.
 CLOSE = 1e-5

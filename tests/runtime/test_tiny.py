@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.build import on_meta
-from ckptx.runtime.pipeline import tiny
-from ckptx.runtime.pipeline.narrow import Narrowness, narrow, parts, token_ids
-from ckptx.runtime.pipeline.tiny import tiny_config, tiny_model
+from ckptx.runtime.model import tiny_model as tiny
+from ckptx.runtime.model.build import on_meta
+from ckptx.runtime.model.narrow_config import Narrowness, narrow, parts, token_ids
+from ckptx.runtime.model.tiny_model import tiny_config, tiny_model
 
 FAST = [name for name in list(LARGE)[:10] if name not in ("zamba2-7b", "qwen3-235b-a22b")]  # they take longest
 NAMES = slow_but(LARGE, FAST)

@@ -21,11 +21,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, SequentialL
 import ckptx
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import mesh_of
-from ckptx.runtime.randomness import RandomState, seed
-from ckptx.runtime.save import load_optimizer, save
-from ckptx.runtime.stored_state import digest_of, open_state, plain
-from ckptx.runtime.training_state import PerRank, load_training_state
+from ckptx.runtime.checkpointing.save import load_optimizer, save
+from ckptx.runtime.checkpointing.stored_state import digest_of, open_state, plain
+from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
+from ckptx.runtime.parallel.distributed import mesh_of
+from ckptx.runtime.parallel.randomness import RandomState, seed
 
 BOTH = ParallelDims(tp=2, dp_shard=2)
 

@@ -20,14 +20,14 @@ from torch import nn
 
 from ckptx.errors import CkptxError, OutputError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime import background_save
-from ckptx.runtime.background_save import Saver
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.distributed import mesh_of
-from ckptx.runtime.load import load
-from ckptx.runtime.randomness import RandomState
-from ckptx.runtime.save import save
-from ckptx.runtime.training_state import PerRank
+from ckptx.runtime.checkpointing import async_save as background_save
+from ckptx.runtime.checkpointing.async_save import Saver
+from ckptx.runtime.checkpointing.load import load
+from ckptx.runtime.checkpointing.save import save
+from ckptx.runtime.checkpointing.training_state import PerRank
+from ckptx.runtime.model.build import build_model, materialize
+from ckptx.runtime.parallel.distributed import mesh_of
+from ckptx.runtime.parallel.randomness import RandomState
 
 
 @contextmanager

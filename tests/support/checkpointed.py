@@ -15,7 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ckptx.runtime.activation_checkpointing.wrap import KVSharingFallback, canonical_name, checkpoint_activations
+from ckptx.runtime.parallel.activation_checkpointing.wrap import (
+    KVSharingFallback,
+    canonical_name,
+    checkpoint_activations,
+)
 
 Gradients = dict[str, torch.Tensor | None]
 

@@ -26,13 +26,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ckptx
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.load import load_from
-from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.reading import open_source
-from ckptx.runtime.tensor_parallel import styles
-from ckptx.runtime.tensor_parallel.collectives import Ranks
-from ckptx.runtime.tensor_parallel.plans import check_heads, find_plan
+from ckptx.runtime.checkpointing.load import load_from
+from ckptx.runtime.checkpointing.reading import open_source
+from ckptx.runtime.model.build import build_model, materialize
+from ckptx.runtime.parallel.parallelize import parallelize
+from ckptx.runtime.parallel.tensor_parallel import styles
+from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
+from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.verification.inputs.batch import inputs_for
 from ckptx.verification.noise import ALLOWED, DRAWS, moved_embeddings, rounding
 

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.robustness.kills import killing, rehearse
 from ckptx.robustness.survivors import Survivors, survivors
-from ckptx.runtime.background_save import Saver
-from ckptx.runtime.distributed import everywhere, mesh_of
-from ckptx.runtime.randomness import RandomState, seed
-from ckptx.runtime.save import save
-from ckptx.runtime.training_state import PerRank
+from ckptx.runtime.checkpointing.async_save import Saver
+from ckptx.runtime.checkpointing.save import save
+from ckptx.runtime.checkpointing.training_state import PerRank
+from ckptx.runtime.parallel.distributed import everywhere, mesh_of
+from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.training.checkpoints import Steps
 
 RANKS = 2

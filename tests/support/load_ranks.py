@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptx.catalog.region import Region
 from ckptx.layout.placement import Placement, tp_rectangles
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.load import load
+from ckptx.runtime.checkpointing.load import load
+from ckptx.runtime.model.build import build_model, materialize
 
 Answer = tuple[str | None, int, int]  # what is wrong, bytes of this rank's shards, bytes read for them
 Regions = Callable[[str], "list[Region] | None"]

@@ -23,10 +23,10 @@ from ckptx.forecasting.run import Known, RankForecast, run_rank
 from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
 from ckptx.forecasting.task import Task, task_of_options
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.distributed import Process, process_group
-from ckptx.runtime.layers import layer_groups
-from ckptx.runtime.living import living_tensors
+from ckptx.runtime.model.build import build_model, materialize
+from ckptx.runtime.model.layers import layer_groups
+from ckptx.runtime.parallel.distributed import Process, process_group
+from ckptx.runtime.parallel.living import living_tensors
 from ckptx.training.assembly import connect, lay_out
 
 _SIZES = {

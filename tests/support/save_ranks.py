@@ -29,13 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ckptx.errors import CkptxError
 from ckptx.formats.hf.reader import read_json
-from ckptx.runtime.build import build_model, materialize
-from ckptx.runtime.load import load
-from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.reading import open_source
-from ckptx.runtime.save import load_optimizer, save
-from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.checkpointing.load import load
+from ckptx.runtime.checkpointing.reading import open_source
+from ckptx.runtime.checkpointing.save import load_optimizer, save
+from ckptx.runtime.model.build import build_model, materialize
+from ckptx.runtime.parallel.parallelize import parallelize
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
 MARKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp_avg": lambda value: value * 2,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ckptx.runtime.distributed import Process
+from ckptx.runtime.parallel.distributed import Process
 from ckptx.verification.inputs.batch import Inputs
 
 PLACE = Process(0, 1, torch.device("cpu"))

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ckptx.architecture.table import find_row
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.pipeline.carry import Carry, find_carry, stage_of
-from ckptx.runtime.pipeline.pipeline import Loss, Pipeline
-from ckptx.runtime.pipeline.run import StageRun
-from ckptx.runtime.pipeline.schedules import find_schedule
-from ckptx.runtime.pipeline.ties import tied_over
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.pipeline.carry import Carry, find_carry, stage_of
+from ckptx.runtime.parallel.pipeline.pipeline import Loss, Pipeline
+from ckptx.runtime.parallel.pipeline.run import StageRun
+from ckptx.runtime.parallel.pipeline.schedules import find_schedule
+from ckptx.runtime.parallel.pipeline.ties import tied_over
 from ckptx.verification.execution import whole
 
 LAYERS = 6
@@ -227,8 +227,8 @@ def ranked(
         count: Microbatches that make up the loss; as many as `batches` if not given.
         settings: For `parallelize`.
     """
-    from ckptx.runtime.parallelize import parallelize
-    from ckptx.runtime.tensor_parallel.plans import find_plan
+    from ckptx.runtime.parallel.parallelize import parallelize
+    from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
     group = dist.group.WORLD if mesh is None else mesh["pp"].get_group()
     assert group is not None

@@ -27,12 +27,12 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
 from ckptx.model_view.sharder import Sharder, plan_of
-from ckptx.runtime.activation_checkpointing.wrap import checkpoint_activations
-from ckptx.runtime.tensor_parallel import sequence, styles
-from ckptx.runtime.tensor_parallel.apply import TensorParallelLayout, apply
-from ckptx.runtime.tensor_parallel.collectives import Ranks, gather_parts, own_part
-from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
-from ckptx.runtime.tensor_parallel.plans import find_plan
+from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
+from ckptx.runtime.parallel.tensor_parallel import sequence, styles
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
+from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, gather_parts, own_part
+from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
 Placed = dict[str, tuple[int, tuple[int, ...]] | None]
 

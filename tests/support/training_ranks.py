@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ckptx.robustness.moments import held_whole
-from ckptx.runtime.distributed import Process
+from ckptx.runtime.parallel.distributed import Process
 from ckptx.training.data import open_dataset
 from ckptx.training.recipe import Recipe
 from ckptx.training.trainer import Trainer

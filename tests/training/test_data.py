@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
-from ckptx.runtime.build import read_config
+from ckptx.runtime.model.build import read_config
 from ckptx.training.data import collate, open_dataset
 from ckptx.training.encoding import IGNORED, Encoder
 from ckptx.training.recipe import DataBlock

@@ -14,8 +14,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.errors import InputError, UnsupportedError, UsageError
-from ckptx.runtime.build import build_model, materialize, read_config
-from ckptx.runtime.load import load
+from ckptx.runtime.checkpointing.load import load
+from ckptx.runtime.model.build import build_model, materialize, read_config
 from ckptx.training.recipe import Recipe
 from ckptx.training.recipe_file import read_recipe, shipped_recipes
 from ckptx.training.shrinking import with_few_layers

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.errors import SpaceError
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.distributed import Process
+from ckptx.runtime.parallel.distributed import Process
 from ckptx.verification import budget as budget_module
 from ckptx.verification.budget import Budget
 from ckptx.verification.reference import InPieces, cut_into

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 from torch import nn
 
 from ckptx.catalog.region import Region
-from ckptx.runtime.distributed import Process, process_group
+from ckptx.runtime.parallel.distributed import Process, process_group
 from ckptx.verification import comparison, distances
 from ckptx.verification.comparison import Comparison, Gradient, Held, Reference, difference
 from ckptx.verification.distances import furthest

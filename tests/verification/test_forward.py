@@ -14,9 +14,9 @@ from torch import nn
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack, StageMap
-from ckptx.runtime.pipeline.carry import Carry
-from ckptx.runtime.pipeline.cut import Cut
-from ckptx.runtime.pipeline.schedules import find_schedule
+from ckptx.runtime.parallel.pipeline.carry import Carry
+from ckptx.runtime.parallel.pipeline.cut import Cut
+from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 from ckptx.verification import divergence, execution, noise, run_report, side
 from ckptx.verification.comparison import Reference
 from ckptx.verification.divergence import Outputs

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import Process
+from ckptx.runtime.parallel.distributed import Process
 from ckptx.verification import memory
 from ckptx.verification.routing import Routing
 from ckptx.verification.side import RunOptions, Seen

@@ -12,7 +12,7 @@ from support.staged import deep
 from torch import Tensor
 
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.distributed import Process
+from ckptx.runtime.parallel.distributed import Process
 from ckptx.verification.comparison import Reference
 from ckptx.verification.reference import InOnePiece, InPieces, Running, cut_into
 from ckptx.verification.side import RunOptions, Side

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptx.runtime.pipeline.schedules import splits_backward_right
+from ckptx.runtime.parallel.pipeline.schedules import splits_backward_right
 
 _HERE = Path(__file__).parent
 _WORDS = (

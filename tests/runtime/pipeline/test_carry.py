@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import Stack, StageMap
-from ckptx.runtime.pipeline.carry import Carry, find_carry, given_to, stage_of
-from ckptx.runtime.pipeline.run import StageRun
+from ckptx.runtime.parallel.pipeline.carry import Carry, find_carry, given_to, stage_of
+from ckptx.runtime.parallel.pipeline.run import StageRun
 
 LANGUAGE = "model.language_model"
 

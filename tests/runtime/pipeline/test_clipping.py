@@ -14,10 +14,10 @@ from support.staged import Ranked, deep, furthest, gradients_of, loss_of, microb
 from torch import Tensor, nn
 
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import data_index, mesh_of
-from ckptx.runtime.gradients import NonFiniteGradients
-from ckptx.runtime.layers import canonical_name
-from ckptx.runtime.pipeline import pipeline as under_test
+from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.parallel.distributed import data_index, mesh_of
+from ckptx.runtime.parallel.gradients import NonFiniteGradients
+from ckptx.runtime.parallel.pipeline import pipeline as under_test
 
 ORDERS = (2.0, inf, 3.0)
 MOST = 0.05

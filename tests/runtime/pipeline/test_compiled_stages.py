@@ -16,8 +16,8 @@ from support.staged import away, deep, microbatches, ranked, whole_of
 from torch import nn
 
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import data_index, mesh_of
-from ckptx.runtime.pipeline import taps
+from ckptx.runtime.parallel.distributed import data_index, mesh_of
+from ckptx.runtime.parallel.pipeline import taps
 
 COUNT = 4
 MODES = ("none", "full", "selective")

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import data_index, mesh_of
-from ckptx.runtime.gradients import sync_gradients
-from ckptx.runtime.parallelize import parallelize
-from ckptx.runtime.pipeline.cut import cut_model
+from ckptx.runtime.parallel.distributed import data_index, mesh_of
+from ckptx.runtime.parallel.gradients import sync_gradients
+from ckptx.runtime.parallel.parallelize import parallelize
+from ckptx.runtime.parallel.pipeline.cut import cut_model
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 COUNT = 4

@@ -11,8 +11,8 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.pipeline.payload import Place, pack, place_of, places_of, rooms, unpack
-from ckptx.runtime.pipeline.slots import Slot, Step
+from ckptx.runtime.parallel.pipeline.payload import Place, pack, place_of, places_of, rooms, unpack
+from ckptx.runtime.parallel.pipeline.slots import Slot, Step
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.int32, torch.uint8)

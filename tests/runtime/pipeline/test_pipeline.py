@@ -31,8 +31,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.distributed import mesh_of
-from ckptx.runtime.pipeline import pipeline as under_test
+from ckptx.runtime.parallel.distributed import mesh_of
+from ckptx.runtime.parallel.pipeline import pipeline as under_test
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble")
 SPLIT = ("interleavedzerobubble", "zbvzerobubble")

@@ -13,9 +13,9 @@ from support.staged import stages_of
 from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.pipeline import rehearsal
-from ckptx.runtime.pipeline.carry import find_carry
-from ckptx.runtime.pipeline.rehearsal import rehearse
+from ckptx.runtime.parallel.pipeline import rehearsal
+from ckptx.runtime.parallel.pipeline.carry import find_carry
+from ckptx.runtime.parallel.pipeline.rehearsal import rehearse
 
 
 def model_of(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:

@@ -20,13 +20,13 @@ def save_stages(rank: int, world_size: int, root: str, out: str, dims: dict[str,
     from ckptx.formats.hf.reader import read_json
     from ckptx.layout.parallel_dims import ParallelDims
     from ckptx.layout.stages import StageMap
-    from ckptx.runtime.build import build_model, materialize
-    from ckptx.runtime.distributed import mesh_of
-    from ckptx.runtime.load import load
-    from ckptx.runtime.parallelize import parallelize
-    from ckptx.runtime.pipeline.stage import make_stage
-    from ckptx.runtime.save import save
-    from ckptx.runtime.tensor_parallel.plans import find_plan
+    from ckptx.runtime.checkpointing.load import load
+    from ckptx.runtime.checkpointing.save import save
+    from ckptx.runtime.model.build import build_model, materialize
+    from ckptx.runtime.parallel.distributed import mesh_of
+    from ckptx.runtime.parallel.parallelize import parallelize
+    from ckptx.runtime.parallel.pipeline.stage import make_stage
+    from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
     mesh = mesh_of(ParallelDims(**dims), "cpu")
     model = build_model(Path(root))

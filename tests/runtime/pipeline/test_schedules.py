@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from ckptx.errors import CkptxError, UnsupportedError, UsageError
-from ckptx.runtime.pipeline.schedules import SCHEDULES, Schedule, check_schedule, find_schedule
+from ckptx.runtime.parallel.pipeline.schedules import SCHEDULES, Schedule, check_schedule, find_schedule
 
 PLAIN: dict[str, Any] = {
     "pp": 2, "microbatches": 4, "data_parallel": 1, "activation_checkpointing": "none", "sequence_parallel": False,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from ckptx.runtime.pipeline.slots import Slot, Step, get, is_same, leaves, put
+from ckptx.runtime.parallel.pipeline.slots import Slot, Step, get, is_same, leaves, put
 
 VALUES = some.one_of(some.none(), some.booleans(), some.integers(), some.text(max_size=3))
 KEYS = some.one_of(some.integers(0, 3), some.sampled_from(["hidden_states", "mask", "full_attention"]))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import Stack, StageMap
-from ckptx.runtime.pipeline.carry import find_carry, stage_of
-from ckptx.runtime.pipeline.stage import LIKE, Stub, form_of, make_stage, ways
+from ckptx.runtime.parallel.pipeline.carry import find_carry, stage_of
+from ckptx.runtime.parallel.pipeline.stage import LIKE, Stub, form_of, make_stage, ways
 
 # Of a `language_model` inside, and none of them Gemma4, whose forward is special.
 COMPOSITES = ("llava", "qwen2.5-vl", "mistral3", "internvl", "paligemma")

@@ -11,7 +11,7 @@ from support.models import EVERY
 from support.staged import CUTS, compared, compared_in_microbatches
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.pipeline.carry import Carry
+from ckptx.runtime.parallel.pipeline.carry import Carry
 
 
 @pytest.mark.sampled(7)

@@ -21,9 +21,9 @@ from support.tool import ROOT
 from torch import Tensor, nn
 
 import ckptx
-from ckptx.runtime.pipeline.pipeline import Pipeline
-from ckptx.runtime.save import load_optimizer
-from ckptx.runtime.tensor_parallel.loss import causal_lm_loss
+from ckptx.runtime.checkpointing.save import load_optimizer
+from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
+from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 
 STEPS, COUNT = 4, 4  # the program takes ten steps, and saves the fifth; here it saves the second and the last
 HALF, WRITTEN = STEPS // 2, 10

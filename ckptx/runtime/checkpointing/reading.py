@@ -1,0 +1,331 @@
+"""A checkpoint as the model in it, whatever its format and names; and regions of it read into torch's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptx.architecture.extra_tensors import ExtraTensors
+from ckptx.architecture.spec import Architecture
+from ckptx.catalog.dtype import BY_TORCH, DType
+from ckptx.catalog.entry import ArchivedChunks, TensorEntry
+from ckptx.catalog.region import Region
+from ckptx.errors import UnsupportedError
+from ckptx.formats.registry import open_checkpoint
+from ckptx.mapping.rules import Renamed
+from ckptx.model_view.view import (
+    ModelView,
+    decide_ties,
+    locate_payloads,
+    rules_of,
+    settle_duplicates,
+    trainer_rules,
+    view_model,
+    view_model_under,
+)  # fmt: skip
+from ckptx.runtime.checkpointing.load_report import OPTIMIZER, OTHER_STATE, UNKNOWN
+from ckptx.storage.files import FilePool
+from ckptx.transfer.digest_sink import stream_as
+from ckptx.transfer.stream import TensorReader
+
+_BAND = 4 << 20  # bytes that are staged at a time where a tensor cannot be filled in place
+_MAX_STRIDED = 32 << 20  # bytes a reader may hold for a tensor that is not stored row-major
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An open checkpoint in the names of the model.
+
+    Attributes:
+        view: What is in it.
+        files: Its files.
+        tensors: By model name. Those that no rule knows have the name they have on disk.
+        stored: The names on disk of what each is made of.
+    """
+
+    view: ModelView
+    files: FilePool
+    tensors: dict[str, TensorEntry]
+    stored: dict[str, tuple[str, ...]]
+
+    @property
+    def root(self) -> Path:
+        """Its directory."""
+        return self.view.catalog.root
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """Of the class in the config; None when there is no config, or nobody knows the class."""
+        return self.view.architecture
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The config used: its own, or the one it was opened with."""
+        return self.view.config
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Names on disk of what is not part of the model, with the reason."""
+        optimizer = dict.fromkeys(self.view.optimizer, OPTIMIZER)
+        others = {name: each.said for each in self.view.others for name in each.names}
+        return optimizer | dict.fromkeys(self.view.other, OTHER_STATE) | others
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the first tensor of plain floats, what transformers takes when a config names none."""
+        stored = (entry.dtype for entry in self.tensors.values())
+        found = next((each.torch for each in stored if each.cast and each.torch is not None), None)
+        return None if found is None else getattr(torch, found)
+
+    def is_lacking(self, name: str) -> bool:
+        """Return True if the tensor of another layer stands for this one."""
+        return self.architecture is not None and self.config is not None and self.architecture.lacks(name, self.config)
+
+    def extras(self) -> dict[str, str]:
+        """Return the tensors that the class does not have by name on disk, each with the reason why it may be there.
+
+        The reason is `UNKNOWN` for a tensor that no reason is known for.
+        """
+        if self.architecture is None or self.config is None:
+            return {}
+        found = ExtraTensors(self.architecture, self.config, self.view.tensors).found
+        return {
+            self.view.tensors[name].name: extra.reason if extra.may_be_left_out else UNKNOWN
+            for name, extra in found.items()
+        }
+
+    def tied(self) -> dict[str, str]:
+        """Model names whose values are stored under another name -> that name, where the config ties the two.
+
+        Raises:
+            InputError: A name is missing that nothing stored can stand for.
+        """
+        pairs = self.architecture.ties if self.architecture is not None else ()
+        found = {}
+        for pair, decision in zip(pairs, decide_ties(self.view, self.files), strict=True):
+            if decision.declared and decision.action == "alias":
+                found[pair.namings[0][0]] = pair.namings[0][1]
+        return found
+
+    def untied(self) -> tuple[str, ...]:
+        """Model names that the config ties to others, but that are stored with a value of their own.
+
+        Bytes are read only where both names of a pair are stored apart.
+
+        Raises:
+            InputError: A name is missing that nothing stored can stand for.
+        """
+        pairs = self.architecture.ties if self.architecture is not None else ()
+        return tuple(
+            pair.namings[0][0]
+            for pair, decision in zip(pairs, decide_ties(self.view, self.files), strict=True)
+            if decision.declared and decision.action == "keep-both"
+        )
+
+
+@contextmanager
+def open_source(
+    path: Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    prefix: str | None = None,
+    is_prefix_of_another: bool = False,
+    trust_remote_code: bool = False,
+) -> Iterator[Source]:
+    """Opens a checkpoint of any format ckptx reads; headers only.
+
+    Args:
+        path: Of the checkpoint.
+        config: Overrides the `config.json` beside it.
+        prefix: Of the model's names in a training checkpoint; None finds it.
+        is_prefix_of_another: The prefix may be that of a checkpoint that this one is compared with: it counts where
+            there is a model under it.
+        trust_remote_code: As in `build_model`.
+
+    Raises:
+        InputError: There is no checkpoint, or it is damaged or incomplete.
+        UnsupportedError: It is of a kind that ckptx does not read.
+    """
+    own = dict(config) if config is not None else None
+    catalog = open_checkpoint(path)
+    if is_prefix_of_another:
+        view = view_model_under(catalog, prefix, config=own, trust_remote_code=trust_remote_code)
+    else:
+        view = view_model(catalog, config=own, prefix=prefix, trust_remote_code=trust_remote_code)
+    with FilePool(view.catalog.root) as files:
+        view = settle_duplicates(locate_payloads(view, files, later=True), files, with_state=False)
+        renamed = Renamed.not_yet(view.tensors)
+        if view.trainer_naming:
+            renamed = renamed.then(trainer_rules(view.trainer_naming).to_model(renamed.tensors))
+        rules = rules_of(view)
+        if rules is not None:
+            renamed = renamed.then(rules.to_model(renamed.tensors))
+        stored = {name: tuple(view.tensors[each].name for each in sources) for name, sources in renamed.sources.items()}
+        yield Source(view, files, renamed.tensors, stored)
+
+
+# ----------------------------------------------------------------------------------------- bytes
+
+
+class MemorySink:
+    """A stream that goes straight to where it shall be: into a row-major tensor of the CPU."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._memory, self._at = _memory_of(target), 0
+
+    def space(self, nbytes: int) -> memoryview:
+        return self._memory[self._at : self._at + nbytes]
+
+    def commit(self, view: memoryview) -> None:
+        self._at += len(view)
+
+
+class StagedSink:
+    """A stream into a row-major tensor of a device, by way of a buffer of the CPU."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._bytes, self._at = _bytes_of(target), 0
+        self._buffer = torch.empty(min(_BAND, max(1, self._bytes.numel())), dtype=torch.uint8)
+        self._memory = memoryview(self._buffer.numpy())
+
+    def space(self, nbytes: int) -> memoryview:
+        return self._memory[:nbytes]
+
+    def commit(self, view: memoryview) -> None:
+        self._bytes[self._at : self._at + len(view)].copy_(self._buffer[: len(view)])
+        self._at += len(view)
+
+
+class Reading:
+    """Reads regions into tensors, from any number of threads."""
+
+    def __init__(self, files: FilePool) -> None:
+        self._files = files
+        self._here = threading.local()
+        self._readers: list[TensorReader] = []
+        self._unchecked: list[int] = []
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the files so far, gaps between the rows of narrow regions included."""
+        return sum(reader.bytes_read for reader in self._readers)
+
+    @property
+    def unchecked(self) -> int:
+        """Bytes read from records whose CRC-32 speaks of more bytes than were wanted."""
+        return sum(self._unchecked)
+
+    def _reader(self) -> TensorReader:
+        reader: TensorReader | None = getattr(self._here, "reader", None)
+        if reader is None:
+            reader = self._here.reader = TensorReader(self._files, _MAX_STRIDED)
+            self._readers.append(reader)
+        return reader
+
+    def fill(self, entry: TensorEntry, region: Region, target: Tensor) -> None:
+        """Reads `region` of `entry` into `target`, of the shape of the region, cast to its dtype.
+
+        Memory of the CPU that is row-major is filled in place; what is not row-major, in bands.
+
+        Raises:
+            InputError: The file ends early or is corrupt.
+            UnsupportedError: The dtypes differ, and not both are plain floats.
+        """
+        dtype = castable(entry, target.dtype)
+        entry = self._without_partial_records(entry, region)
+        if target.is_contiguous():
+            sink = MemorySink(target) if target.device.type == "cpu" else StagedSink(target)
+            stream_as(self._reader(), entry, region, dtype, sink)
+            return
+        for band in bands(region, max(1, _BAND // dtype.itemsize)):
+            _part_of(target, region, band).copy_(self._staged(entry, band, target.dtype, dtype))
+
+    def is_equal(self, entry: TensorEntry, region: Region, target: Tensor) -> bool:
+        """Whether `region` of `entry` would put the bytes into `target` that it holds already."""
+        dtype = castable(entry, target.dtype)
+        entry = self._without_partial_records(entry, region)
+        for band in bands(region, max(1, _BAND // dtype.itemsize)):
+            ours = _part_of(target, region, band).cpu().contiguous()
+            if _memory_of(ours) != _memory_of(self._staged(entry, band, target.dtype, dtype)):
+                return False
+        return True
+
+    def _staged(self, entry: TensorEntry, band: Region, torch_dtype: torch.dtype, dtype: DType) -> Tensor:
+        staged = torch.empty(band.sizes, dtype=torch_dtype)
+        stream_as(self._reader(), entry, band, dtype, MemorySink(staged))
+        return staged
+
+    def _without_partial_records(self, entry: TensorEntry, region: Region) -> TensorEntry:
+        """The entry without the checksums of records that are read in part.
+
+        Checking one means to read all of it: every rank would read the whole model. Who wants that runs `verify`.
+        """
+        chunks = []
+        stored = entry.chunks
+        for chunk in stored.within(region) if isinstance(stored, ArchivedChunks) else stored:
+            common = chunk.region.intersect(region)
+            if common is None:
+                continue
+            if chunk.record is not None and common != chunk.region:
+                self._unchecked.append(entry.dtype.nbytes(common.numel))
+                chunk = chunk._replace(record=None)
+            chunks.append(chunk)
+        return entry._replace(chunks=tuple(chunks))
+
+
+def castable(entry: TensorEntry, target: torch.dtype) -> DType:
+    """The dtype of `target`, which the elements of `entry` can be read as.
+
+    Raises:
+        UnsupportedError: They cannot.
+    """
+    name = str(target).removeprefix("torch.")
+    dtype = BY_TORCH.get(name)
+    if dtype is None or (dtype is not entry.dtype and not (dtype.cast and entry.dtype.cast)):
+        found = entry.dtype.torch or entry.dtype.name
+        raise UnsupportedError(
+            f'tensor "{entry.name}": is {found} on disk, needed {name}; only plain floats are cast, so it must be '
+            "converted (dequantized) first"
+        )
+    return dtype
+
+
+def bands(region: Region, numel: int) -> Iterator[Region]:
+    """`region` in parts of at most `numel` elements, in row-major order, cut along the first dims."""
+    if region.numel <= numel:
+        if region.numel:
+            yield region
+        return
+    dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
+    step = max(1, numel // prod(region.sizes[dim + 1 :]))
+    for at in range(0, region.sizes[dim], step):
+        size = min(step, region.sizes[dim] - at)
+        part = Region(
+            (*region.offsets[:dim], region.offsets[dim] + at, *region.offsets[dim + 1 :]),
+            (*region.sizes[:dim], size, *region.sizes[dim + 1 :]),
+        )
+        yield from bands(part, numel)
+
+
+def _part_of(target: Tensor, region: Region, part: Region) -> Tensor:
+    for dim, (origin, begin, size) in enumerate(zip(region.offsets, part.offsets, part.sizes, strict=True)):
+        target = target.narrow(dim, begin - origin, size)
+    return target
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A row-major tensor as its bytes; one of a single element may have any stride."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """The same on the CPU, for whoever reads files; it keeps the tensor alive."""
+    return memoryview(_bytes_of(tensor).numpy()) if tensor.numel() else memoryview(bytearray())

@@ -1,0 +1,195 @@
+"""What a DCP holds besides a model, read without running anything: tensors by region, and plain values.
+
+A plain value is None, a bool, number, text or tensor, or a list, tuple or dict of plain values. As DCP has it, each is
+an archive of `torch.save`. It is read by the unpickler of `formats.torch_archive`, which knows no code; torch's own
+reader unpickles `.metadata` as it is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ckptx.catalog.entry import BytesEntry, TensorEntry
+from ckptx.catalog.region import Region
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.dcp.reader import open_payloads
+from ckptx.formats.registry import open_checkpoint
+from ckptx.formats.torch_archive.archive import Archive, open_archive, place_tensor
+from ckptx.formats.torch_archive.unpickle import Refused, Symbol, TensorRef
+from ckptx.runtime.checkpointing.reading import Reading
+from ckptx.runtime.parallel.shards import narrowed, pieces_of
+from ckptx.storage.files import FilePool
+from ckptx.untrusted.limits import JSON_DEPTH
+
+_INTEGER = 1 << 63  # what the unpickler reads
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """An open checkpoint, by the names it has on disk.
+
+    Attributes:
+        root: Its directory.
+        tensors: Everything that is a tensor.
+        objects: Everything else.
+    """
+
+    root: Path
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, BytesEntry]
+    _files: FilePool
+    _reading: Reading
+
+    def fill(self, name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> None:
+        """Reads into a tensor what this rank has of it.
+
+        Args:
+            name: Of the entry, which has the shape of `tensor`.
+            tensor: A DTensor, or plain and whole.
+            local_regions: As in `shards.pieces_of`.
+
+        Raises:
+            InputError: The file is damaged.
+            UnsupportedError: It cannot be read as the dtype of `tensor`.
+        """
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        entry = self.tensors[name]
+        for piece in pieces_of(name, tensor, local_regions):
+            self._reading.fill(entry, piece.region, narrowed(local.detach(), piece.local))
+
+    def value(self, name: str) -> Any:
+        """A plain value; tensors are on the CPU.
+
+        Raises:
+            InputError: The archive is damaged, or no plain value; nothing in it was executed.
+            UnsupportedError: A kind of tensor that ckptx does not read.
+        """
+        entry = self.objects[name]
+        where = f'{self.root / entry.file}: object "{name}"'
+        archive = open_archive(partial(self._files.read, entry.file), entry.offset, entry.nbytes, where)
+        return _Plain(archive, partial(self._files.read, entry.file), where).of(archive.tree)
+
+
+@contextmanager
+def open_state(path: Path) -> Iterator[StoredState]:
+    """Opens a checkpoint; headers only.
+
+    Raises:
+        InputError: There is none, or it is damaged.
+        UnsupportedError: It is no DCP.
+    """
+    catalog = open_checkpoint(path)
+    if not catalog.form.has_archives:
+        raise UnsupportedError(
+            f"{catalog.root}: a checkpoint of the form {catalog.form.name}, needed a DCP; no other form holds state of "
+            "a training run"
+        )
+    with FilePool(catalog.root) as files:
+        located = open_payloads(catalog, files, later=True)
+        yield StoredState(catalog.root, located.tensors, catalog.objects, files, Reading(files))
+
+
+class _Plain:
+    """Turns the tree of an archive into plain values, in time in proportion to its size."""
+
+    def __init__(self, archive: Archive, read: Callable[[int, int], bytes], where: str) -> None:
+        self._archive, self._read, self._where = archive, read, where
+        self._done: dict[int, Any] = {}  # what occurs several times stays one
+
+    def of(self, node: Any, depth: int = 0) -> Any:
+        if node is None or type(node) in (bool, int, float, str, bytes):
+            return node
+        if id(node) not in self._done:
+            if depth > JSON_DEPTH:
+                raise InputError(f"{self._where}: is nested deeper than {JSON_DEPTH} levels; save it flatter")
+            self._done[id(node)] = self._made(node, depth + 1)
+        return self._done[id(node)]
+
+    def _made(self, node: Any, depth: int) -> Any:
+        if isinstance(node, (TensorRef, Refused)):  # both are tuples
+            return self._tensor(node)
+        if isinstance(node, dict):
+            return {key: self.of(value, depth) for key, value in dict.items(node)}
+        if type(node) in (list, tuple):
+            return type(node)(self.of(each, depth) for each in node)
+        if isinstance(node, Symbol) and isinstance(getattr(torch, node.removeprefix("torch."), None), torch.dtype):
+            return getattr(torch, node.removeprefix("torch."))
+        raise InputError(f"{self._where}: holds a {type(node).__name__}, needed plain values; nothing was executed")
+
+    def _tensor(self, node: TensorRef | Refused) -> Tensor:
+        place = place_tensor(node, self._archive.records, self._where)
+        if place.strides is not None or place.dtype.torch is None or place.dtype.pack > 1:
+            raise UnsupportedError(f"{self._where}: a tensor that is not row-major; save it with .contiguous()")
+        record = place.record
+        data = self._read(record.offset, record.nbytes)
+        if record.crc is not None and zlib.crc32(data) != record.crc:
+            raise InputError(f"{self._where}: a tensor has another CRC-32 than recorded; the file is damaged, copy it")
+        begin = place.data_offset - record.offset
+        dtype = getattr(torch, place.dtype.torch)
+        if not place.nbytes:
+            return torch.empty(place.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data[begin : begin + place.nbytes]), dtype=dtype).view(place.shape)
+
+
+# ----------------------------------------------------------------------------------------------- to be stored
+
+
+def plain(value: Any, where: str) -> Any:
+    """A copy of a value, as it can be stored: builtin types, and row-major tensors of the CPU.
+
+    Args:
+        value: See above; of subclasses of dict, list, int and so on the items or the number are kept.
+        where: Subject of error messages.
+
+    Raises:
+        UnsupportedError: There is something in it that could not be read again.
+    """
+    if value is None or isinstance(value, (bool, torch.dtype)):
+        return value
+    if isinstance(value, int) and -_INTEGER <= value < _INTEGER:
+        return int(value)
+    if isinstance(value, (float, str)):
+        return float(value) if isinstance(value, float) else str(value)
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided:
+        return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, Mapping):
+        return {_key(key, where): plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [plain(item, f"{where}.{index}") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    found = f"the number {value}, of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    raise UnsupportedError(
+        f"{where}: is {found}, needed None, a bool, number, text or plain tensor, or lists and dicts of them; give "
+        "something with a state_dict of those"
+    )
+
+
+def _key(key: Any, where: str) -> Any:
+    if type(key) in (str, int):
+        return key
+    raise UnsupportedError(f"{where}: has the key {key!r} of {type(key).__name__}, needed texts or numbers as keys")
+
+
+def digest_of(value: Any) -> str:
+    """Of a plain value: equal for equal types, numbers, and bytes of tensors, in any order of the keys of a dict."""
+    if isinstance(value, Tensor):
+        data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        described = f"{value.dtype} {tuple(value.shape)} {blake2b(data, digest_size=16).hexdigest()}"
+    elif isinstance(value, dict):
+        described = repr(sorted((repr(key), digest_of(item)) for key, item in value.items()))
+    elif isinstance(value, (list, tuple)):
+        described = repr([digest_of(each) for each in value])
+    else:
+        described = repr(value)
+    return blake2b(f"{type(value).__name__} {described}".encode(), digest_size=16).hexdigest()

@@ -1,0 +1,192 @@
+"""The order in which a model is made parallel, stated once.
+
+    TP                          first: it changes what a layer computes, and the rest must see the shards
+    activation checkpointing    then: what is recomputed includes the collectives of TP
+    compile                     then: the graph of a layer includes its recomputation, where torch can (`_compile`)
+    FSDP2                       last: its hooks gather parameters before, and free them after, all of the above
+
+The model is on the meta device while this happens, so that no rank ever holds what is not its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ckptx.errors import UnsupportedError
+from ckptx.runtime.model.layers import layer_groups, unwrapped
+from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
+from ckptx.runtime.parallel.tensor_parallel.plans import Plan
+
+_logger = logging.getLogger(__name__)
+
+
+class Parallelized(NamedTuple):
+    """What was done to a model.
+
+    Attributes:
+        layout: What TP did, None without TP.
+        wrapped_layers: Layers whose activations are checkpointed.
+        sharded_modules: Modules that FSDP2 shards as units of their own, the root included.
+    """
+
+    layout: TensorParallelLayout | None
+    wrapped_layers: int
+    sharded_modules: int
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | None,
+    *,
+    activation_checkpointing: str = "none",
+    scope: str = "all",
+    compile: bool = False,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+) -> Parallelized:
+    """Makes a model parallel, in place.
+
+    Args:
+        model: On the meta device; a pipeline stage is a model that owns some of the layers.
+        mesh: With the dims "tp" and "dp_shard", and "dp_replicate" for HSDP.
+        plan: For TP; needed where "tp" has more than one rank.
+        activation_checkpointing: none, full, submodule or selective.
+        scope: all, language, vision or audio.
+        compile: Compile each layer by itself.
+        mixed_precision: What FSDP2 casts; None computes in the dtype of the parameters.
+
+    Raises:
+        UnsupportedError: The model cannot be made parallel so.
+    """
+    layout = None
+    if mesh["tp"].size() > 1:
+        assert plan is not None
+        layout = apply(model, mesh["tp"], plan)
+    wrapped = checkpoint_activations(model, activation_checkpointing, scope, compile=compile)
+    if compile:
+        _compile(model, inside=layout is not None and activation_checkpointing in ("full", "submodule"))
+    count = shard(model, mesh, mixed_precision)
+    _logger.info(
+        "%s: TP %s, %d layers recompute, %d FSDP2 units", type(model).__name__, "applied" if layout else "not applied",
+        wrapped, count,
+    )  # fmt: skip
+    return Parallelized(layout, wrapped, count)
+
+
+def _compile(model: nn.Module, *, inside: bool) -> None:
+    """Compiles each layer with what checkpoints it, or only what is inside of that.
+
+    `inside` is for layers that TP has cut: to compute one a second time, a compiled graph would have to keep the mesh
+    of its DTensors, and torch 2.13 asserts that it keeps tensors alone.
+    """
+    for layer in _layers(model):
+        wrappers = [each for each in layer.modules() if isinstance(each, CheckpointWrapper)] if inside else []
+        for each in wrappers or [layer]:
+            (unwrapped(each) if inside else each).compile()
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> int:
+    """FSDP2: each layer is a unit, and the root is one with the rest; gives the number of units.
+
+    The root is not resharded after forward: its backward begins at once with what it would gather again. Parameters
+    that no layer holds (embeddings, norms, heads, towers without layers) are in it. What a class keeps in another dtype
+    than the rest (routers and gates in float32) is a unit of its own, for FSDP2 gathers a unit as one tensor; layers
+    that share parameters (those of Zamba share a transformer) are one unit, for a parameter can be in one alone. On a
+    mesh of one rank nothing is done, unless precisions are mixed, which FSDP2 does too. On a pipeline stage nothing is
+    resharded after forward, or every microbatch would gather every layer again.
+    """
+    names = mesh.mesh_dim_names or ()
+    reshard = "pp" not in names or mesh["pp"].size() == 1
+    replicate = mesh["dp_replicate"].size() if "dp_replicate" in names else 1
+    if mesh["dp_shard"].size() * replicate == 1 and mixed_precision is None:
+        return 0
+    data = mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"]
+    policy = mixed_precision or MixedPrecisionPolicy()
+    layers, apart = _joined(_layers(model)), _joined(_of_other_dtype(model))
+    kept = dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
+    try:
+        for unit in apart:
+            fully_shard(unit, mesh=data, mp_policy=kept, reshard_after_forward=reshard)
+        for unit in layers:
+            fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
+    except (ValueError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard"
+        ) from error
+    return len(apart) + len(layers) + 1
+
+
+def _joined(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """The modules in their order, those with parameters in common together."""
+    units: list[tuple[list[nn.Module], set[int]]] = []
+    for module in modules:
+        own = {id(parameter) for parameter in module.parameters()}
+        common = [unit for unit in units if unit[1] & own]
+        if not common:
+            units.append(([module], own))
+            continue
+        for other in common[1:]:
+            common[0][0].extend(other[0])
+            common[0][1].update(other[1])
+            units.remove(other)
+        common[0][0].append(module)
+        common[0][1].update(own)
+    return [unit for unit, _ in units]
+
+
+def _of_other_dtype(model: nn.Module) -> list[nn.Module]:
+    """Modules whose trainable parameters are of another dtype than most of the model; others FSDP2 does not mind.
+
+    Raises:
+        UnsupportedError: A module has parameters of its own in several dtypes.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in filter(_is_trained, model.parameters()):
+        sizes[parameter.dtype] += parameter.numel()
+    found = []
+    for name, module in model.named_modules():
+        dtypes = {each.dtype for each in filter(_is_trained, module.parameters(recurse=False))}
+        if len(dtypes) > 1:
+            raise UnsupportedError(
+                f"{type(model).__name__}: FSDP2 cannot shard {name or 'the root'}, which has parameters of "
+                f"{' and '.join(sorted(map(str, dtypes)))}; use dp_shard 1, or one dtype for all (--compute-dtype fp32)"
+            )
+        if dtypes and dtypes != {sizes.most_common(1)[0][0]}:
+            found.append(module)
+    return found
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return bool(parameter.requires_grad)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of all groups, wrappers included, each once."""
+    found: dict[int, nn.Module] = {}
+    for layers in layer_groups(model).values():
+        found.update((id(layer.module), layer.module) for layer in layers)
+    return list(found.values())
+
+
+def local_bytes(model: nn.Module) -> Mapping[torch.device, int]:
+    """Bytes of parameters and buffers on this rank, by device; shared ones count once."""
+    seen: dict[int, torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = getattr(tensor, "_local_tensor", tensor)
+        seen[id(local)] = local
+    found: dict[torch.device, int] = {}
+    for local in seen.values():
+        found[local.device] = found.get(local.device, 0) + local.numel() * local.element_size()
+    return found

@@ -1,0 +1,203 @@
+"""Cuts a model into pipeline stages: where, what travels between them, and the stages that a rank has."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from ckptx.architecture.find import find_architecture
+from ckptx.errors import UnsupportedError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.stages import Stack, StageMap
+from ckptx.runtime.model.tiny_model import text_for, tiny_model
+from ckptx.runtime.parallel.distributed import together, told
+from ckptx.runtime.parallel.pipeline.carry import Batch, Carry, find_carry
+from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
+from ckptx.runtime.parallel.pipeline.rehearsal import rehearse
+from ckptx.runtime.parallel.pipeline.schedules import Schedule, check_schedule, find_schedule, with_fsdp
+from ckptx.runtime.parallel.pipeline.stage import make_stage
+from ckptx.runtime.parallel.pipeline.ties import Tie, tied_over
+
+Batches = Callable[[nn.Module], Sequence[Batch]]
+Output = Callable[[nn.Module, Any], Tensor]
+CarryFinder = Callable[[nn.Module, StageMap, Schedule, Batches, Output], Carry]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model is cut into pipeline stages.
+
+    Attributes:
+        schedule: In which order they run.
+        stages: Who has what.
+        carry: What travels.
+        ties: Parameters of several stages.
+        microbatches: Of each step.
+    """
+
+    schedule: Schedule
+    stages: StageMap
+    carry: Carry
+    ties: tuple[Tie, ...]
+    microbatches: int
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Names of copies on later stages -> what the whole model calls them."""
+        return {name: tie.name for tie in self.ties for name in tie.copies.values()}
+
+    def models(self, whole: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
+        """The stages of this rank by number, without storage: each is to be made parallel, materialized and loaded.
+
+        Args:
+            whole: The model that was cut, on the meta device; stays as it is.
+            mesh: As `mesh_of` made it.
+        """
+        found = {}
+        for number in self.schedule.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size()):
+            found[number] = copy.deepcopy(whole)
+            make_stage(found[number], self.stages, number, self.carry.forms, mesh.device_type)
+        return found
+
+    def pipeline(
+        self, models: Mapping[int, nn.Module], mesh: DeviceMesh, kind: Callable[..., Pipeline] = Pipeline
+    ) -> Pipeline:
+        """Runs them together; every rank calls it when its stages are loaded.
+
+        Args:
+            models: The stages of this rank, by number.
+            mesh: As `mesh_of` made it.
+            kind: Makes the pipeline, given what `Pipeline` takes.
+
+        Raises:
+            InputError, UnsupportedError: As `Pipeline`; and of a schedule that does not go with FSDP2, which mixed
+                precision needs on one data rank, too.
+        """
+        is_managed = any(isinstance(each, FSDPModule) for model in models.values() for each in model.modules())
+        if is_managed and self.schedule.splits_backward:
+            raise UnsupportedError(with_fsdp(self.schedule, "it manages these stages"))
+        device = torch.device(mesh.device_type)
+        return kind(models, self.stages, self.carry, self.schedule, mesh.get_group("pp"), device, self.ties)
+
+
+def text_fores(model: nn.Module) -> list[dict[str, Tensor]]:
+    """A text, and one with padding where the class takes a mask."""
+    batch = text_for(model)
+    if "input_ids" not in batch or "attention_mask" not in inspect.signature(type(model).forward).parameters:
+        return [batch]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -3:] = 0
+    return [batch, {**batch, "attention_mask": mask}]
+
+
+def logits_of(model: nn.Module, output: Any) -> Tensor:
+    """What a language model gives."""
+    found: Tensor = output.logits
+    return found
+
+
+def cut_model(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    dims: ParallelDims,
+    *,
+    microbatches: int,
+    schedule: str = "1f1b",
+    split: str = "even",
+    activation_checkpointing: str = "none",
+    batches: Batches = text_fores,
+    output: Output = logits_of,
+    find_carry: CarryFinder | None = None,
+) -> Cut:
+    """Finds out how a model is cut into stages; every rank calls it.
+
+    Args:
+        model: Whole, on the meta device, before anything made it parallel.
+        config: The contents of its `config.json`.
+        dims: Of the mesh.
+        microbatches: Of each step.
+        schedule: Its name, see `schedules`.
+        split: Layers of each stage, see `ckptx.layout.stages`.
+        activation_checkpointing: As `parallelize` will be given it.
+        batches: Makes arguments of each kind that will come (with a mask, with an image) for a small model of the
+            class: what the stages of that one need for them is what these stages send each other.
+        output: Takes from what the model gives what counts.
+        find_carry: Finds what travels; `carry_of`, which all ranks call together, when left out.
+
+    Raises:
+        UnsupportedError: It cannot be cut, or not so.
+        UsageError: There is no such schedule or split, or there are too few microbatches.
+    """
+    architecture = find_architecture(config)
+    stacks = architecture.stacks(config) if architecture is not None else ()
+    return cut_stacks(
+        model,
+        stacks,
+        dims,
+        microbatches=microbatches,
+        schedule=schedule,
+        split=split,
+        activation_checkpointing=activation_checkpointing,
+        batches=batches,
+        output=output,
+        find_carry=find_carry,
+    )
+
+
+def cut_stacks(
+    model: nn.Module,
+    stacks: Sequence[Stack],
+    dims: ParallelDims,
+    *,
+    microbatches: int | None,
+    schedule: str,
+    split: str,
+    activation_checkpointing: str,
+    batches: Batches,
+    output: Output,
+    find_carry: CarryFinder | None = None,
+) -> Cut:
+    """`cut_model` where the layers are known; without a number of microbatches there is one for each stage."""
+    chosen = find_schedule(schedule)
+    number = microbatches or dims.pp * chosen.stages
+    check_schedule(
+        chosen,
+        pp=dims.pp,
+        microbatches=number,
+        data_parallel=dims.dp,
+        activation_checkpointing=activation_checkpointing,
+        sequence_parallel=False,
+    )
+    stages = StageMap(stacks, dims.pp * chosen.stages, split, type(model).__name__)
+    carry = (find_carry or carry_of)(model, stages, chosen, batches, output)
+    return Cut(chosen, stages, carry, tuple(tied_over(model, stages)), number)
+
+
+def carry_of(model: nn.Module, stages: StageMap, schedule: Schedule, batches: Batches, output: Output) -> Carry:
+    """`carry_found` by one rank, and told to all."""
+    found = None
+    with together():
+        if dist.get_rank() == 0:
+            found = carry_found(model, stages, batches, output, split_backward=schedule.splits_backward)
+    carry: Carry = told(found)
+    return carry
+
+
+def carry_found(
+    model: nn.Module, stages: StageMap, batches: Batches, output: Output, *, split_backward: bool = False
+) -> Carry:
+    """What travels, found and tried with a small model of the class; see `cut_model`."""
+    small = tiny_model(model.config, type(model))
+    given = batches(small)
+    found = find_carry(small, stages, given, lambda each: output(small, each))
+    rehearse(small, stages, found, given, lambda each: output(small, each), split_backward=split_backward)
+    return found

@@ -1,0 +1,112 @@
+"""Looks at what the layers of a model, and the modules on the way to them, are given, and changes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ckptx.layout.stages import StageMap
+from ckptx.runtime.model.layers import submodule
+from ckptx.runtime.parallel.pipeline.slots import Arguments
+from ckptx.runtime.parallel.pipeline.stage import ways
+
+Call = tuple[str, int]  # the canonical name of a module, and how often it was called before in this forward pass
+Visit = Callable[[Call, Arguments], None]
+See = Callable[[Call, Any], None]
+
+
+def points(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
+    """The modules that are looked at: those on the way to the layers, the layers, and what runs right around them.
+
+    Of a module in wrappers it is the outermost wrapper.
+    """
+    lists = {stack.path for stack in stages.stacks}
+    names = [name for name in ways(stages) if name and name not in lists]
+    for stack in stages.stacks:
+        names += [*stack.before, *(f"{stack.path}.{index}" for index in range(stack.count)), *stack.after]
+    found = {name: submodule(model, name) for name in names}
+    return {name: module for name, module in found.items() if module is not None}
+
+
+class Taps:
+    """Hooks on the points of a model; they do nothing but within `watching`.
+
+    They run before those of wrappers, and not again when activations are recomputed. A module that is compiled runs its
+    own hooks within what is compiled, which must not change with what they are told: there they are put around it.
+    """
+
+    def __init__(self, model: nn.Module, stages: StageMap) -> None:
+        self._calls: Counter[str] = Counter()
+        self._running: dict[str, int] = {}
+        self._visit: Visit | None = None
+        self._see: See | None = None
+        self._handles: list[Any] = []
+        for name, module in points(model, stages).items():
+            before, after = self._before(name), self._after(name)
+            if module._compiled_call_impl is not None:
+                self._handles.append(_AroundCompiled(module, before, after))
+                continue
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
+
+    @contextmanager
+    def watching(self, visit: Visit, see: See | None = None) -> Iterator[None]:
+        """For one forward pass.
+
+        Args:
+            visit: Is shown what each call is given, and may change it, in place.
+            see: Is shown what each call gave.
+        """
+        self._calls.clear()
+        self._visit, self._see = visit, see
+        try:
+            yield
+        finally:
+            self._visit = self._see = None
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._visit is None:
+                return None
+            self._running[name] = self._calls[name]
+            self._calls[name] += 1
+            arguments: Arguments = {**dict(enumerate(args)), **kwargs}
+            self._visit((name, self._running[name]), arguments)
+            return tuple(arguments.pop(index) for index in range(len(args))), arguments
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._see is not None:
+                self._see((name, self._running[name]), output)
+
+        return hook
+
+
+class _AroundCompiled:
+    """Hooks around the call of a module that `nn.Module.compile` compiled."""
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., None]) -> None:
+        self._module, self._compiled = module, module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+            output = self._compiled(*args, **kwargs)
+            after(module, args, output)
+            return output
+
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        """Leaves the compiled call alone."""
+        self._module._compiled_call_impl = self._compiled

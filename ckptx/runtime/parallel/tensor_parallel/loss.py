@@ -1,0 +1,114 @@
+"""The loss of a language model on logits that stay sharded over the vocabulary.
+
+Cross entropy needs three numbers of each position from all ranks: the largest logit, the sum of exponentials, and the
+logit of the target, which one rank has. The logits themselves are never gathered (Megatron-LM, arXiv 1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as functions
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckptx.errors import UsageError
+from ckptx.layout.placement import ceil_chunks
+from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, all_reduce
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """What `ForCausalLMLoss` of transformers gives on whole logits, in float32.
+
+    Args:
+        logits: [B, S, V]; a DTensor cut along its last dim, or whole.
+        labels: [B, S]; the label of a position is its token, the loss compares it with the position before.
+        vocab_size: Not needed; here so that `model.loss_function` can be this.
+        num_items_in_batch: What the sum is divided by; the number of labels that count when left out.
+        ignore_index: A label that does not count.
+        shift_labels: Labels that are shifted already, in the place of `labels`.
+
+    Raises:
+        UsageError: The logits are a DTensor that is cut along another dim.
+    """
+    if shift_labels is None:
+        shift_labels = functions.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1).to(logits.device)
+    if isinstance(logits, DTensor):
+        losses = _sharded_losses(logits, targets, ignore_index)
+    else:
+        flat = logits.float().reshape(-1, logits.shape[-1])
+        losses = functions.cross_entropy(flat, targets, ignore_index=ignore_index, reduction="none")
+    if num_items_in_batch is None:
+        return losses.sum() / (targets != ignore_index).sum()
+    return losses.sum() / torch.as_tensor(num_items_in_batch, device=losses.device)
+
+
+def token_losses(labels: Sequence[torch.Tensor], items: torch.Tensor) -> Callable[[Any, int], torch.Tensor]:
+    """The loss of each microbatch of a step, for `Pipeline.step`: every label of the step counts the same.
+
+    Args:
+        labels: Of each microbatch, [B, S], as `causal_lm_loss` takes them.
+        items: What each sum is divided by, from `gradients.labels_per_rank` of the same labels.
+    """
+    return lambda output, index: causal_lm_loss(output.logits, labels[index], num_items_in_batch=items)
+
+
+def use_sharded_loss(model: nn.Module) -> None:
+    """Makes `model(labels=...)` compute its loss on sharded logits."""
+    model.loss_function = causal_lm_loss
+
+
+def _sharded_losses(logits: DTensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Loss by position, [B * S]."""
+    (placement,) = logits.placements
+    if not placement.is_shard(logits.dim() - 1):
+        raise UsageError(
+            f"logits: found the placement {placement}, needed Shard({logits.dim() - 1}), the vocabulary; "
+            "gather them with full_tensor()"
+        )
+    ranks = Ranks.of(logits.device_mesh)
+    begin, _ = ceil_chunks(logits.shape[-1], ranks.size)[ranks.rank]
+    local = logits.to_local()
+    flat = local.reshape(targets.numel(), local.shape[-1]).float()  # -1 says nothing of an empty slice
+    losses: torch.Tensor = _CrossEntropy.apply(flat, targets, begin, ignore_index, ranks)
+    return losses
+
+
+class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+    """From [N, V / tp] and [N] to [N]. Each rank's gradient is that of its own logits: softmax minus one-hot."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, begin: int, ignore_index: int, ranks: Ranks
+    ) -> torch.Tensor:
+        rows, width = logits.shape
+        lowest = logits.new_full((rows,), torch.finfo(logits.dtype).min)
+        largest = all_reduce(logits.amax(-1) if width else lowest, "max", ranks)
+        powers = (logits - largest[:, None]).exp()
+        total = all_reduce(powers.sum(-1), "sum", ranks)
+        is_own = (targets >= begin) & (targets < begin + width) & (targets != ignore_index)
+        index = (targets - begin).masked_fill(~is_own, 0)[:, None]
+        picked = logits.gather(1, index)[:, 0] if width else lowest
+        target_logit = all_reduce(picked.masked_fill(~is_own, 0), "sum", ranks)
+        counts = targets != ignore_index
+        ctx.save_for_backward(powers / total[:, None], index, is_own, counts)
+        return (total.log() + largest - target_logit).masked_fill(~counts, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        probabilities, index, is_own, counts = ctx.saved_tensors
+        grad = probabilities.clone()
+        if grad.shape[1]:
+            grad.scatter_add_(1, index, -is_own.to(grad.dtype)[:, None])
+        return grad * (grads[0] * counts)[:, None], None, None, None, None
