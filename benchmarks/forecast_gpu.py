@@ -35,12 +35,12 @@ from measure import HERE
 from training_step import local_of
 
 from ckptx.forecasting.fake_world import fake_world
-from ckptx.forecasting.ledger import Ledger
-from ckptx.forecasting.measured import measured
-from ckptx.forecasting.reserve import reserved
 from ckptx.forecasting.step import Step, inputs_of, optimizer_of
 from ckptx.forecasting.task import Task, task_of_options
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.memory.measured import measured
+from ckptx.runtime.memory.reserve import reserved
+from ckptx.runtime.memory.storage_ledger import Ledger
 from ckptx.runtime.model.build import materialize
 from ckptx.runtime.parallel.distributed import device_of, mesh_of
 from ckptx.training.assembly import Assembled, lay_out

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ckptx.forecasting.ledger import Moment
-from ckptx.forecasting.shape_tensors import tensors_in
+from ckptx.runtime.memory.shape_tensors import tensors_in
+from ckptx.runtime.memory.storage_ledger import Moment
 
 _COLLECTIVES = {
     "all_gather": "all-gather",

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ckptx.forecasting.alike_layers import Repeat
 from ckptx.forecasting.counting import Tally
-from ckptx.forecasting.ledger import BACKWARD, KINDS, Life
 from ckptx.forecasting.run import RankForecast
 from ckptx.forecasting.timeline import Bytes, Segment, Unit, course_from
+from ckptx.runtime.memory.storage_ledger import BACKWARD, KINDS, Life
 
 _CLOSE = 2e-5  # of the peak: what the third step may differ by
 _NOTHING: Bytes = (0,) * len(KINDS)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptx.forecasting.ledger import CARRIED, Ledger
+from ckptx.runtime.memory.storage_ledger import CARRIED, Ledger
 from ckptx.runtime.parallel.pipeline.carry import Batch
 from ckptx.runtime.parallel.pipeline.payload import Place, rows_of, unpack
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckptx.forecasting.ledger import KINDS, Life
-from ckptx.forecasting.reserve import CONTEXT, FRAGMENTATION, reserved
 from ckptx.forecasting.run import RankForecast
 from ckptx.forecasting.search import NODE, Candidate, Found, Question
 from ckptx.forecasting.task import Task
 from ckptx.forecasting.timeline import kind_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
+from ckptx.runtime.memory.reserve import CONTEXT, FRAGMENTATION, reserved
+from ckptx.runtime.memory.storage_ledger import KINDS, Life
 
 _GIB = 2**30
 

@@ -16,13 +16,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.forecasting.counting import Counts, Tally, sum_of
 from ckptx.forecasting.fake_world import fake_world
-from ckptx.forecasting.ledger import OPTIMIZER, PARAMETERS, Ledger
 from ckptx.forecasting.pipeline import Boundaries, LonePipeline
-from ckptx.forecasting.shape_tensors import ShapeTensors
 from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
 from ckptx.forecasting.task import Task
 from ckptx.forecasting.timeline import Course, course_of
 from ckptx.layout.stages import StageMap
+from ckptx.runtime.memory.shape_tensors import ShapeTensors
+from ckptx.runtime.memory.storage_ledger import OPTIMIZER, PARAMETERS, Ledger
 from ckptx.runtime.model.build import build_model, give_storage
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.pipeline.carry import Carry

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckptx.forecasting.ledger import ACTIVATIONS, BACKWARD, FORWARD, KINDS, TEMPORARIES, Event, Life
+from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, BACKWARD, FORWARD, KINDS, TEMPORARIES, Event, Life
 
 LARGEST = 5  # tensors that are told of
 Bytes = tuple[int, ...]  # of each of KINDS

@@ -50,8 +50,8 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
 
     from ckptx.forecasting.ranks import ranks_of
     from ckptx.forecasting.remedy import mesh_that_fits
-    from ckptx.forecasting.reserve import reserved
     from ckptx.forecasting.task import task_of_recipe
+    from ckptx.runtime.memory.reserve import reserved
     from ckptx.verification.memory import free_bytes
 
     task = task_of_recipe(recipe, source)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import SpaceError
-from ckptx.forecasting.reserve import reserved
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.registry import open_checkpoint
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.fork import in_child
 from ckptx.report.report import human_bytes
+from ckptx.runtime.memory.reserve import reserved
 
 _LENGTH, _ROWS = 32, 2  # of what models are compared on
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.comparison.stored_dtypes import dtype_notes
-from ckptx.forecasting.measured import measured
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.checkpointing.load_report import NO_PLACE, OPTIMIZER, OTHER_STATE, UNKNOWN
+from ckptx.runtime.memory.measured import measured
 from ckptx.runtime.parallel.distributed import (
     Process,
     alone,

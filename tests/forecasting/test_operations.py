@@ -10,8 +10,8 @@ import torch.distributed as dist
 from support.measured_steps import forecasts_here, task_of, write_config
 
 from ckptx.forecasting.fake_world import fake_world
-from ckptx.forecasting.ledger import KINDS, OPTIMIZER, PARAMETERS, Ledger
-from ckptx.forecasting.shape_tensors import ShapeTensors
+from ckptx.runtime.memory.shape_tensors import ShapeTensors
+from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, Ledger
 
 _LARGE = (1024, 2048)
 _NBYTES = 1024 * 2048 * 4

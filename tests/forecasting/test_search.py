@@ -19,7 +19,6 @@ from ckptx.forecasting.counting import Tally
 from ckptx.forecasting.forecast import forecast
 from ckptx.forecasting.ranks import _Ranks, ranks_of
 from ckptx.forecasting.remedy import mesh_that_fits
-from ckptx.forecasting.reserve import reserved
 from ckptx.forecasting.search import (
     Candidate,
     Pins,
@@ -35,6 +34,7 @@ from ckptx.forecasting.search import (
 from ckptx.forecasting.task import Task, task_of_options
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
+from ckptx.runtime.memory.reserve import reserved
 
 GIB = 2**30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckptx.forecasting.measured import measured
+from ckptx.runtime.memory.measured import measured
 from ckptx.runtime.parallel.living import living_tensors
 
 

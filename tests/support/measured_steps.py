@@ -18,11 +18,11 @@ from support.pool import GlooPool
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
-from ckptx.forecasting.ledger import Ledger
 from ckptx.forecasting.run import Known, RankForecast, run_rank
 from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
 from ckptx.forecasting.task import Task, task_of_options
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.memory.storage_ledger import Ledger
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.distributed import Process, process_group

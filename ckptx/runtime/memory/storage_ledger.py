@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ckptx.forecasting.shape_tensors import tensors_in
+from ckptx.runtime.memory.shape_tensors import tensors_in
 from ckptx.runtime.model.layers import canonical_name
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptx.forecasting.ledger import Ledger
-from ckptx.forecasting.shape_tensors import unseen_shapes_of_dtensor
+from ckptx.runtime.memory.shape_tensors import unseen_shapes_of_dtensor
+from ckptx.runtime.memory.storage_ledger import Ledger
 from ckptx.runtime.parallel.living import living_tensors
 
 

@@ -1,0 +1,1 @@
+"""One function for each command; the command line and `import ckptx` call these."""
