@@ -34,8 +34,8 @@ from support.measured_steps import (  # noqa: E402
 )
 from support.pool import GlooPool, WorkerError  # noqa: E402
 
+from ckptx.api.forecast import ranks_of  # noqa: E402
 from ckptx.errors import CkptxError  # noqa: E402
-from ckptx.forecasting.forecast import ranks_of  # noqa: E402
 
 _CLOSE = 0.01
 _LEFT = (

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from measure import HERE, publish, table
 
-from ckptx.forecasting.forecast import forecast
+from ckptx.api.forecast import forecast
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.training.recipe_file import read_recipe
 

@@ -13,14 +13,14 @@ from ckptx.version import __version__
 
 if TYPE_CHECKING:
     from ckptx import errors
+    from ckptx.api.convert import convert
+    from ckptx.api.forecast import forecast
+    from ckptx.api.inspect import inspect
+    from ckptx.api.reshard import reshard
+    from ckptx.api.verify import verify
     from ckptx.comparison.headers import diff
-    from ckptx.conversion.convert import convert
-    from ckptx.conversion.reshard import reshard
-    from ckptx.forecasting.forecast import forecast
     from ckptx.formats.registry import open_checkpoint
-    from ckptx.inspection import inspect
     from ckptx.robustness import robustness
-    from ckptx.verification.verify import verify
 
 __all__ = [
     "__version__", "convert", "diff", "errors", "forecast", "inspect", "open_checkpoint", "reshard", "robustness",
@@ -28,15 +28,15 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "convert": "ckptx.conversion.convert",
+    "convert": "ckptx.api.convert",
     "diff": "ckptx.comparison.headers",
     "errors": "ckptx.errors",
-    "forecast": "ckptx.forecasting.forecast",
-    "inspect": "ckptx.inspection",
+    "forecast": "ckptx.api.forecast",
+    "inspect": "ckptx.api.inspect",
     "open_checkpoint": "ckptx.formats.registry",
-    "reshard": "ckptx.conversion.reshard",
+    "reshard": "ckptx.api.reshard",
     "robustness": "ckptx.robustness",
-    "verify": "ckptx.verification.verify",
+    "verify": "ckptx.api.verify",
 }
 
 

@@ -133,7 +133,7 @@ def test_only_who_plants_faults_knows_them() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [
-        ("storage/x.py", "from ckptx.cli.main import main", "storage (layer 3) imports cli (layer 14)"),
+        ("storage/x.py", "from ckptx.cli.main import main", "storage (layer 3) imports cli (layer 15)"),
         ("formats/x.py", "import ckptx.transfer.plan", "formats (layer 6) imports transfer (layer 6)"),
         ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
         ("storage/x.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),
@@ -169,7 +169,7 @@ def test_a_planted_import_is_found(file: str, source: str, fault: str) -> None:
         ("publishing/x.py", "from ckptx.storage.files import write_at"),
         ("comparison/contents.py", "from ckptx.comparison.headers import diff"),
         ("architecture/introspection/meta_model.py", "import torch\nfrom transformers import AutoConfig"),
-        ("cli/x.py", "from ckptx.conversion.convert import convert\nimport os, numpy"),
+        ("cli/x.py", "from ckptx.api.convert import convert\nimport os, numpy"),
     ],
 )
 def test_a_permitted_import_is_not(file: str, source: str) -> None:

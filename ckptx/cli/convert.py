@@ -92,7 +92,7 @@ def dcp2hf(src: str, dst: str, as_json: bool, report_file: str | None, **options
 
 
 def _run(direction: str, src: str, dst: str, as_json: bool, report_file: str | None, options: dict[str, Any]) -> int:
-    from ckptx.conversion.convert import convert
+    from ckptx.api.convert import convert
     from ckptx.report.text import conversion_text
 
     output = Output(as_json=as_json, report_file=report_file)

@@ -153,7 +153,7 @@ def command(
 
     def work(log: Log) -> ForecastReport | SearchReport:
         try:
-            from ckptx.forecasting.forecast import forecast
+            from ckptx.api.forecast import forecast
         except ImportError as error:  # it imports torch
             raise missing_package("forecast", error) from error
         made: ForecastReport | SearchReport = forecast(model, recipe=recipe, settings=settings, log=log, **given)

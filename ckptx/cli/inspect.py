@@ -66,7 +66,7 @@ def command(
     cache_dir: str | None,
 ) -> int:
     """Say what a checkpoint holds. Reads headers, no tensor data."""
-    from ckptx.inspection import inspect
+    from ckptx.api.inspect import inspect
     from ckptx.report.text import inspect_text
 
     return Output(as_json=as_json).run(

@@ -53,7 +53,7 @@ def command(src: str, dst: str, as_json: bool, report_file: str | None, **option
 
     Stock loaders read the result at any other mesh, too.
     """
-    from ckptx.conversion.reshard import reshard
+    from ckptx.api.reshard import reshard
     from ckptx.report.text import conversion_text
 
     output = Output(as_json=as_json, report_file=report_file)

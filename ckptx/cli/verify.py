@@ -90,7 +90,7 @@ _RUN = [
 @with_global_options
 def command(reference: str, checkpoint: str, run: bool, as_json: bool, report_file: str | None, **options: Any) -> int:
     """Compare the contents of two checkpoints bit for bit, across formats; with --run, what they compute."""
-    from ckptx.verification.verify import verify
+    from ckptx.api.verify import verify
 
     output = Output(as_json=as_json, report_file=report_file)
     if run:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptx.api.convert import convert
+from ckptx.api.reshard import reshard
 from ckptx.architecture.find import find_architecture
 from ckptx.comparison.contents import verify
-from ckptx.conversion.convert import convert
-from ckptx.conversion.reshard import reshard
 from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint

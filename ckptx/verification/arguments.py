@@ -37,7 +37,7 @@ class BytesArguments(TypedDict, total=False):
 
 
 class RunArguments(TypedDict, total=False):
-    """Of running the models, see `ckptx.verification.running.verify_running`."""
+    """Of running the models, see `ckptx.api.verify_run.verify_running`."""
 
     tp: int | None
     pp: int | None

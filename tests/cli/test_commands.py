@@ -264,7 +264,7 @@ def test_exit_codes_by_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hf
 
 
 def test_a_defect_says_so_and_is_no_difference(monkeypatch: pytest.MonkeyPatch, hf: Path) -> None:
-    monkeypatch.setattr("ckptx.inspection.inspect", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("ckptx.api.inspect.inspect", lambda *_, **__: 1 // 0)
     result = run("inspect", hf)
     assert result.return_value == 70
     assert result.stderr.startswith("error: internal error: ZeroDivisionError: ")
@@ -279,7 +279,7 @@ def test_an_interrupt_says_how_to_continue(monkeypatch: pytest.MonkeyPatch, hf: 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckptx.inspection.inspect", interrupt)
+    monkeypatch.setattr("ckptx.api.inspect.inspect", interrupt)
     result = run("inspect", hf, "--json")
     assert (result.return_value, document(result)["exit"]) == (130, 130)
 

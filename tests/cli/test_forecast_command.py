@@ -14,10 +14,10 @@ from jsonschema import Draft202012Validator
 from support.runner import CliRunner
 
 import ckptx
+from ckptx.api import forecast as forecasting
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli, commands
 from ckptx.errors import EnvironmentProblem, UnsupportedError
-from ckptx.forecasting import forecast as forecasting
 from tests.report.made import forecasted, searched
 from tests.report.pages import Page, fault_of_page
 
@@ -269,14 +269,14 @@ def test_a_refusal_of_the_runtime_is_exit_4(model: Path, monkeypatch: pytest.Mon
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ckptx.forecasting.forecast", None)
+    monkeypatch.setitem(sys.modules, "ckptx.api.forecast", None)
     result = ran("MODEL")
     assert result.return_value == 7
     assert result.stderr.startswith("error: forecast: ") and len(result.stderr.splitlines()) == 1
 
 
 def test_other_words_of_python_need_the_package_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ckptx.forecasting.forecast", None)
+    monkeypatch.setitem(sys.modules, "ckptx.api.forecast", None)
     with pytest.raises(EnvironmentProblem, match=r"^forecast: "):
         _ = ckptx.forecast
 

@@ -17,11 +17,11 @@ import pytest
 from support.runner import CliRunner
 
 import ckptx
+from ckptx.api.verify_run import verify_running
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli, commands
 from ckptx.errors import UsageError
 from ckptx.options import ConvertOptions, parse_size
-from ckptx.verification.running import verify_running
 from tests.writers import LLAMA, llama, write_dcp, write_hf
 
 GLOBAL = {"quiet", "verbose", "no_color"}

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.conversion.convert import convert
-from ckptx.conversion.reshard import reshard
+from ckptx.api.convert import convert
+from ckptx.api.reshard import reshard
 from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.storage.files import FilePool

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ckptx.conversion.convert import convert
-from ckptx.conversion.reshard import reshard
+from ckptx.api.convert import convert
+from ckptx.api.reshard import reshard
 from ckptx.report.documents.conversion import ConversionReport
 from tests.conversion.test_base_dtypes import SIZES
 from tests.writers import LLAMA, Value, llama, value, write_dcp, write_hf

@@ -13,10 +13,10 @@ from support.measured_steps import CONFIGS
 from support.slow import slow_but
 
 import ckptx
+from ckptx.api.forecast import forecast
 from ckptx.errors import UsageError
 from ckptx.forecasting import search as searching
 from ckptx.forecasting.counting import Tally
-from ckptx.forecasting.forecast import forecast
 from ckptx.forecasting.ranks import _Ranks, ranks_of
 from ckptx.forecasting.remedy import mesh_that_fits
 from ckptx.forecasting.search import (

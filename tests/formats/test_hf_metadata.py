@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.conversion.convert import convert
-from ckptx.conversion.reshard import reshard
+from ckptx.api.convert import convert
+from ckptx.api.reshard import reshard
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import DIRECTORY, DTYPES, FILES, directory_of_config
 from ckptx.formats.registry import open_checkpoint

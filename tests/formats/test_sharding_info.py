@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptx.api.convert import convert
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.region import Region
-from ckptx.conversion.convert import convert
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.models import llama
 
+from ckptx.api.memory_check import peak_that_fits
+from ckptx.api.verify_run import verify_running
 from ckptx.errors import SpaceError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.verification.fitting import peak_that_fits
-from ckptx.verification.running import verify_running
 
 HOW = {
     "pp_split": "even", "microbatches": None, "schedule": "1f1b", "activation_checkpointing": "none",

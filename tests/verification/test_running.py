@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from ckptx.api import verify_run as running
+from ckptx.api.verify_run import verify_running
 from ckptx.errors import EnvironmentProblem, PeerFailure, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log
-from ckptx.verification import running
-from ckptx.verification.running import verify_running
 
 A, B = Path("a"), Path("b")
 

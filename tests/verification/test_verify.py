@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import ckptx
+from ckptx.api import verify_run as running
 from ckptx.comparison import contents as bits
 from ckptx.errors import InputError, UsageError
-from ckptx.verification import running
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def verify(
         resolve(str(path), revision=revision, token=token, cache_dir=cache_dir) for path in (reference, checkpoint)
     ]
     if run:
-        from ckptx.verification.running import verify_running
+        from ckptx.api.verify_run import verify_running
 
         return verify_running(paths[0], paths[1], **given)
     from ckptx.comparison.contents import verify as verify_bits

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from ckptx.api.memory_check import peak_that_fits
 from ckptx.comparison.headers import seen_together
 from ckptx.errors import PeerFailure, UsageError, missing_package
 from ckptx.formats.registry import open_checkpoint
@@ -21,7 +22,6 @@ from ckptx.processes.launch import is_launched, is_launched_by_us, launch
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
 from ckptx.verification.arguments import CHOICES
-from ckptx.verification.fitting import peak_that_fits
 
 _MOST_MICROBATCHES = 1024
 
