@@ -34,8 +34,8 @@ from benchmarks.planted.planting import planted  # noqa: E402 (benchmarks run fr
 from ckptx.errors import CkptxError  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.layout.parallel_dims import ParallelDims  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.report.report import Log  # noqa: E402 (benchmarks run from a checkout)
-from ckptx.verification.forward import verify_run  # noqa: E402 (benchmarks run from a checkout)
-from ckptx.verification.side import RunOptions  # noqa: E402 (benchmarks run from a checkout)
+from ckptx.runtime.parity.forward import verify_run  # noqa: E402 (benchmarks run from a checkout)
+from ckptx.runtime.parity.side import RunOptions  # noqa: E402 (benchmarks run from a checkout)
 
 # Models as they are: what differs here is a false alarm.
 NOTHING = "nothing"

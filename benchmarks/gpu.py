@@ -41,8 +41,8 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoi
 from ckptx.runtime.parallel.distributed import device_of
 from ckptx.runtime.parallel.tensor_parallel.apply import apply
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
-from ckptx.verification.forward import verify_run
-from ckptx.verification.side import RunOptions
+from ckptx.runtime.parity.forward import verify_run
+from ckptx.runtime.parity.side import RunOptions
 
 _TP = 4
 _REPEATS = 5

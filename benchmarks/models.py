@@ -45,8 +45,8 @@ def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) ->
     from ckptx.errors import CkptxError
     from ckptx.layout.parallel_dims import ParallelDims
     from ckptx.report.report import Log
-    from ckptx.verification.forward import verify_run
-    from ckptx.verification.side import RunOptions
+    from ckptx.runtime.parity.forward import verify_run
+    from ckptx.runtime.parity.side import RunOptions
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -61,9 +61,9 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
 
     from ckptx.layout.stages import StageMap
     from ckptx.runtime.parallel.distributed import Process
-    from ckptx.verification.budget import Budget
-    from ckptx.verification.reference import InOnePiece, InPieces, cut_into
-    from ckptx.verification.side import RunOptions, Side
+    from ckptx.runtime.parity.budget import Budget
+    from ckptx.runtime.parity.reference import InOnePiece, InPieces, cut_into
+    from ckptx.runtime.parity.side import RunOptions, Side
 
     torch.set_num_threads(2)
     process = Process(0, 1, torch.device("cpu"))

@@ -58,8 +58,8 @@ def threads_on_rank(path: Path, runs: int, out: Path) -> None:
 
     from ckptx.layout.parallel_dims import ParallelDims
     from ckptx.report.report import Log
-    from ckptx.verification.forward import verify_run
-    from ckptx.verification.side import RunOptions
+    from ckptx.runtime.parity.forward import verify_run
+    from ckptx.runtime.parity.side import RunOptions
 
     counts = []
     dist.init_process_group("gloo")

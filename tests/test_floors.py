@@ -35,19 +35,11 @@ def layers_of(text: str) -> dict[str, int]:
 LAYER = {**layers_of(DOCUMENT.read_text(encoding="utf-8"))}
 LAYER["__main__"] = LAYER["cli"]
 
-# Packages that may import from their own layer: verification compares headers as diff does, and asks a forecast whether
-# a run fits.
-MEETINGS = {("verification", "forecasting"), ("__main__", "cli")}
+# Packages that may import from their own layer.
+MEETINGS = {("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
-MAY_BE_HEAVY = (
-    "architecture/introspection/", "forecasting/", "processes/", "robustness/", "runtime/",
-    "training/",
-    "verification/budget.py", "verification/comparison.py", "verification/distances.py", "verification/divergence.py",
-    "verification/execution.py", "verification/forward.py", "verification/inputs/", "verification/loaded.py",
-    "verification/memory.py", "verification/noise.py", "verification/reached.py", "verification/reference.py",
-    "verification/routing.py", "verification/side.py", "verification/staging.py", "verification/walk.py",
-)  # fmt: skip
+MAY_BE_HEAVY = ("architecture/introspection/", "forecasting/", "processes/", "robustness/", "runtime/", "training/")
 
 
 class Import(NamedTuple):
@@ -141,7 +133,7 @@ def test_only_who_plants_faults_knows_them() -> None:
         ("catalog/x.py", "from ckptx import publishing", "imports publishing"),
         ("catalog/x.py", "from ..formats import dcp", "imports formats"),
         ("catalog/x.py", "from ckptx import inspect", "ckptx.inspect, which is in no layer"),
-        ("comparison/x.py", "from ckptx.verification.side import Side", "imports verification"),
+        ("comparison/x.py", "from ckptx.runtime.parity.side import Side", "imports runtime/parity"),
         (
             "transfer/x.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ckptx.model_view.view",

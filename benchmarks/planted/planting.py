@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.planted.defect import Built, Defect
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
-from ckptx.verification import side
+from ckptx.runtime.parity import side
 
 Forward = Callable[..., Any]
 

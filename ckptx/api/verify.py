@@ -9,8 +9,8 @@ from ckptx.errors import UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.documents.running import RunReport
+from ckptx.runtime.parity.arguments import BytesArguments, RunArguments
 from ckptx.untrusted.remote_name import refuse_remote
-from ckptx.verification.arguments import BytesArguments, RunArguments
 
 if TYPE_CHECKING:  # Python 3.10 has it there alone
     from typing_extensions import Unpack

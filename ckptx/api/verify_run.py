@@ -21,7 +21,7 @@ from ckptx.options import parse_size
 from ckptx.processes.launch import is_launched, is_launched_by_us, launch
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
-from ckptx.verification.arguments import CHOICES
+from ckptx.runtime.parity.arguments import CHOICES
 
 _MOST_MICROBATCHES = 1024
 
@@ -143,8 +143,8 @@ def verify_running(
         arguments += ["--strict"] if strict else []
         return replace(_adopted(launch(arguments, dims.world_size), log, stopwatch), forecast_peak=peak)
     try:
-        from ckptx.verification.forward import verify_run
-        from ckptx.verification.side import RunOptions
+        from ckptx.runtime.parity.forward import verify_run
+        from ckptx.runtime.parity.side import RunOptions
     except ImportError as error:
         raise missing_package("--run", error) from error
     options = RunOptions(

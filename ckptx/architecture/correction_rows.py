@@ -160,7 +160,7 @@ class InputRow(NamedTuple):
     Attributes:
         kind: "images" or "audio" for what stands in a row of text, "heard" for what an encoder hears whose decoder
             writes.
-        form: The function in `ckptx.verification.inputs` that makes it.
+        form: The function in `ckptx.runtime.parity.inputs` that makes it.
         reason: What the class takes.
         settings: Arguments of that function.
         class_name: The only class of the model type that takes it; empty for all.

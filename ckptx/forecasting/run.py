@@ -28,8 +28,8 @@ from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.pipeline.carry import Carry
 from ckptx.runtime.parallel.pipeline.cut import carry_found
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
+from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.training.assembly import Assembled, lay_out
-from ckptx.verification.inputs.batch import Inputs
 
 
 @dataclass(slots=True)

@@ -18,10 +18,10 @@ from ckptx.runtime.model.model_errors import running
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
+from ckptx.runtime.parity.execution import compared, whole
+from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
 from ckptx.training.assembly import Assembled
 from ckptx.training.optimization import make_optimizer
-from ckptx.verification.execution import compared, whole
-from ckptx.verification.inputs.batch import Inputs, inputs_for
 
 
 @dataclass(frozen=True, slots=True)

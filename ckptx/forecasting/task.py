@@ -10,8 +10,8 @@ from ckptx.errors import UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import SPLITS
+from ckptx.runtime.parity.arguments import CHOICES
 from ckptx.training.recipe import LayoutBlock, ModelBlock, OptimizerBlock, Recipe, TrainingBlock
-from ckptx.verification.arguments import CHOICES
 
 Loss = Literal["sharded", "whole", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]

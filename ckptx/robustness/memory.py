@@ -52,7 +52,7 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
     from ckptx.forecasting.remedy import mesh_that_fits
     from ckptx.forecasting.task import task_of_recipe
     from ckptx.runtime.memory.reserve import reserved
-    from ckptx.verification.memory import free_bytes
+    from ckptx.runtime.parity.memory import free_bytes
 
     task = task_of_recipe(recipe, source)
     ranks = ranks_of(task)

@@ -23,10 +23,10 @@ from ckptx.robustness.oracles import Difference, Verdict, phase_ok, plain_number
 from ckptx.robustness.phases import Findings, Phase, chosen
 from ckptx.robustness.ranks import Ranks, Residue
 from ckptx.robustness.session import Planted, Session
+from ckptx.runtime.parity.arguments import CHOICES
 from ckptx.training.recipe import Recipe
 from ckptx.training.recipe_file import find_recipe, read_recipe
 from ckptx.untrusted.remote_name import refuse_remote
-from ckptx.verification.arguments import CHOICES
 
 _SHOWN = 200  # rows of differences in a report
 

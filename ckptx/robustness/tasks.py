@@ -24,12 +24,12 @@ from ckptx.robustness.survivors import Survivors, survivors
 from ckptx.runtime.memory.measured import Taken, measured
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parallel.distributed import Process, everywhere, together, told
+from ckptx.runtime.parity.noise import moved
 from ckptx.training.checkpoints import Steps
 from ckptx.training.data import Dataset, collate, open_dataset
 from ckptx.training.recipe import Recipe
 from ckptx.training.source import prepare_source
 from ckptx.training.trainer import StepRecord, Trainer
-from ckptx.verification.noise import moved
 
 _PROBED = 2  # samples that logits are compared on
 LABELS = "labels"

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ckptx.errors import InputError, UnsupportedError, UsageError, missing_package
 from ckptx.runtime.model.build import read_config
+from ckptx.runtime.parity.inputs.batch import inserts_for
+from ckptx.runtime.parity.inputs.multimodal import MultimodalInput
 from ckptx.training.rows import Question
 from ckptx.untrusted.printable import one_line
-from ckptx.verification.inputs.batch import inserts_for
-from ckptx.verification.inputs.multimodal import MultimodalInput
 
 IGNORED = -100
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")

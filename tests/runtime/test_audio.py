@@ -18,8 +18,8 @@ from torch import nn
 from ckptx.architecture.corrections import corrections_of
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
-from ckptx.verification.execution import run
-from ckptx.verification.inputs.batch import Inputs, inputs_for
+from ckptx.runtime.parity.execution import run
+from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
 
 # What the installed transformers has of them.
 CLASSES = frozenset(dir(transformers))  # asked once: it takes a quarter of a second

@@ -22,7 +22,7 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
     canonical_name,
     checkpoint_activations,
 )
-from ckptx.verification.inputs.batch import inputs_for
+from ckptx.runtime.parity.inputs.batch import inputs_for
 
 CANNOT = {"gemma3n"}  # its tower is a model of timm, which is no dependency
 # Those that are registered and only listen, by the name of their model.

@@ -19,7 +19,7 @@ from torch import nn
 
 from ckptx.architecture.model_files import index
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
-from ckptx.verification.inputs.batch import Inputs, inputs_for
+from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
 
 # Model type -> the recipe that has it.
 RECIPES = {

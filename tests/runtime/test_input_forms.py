@@ -11,7 +11,7 @@ from support.corrections import changed, every
 from ckptx.architecture.correction_rows import InputRow
 from ckptx.architecture.correction_schema import KINDS, FaultyCorrectionError
 from ckptx.architecture.corrections import corrections_of
-from ckptx.verification.inputs.batch import FORMS, inputs_for
+from ckptx.runtime.parity.inputs.batch import FORMS, inputs_for
 
 CONFIG: dict[str, Any] = {"model_type": "made-up", "vocab_size": 50}
 

@@ -34,8 +34,8 @@ from ckptx.runtime.parallel.gradients import clip_grad_norm
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
-from ckptx.verification.execution import whole
-from ckptx.verification.inputs.batch import inputs_for
+from ckptx.runtime.parity.execution import whole
+from ckptx.runtime.parity.inputs.batch import inputs_for
 
 CLOSE = 3e-7  # float32: gradients of data ranks are summed in another order
 WIDE = 1e-6  # of Mllama, whose tower rounds otherwise under FSDP2, also with images on all ranks

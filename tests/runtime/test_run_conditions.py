@@ -23,9 +23,9 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
 from ckptx.runtime.parallel.distributed import Process, mesh_of, process_group
 from ckptx.runtime.parallel.parallelize import _of_other_dtype
-from ckptx.verification import forward, reference, side
-from ckptx.verification.execution import Outcome
-from ckptx.verification.inputs.batch import inputs_for
+from ckptx.runtime.parity import forward, reference, side
+from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.inputs.batch import inputs_for
 
 
 def test_a_world_has_one_mesh_of_a_kind() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ckptx.architecture.correction_rows import InputRow
 from ckptx.architecture.corrections import corrected_types, corrections_of
-from ckptx.verification.inputs.batch import FORMS
+from ckptx.runtime.parity.inputs.batch import FORMS
 
 
 def model_types(kind: str) -> set[str]:

@@ -33,8 +33,8 @@ from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel import styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
-from ckptx.verification.inputs.batch import inputs_for
-from ckptx.verification.noise import ALLOWED, DRAWS, moved_embeddings, rounding
+from ckptx.runtime.parity.inputs.batch import inputs_for
+from ckptx.runtime.parity.noise import ALLOWED, DRAWS, moved_embeddings, rounding
 
 TP = 2
 _PROGRAM = Path(__file__).with_name("stock_outputs.py")

@@ -17,8 +17,8 @@ from ckptx.report.running import run_text
 
 def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, settings: dict[str, Any]) -> Any:
     """One rank of `verify --run`: the report, or the class and text of its refusal."""
-    from ckptx.verification.forward import verify_run
-    from ckptx.verification.side import RunOptions
+    from ckptx.runtime.parity.forward import verify_run
+    from ckptx.runtime.parity.side import RunOptions
 
     planted = settings.pop("plant", None)
     dims = ParallelDims(**{name: settings.pop(name, 1) for name in ("tp", "pp", "dp_shard", "dp_replicate")})
@@ -42,7 +42,7 @@ class _FlippedSlice:
     """One bit of what rank 1 loaded changes after loading."""
 
     def __enter__(self) -> None:
-        from ckptx.verification import side
+        from ckptx.runtime.parity import side
 
         self._load = side.load_from
 
@@ -58,7 +58,7 @@ class _FlippedSlice:
         side.load_from = load_from  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.verification import side
+        from ckptx.runtime.parity import side
 
         side.load_from = self._load
 
@@ -67,7 +67,7 @@ class _ZeroedGradient:
     """The gradient of one parameter is lost on its way, on every rank that holds some of it."""
 
     def __enter__(self) -> None:
-        from ckptx.verification import execution
+        from ckptx.runtime.parity import execution
 
         self._run = execution.run
 
@@ -81,7 +81,7 @@ class _ZeroedGradient:
         execution.run = run
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.verification import execution
+        from ckptx.runtime.parity import execution
 
         execution.run = self._run
 
@@ -90,13 +90,13 @@ class _LastPlace:
     """Logits of the last stage are one unit in the last place away."""
 
     def __enter__(self) -> None:
-        from ckptx.verification import staging
+        from ckptx.runtime.parity import staging
 
         self._whole = staging.whole
         staging.whole = lambda tensor: torch.nextafter(self._whole(tensor), torch.tensor(torch.inf))
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.verification import staging
+        from ckptx.runtime.parity import staging
 
         staging.whole = self._whole
 
@@ -105,7 +105,7 @@ class _ImagesInSome:
     """Of four microbatches, the first and the last have images: two data ranks have them at other places."""
 
     def __enter__(self) -> None:
-        from ckptx.verification.side import Side
+        from ckptx.runtime.parity.side import Side
 
         self._batches = Side.batches
 
@@ -116,7 +116,7 @@ class _ImagesInSome:
         Side.batches = batches  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.verification.side import Side
+        from ckptx.runtime.parity.side import Side
 
         Side.batches = self._batches  # type: ignore[method-assign]
 

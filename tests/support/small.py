@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ckptx.runtime.parallel.distributed import Process
-from ckptx.verification.inputs.batch import Inputs
+from ckptx.runtime.parity.inputs.batch import Inputs
 
 PLACE = Process(0, 1, torch.device("cpu"))
 

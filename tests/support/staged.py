@@ -20,7 +20,7 @@ from ckptx.runtime.parallel.pipeline.pipeline import Loss, Pipeline
 from ckptx.runtime.parallel.pipeline.run import StageRun
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 from ckptx.runtime.parallel.pipeline.ties import tied_over
-from ckptx.verification.execution import whole
+from ckptx.runtime.parity.execution import whole
 
 LAYERS = 6
 CUTS = ("balanced", "1 | rest", "rest | 1", "three")

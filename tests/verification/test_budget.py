@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptx.errors import SpaceError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.parallel.distributed import Process
-from ckptx.verification import budget as budget_module
-from ckptx.verification.budget import Budget
-from ckptx.verification.reference import InPieces, cut_into
-from ckptx.verification.side import RunOptions, Seen, Side
+from ckptx.runtime.parity import budget as budget_module
+from ckptx.runtime.parity.budget import Budget
+from ckptx.runtime.parity.reference import InPieces, cut_into
+from ckptx.runtime.parity.side import RunOptions, Seen, Side
 
 PLACE = Process(0, 1, torch.device("cpu"))
 

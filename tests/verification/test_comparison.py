@@ -16,11 +16,11 @@ from torch import nn
 
 from ckptx.catalog.region import Region
 from ckptx.runtime.parallel.distributed import Process, process_group
-from ckptx.verification import comparison, distances
-from ckptx.verification.comparison import Comparison, Gradient, Held, Reference, difference
-from ckptx.verification.distances import furthest
-from ckptx.verification.execution import Outcome
-from ckptx.verification.noise import ALLOWED
+from ckptx.runtime.parity import comparison, distances
+from ckptx.runtime.parity.comparison import Comparison, Gradient, Held, Reference, difference
+from ckptx.runtime.parity.distances import furthest
+from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.noise import ALLOWED
 
 INF, NAN = math.inf, math.nan
 EPS = 2.0**-23  # of float32

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
-from ckptx.verification.execution import Call, observed, run
-from ckptx.verification.inputs.batch import Inputs
+from ckptx.runtime.parity.execution import Call, observed, run
+from ckptx.runtime.parity.inputs.batch import Inputs
 
 FOUR = [[0, 1], [2, 3]]  # labels of two hidden states that are no logits, so that the loss is a mean square
 

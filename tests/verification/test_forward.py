@@ -17,11 +17,11 @@ from ckptx.layout.stages import Stack, StageMap
 from ckptx.runtime.parallel.pipeline.carry import Carry
 from ckptx.runtime.parallel.pipeline.cut import Cut
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
-from ckptx.verification import divergence, execution, noise, run_report, side
-from ckptx.verification.comparison import Reference
-from ckptx.verification.divergence import Outputs
-from ckptx.verification.reference import InOnePiece
-from ckptx.verification.staging import stage_of
+from ckptx.runtime.parity import divergence, execution, noise, run_report, side
+from ckptx.runtime.parity.comparison import Reference
+from ckptx.runtime.parity.divergence import Outputs
+from ckptx.runtime.parity.reference import InOnePiece
+from ckptx.runtime.parity.staging import stage_of
 
 IDS = [[0, 1], [2, 3]]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.inputs import form_of, maker, model_types
 
-from ckptx.verification.inputs.multimodal import LENGTH, MultimodalInput
+from ckptx.runtime.parity.inputs.multimodal import LENGTH, MultimodalInput
 
 ROWS = 3
 TOKEN = 90

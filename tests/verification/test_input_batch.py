@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.errors import UnsupportedError
-from ckptx.verification.inputs import batch
-from ckptx.verification.inputs.batch import Inputs, inputs_for, text_config
-from ckptx.verification.inputs.multimodal import LENGTH, MultimodalInput, random_of
+from ckptx.runtime.parity.inputs import batch
+from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for, text_config
+from ckptx.runtime.parity.inputs.multimodal import LENGTH, MultimodalInput, random_of
 
 TEXT: dict[str, Any] = {"model_type": "unheard-of", "vocab_size": 50}
 LLAVA: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptx.verification.inputs.config_keys import between, channels, first_of, patches_along, square, token_of
+from ckptx.runtime.parity.inputs.config_keys import between, channels, first_of, patches_along, square, token_of
 
 
 @pytest.mark.parametrize(

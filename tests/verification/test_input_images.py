@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.inputs import maker
 
-from ckptx.verification.inputs.multimodal import MultimodalInput
+from ckptx.runtime.parity.inputs.multimodal import MultimodalInput
 
 ROWS = 3
 TOKEN = 90

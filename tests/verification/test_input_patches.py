@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptx.verification.inputs import patches
-from ckptx.verification.inputs.multimodal import MultimodalInput
+from ckptx.runtime.parity.inputs import patches
+from ckptx.runtime.parity.inputs.multimodal import MultimodalInput
 
 ROWS = 3
 TOKEN = 90

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import transformers
 
-from ckptx.verification.inputs.multimodal import LENGTH
-from ckptx.verification.inputs.windows import SMALL, shrink, shrunk
+from ckptx.runtime.parity.inputs.multimodal import LENGTH
+from ckptx.runtime.parity.inputs.windows import SMALL, shrink, shrunk
 
 
 def test_a_text_crosses_a_small_window_more_than_once() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.distributed import Process
-from ckptx.verification import memory
-from ckptx.verification.routing import Routing
-from ckptx.verification.side import RunOptions, Seen
+from ckptx.runtime.parity import memory
+from ckptx.runtime.parity.routing import Routing
+from ckptx.runtime.parity.side import RunOptions, Seen
 
 GIB = 1 << 30
 CPU = torch.device("cpu")

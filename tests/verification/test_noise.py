@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.small import ULP, Scaled
 from torch import nn
 
-from ckptx.verification import noise
-from ckptx.verification.noise import moved, moved_embeddings
+from ckptx.runtime.parity import noise
+from ckptx.runtime.parity.noise import moved, moved_embeddings
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ckptx.verification.reached import Reached
-from ckptx.verification.routing import Routing
-from ckptx.verification.side import Seen
+from ckptx.runtime.parity.reached import Reached
+from ckptx.runtime.parity.routing import Routing
+from ckptx.runtime.parity.side import Seen
 
 
 def seen(*names: str, experts: int = 3) -> Seen:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.parallel.distributed import Process
-from ckptx.verification.comparison import Reference
-from ckptx.verification.reference import InOnePiece, InPieces, Running, cut_into
-from ckptx.verification.side import RunOptions, Side
+from ckptx.runtime.parity.comparison import Reference
+from ckptx.runtime.parity.reference import InOnePiece, InPieces, Running, cut_into
+from ckptx.runtime.parity.side import RunOptions, Side
 
 PLACE = Process(0, 1, torch.device("cpu"))
 # The hidden state alone, tied and untied; inputs of every layer, shared keys and values; one weight tied at three

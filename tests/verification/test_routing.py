@@ -10,9 +10,9 @@ import transformers
 from support.models import EVERY, build
 from torch import nn
 
-from ckptx.verification.execution import run
-from ckptx.verification.inputs.batch import inputs_for
-from ckptx.verification.routing import Routing, routing_of, steer
+from ckptx.runtime.parity.execution import run
+from ckptx.runtime.parity.inputs.batch import inputs_for
+from ckptx.runtime.parity.routing import Routing, routing_of, steer
 
 
 class Experts(nn.Module):

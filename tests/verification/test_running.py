@@ -62,7 +62,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is run in this process."""
-    from ckptx.verification import forward
+    from ckptx.runtime.parity import forward
 
     calls: list[Any] = []
 
@@ -181,7 +181,7 @@ def test_a_rank_that_was_started_starts_no_others(
 def test_without_torch_the_package_is_named(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "ckptx.verification.forward", None)
+    monkeypatch.setitem(sys.modules, "ckptx.runtime.parity.forward", None)
     with pytest.raises(EnvironmentProblem, match="--run"):
         verify_running(A, B)
     assert asked == []

@@ -14,9 +14,9 @@ from support.models import EVERY, llama, randomise, read_hf, write
 
 from ckptx.errors import InputError
 from ckptx.report.report import Log
-from ckptx.verification import memory
-from ckptx.verification.forward import verify_run
-from ckptx.verification.side import RunOptions, both_sides
+from ckptx.runtime.parity import memory
+from ckptx.runtime.parity.forward import verify_run
+from ckptx.runtime.parity.side import RunOptions, both_sides
 
 Head = Callable[[torch.Tensor], torch.Tensor] | None
 

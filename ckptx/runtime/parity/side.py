@@ -29,10 +29,10 @@ from ckptx.runtime.model.build import build_model, materialize, read_config
 from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.parallel.parallelize import Parallelized, parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
-from ckptx.verification.execution import tokens_used
-from ckptx.verification.inputs import windows
-from ckptx.verification.inputs.batch import Inputs, inputs_for
-from ckptx.verification.routing import Routing, routing_of, steer
+from ckptx.runtime.parity.execution import tokens_used
+from ckptx.runtime.parity.inputs import windows
+from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
+from ckptx.runtime.parity.routing import Routing, routing_of, steer
 
 _ROWS = 2  # of each batch
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptx.verification.side import Seen
+from ckptx.runtime.parity.side import Seen
 
 
 class Reached:

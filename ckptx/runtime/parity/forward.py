@@ -8,7 +8,7 @@ Four levels, the cheap ones first:
     gradients   of one backward step, parameter by parameter
 
 Sums that TP and FSDP put into another order round otherwise. How much that may be is not chosen but measured, on the
-reference, in the same run: see `ckptx.verification.noise`. On one rank nothing is reordered: results are equal bit for
+reference, in the same run: see `ckptx.runtime.parity.noise`. On one rank nothing is reordered: results are equal bit for
 bit, if the device gives the same results twice. A CPU does; another device is asked first, by running the reference
 again.
 """
@@ -37,19 +37,19 @@ from ckptx.runtime.parallel.distributed import (
     together,
     told,
 )
-from ckptx.verification.comparison import Comparison, Reference, difference
-from ckptx.verification.configs import ConfigDifference, compare_configs
-from ckptx.verification.divergence import first_divergence
-from ckptx.verification.execution import Outcome
-from ckptx.verification.inputs import windows
-from ckptx.verification.inputs.batch import Inputs
-from ckptx.verification.loaded import AtOnce, InTurn, Loaded, in_all
-from ckptx.verification.notes import note, unread_notes
-from ckptx.verification.reached import Reached
-from ckptx.verification.reference import Running, reference_of
-from ckptx.verification.run_report import report_of, rows_of_unread, worst_by_tensor
-from ckptx.verification.side import RunOptions, Seen, both_sides, stored_dtypes_of
-from ckptx.verification.staging import stage_of, stage_the
+from ckptx.runtime.parity.comparison import Comparison, Reference, difference
+from ckptx.runtime.parity.configs import ConfigDifference, compare_configs
+from ckptx.runtime.parity.divergence import first_divergence
+from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.inputs import windows
+from ckptx.runtime.parity.inputs.batch import Inputs
+from ckptx.runtime.parity.loaded import AtOnce, InTurn, Loaded, in_all
+from ckptx.runtime.parity.notes import note, unread_notes
+from ckptx.runtime.parity.reached import Reached
+from ckptx.runtime.parity.reference import Running, reference_of
+from ckptx.runtime.parity.run_report import report_of, rows_of_unread, worst_by_tensor
+from ckptx.runtime.parity.side import RunOptions, Seen, both_sides, stored_dtypes_of
+from ckptx.runtime.parity.staging import stage_of, stage_the
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:

@@ -16,14 +16,14 @@ from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.cut import Cut
 from ckptx.runtime.parallel.pipeline.stage import make_stage
 from ckptx.runtime.parallel.release import release
-from ckptx.verification import execution
-from ckptx.verification.comparison import Held
-from ckptx.verification.divergence import Outputs, kept
-from ckptx.verification.execution import Outcome
-from ckptx.verification.inputs.batch import Inputs
-from ckptx.verification.side import Built, Side
-from ckptx.verification.staging import Stages
-from ckptx.verification.walk import Lane, Pieces, Walk, share
+from ckptx.runtime.parity import execution
+from ckptx.runtime.parity.comparison import Held
+from ckptx.runtime.parity.divergence import Outputs, kept
+from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.inputs.batch import Inputs
+from ckptx.runtime.parity.side import Built, Side
+from ckptx.runtime.parity.staging import Stages
+from ckptx.runtime.parity.walk import Lane, Pieces, Walk, share
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ckptx.verification.inputs.config_keys import SIDE, WIDE, Config, between, channels, first_of, token_of
-from ckptx.verification.inputs.multimodal import MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.config_keys import SIDE, WIDE, Config, between, channels, first_of, token_of
+from ckptx.runtime.parity.inputs.multimodal import MultimodalInput, random_of
 
 
 def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:

@@ -12,10 +12,10 @@ from ckptx.report.documents.running import RunReport
 from ckptx.report.report import LARGEST_RANK, THIS_PROCESS
 from ckptx.runtime.checkpointing.load_report import NO_PLACE, UNKNOWN
 from ckptx.runtime.parallel.pipeline.cut import Cut
-from ckptx.verification.comparison import difference
-from ckptx.verification.distances import badness
-from ckptx.verification.inputs.batch import Inputs
-from ckptx.verification.side import RunOptions
+from ckptx.runtime.parity.comparison import difference
+from ckptx.runtime.parity.distances import badness
+from ckptx.runtime.parity.inputs.batch import Inputs
+from ckptx.runtime.parity.side import RunOptions
 
 
 def report_of(

@@ -13,7 +13,7 @@ import torch
 
 from ckptx.report.report import human_bytes
 from ckptx.runtime.parallel.distributed import Process
-from ckptx.verification.side import RunOptions, Seen
+from ckptx.runtime.parity.side import RunOptions, Seen
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -19,16 +19,16 @@ from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.parallel.pipeline.cut import carry_found
 from ckptx.runtime.parallel.pipeline.stage import make_stage
 from ckptx.runtime.parallel.pipeline.ties import tied_over
-from ckptx.verification import memory, noise
-from ckptx.verification.budget import Budget
-from ckptx.verification.comparison import Gradient, Reference
-from ckptx.verification.distances import furthest
-from ckptx.verification.divergence import Outputs, kept
-from ckptx.verification.execution import Outcome, compared, run
-from ckptx.verification.inputs.batch import Inputs
-from ckptx.verification.side import Seen, Side
-from ckptx.verification.staging import small_batches
-from ckptx.verification.walk import Lane, Pieces, Walk, share
+from ckptx.runtime.parity import memory, noise
+from ckptx.runtime.parity.budget import Budget
+from ckptx.runtime.parity.comparison import Gradient, Reference
+from ckptx.runtime.parity.distances import furthest
+from ckptx.runtime.parity.divergence import Outputs, kept
+from ckptx.runtime.parity.execution import Outcome, compared, run
+from ckptx.runtime.parity.inputs.batch import Inputs
+from ckptx.runtime.parity.side import Seen, Side
+from ckptx.runtime.parity.staging import small_batches
+from ckptx.runtime.parity.walk import Lane, Pieces, Walk, share
 
 
 def reference_of(side: Side, seen: Seen, batches: Sequence[Inputs], process: Process) -> Running:

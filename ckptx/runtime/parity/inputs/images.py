@@ -14,8 +14,8 @@ import torch
 
 from ckptx.architecture.correction_rows import TowerRow
 from ckptx.architecture.corrections import corrections_of
-from ckptx.verification.inputs import patches
-from ckptx.verification.inputs.config_keys import (
+from ckptx.runtime.parity.inputs import patches
+from ckptx.runtime.parity.inputs.config_keys import (
     SIDE,
     WIDE,
     Config,
@@ -27,7 +27,7 @@ from ckptx.verification.inputs.config_keys import (
     square,
     token_of,
 )
-from ckptx.verification.inputs.multimodal import Batch, MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, random_of
 
 # ---------------------------------------------------------------------------------- images of the one size of the tower
 

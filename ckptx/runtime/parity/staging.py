@@ -16,10 +16,10 @@ from ckptx.report.report import Log
 from ckptx.runtime.parallel.pipeline.cut import Cut, cut_stacks
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
 from ckptx.runtime.parallel.pipeline.stage import make_stage
-from ckptx.verification.divergence import Outputs, kept
-from ckptx.verification.execution import Outcome, arguments, compared, failing, loss_of, whole
-from ckptx.verification.inputs.batch import Inputs, inputs_for
-from ckptx.verification.side import Built, Seen, Side
+from ckptx.runtime.parity.divergence import Outputs, kept
+from ckptx.runtime.parity.execution import Outcome, arguments, compared, failing, loss_of, whole
+from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
+from ckptx.runtime.parity.side import Built, Seen, Side
 
 
 def stage_the(side: Side, seen: Seen, log: Log) -> Cut:

@@ -17,9 +17,9 @@ from torch import nn
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.stage import Stub, ways
-from ckptx.verification import execution, noise
-from ckptx.verification.distances import furthest
-from ckptx.verification.execution import Call, watched
+from ckptx.runtime.parity import execution, noise
+from ckptx.runtime.parity.distances import furthest
+from ckptx.runtime.parity.execution import Call, watched
 
 Outputs = dict[Call, torch.Tensor]
 

@@ -17,8 +17,8 @@ from ckptx.architecture.correction_rows import InputRow
 from ckptx.architecture.correction_schema import FaultyCorrectionError
 from ckptx.architecture.corrections import corrections_of
 from ckptx.errors import UnsupportedError
-from ckptx.verification.inputs import audio, images
-from ckptx.verification.inputs.multimodal import LENGTH, Batch, MultimodalInput
+from ckptx.runtime.parity.inputs import audio, images
+from ckptx.runtime.parity.inputs.multimodal import LENGTH, Batch, MultimodalInput
 
 _PADDING = 3  # tokens
 _FIRST = 3  # the ids before are those of padding, begin and end in most vocabularies

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptx.report.report import Log, counted
-from ckptx.verification.configs import ConfigDifference
-from ckptx.verification.inputs.batch import Inputs
+from ckptx.runtime.parity.configs import ConfigDifference
+from ckptx.runtime.parity.inputs.batch import Inputs
 
 _MOST_NAMED = 3  # in a note
 
@@ -66,7 +66,7 @@ def unread_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Name the stored tensors that no part of the model reads, one line for each reason.
 
     Args:
-        rows: Rows of `ckptx.verification.run_report.rows_of_unread`.
+        rows: Rows of `ckptx.runtime.parity.run_report.rows_of_unread`.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:

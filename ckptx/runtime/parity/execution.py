@@ -16,7 +16,7 @@ from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.model.model_errors import brief, class_of, lack_of_memory
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
-from ckptx.verification.inputs.batch import Inputs
+from ckptx.runtime.parity.inputs.batch import Inputs
 
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptx.verification.inputs.multimodal import LENGTH, Batch, MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.multimodal import LENGTH, Batch, MultimodalInput, random_of
 
 Config = Mapping[str, Any]
 Sound = Callable[..., MultimodalInput | None]  # of a config, rows and a generator, with the settings of its row

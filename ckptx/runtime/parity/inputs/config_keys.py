@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptx.verification.inputs.multimodal import Batch, MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, random_of
 
 Config = Mapping[str, Any]
 Seen = Callable[[Config, int, torch.Generator], MultimodalInput]

@@ -1,6 +1,6 @@
 """Holds what each rank computed against what the reference computed, and names what is further away than it may be.
 
-How far something may be away is measured, see `ckptx.verification.noise`. Where that is more than the thing itself is
+How far something may be away is measured, see `ckptx.runtime.parity.noise`. Where that is more than the thing itself is
 large, nothing could have been found: then it is named as undecided, and never as equal.
 """
 
@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from ckptx.catalog.region import Region
 from ckptx.runtime.parallel.distributed import Process, broadcast, everywhere, told
 from ckptx.runtime.parallel.shards import pieces_of
-from ckptx.verification import distances, noise
-from ckptx.verification.execution import Outcome
+from ckptx.runtime.parity import distances, noise
+from ckptx.runtime.parity.execution import Outcome
 
 _NONE_HERE = "no gradient"
 

@@ -24,9 +24,9 @@ from ckptx.layout.stages import Stack, StageMap
 from ckptx.report.report import human_bytes
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.ties import tied_over
-from ckptx.verification import noise
-from ckptx.verification.distances import BAND
-from ckptx.verification.inputs.batch import Inputs
+from ckptx.runtime.parity import noise
+from ckptx.runtime.parity.distances import BAND
+from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.wording import counted
 
 _LANES = 1 + noise.DRAWS

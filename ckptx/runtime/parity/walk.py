@@ -28,10 +28,10 @@ from ckptx.runtime.parallel.pipeline.carry import Carry
 from ckptx.runtime.parallel.pipeline.run import StageRun, apart, go_back, gradients_of, received
 from ckptx.runtime.parallel.pipeline.ties import Tie, parameter_of
 from ckptx.runtime.parallel.release import release, return_memory
-from ckptx.verification import noise
-from ckptx.verification.divergence import Outputs, kept
-from ckptx.verification.execution import compared, failing, loss_of, shown, whole
-from ckptx.verification.inputs.batch import Inputs
+from ckptx.runtime.parity import noise
+from ckptx.runtime.parity.divergence import Outputs, kept
+from ckptx.runtime.parity.execution import compared, failing, loss_of, shown, whole
+from ckptx.runtime.parity.inputs.batch import Inputs
 
 See = Callable[["Lane", str, Tensor], None]
 

@@ -1,0 +1,1 @@
+"""`verify --run`: what two checkpoints compute, compared module by module against measured noise."""
