@@ -25,7 +25,7 @@ from ckptx.robustness.phases import PHASES
 from ckptx.robustness.ranks import Ranks, Residue
 from ckptx.robustness.run import baseline_of, judged
 from ckptx.robustness.session import Planted, Session
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 
 RECIPE = "llama_tiny"
 _SETTINGS = {"tp": "layout.tp=2"}

@@ -18,7 +18,7 @@ from measure import HERE, publish, table
 
 from ckptx.api.forecast import forecast
 from ckptx.report.documents.forecast import ForecastReport
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 
 _GIB = 2**30
 LLAMA = {

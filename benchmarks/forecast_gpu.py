@@ -43,8 +43,8 @@ from ckptx.runtime.memory.reserve import reserved
 from ckptx.runtime.memory.storage_ledger import Ledger
 from ckptx.runtime.model.build import materialize
 from ckptx.runtime.parallel.distributed import device_of, mesh_of
-from ckptx.training.assembly import Assembled, lay_out
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.assembly import Assembled, lay_out
+from ckptx.runtime.training.recipe_file import read_recipe
 
 _GIB = 2**30
 _LIMIT = 480  # seconds after which no case begins

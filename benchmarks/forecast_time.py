@@ -17,7 +17,7 @@ from typing import Any
 from forecast_documents import DEEPSEEK, LLAMA
 from measure import HERE, publish, table, timed
 
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 
 _MIB = 2**20
 _DEEP = ("--tp", "8", "--dp-shard", "128", "--activation-checkpointing", "full")

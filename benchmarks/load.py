@@ -2,7 +2,7 @@
 
     python benchmarks/load.py [--rounds 5] [--ram /dev/shm] [--results DIR] [--tiny]
 
-The checkpoint is a DCP that `ckptx reshard --tp 4` wrote. `ckptx.runtime.checkpointing.load` is compared with stock `dcp.load` into
+The checkpoint is a DCP that `ckptx reshard --tp 4` wrote. `ckptx.runtime.load` is compared with stock `dcp.load` into
 the same DTensors, and with `from_pretrained` of the whole model, of which the rank takes its part: safetensors maps
 files, so that only pages it touches are read, and count as memory as long as they are mapped. See load_rank.py.
 
@@ -27,7 +27,7 @@ _RANK = 1  # whose loads are raced; norms lie in the file of another
 _SLACK = 200 << 20  # bytes of memory a rank may take beyond its part
 _AROUND = 6 << 10  # bytes it may read around a tensor: the ends of its archive
 _HOW = {
-    "ckptx": "`ckptx.runtime.checkpointing.load`",
+    "ckptx": "`ckptx.runtime.load`",
     "stock": "stock `dcp.load`",
     "whole": "`from_pretrained`, of which its part",
 }

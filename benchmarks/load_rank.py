@@ -1,6 +1,6 @@
 """What one rank of a TP mesh does to get its part of a Llama: python load_rank.py WORLD RANK WARM {HOW CHECKPOINT}...
 
-HOW is "ckptx" (`ckptx.runtime.checkpointing.load`), "stock" (`dcp.load` into the same DTensors) or "whole" (`from_pretrained` of all
+HOW is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "whole" (`from_pretrained` of all
 of it, of which the rank takes its part). Only this rank exists: a fake process group stands for the others. Each loads
 a tiny model at WARM first, so that imports do not count; then the time runs from a model on the meta device to one that
 is filled.

@@ -25,7 +25,7 @@ import torch
 from cases import machine_of
 from measure import HERE, publish, table
 
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 
 _GIB = 2**30
 _PHASES = "0-4,6"

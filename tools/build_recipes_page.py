@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 
-from ckptx.training.recipe import ForeignBlock, Recipe
-from ckptx.training.recipe_schema import described
+from ckptx.runtime.training.recipe import ForeignBlock, Recipe
+from ckptx.runtime.training.recipe_schema import described
 
 PATH = Path(__file__).parent.parent / "docs" / "recipes.md"
 _BEGIN, _END = "<!-- the tables of tools/build_recipes_page.py -->\n", "<!-- end of the tables -->\n"

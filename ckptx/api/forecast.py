@@ -20,7 +20,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.untrusted.limits import RANKS
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from ckptx.errors import InputError, UsageError
 from ckptx.formats.hf.hub import CONFIG_FILES, resolve
 from ckptx.formats.hf.reader import read_json
-from ckptx.training.recipe import ModelBlock
-from ckptx.training.source import merged
+from ckptx.runtime.training.recipe import ModelBlock
+from ckptx.runtime.training.source import merged
 
 _CONFIG = "config.json"
 

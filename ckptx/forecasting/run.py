@@ -29,7 +29,7 @@ from ckptx.runtime.parallel.pipeline.carry import Carry
 from ckptx.runtime.parallel.pipeline.cut import carry_found
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parity.inputs.batch import Inputs
-from ckptx.training.assembly import Assembled, lay_out
+from ckptx.runtime.training.assembly import Assembled, lay_out
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.execution import compared, whole
 from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
-from ckptx.training.assembly import Assembled
-from ckptx.training.optimization import make_optimizer
+from ckptx.runtime.training.assembly import Assembled
+from ckptx.runtime.training.optimization import make_optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ckptx.formats.hf.reader import read_json
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import SPLITS
 from ckptx.runtime.parity.arguments import CHOICES
-from ckptx.training.recipe import LayoutBlock, ModelBlock, OptimizerBlock, Recipe, TrainingBlock
+from ckptx.runtime.training.recipe import LayoutBlock, ModelBlock, OptimizerBlock, Recipe, TrainingBlock
 
 Loss = Literal["sharded", "whole", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]

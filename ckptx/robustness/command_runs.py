@@ -13,7 +13,7 @@ from ckptx.robustness.commands import Ended, check_environment, filled, placehol
 from ckptx.robustness.losses import Losses, check_losses, read_losses
 from ckptx.robustness.oracles import Items
 from ckptx.robustness.stored_items import items_of
-from ckptx.training.recipe import ForeignBlock, TrainingBlock
+from ckptx.runtime.training.recipe import ForeignBlock, TrainingBlock
 from ckptx.untrusted.printable import one_line
 
 OUTPUT = "output.log"

@@ -16,7 +16,7 @@ from typing import Any
 from ckptx.errors import UsageError
 from ckptx.robustness.runs import Event, Run
 from ckptx.robustness.session import Planted
-from ckptx.training.recipe import Recipe
+from ckptx.runtime.training.recipe import Recipe
 
 _kept: list[Any] = []  # by faults that do not let go
 

@@ -22,7 +22,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ckptx.training
+import ckptx.runtime.training
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness.causes import IN_NO_CHECKPOINT, likely_causes
@@ -43,12 +43,12 @@ from ckptx.robustness.oracles import (
 )
 from ckptx.robustness.reference_files import Snapshot, changes, snapshot
 from ckptx.robustness.stored_items import not_compared, sharding_of
-from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe
+from ckptx.runtime.training.recipe import ChecksBlock, ForeignBlock, Recipe
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
 _NAMED = 4  # files that a cause names
-SHIPPED = Path(ckptx.training.__file__).parent / "recipes"
+SHIPPED = Path(ckptx.runtime.training.__file__).parent / "recipes"
 STRAIGHT, AGAIN, SAVED_AGAIN, RESUMED = "straight", "again", "saved again", "resumed"
 _TITLES = {
     STRAIGHT: "all steps in one run: everything in its checkpoints is finite",

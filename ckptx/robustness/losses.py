@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.robustness.event_files import scalars
+from ckptx.runtime.training.recipe import ForeignBlock
 from ckptx.storage.files import read_small
-from ckptx.training.recipe import ForeignBlock
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import INDEX_BYTES
 from ckptx.untrusted.printable import one_line

@@ -8,7 +8,7 @@ from ckptx.errors import CkptxError, SpaceError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import human_bytes
 from ckptx.robustness.session import Session
-from ckptx.training.recipe import Recipe
+from ckptx.runtime.training.recipe import Recipe
 
 Memory = dict[str, int]
 

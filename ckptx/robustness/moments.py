@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.training.trainer import Trainer
+from ckptx.runtime.training.trainer import Trainer
 
 _ADAM_STEP = "step"
 

@@ -40,8 +40,8 @@ from ckptx.robustness.oracles import (
 from ckptx.robustness.runs import Logits, Outcome, Watch, away
 from ckptx.robustness.session import DRAWS, Session, of_steps
 from ckptx.robustness.stored_items import items_of
-from ckptx.training.checkpoints import LATEST
-from ckptx.training.recipe import ChecksBlock, LayoutBlock, Recipe
+from ckptx.runtime.training.checkpoints import LATEST
+from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
 
 _DEFAULTS = ChecksBlock()
 _OF_NO_RANK = ("scheduler", "step", "samples", "rate")  # what is the same on every mesh

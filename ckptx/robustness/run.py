@@ -24,8 +24,8 @@ from ckptx.robustness.phases import Findings, Phase, chosen
 from ckptx.robustness.ranks import Ranks, Residue
 from ckptx.robustness.session import Planted, Session
 from ckptx.runtime.parity.arguments import CHOICES
-from ckptx.training.recipe import Recipe
-from ckptx.training.recipe_file import find_recipe, read_recipe
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.recipe_file import find_recipe, read_recipe
 from ckptx.untrusted.remote_name import refuse_remote
 
 _SHOWN = 200  # rows of differences in a report

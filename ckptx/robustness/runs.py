@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptx.robustness.oracles import Items
-from ckptx.training.recipe import LayoutBlock, Recipe
+from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 Event = Callable[[Any], None]  # is given the trainer of its rank
 Logits = Sequence[NDArray[np.float32]]

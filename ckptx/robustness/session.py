@@ -16,7 +16,7 @@ from ckptx.robustness.oracles import Verdict, distance, largest
 from ckptx.robustness.ranks import Ranks, Residue
 from ckptx.robustness.reference_files import Snapshot, changes, snapshot
 from ckptx.robustness.runs import Event, Logits, Outcome, Run, away
-from ckptx.training.recipe import LayoutBlock, Recipe
+from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 _logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptx.errors import CkptxError, InputError
 from ckptx.runtime.checkpointing.stored_state import digest_of, open_state
-from ckptx.training.checkpoints import LATEST, Steps
+from ckptx.runtime.training.checkpoints import LATEST, Steps
 
 
 class Survivors(NamedTuple):

@@ -25,11 +25,11 @@ from ckptx.runtime.memory.measured import Taken, measured
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parallel.distributed import Process, everywhere, together, told
 from ckptx.runtime.parity.noise import moved
-from ckptx.training.checkpoints import Steps
-from ckptx.training.data import Dataset, collate, open_dataset
-from ckptx.training.recipe import Recipe
-from ckptx.training.source import prepare_source
-from ckptx.training.trainer import StepRecord, Trainer
+from ckptx.runtime.training.checkpoints import Steps
+from ckptx.runtime.training.data import Dataset, collate, open_dataset
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.source import prepare_source
+from ckptx.runtime.training.trainer import StepRecord, Trainer
 
 _PROBED = 2  # samples that logits are compared on
 LABELS = "labels"

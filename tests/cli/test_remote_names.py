@@ -16,7 +16,7 @@ import ckptx
 from ckptx.cli.main import cli, commands
 from ckptx.errors import UnsupportedError, exit_code_of
 from ckptx.formats.hf.hub import resolve
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.untrusted.remote_name import refuse_remote
 from tests.writers import llama, names_in, write_dcp, write_hf
 

@@ -16,7 +16,7 @@ from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
 from benchmarks.planted.trainers import plant_in
 from ckptx.robustness import command_runs, foreign
 from ckptx.robustness.foreign import ForeignOutcome
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 from tests.robustness.test_foreign_trainer import failed
 from tests.support.warm_commands import run_warm
 

@@ -14,7 +14,7 @@ from ckptx.robustness.oracles import ORDER
 from ckptx.robustness.phases import PHASES
 from ckptx.robustness.ranks import Residue
 from ckptx.robustness.session import Session
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 
 OTHER_LAYOUTS, RESUME = 5, 6
 OF_RESUME = [name for name, each in FAULTS.items() if each.phase == RESUME]

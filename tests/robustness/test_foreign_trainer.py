@@ -18,7 +18,7 @@ from ckptx.robustness.causes import likely_causes
 from ckptx.robustness.commands import run_command, words_of
 from ckptx.robustness.foreign import ForeignOutcome, run_foreign
 from ckptx.robustness.oracles import compare
-from ckptx.training.recipe import ChecksBlock, ForeignBlock, Recipe, TrainingBlock
+from ckptx.runtime.training.recipe import ChecksBlock, ForeignBlock, Recipe, TrainingBlock
 
 COMMAND = (
     "{python} {recipe}/stub_trainer.py --out {out} --steps {steps} --total {total_steps} --save-at {save_at} {resume}"

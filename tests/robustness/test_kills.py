@@ -20,7 +20,7 @@ from support.slow import slow_but
 from ckptx.robustness.kills import KINDS, kill_points, killing, kind_of, rehearse
 from ckptx.robustness.survivors import survivors
 from ckptx.runtime.checkpointing.save import save
-from ckptx.training.checkpoints import Steps
+from ckptx.runtime.training.checkpoints import Steps
 
 POINTS = 20
 pytestmark = pytest.mark.filterwarnings(

@@ -13,7 +13,7 @@ import pytest
 from ckptx.errors import InputError, UsageError
 from ckptx.robustness import event_files
 from ckptx.robustness.losses import read_losses
-from ckptx.training.recipe import ForeignBlock
+from ckptx.runtime.training.recipe import ForeignBlock
 
 
 def block(kind: Any = "jsonl", **keys: Any) -> ForeignBlock:

@@ -13,7 +13,7 @@ from ckptx.errors import UsageError
 from ckptx.robustness import losses
 from ckptx.robustness.commands import filled, placeholders, words_of
 from ckptx.robustness.losses import check_losses, read_losses
-from ckptx.training.recipe import ForeignBlock
+from ckptx.runtime.training.recipe import ForeignBlock
 from tests.robustness.test_foreign_trainer import run
 
 ENDLESS = (

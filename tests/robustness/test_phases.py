@@ -17,7 +17,7 @@ from ckptx.robustness.oracles import Verdict
 from ckptx.robustness.phases import _same_bytes, _same_state, other_layouts
 from ckptx.robustness.ranks import Ranks
 from ckptx.robustness.session import Session
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 
 State = dict[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")

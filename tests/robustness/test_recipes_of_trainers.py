@@ -19,8 +19,8 @@ from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, plant
 from ckptx.report.report import Log
 from ckptx.robustness import foreign
 from ckptx.robustness.foreign import SHIPPED, ForeignOutcome
-from ckptx.training.recipe import Recipe
-from ckptx.training.recipe_file import read_recipe
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 
 NEEDS_ACCELERATE = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 

@@ -20,8 +20,8 @@ from ckptx.cli.main import cli
 from ckptx.errors import EnvironmentProblem, OutputError, SpaceError, UnsupportedError, UsageError
 from ckptx.robustness.memory import _forecast
 from ckptx.robustness.phases import PHASES, chosen
-from ckptx.training.recipe_file import read_recipe
-from ckptx.training.source import prepare_source
+from ckptx.runtime.training.recipe_file import read_recipe
+from ckptx.runtime.training.source import prepare_source
 
 # Fewer steps and layers than the recipe has.
 SMALLER = [

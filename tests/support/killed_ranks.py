@@ -27,7 +27,7 @@ from ckptx.runtime.checkpointing.save import save
 from ckptx.runtime.checkpointing.training_state import PerRank
 from ckptx.runtime.parallel.distributed import everywhere, mesh_of
 from ckptx.runtime.parallel.randomness import RandomState, seed
-from ckptx.training.checkpoints import Steps
+from ckptx.runtime.training.checkpoints import Steps
 
 RANKS = 2
 KEEP = 2

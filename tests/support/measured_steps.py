@@ -27,7 +27,7 @@ from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.distributed import Process, process_group
 from ckptx.runtime.parallel.living import living_tensors
-from ckptx.training.assembly import connect, lay_out
+from ckptx.runtime.training.assembly import connect, lay_out
 
 _SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

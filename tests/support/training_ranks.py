@@ -9,9 +9,9 @@ import torch
 
 from ckptx.robustness.moments import held_whole
 from ckptx.runtime.parallel.distributed import Process
-from ckptx.training.data import open_dataset
-from ckptx.training.recipe import Recipe
-from ckptx.training.trainer import Trainer
+from ckptx.runtime.training.data import open_dataset
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.trainer import Trainer
 
 
 class Moved(NamedTuple):

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from ckptx.errors import CkptxError
-from ckptx.training.recipe import Recipe
-from ckptx.training.recipe_file import read_recipe, shipped_recipes
-from ckptx.training.yaml_text import parse_yaml
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.recipe_file import read_recipe, shipped_recipes
+from ckptx.runtime.training.yaml_text import parse_yaml
 
 # Of every type, at the edges of what is allowed, and beyond.
 VALUES = (None, True, -1, 0, 3, 1 << 40, 0.5, -1e30, "", "x", "4,4", [], [1], ["x"], [[]], {}, {"x": 1}, {"tp": "x"})
@@ -55,7 +55,7 @@ def spoiled(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_a_spoiled_recipe_is_refused_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ckptx.training.recipe_file as recipe_file
+    import ckptx.runtime.training.recipe_file as recipe_file
 
     source = recipe_file.find_recipe(name)
     values = parse_yaml(source.read_text(encoding="utf-8"), "recipe")

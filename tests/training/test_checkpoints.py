@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptx.errors import UsageError
 from ckptx.publishing.staging import Staging
-from ckptx.training.checkpoints import Choice, Steps
+from ckptx.runtime.training.checkpoints import Choice, Steps
 
 
 @pytest.fixture(scope="session")

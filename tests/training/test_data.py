@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.runtime.model.build import read_config
-from ckptx.training.data import collate, open_dataset
-from ckptx.training.encoding import IGNORED, Encoder
-from ckptx.training.recipe import DataBlock
-from ckptx.training.recipe_file import read_recipe
-from ckptx.training.rows import Question, open_rows, question_of
-from ckptx.training.source import prepare_source
+from ckptx.runtime.training.data import collate, open_dataset
+from ckptx.runtime.training.encoding import IGNORED, Encoder
+from ckptx.runtime.training.recipe import DataBlock
+from ckptx.runtime.training.recipe_file import read_recipe
+from ckptx.runtime.training.rows import Question, open_rows, question_of
+from ckptx.runtime.training.source import prepare_source
 
 QUESTION = Question("x=12 y=34 y?", "34")
 

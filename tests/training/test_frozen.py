@@ -10,9 +10,9 @@ from support.pool import GlooPool
 from support.slow import slow_but
 from support.training_ranks import Moved, moved
 
-from ckptx.training.recipe import Recipe
-from ckptx.training.recipe_file import read_recipe
-from ckptx.training.source import prepare_source
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.recipe_file import read_recipe
+from ckptx.runtime.training.source import prepare_source
 
 MESHES = {
     "one rank": (),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import CkptxError, UnsupportedError, UsageError
-from ckptx.training.recipe_file import find_recipe, read_recipe, shipped_recipes
+from ckptx.runtime.training.recipe_file import find_recipe, read_recipe, shipped_recipes
 
 TINY = "llama_tiny"
 

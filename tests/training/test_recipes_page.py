@@ -7,8 +7,8 @@ import re
 
 from support.tool import tool
 
-from ckptx.training.recipe import Recipe
-from ckptx.training.recipe_file import shipped_recipes
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.recipe_file import shipped_recipes
 
 build = tool("build_recipes_page")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.errors import UsageError
-from ckptx.training.sampler import Sampler, part
+from ckptx.runtime.training.sampler import Sampler, part
 
 
 @given(

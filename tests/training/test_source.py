@@ -17,10 +17,10 @@ from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize, read_config
 from ckptx.runtime.parity.inputs.batch import inputs_for
-from ckptx.training.recipe import Recipe
-from ckptx.training.recipe_file import read_recipe, shipped_recipes
-from ckptx.training.shrinking import with_few_layers
-from ckptx.training.source import merged, prepare_source, random_model
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.recipe_file import read_recipe, shipped_recipes
+from ckptx.runtime.training.shrinking import with_few_layers
+from ckptx.runtime.training.source import merged, prepare_source, random_model
 
 LARGE = ("gemma4_31b", "gemma4_31b_tp4_pp2", "gemma4_31b_tp4_pp4", "phi_4_squad")
 SMALL = {

@@ -30,12 +30,12 @@ from ckptx.runtime.parallel.distributed import Process, data_index, everywhere
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss, token_losses
-from ckptx.training.assembly import Assembled, assemble, connect, mixed_inputs
-from ckptx.training.checkpoints import Steps
-from ckptx.training.data import Dataset, collate
-from ckptx.training.optimization import make_optimizer, make_scheduler
-from ckptx.training.recipe import LayoutBlock, Recipe
-from ckptx.training.sampler import Sampler, part
+from ckptx.runtime.training.assembly import Assembled, assemble, connect, mixed_inputs
+from ckptx.runtime.training.checkpoints import Steps
+from ckptx.runtime.training.data import Dataset, collate
+from ckptx.runtime.training.optimization import make_optimizer, make_scheduler
+from ckptx.runtime.training.recipe import LayoutBlock, Recipe
+from ckptx.runtime.training.sampler import Sampler, part
 
 _LABELS = "labels"
 _GIB = 2**30

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from ckptx.training.recipe import OptimizerBlock, ScheduleBlock
+from ckptx.runtime.training.recipe import OptimizerBlock, ScheduleBlock
 
 
 def make_optimizer(block: OptimizerBlock, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from ckptx.errors import CkptxError, UsageError
 from ckptx.layout.stages import SPLITS
-from ckptx.training.recipe import LayoutBlock, Recipe, TrainingBlock
-from ckptx.training.recipe_schema import Subject
+from ckptx.runtime.training.recipe import LayoutBlock, Recipe, TrainingBlock
+from ckptx.runtime.training.recipe_schema import Subject
 from ckptx.untrusted.limits import RANKS
 from ckptx.wording import counted
 

@@ -25,11 +25,11 @@ from ckptx.errors import CkptxError, InputError, UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.model.build import building, read_config
-from ckptx.training.dropouts import dropouts_of, set_dropout
-from ckptx.training.recipe import ModelBlock, Recipe
-from ckptx.training.recipe_schema import unknown
-from ckptx.training.shrinking import shrunk_config, with_few_layers
-from ckptx.training.source_tokenizer import make_tokenizer
+from ckptx.runtime.training.dropouts import dropouts_of, set_dropout
+from ckptx.runtime.training.recipe import ModelBlock, Recipe
+from ckptx.runtime.training.recipe_schema import unknown
+from ckptx.runtime.training.shrinking import shrunk_config, with_few_layers
+from ckptx.runtime.training.source_tokenizer import make_tokenizer
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

@@ -25,9 +25,9 @@ from ckptx.runtime.parallel.release import release
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.runtime.parity.inputs.batch import inputs_for
-from ckptx.training.dropouts import set_dropout
-from ckptx.training.frozen import freeze
-from ckptx.training.recipe import LayoutBlock, Recipe
+from ckptx.runtime.training.dropouts import set_dropout
+from ckptx.runtime.training.frozen import freeze
+from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 
 @dataclass(slots=True)

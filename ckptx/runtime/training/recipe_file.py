@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import UsageError
-from ckptx.training.recipe import LayoutBlock, Recipe
-from ckptx.training.recipe_schema import Subject, block_of, found_as
-from ckptx.training.sizes import check_sizes, with_data_ranks
-from ckptx.training.yaml_text import parse_yaml
+from ckptx.runtime.training.recipe import LayoutBlock, Recipe
+from ckptx.runtime.training.recipe_schema import Subject, block_of, found_as
+from ckptx.runtime.training.sizes import check_sizes, with_data_ranks
+from ckptx.runtime.training.yaml_text import parse_yaml
 from ckptx.untrusted.printable import one_line
 from ckptx.untrusted.remote_name import refuse_remote
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ckptx.errors import InputError
-from ckptx.training.encoding import Encoder
-from ckptx.training.recipe import Recipe
-from ckptx.training.rows import Row, open_rows, question_of
+from ckptx.runtime.training.encoding import Encoder
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.rows import Row, open_rows, question_of
 
 Sample = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from ckptx.errors import InputError, UsageError, missing_package
-from ckptx.training.recipe import DataBlock
+from ckptx.runtime.training.recipe import DataBlock
 from ckptx.untrusted.printable import one_line
 
 Row = Mapping[str, Any]

@@ -23,7 +23,7 @@ from ckptx.errors import InputError, UnsupportedError, UsageError, missing_packa
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parity.inputs.batch import inserts_for
 from ckptx.runtime.parity.inputs.multimodal import MultimodalInput
-from ckptx.training.rows import Question
+from ckptx.runtime.training.rows import Question
 from ckptx.untrusted.printable import one_line
 
 IGNORED = -100

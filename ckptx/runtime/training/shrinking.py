@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ckptx.runtime.model.narrow_config import parts, token_ids
 from ckptx.runtime.model.tiny_model import tiny_config
 from ckptx.runtime.model.width_keys import VOCABULARIES
-from ckptx.training.source_tokenizer import MOST_TOKENS
+from ckptx.runtime.training.source_tokenizer import MOST_TOKENS
 
 _LAYERS = "num_hidden_layers"
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
