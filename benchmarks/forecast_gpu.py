@@ -34,10 +34,10 @@ from forecast_documents import LLAMA
 from measure import HERE
 from training_step import local_of
 
-from ckptx.forecasting.fake_world import fake_world
-from ckptx.forecasting.step import Step, inputs_of, optimizer_of
-from ckptx.forecasting.task import Task, task_of_options
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.forecasting.fake_world import fake_world
+from ckptx.runtime.forecasting.step import Step, inputs_of, optimizer_of
+from ckptx.runtime.forecasting.task import Task, task_of_options
 from ckptx.runtime.memory.measured import measured
 from ckptx.runtime.memory.reserve import reserved
 from ckptx.runtime.memory.storage_ledger import Ledger

@@ -34,8 +34,8 @@ from training_step import Shape, built, fitted, gemma4_31b, llama_8b, llama_of, 
 
 import ckptx
 from ckptx.errors import CkptxError
-from ckptx.forecasting.fake_world import fake_world
 from ckptx.report.report import Log
+from ckptx.runtime.forecasting.fake_world import fake_world
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.parallel.distributed import device_of

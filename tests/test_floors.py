@@ -39,7 +39,7 @@ LAYER["__main__"] = LAYER["cli"]
 MEETINGS = {("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
-MAY_BE_HEAVY = ("architecture/introspection/", "forecasting/", "processes/", "robustness/", "runtime/")
+MAY_BE_HEAVY = ("architecture/introspection/", "processes/", "robustness/", "runtime/")
 
 
 class Import(NamedTuple):

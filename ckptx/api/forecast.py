@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from ckptx.errors import UsageError
-from ckptx.forecasting.model_config import config_of_model, config_of_recipe
-from ckptx.forecasting.ranks import ranks_of, stages_of
-from ckptx.forecasting.reporting import report_of, search_report_of
-from ckptx.forecasting.search import MODES, Pins, Question, with_microbatches
-from ckptx.forecasting.search import search as find_layouts
-from ckptx.forecasting.task import Task, task_of_options, task_of_recipe
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options import parse_size
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import Log, Stopwatch
+from ckptx.runtime.forecasting.model_config import config_of_model, config_of_recipe
+from ckptx.runtime.forecasting.ranks import ranks_of, stages_of
+from ckptx.runtime.forecasting.reporting import report_of, search_report_of
+from ckptx.runtime.forecasting.search import MODES, Pins, Question, with_microbatches
+from ckptx.runtime.forecasting.search import search as find_layouts
+from ckptx.runtime.forecasting.task import Task, task_of_options, task_of_recipe
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.untrusted.limits import RANKS
 

@@ -24,7 +24,7 @@ def peak_that_fits(reference: Path, checkpoint: Path, dims: ParallelDims, gpu_me
         checkpoint: What is run.
         dims: The mesh.
         gpu_memory: Of each GPU, in bytes.
-        how: The options of `ckptx.forecasting.task.task_of_options` that are known here.
+        how: The options of `ckptx.runtime.forecasting.task.task_of_options` that are known here.
 
     Raises:
         SpaceError: It does not fit.
@@ -51,9 +51,9 @@ def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str
 
 
 def _peak(source: Path, dims: ParallelDims, gpu_memory: int, how: dict[str, Any]) -> tuple[int, Any]:
-    from ckptx.forecasting.ranks import ranks_of, stages_of
-    from ckptx.forecasting.remedy import mesh_that_fits
-    from ckptx.forecasting.task import task_of_options
+    from ckptx.runtime.forecasting.ranks import ranks_of, stages_of
+    from ckptx.runtime.forecasting.remedy import mesh_that_fits
+    from ckptx.runtime.forecasting.task import task_of_options
 
     task = task_of_options(
         source, dims=dims, batch=None, seq=_LENGTH, stages=stages_of(dims.pp, how["schedule"]), param_dtype=None,

@@ -48,9 +48,9 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
     """
     import torch
 
-    from ckptx.forecasting.ranks import ranks_of
-    from ckptx.forecasting.remedy import mesh_that_fits
-    from ckptx.forecasting.task import task_of_recipe
+    from ckptx.runtime.forecasting.ranks import ranks_of
+    from ckptx.runtime.forecasting.remedy import mesh_that_fits
+    from ckptx.runtime.forecasting.task import task_of_recipe
     from ckptx.runtime.memory.reserve import reserved
     from ckptx.runtime.parity.memory import free_bytes
 

@@ -12,13 +12,13 @@ import pytest
 from support.measured_steps import CONFIGS, task_of
 from support.slow import slow_but
 
-from ckptx.forecasting import ranks as ranks_module
-from ckptx.forecasting.alike_layers import Repeat, as_before, by_layer, repeat_in
-from ckptx.forecasting.extrapolation import Shortened, extrapolated
-from ckptx.forecasting.ranks import ranks_of
-from ckptx.forecasting.run import Known, RankForecast, run_rank
-from ckptx.forecasting.shortening import plan_of, shortened
-from ckptx.forecasting.task import Task
+from ckptx.runtime.forecasting import ranks as ranks_module
+from ckptx.runtime.forecasting.alike_layers import Repeat, as_before, by_layer, repeat_in
+from ckptx.runtime.forecasting.extrapolation import Shortened, extrapolated
+from ckptx.runtime.forecasting.ranks import ranks_of
+from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank
+from ckptx.runtime.forecasting.shortening import plan_of, shortened
+from ckptx.runtime.forecasting.task import Task
 
 # ----------------------------------------------------------------------------------------------------- which are alike
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.measured_steps import forecasts_here, task_of, write_config
 
-from ckptx.forecasting.fake_world import fake_world
+from ckptx.runtime.forecasting.fake_world import fake_world
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, Ledger
 

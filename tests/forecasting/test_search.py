@@ -15,11 +15,13 @@ from support.slow import slow_but
 import ckptx
 from ckptx.api.forecast import forecast
 from ckptx.errors import UsageError
-from ckptx.forecasting import search as searching
-from ckptx.forecasting.counting import Tally
-from ckptx.forecasting.ranks import _Ranks, ranks_of
-from ckptx.forecasting.remedy import mesh_that_fits
-from ckptx.forecasting.search import (
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.documents.forecast import ForecastReport, SearchReport
+from ckptx.runtime.forecasting import search as searching
+from ckptx.runtime.forecasting.counting import Tally
+from ckptx.runtime.forecasting.ranks import _Ranks, ranks_of
+from ckptx.runtime.forecasting.remedy import mesh_that_fits
+from ckptx.runtime.forecasting.search import (
     Candidate,
     Pins,
     Question,
@@ -31,9 +33,7 @@ from ckptx.forecasting.search import (
     search,
     with_layout,
 )
-from ckptx.forecasting.task import Task, task_of_options
-from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.report.documents.forecast import ForecastReport, SearchReport
+from ckptx.runtime.forecasting.task import Task, task_of_options
 from ckptx.runtime.memory.reserve import reserved
 
 GIB = 2**30

@@ -23,7 +23,7 @@ from support.measured_steps import (
 from support.pool import GlooPool
 from support.slow import slow_but
 
-from ckptx.forecasting.run import RankForecast
+from ckptx.runtime.forecasting.run import RankForecast
 
 _CLOSE = 1e-3
 _CLOSE_CUT = 0.01  # the less a rank has, the more it is that kernels take for themselves

@@ -1,6 +1,6 @@
 """What a training step takes with real tensors in real gloo processes, as torch's profiler sees it.
 
-The step is that of `ckptx/forecasting/step.py`, which a forecast runs, too; storage, processes and the counting of
+The step is that of `ckptx/runtime/forecasting/step.py`, which a forecast runs, too; storage, processes and the counting of
 bytes are not: here the allocator itself is asked.
 """
 
@@ -18,10 +18,10 @@ from support.pool import GlooPool
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
-from ckptx.forecasting.run import Known, RankForecast, run_rank
-from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
-from ckptx.forecasting.task import Task, task_of_options
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank
+from ckptx.runtime.forecasting.step import Step, batches_of, inputs_of, optimizer_of
+from ckptx.runtime.forecasting.task import Task, task_of_options
 from ckptx.runtime.memory.storage_ledger import Ledger
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import layer_groups

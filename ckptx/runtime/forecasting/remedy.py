@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptx.errors import CkptxError
-from ckptx.forecasting.ranks import Carries, ranks_of
-from ckptx.forecasting.search import NODE, with_layout
-from ckptx.forecasting.task import Task
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.runtime.forecasting.ranks import Carries, ranks_of
+from ckptx.runtime.forecasting.search import NODE, with_layout
+from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.memory.reserve import reserved
 
 _MOST = 64  # times as many ranks

@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ckptx.errors import CkptxError, UnsupportedError
-from ckptx.forecasting.counting import Counts, Tally, sum_of
-from ckptx.forecasting.fake_world import fake_world
-from ckptx.forecasting.pipeline import Boundaries, LonePipeline
-from ckptx.forecasting.step import Step, batches_of, inputs_of, optimizer_of
-from ckptx.forecasting.task import Task
-from ckptx.forecasting.timeline import Course, course_of
 from ckptx.layout.stages import StageMap
+from ckptx.runtime.forecasting.counting import Counts, Tally, sum_of
+from ckptx.runtime.forecasting.fake_world import fake_world
+from ckptx.runtime.forecasting.pipeline import Boundaries, LonePipeline
+from ckptx.runtime.forecasting.step import Step, batches_of, inputs_of, optimizer_of
+from ckptx.runtime.forecasting.task import Task
+from ckptx.runtime.forecasting.timeline import Course, course_of
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import OPTIMIZER, PARAMETERS, Ledger
 from ckptx.runtime.model.build import build_model, give_storage

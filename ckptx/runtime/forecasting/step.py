@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ckptx.forecasting.task import Loss, Task
+from ckptx.runtime.forecasting.task import Loss, Task
 from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, GRADIENTS, Ledger
 from ckptx.runtime.model.model_errors import running
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank

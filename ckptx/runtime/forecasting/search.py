@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from ckptx.errors import CkptxError, Defect, UsageError
-from ckptx.forecasting.ranks import Carries, ranks_of
-from ckptx.forecasting.run import RankForecast
-from ckptx.forecasting.task import Task
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.fork import in_children
+from ckptx.runtime.forecasting.ranks import Carries, ranks_of
+from ckptx.runtime.forecasting.run import RankForecast
+from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.memory.reserve import reserved
 from ckptx.runtime.memory.storage_ledger import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ckptx.runtime.model.build import build_model

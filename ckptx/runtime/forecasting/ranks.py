@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptx.forecasting.extrapolation import Shortened, extrapolated
-from ckptx.forecasting.run import Known, RankForecast, run_rank, walk_stage
-from ckptx.forecasting.shortening import Plan, plan_of, shortened, stages_of_model
-from ckptx.forecasting.task import Task
 from ckptx.processes.fork import in_children
+from ckptx.runtime.forecasting.extrapolation import Shortened, extrapolated
+from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank, walk_stage
+from ckptx.runtime.forecasting.shortening import Plan, plan_of, shortened, stages_of_model
+from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.carry import Carry
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule

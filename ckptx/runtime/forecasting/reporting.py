@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckptx.forecasting.run import RankForecast
-from ckptx.forecasting.search import NODE, Candidate, Found, Question
-from ckptx.forecasting.task import Task
-from ckptx.forecasting.timeline import kind_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
+from ckptx.runtime.forecasting.run import RankForecast
+from ckptx.runtime.forecasting.search import NODE, Candidate, Found, Question
+from ckptx.runtime.forecasting.task import Task
+from ckptx.runtime.forecasting.timeline import kind_of
 from ckptx.runtime.memory.reserve import CONTEXT, FRAGMENTATION, reserved
 from ckptx.runtime.memory.storage_ledger import KINDS, Life
 

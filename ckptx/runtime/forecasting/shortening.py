@@ -15,7 +15,8 @@ from torch import nn
 
 from ckptx.architecture.find import find_architecture
 from ckptx.errors import CkptxError
-from ckptx.forecasting.alike_layers import (
+from ckptx.layout.stages import StageMap
+from ckptx.runtime.forecasting.alike_layers import (
     Repeat,
     as_before,
     by_layer,
@@ -24,8 +25,7 @@ from ckptx.forecasting.alike_layers import (
     lists_of_layers,
     repeat_in,
 )
-from ckptx.forecasting.task import Task
-from ckptx.layout.stages import StageMap
+from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 

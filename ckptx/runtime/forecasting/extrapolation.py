@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptx.forecasting.alike_layers import Repeat
-from ckptx.forecasting.counting import Tally
-from ckptx.forecasting.run import RankForecast
-from ckptx.forecasting.timeline import Bytes, Segment, Unit, course_from
+from ckptx.runtime.forecasting.alike_layers import Repeat
+from ckptx.runtime.forecasting.counting import Tally
+from ckptx.runtime.forecasting.run import RankForecast
+from ckptx.runtime.forecasting.timeline import Bytes, Segment, Unit, course_from
 from ckptx.runtime.memory.storage_ledger import BACKWARD, KINDS, Life
 
 _CLOSE = 2e-5  # of the peak: what the third step may differ by
