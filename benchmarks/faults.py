@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.report.report import Log
-from ckptx.robustness.faults import FAULTS
-from ckptx.robustness.oracles import distance, largest
-from ckptx.robustness.phases import PHASES
-from ckptx.robustness.ranks import Ranks, Residue
-from ckptx.robustness.run import baseline_of, judged
-from ckptx.robustness.session import Planted, Session
+from ckptx.robustness_suite.faults import FAULTS
+from ckptx.robustness_suite.oracles import distance, largest
+from ckptx.robustness_suite.phases import PHASES
+from ckptx.robustness_suite.ranks import Ranks, Residue
+from ckptx.robustness_suite.run import baseline_of, judged
+from ckptx.robustness_suite.session import Planted, Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
 RECIPE = "llama_tiny"

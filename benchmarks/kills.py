@@ -24,8 +24,8 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from support import killed_ranks
 from support.killed_ranks import HOW, Kill
 
-from ckptx.robustness.kills import kill_points, kind_of
-from ckptx.robustness.survivors import survivors
+from ckptx.robustness_suite.kills import kill_points, kind_of
+from ckptx.robustness_suite.survivors import survivors
 
 _POINTS = (16, 4)  # by rank
 _WAYS = [(how, everyone) for how in HOW for everyone in (False, True)]

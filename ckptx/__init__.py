@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptx.api.verify import verify
     from ckptx.comparison.headers import diff
     from ckptx.formats.registry import open_checkpoint
-    from ckptx.robustness import robustness
+    from ckptx.robustness_suite import robustness
 
 __all__ = [
     "__version__", "convert", "diff", "errors", "forecast", "inspect", "open_checkpoint", "reshard", "robustness",
@@ -35,7 +35,7 @@ _HOMES = {
     "inspect": "ckptx.api.inspect",
     "open_checkpoint": "ckptx.formats.registry",
     "reshard": "ckptx.api.reshard",
-    "robustness": "ckptx.robustness",
+    "robustness": "ckptx.robustness_suite",
     "verify": "ckptx.api.verify",
 }
 
@@ -52,7 +52,7 @@ if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a nam
             from ckptx.errors import missing_package
 
             raise missing_package(name, error) from error
-        return home if name in ("errors", "robustness") else getattr(home, name)  # this package can be called
+        return home if name == "errors" else getattr(home, name)
 
 
 def __dir__() -> list[str]:

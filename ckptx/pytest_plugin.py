@@ -61,7 +61,7 @@ def checkpoint_robustness(tmp_path: Path) -> Callable[..., RobustnessReport]:
     """
 
     def run(recipe: str | Path, **options: Any) -> RobustnessReport:
-        from ckptx.robustness import robustness
+        from ckptx.robustness_suite import robustness
 
         options.setdefault("out", tmp_path / f"robustness-{len(list(tmp_path.iterdir()))}")
         return robustness(recipe, **options)
@@ -99,7 +99,7 @@ class RecipeNode(pytest.Collector):
         if self._error is not None:
             raise self._error
         if self._report is None:
-            from ckptx.robustness import robustness
+            from ckptx.robustness_suite import robustness
 
             try:
                 self._report = robustness(self.name, settings=self._settings)

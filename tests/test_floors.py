@@ -39,7 +39,7 @@ LAYER["__main__"] = LAYER["cli"]
 MEETINGS = {("__main__", "cli")}
 
 HEAVY = {"torch", "transformers", "accelerate", "peft"}
-MAY_BE_HEAVY = ("architecture/introspection/", "processes/", "robustness/", "runtime/")
+MAY_BE_HEAVY = ("architecture/introspection/", "processes/", "robustness_suite/", "runtime/")
 
 
 class Import(NamedTuple):
@@ -117,9 +117,9 @@ def test_only_who_plants_faults_knows_them() -> None:
         file
         for file in FILES
         for each in imports_of((ROOT / file).read_text(encoding="utf-8"), file)
-        if each.name.startswith("ckptx.robustness.faults")
+        if each.name.startswith("ckptx.robustness_suite.faults")
     }
-    assert known == {"robustness/run.py"}
+    assert known == {"robustness_suite/run.py"}
 
 
 @pytest.mark.parametrize(

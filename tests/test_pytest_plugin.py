@@ -35,7 +35,7 @@ def robustness(recipe, **options):
         raise InputError(f"{recipe}: is no recipe, needed one of small; name another")
     return RobustnessReport(**json.loads(path.read_text()))
 
-stub = ModuleType("ckptx.robustness.run")
+stub = ModuleType("ckptx.robustness_suite.run")
 stub.robustness = robustness
 sys.modules[stub.__name__] = stub
 """
@@ -192,5 +192,5 @@ def test_pytest_finds_it() -> None:
 
 
 def test_phases_are_those_of_the_run() -> None:
-    phases = pytest.importorskip("ckptx.robustness.phases")
+    phases = pytest.importorskip("ckptx.robustness_suite.phases")
     assert [each.name for each in phases.PHASES] == list(PHASES)[: len(phases.PHASES)]

@@ -88,7 +88,7 @@ def command(
 ) -> int:
     """Prove that what a training run saves can be read back, exported, re-laid and resumed; name what differs."""
     from ckptx.report.robustness import faults_text, progress_text, robustness_text, robustness_verdict
-    from ckptx.robustness import known_faults, robustness
+    from ckptx.robustness_suite import known_faults, robustness
 
     if inject == "list":
         return Output(as_json=as_json, report_file=report_file).run(

@@ -86,7 +86,7 @@ def test_each_phase_is_told_when_it_is_over_and_once(stub: StubRun, monkeypatch:
             raise EnvironmentProblem("rank 1: ended by signal 9; look at its output")
         return whole
 
-    monkeypatch.setattr(sys.modules["ckptx.robustness.run"], "robustness", run)
+    monkeypatch.setattr(sys.modules["ckptx.robustness_suite.run"], "robustness", run)
     lines = robustness_text(whole).splitlines()
     assert ran("llama_tiny").stdout.splitlines()[:-1] == lines[:-1], "the last says how long it took"
     late = ran("late")
@@ -152,7 +152,7 @@ def test_a_page_that_cannot_be_written_after_the_run_is_exit_5(stub: StubRun, tm
 
     stub.result = robust()
     original = stub._robustness
-    sys.modules["ckptx.robustness.run"].robustness = lambda recipe, **o: (report(), original(recipe, **o))[1]  # type: ignore[attr-defined]
+    sys.modules["ckptx.robustness_suite.run"].robustness = lambda recipe, **o: (report(), original(recipe, **o))[1]  # type: ignore[attr-defined]
     result = ran("llama_tiny", "--html", path, "--json")
     assert result.return_value == 5
     assert json.loads(result.stdout)["exit"] == 5
@@ -214,7 +214,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     def absent(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr("ckptx.robustness.import_module", absent)
+    monkeypatch.setattr("ckptx.robustness_suite.import_module", absent)
     result = ran("llama_tiny")
     assert result.return_value == 7
     assert result.stderr == ("error: robustness: needs torch, which is not installed; pip install 'ckptx[run]'\n")
@@ -237,16 +237,16 @@ _BOTH_WAYS = """
 import sys
 from types import ModuleType, SimpleNamespace
 import ckptx
-run = ModuleType("ckptx.robustness.run")
+run = ModuleType("ckptx.robustness_suite.run")
 run.robustness = lambda recipe, **options: (recipe, options["settings"])
 sys.modules[run.__name__] = run
 {before}
 assert ckptx.robustness("small", settings=["a=b"]) == ("small", ["a=b"])
 from ckptx import robustness
 assert robustness("small") == ("small", ())
-import ckptx.robustness.oracles
+import ckptx.robustness_suite.oracles
 assert ckptx.robustness("small") == ("small", ())
-assert ckptx.robustness.oracles.EXACT
+assert ckptx.robustness_suite.oracles.EXACT
 assert "torch" not in sys.modules
 """
 
@@ -255,10 +255,10 @@ assert "torch" not in sys.modules
     "before",
     [
         "",
-        "import ckptx.robustness.oracles",
-        "from ckptx.robustness.oracles import compare",
+        "import ckptx.robustness_suite.oracles",
+        "from ckptx.robustness_suite.oracles import compare",
         "import ckptx.robustness",
-        "from ckptx.robustness import robustness as first; assert first('small') == ('small', ())",
+        "from ckptx.robustness_suite import robustness as first; assert first('small') == ('small', ())",
     ],
 )
 def test_the_package_is_the_function(before: str) -> None:
@@ -270,8 +270,8 @@ def test_the_package_is_the_function(before: str) -> None:
 
 _TYPED = """
 import ckptx
-import ckptx.robustness.oracles
-from ckptx.robustness.oracles import compare
+import ckptx.robustness_suite.oracles
+from ckptx.robustness_suite.oracles import compare
 reveal_type(ckptx.robustness("small", settings=["a=b"]))
 ckptx.robustness("small", turbo=True)
 """
@@ -292,7 +292,7 @@ def test_a_type_checker_knows_the_function(tmp_path: Path) -> None:
 
 def test_what_runs_takes_what_is_passed() -> None:
     try:
-        run = importlib.import_module("ckptx.robustness.run")
+        run = importlib.import_module("ckptx.robustness_suite.run")
     except ImportError:
         pytest.skip("there is no run yet")
     here, there = (inspect.signature(each.robustness).parameters for each in (ckptx.robustness, run))

@@ -124,7 +124,7 @@ _CHILD = """
 import resource, sys, time
 from pathlib import Path
 from ckptx.errors import CkptxError
-from ckptx.robustness.stored_items import items_of
+from ckptx.robustness_suite.stored_items import items_of
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 path = Path(sys.argv[1]) / "state.pkl"
 for line in sys.stdin.buffer:
@@ -155,7 +155,7 @@ def test_what_is_dear_to_look_at_takes_seconds(place: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_calls_inside_calls_without_end(tmp_path: Path) -> None:
-    from ckptx.robustness.stored_items import items_of
+    from ckptx.robustness_suite.stored_items import items_of
 
     depth = 50_000
     for name in (b"torch._utils\n_rebuild_parameter\n", b"builtins\nbytearray\n", b"collections\nOrderedDict\n"):

@@ -18,7 +18,7 @@ from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
 from ckptx.report.robustness_words import CAUSES, noise_of, notes_of, number, number_of, verdict
-from ckptx.robustness.oracles import ORDER, Difference, Verdict
+from ckptx.robustness_suite.oracles import ORDER, Difference, Verdict
 from ckptx.untrusted.printable import shown
 from tests.report.made import broken, oracle, phase, robust
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptx.robustness.stored_items import items_of
+from ckptx.robustness_suite.stored_items import items_of
 from tests.robustness.pickle_values import (
     Node,
     Thing,

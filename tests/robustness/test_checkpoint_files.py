@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from ckptx.robustness.file_noise import following_steps, lines_on_files, noisy_files
-from ckptx.robustness.oracles import compare
-from ckptx.robustness.stored_items import is_of_bytes, items_of, not_compared
+from ckptx.robustness_suite.file_noise import following_steps, lines_on_files, noisy_files
+from ckptx.robustness_suite.oracles import compare
+from ckptx.robustness_suite.stored_items import is_of_bytes, items_of, not_compared
 
 ENDINGS = (
     "", ".txt", ".yaml", ".csv", ".jsonl", ".json", ".log", ".md", ".msgpack", ".dat", ".bin", ".tar", ".zip", ".npz",

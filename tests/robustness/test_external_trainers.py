@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
 from benchmarks.planted.trainers import plant_in
-from ckptx.robustness import command_runs, foreign
-from ckptx.robustness.foreign import ForeignOutcome
+from ckptx.robustness_suite import command_runs, foreign
+from ckptx.robustness_suite.foreign import ForeignOutcome
 from ckptx.runtime.training.recipe_file import read_recipe
 from tests.robustness.test_foreign_trainer import failed
 from tests.support.warm_commands import run_warm

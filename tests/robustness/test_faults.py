@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.faults import named, opened
 from ckptx.errors import UsageError
-from ckptx.robustness.faults import FAULTS, find_fault
-from ckptx.robustness.oracles import ORDER
-from ckptx.robustness.phases import PHASES
-from ckptx.robustness.ranks import Residue
-from ckptx.robustness.session import Session
+from ckptx.robustness_suite.faults import FAULTS, find_fault
+from ckptx.robustness_suite.oracles import ORDER
+from ckptx.robustness_suite.phases import PHASES
+from ckptx.robustness_suite.ranks import Residue
+from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
 OTHER_LAYOUTS, RESUME = 5, 6

@@ -14,10 +14,10 @@ import pytest
 
 from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
-from ckptx.robustness.causes import likely_causes
-from ckptx.robustness.commands import run_command, words_of
-from ckptx.robustness.foreign import ForeignOutcome, run_foreign
-from ckptx.robustness.oracles import compare
+from ckptx.robustness_suite.causes import likely_causes
+from ckptx.robustness_suite.commands import run_command, words_of
+from ckptx.robustness_suite.foreign import ForeignOutcome, run_foreign
+from ckptx.robustness_suite.oracles import compare
 from ckptx.runtime.training.recipe import ChecksBlock, ForeignBlock, Recipe, TrainingBlock
 
 COMMAND = (
@@ -288,7 +288,7 @@ def wait_for(condition: Any, seconds: float = 20.0) -> None:
 
 def test_an_interruption_ends_what_runs(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from ckptx.robustness.commands import run_command; "
+        "import sys; from pathlib import Path; from ckptx.robustness_suite.commands import run_command; "
         f"words = [sys.executable, '-c', {SPAWNS!r}, {str(tmp_path / 'pids')!r}]; "
         f"run_command(words, Path({str(tmp_path / 'log')!r}), {{}}, 600)"
     )

@@ -17,8 +17,8 @@ from support.forked import fresh
 from support.killed_ranks import HOW, RANKS, Kill, Trained
 from support.slow import slow_but
 
-from ckptx.robustness.kills import KINDS, kill_points, killing, kind_of, rehearse
-from ckptx.robustness.survivors import survivors
+from ckptx.robustness_suite.kills import KINDS, kill_points, killing, kind_of, rehearse
+from ckptx.robustness_suite.survivors import survivors
 from ckptx.runtime.checkpointing.save import save
 from ckptx.runtime.training.checkpoints import Steps
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ckptx.errors import InputError, UsageError
-from ckptx.robustness import event_files
-from ckptx.robustness.losses import read_losses
+from ckptx.robustness_suite import event_files
+from ckptx.robustness_suite.losses import read_losses
 from ckptx.runtime.training.recipe import ForeignBlock
 
 

@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 
-from ckptx.robustness.oracles import (
+from ckptx.robustness_suite.oracles import (
     EXACT,
     Difference,
     Verdict,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckptx.errors import UsageError
-from ckptx.robustness import losses
-from ckptx.robustness.commands import filled, placeholders, words_of
-from ckptx.robustness.losses import check_losses, read_losses
+from ckptx.robustness_suite import losses
+from ckptx.robustness_suite.commands import filled, placeholders, words_of
+from ckptx.robustness_suite.losses import check_losses, read_losses
 from ckptx.runtime.training.recipe import ForeignBlock
 from tests.robustness.test_foreign_trainer import run
 

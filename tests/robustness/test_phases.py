@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 
 from ckptx.errors import UnsupportedError
 from ckptx.report.report import Log
-from ckptx.robustness.oracles import Verdict
-from ckptx.robustness.phases import _same_bytes, _same_state, other_layouts
-from ckptx.robustness.ranks import Ranks
-from ckptx.robustness.session import Session
+from ckptx.robustness_suite.oracles import Verdict
+from ckptx.robustness_suite.phases import _same_bytes, _same_state, other_layouts
+from ckptx.robustness_suite.ranks import Ranks
+from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
 State = dict[str, Any]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ckptx.errors import InputError
-from ckptx.robustness import canonical, pickled, pickled_kinds
-from ckptx.robustness.stored_items import items_of
+from ckptx.robustness_suite import canonical, pickled, pickled_kinds
+from ckptx.robustness_suite.stored_items import items_of
 from tests.robustness.pickle_pairs import outcome_of
 from tests.robustness.pickle_values import (
     ALIKE,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckptx.errors import Defect, PeerFailure, UnsupportedError
-from ckptx.robustness.ranks import Ranks
+from ckptx.robustness_suite.ranks import Ranks
 
 
 def added(place: Any, number: int) -> tuple[int, float, int]:
@@ -127,7 +127,7 @@ def test_ctrl_c_is_for_the_process_above_them(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
         "import os, signal, threading\n"
-        "from ckptx.robustness.ranks import Ranks\n"
+        "from ckptx.robustness_suite.ranks import Ranks\n"
         "if __name__ == '__main__':\n"
         "    threading.Timer(1.5, os.killpg, (0, signal.SIGINT)).start()\n"  # while the nursery imports torch
         "    with Ranks(device='cpu') as ranks:\n"

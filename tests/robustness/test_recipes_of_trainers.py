@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, plant
 from ckptx.report.report import Log
-from ckptx.robustness import foreign
-from ckptx.robustness.foreign import SHIPPED, ForeignOutcome
+from ckptx.robustness_suite import foreign
+from ckptx.robustness_suite.foreign import SHIPPED, ForeignOutcome
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import read_recipe
 

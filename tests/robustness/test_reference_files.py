@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.robustness.foreign import ForeignOutcome
-from ckptx.robustness.reference_files import changes, snapshot
+from ckptx.robustness_suite.foreign import ForeignOutcome
+from ckptx.robustness_suite.reference_files import changes, snapshot
 from tests.robustness.tampering import CHANGES, NO_CHANGES, tamper
 from tests.robustness.test_foreign_trainer import failed, notes, run
 

@@ -18,8 +18,8 @@ from support.tool import ROOT
 import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import EnvironmentProblem, OutputError, SpaceError, UnsupportedError, UsageError
-from ckptx.robustness.memory import _forecast
-from ckptx.robustness.phases import PHASES, chosen
+from ckptx.robustness_suite.memory import _forecast
+from ckptx.robustness_suite.phases import PHASES, chosen
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.source import prepare_source
 

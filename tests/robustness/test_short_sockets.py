@@ -12,7 +12,7 @@ import pytest
 
 START = """
 import multiprocessing, os, sys
-from ckptx.robustness.short_sockets import shorten_socket_paths
+from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
 def answer(pipe):
     pipe.send(os.getpid())

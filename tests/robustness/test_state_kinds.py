@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptx.robustness.causes import likely_causes, rank_of
-from ckptx.robustness.item_names import kind_of_word
-from ckptx.robustness.oracles import Items, compare
-from ckptx.robustness.state_kinds import StoredItem, oracles_of_items
-from ckptx.robustness.stored_items import items_of
+from ckptx.robustness_suite.causes import likely_causes, rank_of
+from ckptx.robustness_suite.item_names import kind_of_word
+from ckptx.robustness_suite.oracles import Items, compare
+from ckptx.robustness_suite.state_kinds import StoredItem, oracles_of_items
+from ckptx.robustness_suite.stored_items import items_of
 from tests.robustness.naming_styles import CHANGES, ORACLES, SENTENCES, STYLES, states
 
 PAIRS = [

@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckptx.errors import CkptxError, InputError
-from ckptx.robustness.item_names import oracles_of, word_of_file
-from ckptx.robustness.oracles import Items, compare
-from ckptx.robustness.stored_items import items_of, sharding_of
+from ckptx.robustness_suite.item_names import oracles_of, word_of_file
+from ckptx.robustness_suite.oracles import Items, compare
+from ckptx.robustness_suite.stored_items import items_of, sharding_of
 
 
 class Mode(enum.Enum):

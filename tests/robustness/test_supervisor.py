@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.robustness.commands import Ended, run_command
+from ckptx.robustness_suite.commands import Ended, run_command
 from tests.robustness.test_foreign_trainer import failed, is_alive, notes, run, wait_for
 
 # How a child leaves: each ends in a process that writes its number to a file and stays.
@@ -120,7 +120,7 @@ def test_the_end_of_ckptx_is_the_end_of_the_command(tmp_path: Path, number: sign
     place = tmp_path / "pids"
     words = [sys.executable, "-ISc", PROGRAM, str(place), WAYS["double fork"], "", "hangs"]
     code = (
-        "from pathlib import Path; from ckptx.robustness.commands import run_command; "
+        "from pathlib import Path; from ckptx.robustness_suite.commands import run_command; "
         f"run_command({words!r}, Path({str(tmp_path / 'log')!r}), {{}}, 600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)

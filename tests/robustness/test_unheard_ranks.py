@@ -7,7 +7,7 @@ from unittest import mock
 
 from support.pool import GlooPool
 
-from ckptx.robustness import ranks
+from ckptx.robustness_suite import ranks
 
 
 def unheard(rank: int, world_size: int) -> None:

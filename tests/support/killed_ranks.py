@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.robustness.kills import killing, rehearse
-from ckptx.robustness.survivors import Survivors, survivors
+from ckptx.robustness_suite.kills import killing, rehearse
+from ckptx.robustness_suite.survivors import Survivors, survivors
 from ckptx.runtime.checkpointing.async_save import Saver
 from ckptx.runtime.checkpointing.save import save
 from ckptx.runtime.checkpointing.training_state import PerRank

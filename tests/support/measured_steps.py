@@ -1,7 +1,7 @@
 """What a training step takes with real tensors in real gloo processes, as torch's profiler sees it.
 
-The step is that of `ckptx/runtime/forecasting/step.py`, which a forecast runs, too; storage, processes and the counting of
-bytes are not: here the allocator itself is asked.
+The step is that of `ckptx/runtime/forecasting/step.py`, which a forecast runs, too; storage, processes and the counting
+of bytes are not: here the allocator itself is asked.
 """
 
 from __future__ import annotations

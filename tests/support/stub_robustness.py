@@ -1,4 +1,4 @@
-"""A stand-in for `ckptx.robustness.run`: notes what it was called with, and reports or raises what a test says."""
+"""A stand-in for `robustness_suite.run`: notes what it was called with, and reports or raises what a test says."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StubRun:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
         self.calls: list[tuple[Any, dict[str, Any]]] = []
         self.result = result
-        run: Any = ModuleType("ckptx.robustness.run")
+        run: Any = ModuleType("ckptx.robustness_suite.run")
         run.robustness = self._robustness
-        faults: Any = ModuleType("ckptx.robustness.faults")
+        faults: Any = ModuleType("ckptx.robustness_suite.faults")
         faults.FAULTS = FAULTS
         monkeypatch.setitem(sys.modules, run.__name__, run)
         monkeypatch.setitem(sys.modules, faults.__name__, faults)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptx.robustness.moments import held_whole
+from ckptx.robustness_suite.moments import held_whole
 from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.training.data import open_dataset
 from ckptx.runtime.training.recipe import Recipe

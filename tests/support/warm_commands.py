@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.processes.fork import nobodys_script
-from ckptx.robustness.commands import Ended, _last_lines
-from ckptx.robustness.short_sockets import shorten_socket_paths
+from ckptx.robustness_suite.commands import Ended, _last_lines
+from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
 
 def run_warm(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> Ended:
@@ -21,7 +21,7 @@ def run_warm(words: Sequence[str], log: Path, environment: Mapping[str, str], ti
     assert words[0] == sys.executable
     shorten_socket_paths()
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ckptx.robustness.nursery"])
+    context.set_forkserver_preload(["ckptx.robustness_suite.nursery"])
     begin = time.monotonic()
     with nobodys_script():
         process = context.Process(target=_script, args=(words[1:], str(log), dict(environment)))

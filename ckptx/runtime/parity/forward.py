@@ -8,8 +8,8 @@ Four levels, the cheap ones first:
     gradients   of one backward step, parameter by parameter
 
 Sums that TP and FSDP put into another order round otherwise. How much that may be is not chosen but measured, on the
-reference, in the same run: see `noise.py`. On one rank nothing is reordered: results are equal bit for bit, if the device gives the same results twice. A CPU does; another device is asked first, by running the reference
-again.
+reference, in the same run: see `noise.py`. On one rank nothing is reordered: results are equal bit for bit, if the
+device gives the same results twice. A CPU does; another device is asked first, by running the reference again.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ import numpy as np
 
 from ckptx.errors import CkptxError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.robustness.canonical import Digests
-from ckptx.robustness.pickled_kinds import Kinds
+from ckptx.robustness_suite.canonical import Digests
+from ckptx.robustness_suite.pickled_kinds import Kinds
 from ckptx.storage.files import open_regular
 from ckptx.transfer.digest import TreeDigest
 from ckptx.untrusted.limits import DIMS, PICKLE_BYTES, TENSORS

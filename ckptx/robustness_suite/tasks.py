@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptx.robustness.kills import killing, rehearse
-from ckptx.robustness.moments import held_whole, items_of
-from ckptx.robustness.runs import Logits, Outcome, Run, Watch, away
-from ckptx.robustness.survivors import Survivors, survivors
+from ckptx.robustness_suite.kills import killing, rehearse
+from ckptx.robustness_suite.moments import held_whole, items_of
+from ckptx.robustness_suite.runs import Logits, Outcome, Run, Watch, away
+from ckptx.robustness_suite.survivors import Survivors, survivors
 from ckptx.runtime.memory.measured import Taken, measured
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parallel.distributed import Process, everywhere, together, told

@@ -27,8 +27,8 @@ from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import Names
-from ckptx.robustness.kills import kill_points
-from ckptx.robustness.oracles import (
+from ckptx.robustness_suite.kills import kill_points
+from ckptx.robustness_suite.oracles import (
     Difference,
     Verdict,
     all_finite,
@@ -37,9 +37,9 @@ from ckptx.robustness.oracles import (
     replicas,
     within_noise,
 )
-from ckptx.robustness.runs import Logits, Outcome, Watch, away
-from ckptx.robustness.session import DRAWS, Session, of_steps
-from ckptx.robustness.stored_items import items_of
+from ckptx.robustness_suite.runs import Logits, Outcome, Watch, away
+from ckptx.robustness_suite.session import DRAWS, Session, of_steps
+from ckptx.robustness_suite.stored_items import items_of
 from ckptx.runtime.training.checkpoints import LATEST
 from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
 

@@ -18,11 +18,11 @@ from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
 from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
 from ckptx.report.robustness_words import first_cause
-from ckptx.robustness.memory import Memory, forecast_memory, with_measured
-from ckptx.robustness.oracles import Difference, Verdict, phase_ok, plain_number
-from ckptx.robustness.phases import Findings, Phase, chosen
-from ckptx.robustness.ranks import Ranks, Residue
-from ckptx.robustness.session import Planted, Session
+from ckptx.robustness_suite.memory import Memory, forecast_memory, with_measured
+from ckptx.robustness_suite.oracles import Difference, Verdict, phase_ok, plain_number
+from ckptx.robustness_suite.phases import Findings, Phase, chosen
+from ckptx.robustness_suite.ranks import Ranks, Residue
+from ckptx.robustness_suite.session import Planted, Session
 from ckptx.runtime.parity.arguments import CHOICES
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import find_recipe, read_recipe
@@ -77,7 +77,7 @@ def robustness(
     wanted, memory = chosen(phases), None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     planted = Planted()
     if inject is not None:
-        from ckptx.robustness.faults import find_fault  # the only one that knows them
+        from ckptx.robustness_suite.faults import find_fault  # the only one that knows them
 
         fault = find_fault(inject, read)
         planted = fault.planted()
@@ -171,7 +171,7 @@ def _foreign(
     report: RobustnessReport, recipe: Recipe, path: Path, log: Log, on_phase: Callable[[RobustnessReport], None]
 ) -> RobustnessReport:
     """What a trainer that is not ours left."""
-    from ckptx.robustness.foreign import ForeignOutcome, run_foreign
+    from ckptx.robustness_suite.foreign import ForeignOutcome, run_foreign
 
     assert recipe.train is not None
     report = replace(report, trainer=recipe.train.command, layout={})

@@ -34,7 +34,7 @@ from ckptx.catalog.region import whole
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp.reader import open_payloads
 from ckptx.formats.hf.safetensors import parse_header
-from ckptx.robustness.checkpoint_files import (
+from ckptx.robustness_suite.checkpoint_files import (
     ARRAY,
     BYTES,
     DCP,
@@ -50,7 +50,7 @@ from ckptx.robustness.checkpoint_files import (
     is_surely_pickle,
     places,
 )
-from ckptx.robustness.file_contents import (
+from ckptx.robustness_suite.file_contents import (
     FILE,
     contents_of_array,
     contents_of_tar,
@@ -58,12 +58,12 @@ from ckptx.robustness.file_contents import (
     digest_of_file,
     is_torch_archive,
 )
-from ckptx.robustness.item_names import oracles_of
-from ckptx.robustness.json_values import values_of_json
-from ckptx.robustness.oracles import Items
-from ckptx.robustness.pickled import Layout, Leaf, Reader
-from ckptx.robustness.state_kinds import StoredItem, is_generator_state, oracles_of_items
-from ckptx.robustness.tensor_digests import TensorDigests
+from ckptx.robustness_suite.item_names import oracles_of
+from ckptx.robustness_suite.json_values import values_of_json
+from ckptx.robustness_suite.oracles import Items
+from ckptx.robustness_suite.pickled import Layout, Leaf, Reader
+from ckptx.robustness_suite.state_kinds import StoredItem, is_generator_state, oracles_of_items
+from ckptx.robustness_suite.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool, head_of, read_small
 from ckptx.untrusted.limits import CONFIG_BYTES, RANKS, TENSORS
 

@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 import ckptx.runtime.training
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.report.report import Log
-from ckptx.robustness.causes import IN_NO_CHECKPOINT, likely_causes
-from ckptx.robustness.command_runs import CommandRun, CommandRuns
-from ckptx.robustness.file_noise import following_steps, lines_on_files, noisy_files, not_compared_line
-from ckptx.robustness.losses import Losses
-from ckptx.robustness.oracles import (
+from ckptx.robustness_suite.causes import IN_NO_CHECKPOINT, likely_causes
+from ckptx.robustness_suite.command_runs import CommandRun, CommandRuns
+from ckptx.robustness_suite.file_noise import following_steps, lines_on_files, noisy_files, not_compared_line
+from ckptx.robustness_suite.losses import Losses
+from ckptx.robustness_suite.oracles import (
     Difference,
     Items,
     Verdict,
@@ -41,8 +41,8 @@ from ckptx.robustness.oracles import (
     phase_ok,
     plain_number,
 )
-from ckptx.robustness.reference_files import Snapshot, changes, snapshot
-from ckptx.robustness.stored_items import not_compared, sharding_of
+from ckptx.robustness_suite.reference_files import Snapshot, changes, snapshot
+from ckptx.robustness_suite.stored_items import not_compared, sharding_of
 from ckptx.runtime.training.recipe import ChecksBlock, ForeignBlock, Recipe
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted

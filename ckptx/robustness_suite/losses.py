@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
-from ckptx.robustness.event_files import scalars
+from ckptx.robustness_suite.event_files import scalars
 from ckptx.runtime.training.recipe import ForeignBlock
 from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json

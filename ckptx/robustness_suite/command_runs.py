@@ -9,10 +9,10 @@ from shlex import quote
 from typing import NamedTuple
 
 from ckptx.errors import InputError, OutputError, UsageError
-from ckptx.robustness.commands import Ended, check_environment, filled, placeholders, run_command, words_of
-from ckptx.robustness.losses import Losses, check_losses, read_losses
-from ckptx.robustness.oracles import Items
-from ckptx.robustness.stored_items import items_of
+from ckptx.robustness_suite.commands import Ended, check_environment, filled, placeholders, run_command, words_of
+from ckptx.robustness_suite.losses import Losses, check_losses, read_losses
+from ckptx.robustness_suite.oracles import Items
+from ckptx.robustness_suite.stored_items import items_of
 from ckptx.runtime.training.recipe import ForeignBlock, TrainingBlock
 from ckptx.untrusted.printable import one_line
 

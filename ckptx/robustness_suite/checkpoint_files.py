@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckptx.catalog.catalog import Catalog
 from ckptx.errors import InputError
 from ckptx.formats.dcp.reader import open_dcp
-from ckptx.robustness.item_names import word_of_file
+from ckptx.robustness_suite.item_names import word_of_file
 from ckptx.storage.files import FilePool, head_of, unreadable
 from ckptx.untrusted.limits import CONFIG_BYTES, PICKLE_BYTES
 

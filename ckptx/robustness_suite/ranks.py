@@ -33,10 +33,10 @@ from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
 from ckptx.processes.fork import in_child, nobodys_script
 from ckptx.processes.launch import is_launched
 from ckptx.processes.peak_memory import peak_memory
-from ckptx.robustness.short_sockets import shorten_socket_paths
+from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
-_NURSERY = "ckptx.robustness.nursery"
-_TASKS = "ckptx.robustness.tasks"
+_NURSERY = "ckptx.robustness_suite.nursery"
+_TASKS = "ckptx.robustness_suite.tasks"
 _CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
 _worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
 _GRACE = 30.0  # seconds that the others get to end once a rank has failed or died
@@ -116,7 +116,7 @@ class Ranks:
         """Calls `task(place, *args)` on every rank, in a world of its own; gives the answers of the ranks here.
 
         Args:
-            task: A function of a module, or its name in `ckptx.robustness.tasks`, which need not be imported here.
+            task: A function of a module, or its name in `robustness_suite/tasks.py`, which need not be imported here.
             args: Are pickled.
             world_size: Number of ranks; under torchrun that of torchrun.
             may_die: A rank that a signal ends is an answer, and no failure; what the others say then is none either.

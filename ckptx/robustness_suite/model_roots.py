@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptx.robustness.item_names import is_master, is_moment, kind_of_word
+from ckptx.robustness_suite.item_names import is_master, is_moment, kind_of_word
 
 Words = tuple[str, ...]
 Shape = tuple[int, ...]

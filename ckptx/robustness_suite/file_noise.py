@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ckptx.robustness.oracles import Items
-from ckptx.robustness.stored_items import is_of_bytes
+from ckptx.robustness_suite.oracles import Items
+from ckptx.robustness_suite.stored_items import is_of_bytes
 from ckptx.untrusted.printable import one_line
 
 _DIGITS = re.compile(r"[0-9]+")

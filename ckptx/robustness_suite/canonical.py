@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_machine import External, Group, Made, Name
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
-from ckptx.robustness.pickled_kinds import Array, Dictionary, Storage, Tensor
+from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, Storage, Tensor
 
 _LONGEST = 32  # bytes of a scalar that stands for itself
 _MOST_WORK = 1 << 21  # values looked at for the sake of those that refer to themselves

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import UsageError
-from ckptx.robustness.runs import Event, Run
-from ckptx.robustness.session import Planted
+from ckptx.robustness_suite.runs import Event, Run
+from ckptx.robustness_suite.session import Planted
 from ckptx.runtime.training.recipe import Recipe
 
 _kept: list[Any] = []  # by faults that do not let go

@@ -1,17 +1,11 @@
-"""Proves that what a training run saved can be read back, exported, re-laid and resumed, and names what was lost.
-
-The package can be called: `ckptx.robustness("llama_tiny")` works whether or not a module of it was imported, which
-makes Python put the package where the function would be.
-"""
+"""Test that the checkpoints of a training run can be read back, exported, resharded and resumed; name what was lost."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from ckptx.report.documents.robustness import RobustnessReport
@@ -56,7 +50,7 @@ def robustness(
     from ckptx.errors import missing_package
 
     try:
-        run = import_module("ckptx.robustness.run")  # it imports torch
+        run = import_module("ckptx.robustness_suite.run")  # it imports torch
     except ImportError as error:
         raise missing_package("robustness", error) from error
     made = run.robustness(
@@ -71,17 +65,7 @@ def known_faults() -> Mapping[str, str]:
     from ckptx.errors import missing_package
 
     try:
-        found = import_module("ckptx.robustness.faults").FAULTS
+        found = import_module("ckptx.robustness_suite.faults").FAULTS
     except ImportError as error:
         raise missing_package("--inject", error) from error
     return {name: str(fault.says) for name, fault in found.items()}
-
-
-class _Callable(ModuleType):
-    """The package as the function of its name."""
-
-    def __call__(self, *args: Any, **options: Any) -> RobustnessReport:
-        return robustness(*args, **options)
-
-
-sys.modules[__name__].__class__ = _Callable

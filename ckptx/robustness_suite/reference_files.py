@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.errors import CkptxError, InputError
-from ckptx.robustness.oracles import Difference, Verdict
+from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.storage.files import open_regular
 
 _PIECE = 1 << 20

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptx.robustness.oracles import Items
+from ckptx.robustness_suite.oracles import Items
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 Event = Callable[[Any], None]  # is given the trainer of its rank

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptx.robustness.item_names import RATES, inner_words, is_moment
-from ckptx.robustness.oracles import ORDER, Difference, Items, Verdict
+from ckptx.robustness_suite.item_names import RATES, inner_words, is_moment
+from ckptx.robustness_suite.oracles import ORDER, Difference, Items, Verdict
 
 IN_NO_CHECKPOINT = (
     "all state in the checkpoint came back; there are two possible causes. Either the state that was not restored is "

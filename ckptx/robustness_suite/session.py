@@ -12,10 +12,10 @@ from typing import Any
 
 from ckptx.errors import Defect
 from ckptx.report.report import Log
-from ckptx.robustness.oracles import Verdict, distance, largest
-from ckptx.robustness.ranks import Ranks, Residue
-from ckptx.robustness.reference_files import Snapshot, changes, snapshot
-from ckptx.robustness.runs import Event, Logits, Outcome, Run, away
+from ckptx.robustness_suite.oracles import Verdict, distance, largest
+from ckptx.robustness_suite.ranks import Ranks, Residue
+from ckptx.robustness_suite.reference_files import Snapshot, changes, snapshot
+from ckptx.robustness_suite.runs import Event, Logits, Outcome, Run, away
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 _logger = logging.getLogger(__name__)

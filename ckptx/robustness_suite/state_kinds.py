@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ckptx.robustness.item_names import (
+from ckptx.robustness_suite.item_names import (
     EPOCHS,
     RATES,
     STEPS,
@@ -27,7 +27,7 @@ from ckptx.robustness.item_names import (
     oracles_by_words,
     oracles_of_group,
 )
-from ckptx.robustness.model_roots import NamedShape, Shape, Words, find_roots, is_below
+from ckptx.robustness_suite.model_roots import NamedShape, Shape, Words, find_roots, is_below
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _BYTES = frozenset({"U8", "I8"})

@@ -12,7 +12,7 @@ _NEEDED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.modeling_utils",
-    "ckptx.robustness.tasks",
+    "ckptx.robustness_suite.tasks",
 )
 
 gc.disable()

@@ -26,10 +26,10 @@ from ckptx.formats.torch_archive.archive import open_archive, place_tensor
 from ckptx.formats.torch_archive.pickle_graph import read_graph
 from ckptx.formats.torch_archive.pickle_machine import Made, Name
 from ckptx.formats.torch_archive.unpickle import StorageRef
-from ckptx.robustness.canonical import Digests, Nested, hashed
-from ckptx.robustness.legacy_archive import is_legacy, read_legacy
-from ckptx.robustness.pickled_kinds import Array, Dictionary, Kinds, Storage, Tensor
-from ckptx.robustness.tensor_digests import TensorDigests
+from ckptx.robustness_suite.canonical import Digests, Nested, hashed
+from ckptx.robustness_suite.legacy_archive import is_legacy, read_legacy
+from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, Kinds, Storage, Tensor
+from ckptx.robustness_suite.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool
 from ckptx.untrusted.limits import JSON_DEPTH, NAME_LENGTH, PICKLE_BYTES
 

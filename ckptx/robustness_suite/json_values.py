@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckptx.robustness.canonical import Digests
-from ckptx.robustness.pickled import short
-from ckptx.robustness.pickled_kinds import Dictionary
+from ckptx.robustness_suite.canonical import Digests
+from ckptx.robustness_suite.pickled import short
+from ckptx.robustness_suite.pickled_kinds import Dictionary
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import JSON_DEPTH
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ckptx.errors import CkptxError, SpaceError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import human_bytes
-from ckptx.robustness.session import Session
+from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe import Recipe
 
 Memory = dict[str, int]
