@@ -37,7 +37,7 @@ check: $(VENV)/ready  ## style, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_floors.py
+	$(BIN)/python -m pytest tests/project/test_floors.py
 
 robustness: $(VENV)/ready  ## train, save, reload, re-lay, resume and kill two tiny models; leaves robustness/*.html
 	mkdir -p robustness

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent / "tests"))
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
@@ -52,7 +51,8 @@ def write(name: str, run: Run, path: Path) -> None:
     """A model as HF, all of it random: matrices of deviation `scale`."""
     import torch
     import transformers
-    from support.models import EVERY, randomise
+
+    from tests.support.models import EVERY, randomise
 
     torch.manual_seed(0)
     model = EVERY[name].model()
@@ -137,7 +137,7 @@ def main() -> None:
     if arguments.work is not None:
         on_rank(arguments.work, arguments.models, arguments.dp_shard)
         return
-    from support.models import EVERY
+    from tests.support.models import EVERY
 
     names, rows = arguments.models or list(EVERY), []
     with tempfile.TemporaryDirectory(prefix="ckptx-clean-") as directory:

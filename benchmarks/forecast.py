@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent / "tests"))
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
-from support.measured_steps import (  # noqa: E402
+
+from ckptx.api.forecast import ranks_of  # noqa: E402
+from ckptx.errors import CkptxError  # noqa: E402
+from tests.support.measured_steps import (  # noqa: E402
     CONFIGS,
     LAYOUTS,
     MODES,
@@ -32,10 +34,7 @@ from support.measured_steps import (  # noqa: E402
     task_of,
     write_config,
 )
-from support.pool import GlooPool, WorkerError  # noqa: E402
-
-from ckptx.api.forecast import ranks_of  # noqa: E402
-from ckptx.errors import CkptxError  # noqa: E402
+from tests.support.pool import GlooPool, WorkerError  # noqa: E402
 
 _CLOSE = 0.01
 _LEFT = (

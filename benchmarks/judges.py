@@ -19,7 +19,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent / "tests"))
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
@@ -27,8 +26,8 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 
 def judged(work: Path, name: str, pool: Any) -> dict[str, Any]:
     """What both sides made of one model."""
-    from support import judged
-    from support.judged import computed, distance
+    from tests.support import judged
+    from tests.support.judged import computed, distance
 
     uncut, cut = computed(work, "stock", name), computed(work, "stock-tp", name)
     ours = judged.described(work, name, judged.in_one_piece(work, name))
@@ -111,9 +110,10 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
     import transformers
-    from support import judged as sides
-    from support.models import EVERY
-    from support.pool import GlooPool
+
+    from tests.support import judged as sides
+    from tests.support.models import EVERY
+    from tests.support.pool import GlooPool
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -19,13 +19,12 @@ from typing import Any
 
 from measure import HERE, publish, table
 
-sys.path.insert(0, str(HERE.parent / "tests"))
-
-from support import killed_ranks
-from support.killed_ranks import HOW, Kill
+sys.path.insert(0, str(HERE.parent))
 
 from ckptx.robustness_suite.kills import kill_points, kind_of
 from ckptx.robustness_suite.survivors import survivors
+from tests.support import killed_ranks
+from tests.support.killed_ranks import HOW, Kill
 
 _POINTS = (16, 4)  # by rank
 _WAYS = [(how, everyone) for how in HOW for everyone in (False, True)]

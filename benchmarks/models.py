@@ -20,7 +20,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent / "tests"))
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
@@ -28,9 +27,9 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 def prepare(work: Path, names: list[str]) -> None:
     """Writes each model as an HF checkpoint and converts it to a DCP."""
     import torch
-    from support.models import EVERY, write
 
     import ckptx
+    from tests.support.models import EVERY, write
 
     for name in names:
         write(replace(EVERY[name], dtype=torch.float32), work / name)
@@ -100,7 +99,7 @@ def main() -> None:
     if arguments.work is not None:
         on_rank(arguments.work, arguments.models, arguments.tp, arguments.dp_shard, arguments.dtypes)
         return
-    from support.models import EVERY
+    from tests.support.models import EVERY
 
     names = arguments.models or list(EVERY)
     results: dict[str, Any] = {}

@@ -73,8 +73,8 @@ def threads_on_rank(path: Path, runs: int, out: Path) -> None:
 
 def threads_of(work: Path, runs: int) -> list[int]:
     """Threads of rank 0 after each run of a tiny model."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
-    from support.models import EVERY, write
+    sys.path.insert(0, str(HERE.parent))
+    from tests.support.models import EVERY, write
 
     write(EVERY[_TINY], work / "tiny")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]

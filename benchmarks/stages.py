@@ -21,7 +21,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent / "tests"))
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
@@ -33,9 +32,8 @@ PATIENCE = 20.0  # seconds; where one rank stops, the others wait for what it wo
 
 def cut(names: Sequence[str]) -> list[dict[str, Any]]:
     """Every model with every cut, in this process."""
-    from support.staged import CUTS, compared
-
     from ckptx.errors import CkptxError
+    from tests.support.staged import CUTS, compared
 
     rows = []
     for name in names:
@@ -54,10 +52,9 @@ def cut(names: Sequence[str]) -> list[dict[str, Any]]:
 
 def pictured(names: Sequence[str]) -> list[dict[str, Any]]:
     """Every model with every cut, in this process, over microbatches with other numbers of images."""
-    from support.microbatches import pictures_of
-    from support.staged import CUTS, compared_in_microbatches
-
     from ckptx.errors import CkptxError
+    from tests.support.microbatches import pictures_of
+    from tests.support.staged import CUTS, compared_in_microbatches
 
     rows = []
     for name in names:
@@ -76,10 +73,10 @@ def pictured(names: Sequence[str]) -> list[dict[str, Any]]:
 
 def scheduled(names: Sequence[str], *, are_pictured: bool = False) -> list[dict[str, Any]]:
     """Every model under every schedule, on two ranks; with other numbers of images in each microbatch, or not."""
-    from support import pool as pools
-    from support.microbatches import pictures_of
-    from support.pool import GlooPool, WorkerError
-    from support.staged import one_step
+    from tests.support import pool as pools
+    from tests.support.microbatches import pictures_of
+    from tests.support.pool import GlooPool, WorkerError
+    from tests.support.staged import one_step
 
     pools._TIMEOUT = PATIENCE
     pool = GlooPool()
@@ -148,7 +145,7 @@ def said(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 def tables_of(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """The table of a part, and its summary."""
-    from support.staged import CUTS, LAYERS
+    from tests.support.staged import CUTS, LAYERS
 
     titles = {
         "cuts": f"Tiny random models of {LAYERS} layers in a list, cut into stages that run one after another, fp32",
@@ -181,9 +178,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     import torch
-    from support.microbatches import MULTIMODAL
-    from support.models import EVERY
-    from support.staged import TWELVE
+
+    from tests.support.microbatches import MULTIMODAL
+    from tests.support.models import EVERY
+    from tests.support.staged import TWELVE
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

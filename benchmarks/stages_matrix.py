@@ -18,7 +18,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent / "tests"))
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
@@ -43,7 +42,7 @@ _KEPT = (
 
 def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
     """One model, one way to run it."""
-    from support.runs import verified
+    from tests.support.runs import verified
 
     settings = dict(CASES[case])
     path = written(name, work, is_stored_in_bf16="dtype" in settings)
@@ -64,8 +63,8 @@ def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
 
 def written(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
     """Where a model lies, of "RECIPE tied" or "RECIPE untied"; it is written when it is first asked for."""
-    from support.models import randomise
-    from support.staged import deep
+    from tests.support.models import randomise
+    from tests.support.staged import deep
 
     path = work / f"{name.replace(' ', '-')}{'-bf16' if is_stored_in_bf16 else ''}"
     if not path.exists():
@@ -108,7 +107,8 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
     import transformers
-    from support.pool import GlooPool
+
+    from tests.support.pool import GlooPool
 
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()

@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
-from support.installed import IS_ASKED
-from support.pool import SELDOM, GlooPool
+
+from tests.support.installed import IS_ASKED
+from tests.support.pool import SELDOM, GlooPool
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

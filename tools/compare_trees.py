@@ -141,7 +141,8 @@ def differing_fields(old: dict[str, Any], new: dict[str, Any], wording: Counter[
 def write_trained(hf: Path, target: Path) -> None:
     """A training checkpoint of a model: its tensors, and moments of the shape of each, as AdamW has them."""
     import torch.distributed.checkpoint as dcp
-    from support.models import read_hf
+
+    from tests.support.models import read_hf
 
     weights = read_hf(hf)
     state = {
@@ -160,8 +161,8 @@ def main() -> int:
     parser.add_argument("--match", default="", help="only models whose name has this in it")
     parser.add_argument("--work", type=Path, help="where to write; a temporary directory otherwise")
     options = parser.parse_args()
-    sys.path[:0] = [str(HERE / "tests")]
-    from support.models import EVERY, write
+    sys.path[:0] = [str(HERE)]
+    from tests.support.models import EVERY, write
 
     done, files, faults, wording = 0, 0, 0, Counter[tuple[str, ...]]()
     outcomes: Counter[int] = Counter()

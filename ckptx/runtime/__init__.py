@@ -1,1 +1,94 @@
-"""Runs stock transformers models under TP x PP x DP, to prove that a checkpoint loads and computes."""
+"""Stock transformers models under TP x PP x FSDP2: build, parallelize, load, train, save and resume.
+
+A training loop imports from here; the packages below are laid out for readers of the code. Names are imported when they
+are first used, so that `import ckptx.runtime` does not import torch.
+
+    model           models without storage, and their layers
+    parallel        TP, PP, FSDP2 and activation checkpointing on a mesh, and the ranks that run them
+    checkpointing   load, save, save in the background, training state
+    memory          which storages are alive in a step
+    parity          `ckptx verify --run`
+    training        recipes, data, and the trainer of `ckptx robustness`
+    forecasting     `ckptx forecast`
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.runtime.checkpointing.async_save import Saver
+    from ckptx.runtime.checkpointing.load import load
+    from ckptx.runtime.checkpointing.save import load_optimizer, save
+    from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
+    from ckptx.runtime.model.build import build_model, materialize
+    from ckptx.runtime.parallel.distributed import data_index, mesh_of, process_group, told
+    from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank, sync_gradients
+    from ckptx.runtime.parallel.parallelize import parallelize
+    from ckptx.runtime.parallel.pipeline.cut import cut_model
+    from ckptx.runtime.parallel.randomness import RandomState, seed
+    from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
+    from ckptx.runtime.parallel.tensor_parallel.loss import token_losses
+    from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
+    from ckptx.runtime.training.checkpoints import Steps
+
+_HOMES = {
+    "ParallelDims": "ckptx.layout.parallel_dims",
+    "PerRank": "ckptx.runtime.checkpointing.training_state",
+    "RandomState": "ckptx.runtime.parallel.randomness",
+    "Saver": "ckptx.runtime.checkpointing.async_save",
+    "Steps": "ckptx.runtime.training.checkpoints",
+    "TensorParallelLayout": "ckptx.runtime.parallel.tensor_parallel.apply",
+    "build_model": "ckptx.runtime.model.build",
+    "clip_grad_norm": "ckptx.runtime.parallel.gradients",
+    "cut_model": "ckptx.runtime.parallel.pipeline.cut",
+    "data_index": "ckptx.runtime.parallel.distributed",
+    "find_plan": "ckptx.runtime.parallel.tensor_parallel.plans",
+    "labels_per_rank": "ckptx.runtime.parallel.gradients",
+    "load": "ckptx.runtime.checkpointing.load",
+    "load_optimizer": "ckptx.runtime.checkpointing.save",
+    "load_training_state": "ckptx.runtime.checkpointing.training_state",
+    "materialize": "ckptx.runtime.model.build",
+    "mesh_of": "ckptx.runtime.parallel.distributed",
+    "parallelize": "ckptx.runtime.parallel.parallelize",
+    "process_group": "ckptx.runtime.parallel.distributed",
+    "save": "ckptx.runtime.checkpointing.save",
+    "seed": "ckptx.runtime.parallel.randomness",
+    "sync_gradients": "ckptx.runtime.parallel.gradients",
+    "token_losses": "ckptx.runtime.parallel.tensor_parallel.loss",
+    "told": "ckptx.runtime.parallel.distributed",
+}
+
+__all__ = [
+    "ParallelDims", "PerRank", "RandomState", "Saver", "Steps", "TensorParallelLayout", "build_model",
+    "clip_grad_norm", "cut_model", "data_index", "find_plan", "labels_per_rank", "load", "load_optimizer",
+    "load_training_state", "materialize", "mesh_of", "parallelize", "process_group", "save", "seed", "sync_gradients",
+    "token_losses", "told",
+]  # fmt: skip
+
+
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that are not among them
+
+    def __getattr__(name: str) -> object:
+        """Import a name when it is first used.
+
+        Raises:
+            AttributeError: The name is not offered here.
+            EnvironmentProblem: torch or transformers is missing.
+        """
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            home = import_module(_HOMES[name])
+        except ImportError as error:
+            from ckptx.errors import missing_package
+
+            raise missing_package(f"ckptx.runtime.{name}", error) from error
+        return getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    """Return the names that are offered, imported yet or not."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__") and name.endswith("__"))})

@@ -7,12 +7,12 @@ from types import ModuleType
 from typing import Any, Literal
 
 import pytest
-from support.tool import tool
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.introspection.meta_model import Names
+from tests.support.tool import tool
 
 
 class TowerConfig(PreTrainedConfig):  # type: ignore[misc]

@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corrections import changed, every
-from support.installed import compares_the_files
-from support.slow import slow_but
-from support.tool import ROOT
 
 from ckptx.architecture import corrections, model_files, table
 from ckptx.architecture.correction_rows import (
@@ -28,6 +24,10 @@ from ckptx.architecture.correction_rows import (
 from ckptx.architecture.correction_schema import FaultyCorrectionError, decode
 from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_keys, plan_rows
 from ckptx.architecture.trainer_naming import torchtitan
+from tests.support.corrections import changed, every
+from tests.support.installed import compares_the_files
+from tests.support.slow import slow_but
+from tests.support.tool import ROOT
 
 ROW = {"modules": "@layers.*.mlp.fc", "style": "colwise", "reason": "for a test"}
 INPUT = {"kind": "images", "form": "tiles", "reason": "for a test"}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support.extra_tensors import EXAMPLES
 
 from ckptx.architecture.extra_tensors import IGNORED, OTHER_FORM, OUTSIDE, ROWS, Extra, ExtraRow, ExtraTensors
 from ckptx.architecture.model_files import class_names
@@ -19,7 +18,8 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
 from ckptx.mapping.names import pattern_of
-from tests.writers import LLAMA, llama
+from tests.support.extra_tensors import EXAMPLES
+from tests.support.writers import LLAMA, llama
 
 KNOWN = [found for name in class_names() if (found := lookup(name)) is not None and found.name_patterns]
 IGNORING = [each for each in KNOWN if each.ignored]

@@ -14,15 +14,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.installed import IS_ASKED, compares_the_files
-from support.tables import known
-from support.tool import ROOT, tool
 
 from ckptx.architecture import installed, model_files, table
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
 from ckptx.architecture.rows import Row, decode_row, encode_rows
 from ckptx.architecture.table import lookup
+from tests.support.installed import IS_ASKED, compares_the_files
+from tests.support.tables import known
+from tests.support.tool import ROOT, tool
 
 
 @pytest.fixture(scope="module", autouse=True)

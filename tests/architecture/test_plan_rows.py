@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from support.corrections import changed, every
 
 from ckptx.architecture import model_files, table
 from ckptx.architecture.correction_rows import PlanRow, expanded
@@ -16,6 +15,7 @@ from ckptx.architecture.expressions import keys_of
 from ckptx.architecture.spec import Architecture
 from ckptx.layout.placement import Placement
 from ckptx.layout.tensor_parallel_plan import Decision, decide
+from tests.support.corrections import changed, every
 
 QUANTIZED = ("_blocks", "_scales")
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support.installed import IS_ASKED, style_of
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -27,6 +26,7 @@ from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, Op
 from tests.architecture.small_models import SMALL, TEXT, VISION, small_model
+from tests.support.installed import IS_ASKED, style_of
 
 SAMPLE = (
     "GPT2LMHeadModel",

@@ -9,16 +9,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.installed import ASKED, INSTALLED, compares_the_files
-from support.slow import slow_but
-from support.tables import known
-from support.tool import ROOT, tool
 
 from ckptx.architecture import model_files, table
 from ckptx.architecture.patterns import pack, regex_for_patterns, unpack
 from ckptx.architecture.spec import TieFlag
 from ckptx.architecture.table import lookup
 from ckptx.mapping.names import pattern_of
+from tests.support.installed import ASKED, INSTALLED, compares_the_files
+from tests.support.slow import slow_but
+from tests.support.tables import known
+from tests.support.tool import ROOT, tool
 
 FAST = ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration")
 SAMPLE = (

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import stock
-from support.models import EVERY, build, read_hf
-from support.stored import assert_reads, bits, read
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ckptx.architecture.trainer_naming import torchtitan
@@ -28,6 +25,9 @@ from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer.executor import execute
 from ckptx.transfer.planner import plan_copy
+from tests.support import stock
+from tests.support.models import EVERY, build, read_hf
+from tests.support.stored import assert_reads, bits, read
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 

@@ -16,7 +16,17 @@ import pytest
 
 import ckptx
 from ckptx.errors import CkptxError
-from tests.writers import INDEX, LLAMA, Value, tree_bytes, value, write_dcp, write_hf, write_index, write_safetensors
+from tests.support.writers import (
+    INDEX,
+    LLAMA,
+    Value,
+    tree_bytes,
+    value,
+    write_dcp,
+    write_hf,
+    write_index,
+    write_safetensors,
+)
 
 OUTPUTS: dict[str, Callable[[Path, Path], Any]] = {
     "dcp": lambda src, dst: ckptx.reshard(src, dst, tp=2, to="dcp", base="none"),

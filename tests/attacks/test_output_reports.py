@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runner import CliRunner
 
 import ckptx
 from ckptx.cli.main import cli
@@ -16,7 +15,8 @@ from ckptx.errors import OutputError
 from ckptx.publishing import report_file
 from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.report import Report
-from tests.writers import llama, names_in, tree_bytes, write_hf
+from tests.support.runner import CliRunner
+from tests.support.writers import llama, names_in, tree_bytes, write_hf
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import ckptx
 from ckptx.errors import CkptxError
 from ckptx.publishing import publish as publish_module
 from ckptx.publishing.staging import Staging
-from tests.writers import llama, tree_bytes, write_hf
+from tests.support.writers import llama, tree_bytes, write_hf
 
 STAGING = ".out.ckptx-partial"
 # Of `hf2dcp` with two files: both tensor files, sidecars at two depths, marker, manifest, and what ckptx itself keeps.

@@ -22,7 +22,7 @@ from ckptx.publishing import publish as publish_module
 from ckptx.publishing import source_contents
 from ckptx.storage import files as files_module
 from ckptx.storage import open_file
-from tests.writers import LLAMA, Value, flip, llama, names_in, tree_bytes, write_dcp, write_hf
+from tests.support.writers import LLAMA, Value, flip, llama, names_in, tree_bytes, write_dcp, write_hf
 
 CONFIG = LLAMA | {"hidden_size": 32, "intermediate_size": 24, "vocab_size": 16, "num_hidden_layers": 2,
                   "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptx.catalog.dtype import BY_NAME, BY_STORAGE, BY_TORCH, CAST_TARGETS
-from tests.writers import BITS
+from tests.support.writers import BITS
 
 
 @pytest.mark.parametrize(("name", "bits"), BITS.items())

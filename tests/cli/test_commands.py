@@ -11,12 +11,12 @@ from typing import Any
 import click
 import pytest
 from click.testing import Result
-from support.runner import CliRunner
 
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli
 from ckptx.version import __version__
-from tests.writers import LLAMA, llama, names_in, value, write_dcp, write_hf
+from tests.support.runner import CliRunner
+from tests.support.writers import LLAMA, llama, names_in, value, write_dcp, write_hf
 
 TOP_LEVEL = {
     "schema_version", "command", "exit", "ok", "error", "tensors", "bytes_read", "bytes_written", "aliases", "ties",

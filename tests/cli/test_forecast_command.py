@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from support.runner import CliRunner
 
 import ckptx
 from ckptx.api import forecast as forecasting
@@ -20,6 +19,7 @@ from ckptx.cli.main import cli, commands
 from ckptx.errors import EnvironmentProblem, UnsupportedError
 from tests.report.made import forecasted, searched
 from tests.report.pages import Page, fault_of_page
+from tests.support.runner import CliRunner
 
 SCHEMA = Path(__file__).resolve().parent.parent.parent / "docs" / "report.schema.json"
 CONFIG = {

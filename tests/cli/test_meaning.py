@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 import pytest
-from support.runner import CliRunner
 
 import ckptx
 from ckptx.api.verify_run import verify_running
@@ -22,7 +21,8 @@ from ckptx.cli import main as main_module
 from ckptx.cli.main import cli, commands
 from ckptx.errors import UsageError
 from ckptx.options import ConvertOptions, parse_size
-from tests.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.runner import CliRunner
+from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
 GLOBAL = {"quiet", "verbose", "no_color"}
 HUB = {"revision", "token", "cache_dir"}

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.installed import without_version_note
 
 from ckptx.version import __version__
-from tests.writers import llama, names_in, write_hf
+from tests.support.installed import without_version_note
+from tests.support.writers import llama, names_in, write_hf
 
 
 def ckptx(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

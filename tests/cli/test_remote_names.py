@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 import pytest
-from support.runner import CliRunner
 
 import ckptx
 from ckptx.cli.main import cli, commands
@@ -18,7 +17,8 @@ from ckptx.errors import UnsupportedError, exit_code_of
 from ckptx.formats.hf.hub import resolve
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.untrusted.remote_name import refuse_remote
-from tests.writers import llama, names_in, write_dcp, write_hf
+from tests.support.runner import CliRunner
+from tests.support.writers import llama, names_in, write_dcp, write_hf
 
 COMMANDS = commands()
 

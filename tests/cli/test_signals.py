@@ -100,8 +100,8 @@ def test_the_command_says_that_it_was_hung_up(tmp_path: Path) -> None:
     code = (
         "import os, signal\n"
         "from ckptx.cli import main\n"
-        "from ckptx import inspection\n"
-        "inspection.inspect = lambda *a, **k: os.kill(os.getpid(), signal.SIGHUP) or __import__('time').sleep(9)\n"
+        "from ckptx.api import inspect as command\n"
+        "command.inspect = lambda *a, **k: os.kill(os.getpid(), signal.SIGHUP) or __import__('time').sleep(9)\n"
         f"import sys; sys.argv = ['ckptx', 'inspect', {str(tmp_path)!r}]\n"
         "main.run()\n"
     )

@@ -12,7 +12,7 @@ from ckptx.conversion.steps.model import see_model, settle_ties
 from ckptx.conversion.steps.opening import Opened, opened
 from ckptx.model_view.view import ModelView
 from ckptx.options import ConvertOptions
-from tests.writers import LLAMA
+from tests.support.writers import LLAMA
 
 CONFIG: dict[str, Any] = {
     **LLAMA, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

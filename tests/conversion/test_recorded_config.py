@@ -14,8 +14,8 @@ import pytest
 import ckptx
 from ckptx.conversion import pipeline
 from ckptx.errors import CkptxError, InputError
-from tests.test_renamed_tensors import CONFIG, both_spellings
-from tests.writers import SINGLE, Value, tree_bytes, value, write_dcp, write_hf
+from tests.conversion.test_renamed_tensors import CONFIG, both_spellings
+from tests.support.writers import SINGLE, Value, tree_bytes, value, write_dcp, write_hf
 
 SIZES = {
     "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "num_hidden_layers": 1,

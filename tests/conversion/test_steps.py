@@ -32,7 +32,7 @@ from ckptx.conversion.steps.training_state import carry_state
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from tests.conversion.steps import CONFIG, TIED, decided, frozen, source, viewed
-from tests.writers import llama, value, write_dcp, write_hf
+from tests.support.writers import llama, value, write_dcp, write_hf
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 MIXTRAL = {

@@ -17,7 +17,7 @@ from ckptx.conversion.outputs import sharded as to_sharded
 from ckptx.errors import Defect, OutputError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import emit_metadata
-from tests.writers import framed, llama, names_in, write_hf
+from tests.support.writers import framed, llama, names_in, write_hf
 
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"

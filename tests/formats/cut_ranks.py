@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support import models
-from support.stock import raw
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.distributed import DistributedConfig
+
+from tests.support import models
+from tests.support.stock import raw
 
 Plan = Mapping[str, tuple[int, int | None]]
 

@@ -25,7 +25,6 @@ from ckptx.formats.dcp.metadata_writer import emit_metadata
 from ckptx.formats.dcp.reader import open_dcp, open_payloads
 from ckptx.model_view.parameter_count import aliases_of
 from ckptx.storage.files import FilePool
-from tests import writers
 from tests.formats.stock_goldens import (
     GOLDENS,
     archive,
@@ -35,6 +34,7 @@ from tests.formats.stock_goldens import (
     values,
     write_dcp,
 )
+from tests.support import writers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -31,7 +31,7 @@ from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import Blocks, along, cuts, grid, halves, once, write_cut_dcp
-from tests.writers import archive, part, value
+from tests.support.writers import archive, part, value
 
 
 def entries(sizes: list[int]) -> list[TensorEntry]:

@@ -16,7 +16,7 @@ from ckptx.formats.foreign import FOREIGN_KINDS, ForeignKind, is_foreign_weights
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
 from tests.formats.cut_writer import write_shard
-from tests.writers import llama, value, write_dcp, write_hf
+from tests.support.writers import llama, value, write_dcp, write_hf
 
 # What each framework writes, as its own documentation and code call it: files, and what the refusal must say.
 WRITTEN = {

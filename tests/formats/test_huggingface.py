@@ -9,7 +9,7 @@ import pytest
 
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import INDEX, index_text, open_huggingface, parse_index, read_json, refuse_adapters
-from tests.writers import llama, value, write_hf, write_index, write_safetensors
+from tests.support.writers import llama, value, write_hf, write_index, write_safetensors
 
 
 def test_shards_in_the_order_of_the_index(tmp_path: Path) -> None:

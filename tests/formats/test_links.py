@@ -9,7 +9,7 @@ import pytest
 
 import ckptx
 from ckptx.formats.links import leading_out
-from tests.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
 NAMES = ("README.md", "tokenizer.json", "1_Pooling/config.json", "config.json")
 

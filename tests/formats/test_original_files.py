@@ -14,7 +14,7 @@ from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.errors import InputError
 from ckptx.formats.hf.original_files import remember, restore
 from ckptx.formats.hf.reader import INDEX, SINGLE, open_huggingface
-from tests.writers import framed, header, llama, manifest, value, write_hf, write_index, write_safetensors
+from tests.support.writers import framed, header, llama, manifest, value, write_hf, write_index, write_safetensors
 
 
 def rewritten(root: Path, weights: str) -> dict[str, bytes]:

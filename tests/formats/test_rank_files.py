@@ -14,7 +14,17 @@ from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.foreign import kind_of_name
 from ckptx.formats.rank_names import family_of, is_file_of_many, world_size_in
 from ckptx.formats.registry import open_checkpoint
-from tests.writers import LLAMA, Value, llama, names_in, value, write_dcp, write_hf, write_index, write_safetensors
+from tests.support.writers import (
+    LLAMA,
+    Value,
+    llama,
+    names_in,
+    value,
+    write_dcp,
+    write_hf,
+    write_index,
+    write_safetensors,
+)
 
 WHOLE = llama()
 SIZED = {

@@ -12,7 +12,7 @@ from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.registry import locate, open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
 from tests.formats.cut_writer import rows, write_shard
-from tests.writers import INDEX, LLAMA, SINGLE, llama, value, write_dcp, write_hf, write_safetensors
+from tests.support.writers import INDEX, LLAMA, SINGLE, llama, value, write_dcp, write_hf, write_safetensors
 
 TENSORS = {"w": value("F32", 2, 2), "b": value("F32", 2)}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import MAX_HEADER, Header, frame_header, header_text, padded, parse_header
-from tests.writers import BITS, Value, framed, header, safetensors_bytes, value
+from tests.support.writers import BITS, Value, framed, header, safetensors_bytes, value
 
 TENSORS: dict[str, Value] = {"a": value("BF16", 2, 3), "b.weight": value("F32", 4), "c": value("I64", 2, 0)}
 BODY = b"".join(data for _, _, data in TENSORS.values())

@@ -17,7 +17,7 @@ from ckptx.formats.sharded.file_names import is_shard, shard_name
 from ckptx.formats.sharded.reader import open_sharded, replica_pairs
 from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import rows, write_shard
-from tests.writers import INDEX, SINGLE, flip, manifest, value, write_safetensors
+from tests.support.writers import INDEX, SINGLE, flip, manifest, value, write_safetensors
 
 W = value("BF16", 6, 4, seed=1)
 NORM = value("F32", 4, seed=2)

@@ -20,7 +20,7 @@ from ckptx.formats.sharded.reader import open_sharded
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import Blocks, along, cuts, everywhere, grid, halves, once, write_sharded
-from tests.writers import part, value
+from tests.support.writers import part, value
 
 TENSORS = {
     "embed": value("BF16", 5, 4, seed=1),

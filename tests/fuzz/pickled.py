@@ -3,7 +3,7 @@
     FUZZ_SECONDS=600 python -m tests.fuzz.pickled --seed 1     as long, from this seed on
     python -m tests.fuzz.pickled --seed 4711 --pairs 1         one pair again
 
-Exit 1 when a pair is judged wrong. The pairs are those of `tests.robustness.pickle_values`.
+Exit 1 when a pair is judged wrong. The pairs are those of `tests.robustness_suite.pickle_values`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.robustness.pickle_pairs import outcome_of, pair_of
-from tests.robustness.pickle_values import key_of, protocol_of
+from tests.robustness_suite.pickle_pairs import outcome_of, pair_of
+from tests.robustness_suite.pickle_values import key_of, protocol_of
 
 _SHOWN = 10
 

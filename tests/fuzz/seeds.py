@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ckptx
 from ckptx.catalog.region import Region
-from tests.writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
+from tests.support.writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
 
 Files = dict[str, bytes]
 

@@ -18,7 +18,7 @@ from tests.fuzz.mutations import mutate_bytes, mutate_header, mutate_json, mutat
 from tests.fuzz.others import Others
 from tests.fuzz.sandbox import Outcome, fault_of
 from tests.fuzz.seeds import EXPERTS, experts, torch_file
-from tests.writers import llama, safetensors_bytes, write_dcp, write_hf
+from tests.support.writers import llama, safetensors_bytes, write_dcp, write_hf
 
 CORPUS = Path(__file__).parent / "corpus"
 

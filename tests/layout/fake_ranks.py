@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from support.forked import fresh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.support.forked import fresh
 
 Shape = tuple[int, ...]
 Elements = np.ndarray[Any, np.dtype[np.int64]]  # the local tensor of a rank, each element its index in the whole tensor
@@ -114,7 +115,7 @@ def _answer(asked: Asked) -> Answers:
 
 
 def _styles() -> list[str]:
-    from support.installed import parallel_styles
+    from tests.support.installed import parallel_styles
 
     return parallel_styles()
 
@@ -137,7 +138,7 @@ def _stages(layers: int, pp: int) -> list[tuple[int, int]]:
 
 
 def _model_by_rank(name: str, sizes: tuple[int, ...]) -> Model:
-    from support.models import RECIPES, WIDE
+    from tests.support.models import RECIPES, WIDE
 
     def make() -> Any:
         with torch.device("meta"):
@@ -161,8 +162,9 @@ def _model_by_rank(name: str, sizes: tuple[int, ...]) -> Model:
 
 def _read(model: Any, mesh: DeviceMesh) -> dict[str, Elements]:
     """What this rank reads of each parameter, as `from_pretrained` reads it."""
-    from support.installed import cut_for_tensor_parallelism
     from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    from tests.support.installed import cut_for_tensor_parallelism
 
     cut_for_tensor_parallelism(model, mesh)
     read = {}

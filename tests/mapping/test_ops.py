@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.conversions import CASES, ONE, run_by_loader
-from support.stored import LAYOUTS, bits, numbers, read, several, store
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
@@ -15,6 +13,8 @@ from ckptx.catalog.region import Region, coverage_fault, whole
 from ckptx.errors import Defect, InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op, convert
 from ckptx.mapping.rewrite import RegroupedRows, merge, narrow, permute_rope, regroup, split, transpose
+from tests.support.conversions import CASES, ONE, run_by_loader
+from tests.support.stored import LAYOUTS, bits, numbers, read, several, store
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

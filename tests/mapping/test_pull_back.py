@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.conversions import CASES, run_by_loader
 
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
@@ -16,6 +15,7 @@ from ckptx.mapping.name_index import fill
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules
+from tests.support.conversions import CASES, run_by_loader
 
 Place = Callable[[Shape], "Placement | None"]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import EVERY, build, read_hf
-from support.stored import assert_reads, bits, numbers, read, store
 
 from ckptx.architecture.find import find_architecture
 from ckptx.catalog.dtype import BY_NAME
@@ -20,6 +18,8 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.name_index import NameIndex, fill
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.rules import NameRules
+from tests.support.models import EVERY, build, read_hf
+from tests.support.stored import assert_reads, bits, numbers, read, store
 
 MODELS = ("mixtral", "qwen3-moe", "llava", "gemma3-vlm", "gpt-neox", "gpt2", "qwen2.5-vl", "llama-tied")
 MORE = tuple(name for name in EVERY if name not in MODELS)

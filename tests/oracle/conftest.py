@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import EVERY, write
+
+from tests.support.models import EVERY, write
 
 
 @pytest.fixture(scope="module")

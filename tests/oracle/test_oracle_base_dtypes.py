@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.replayed import converted, loaded
-from support.stock import assert_same_tensors
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.support.replayed import converted, loaded
+from tests.support.stock import assert_same_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.models import RECIPES, Recipe, read_hf, write
-from support.slow import slow_but
-from test_counting import agree
 
 import ckptx
+from tests.report.test_counting import agree
+from tests.support.models import RECIPES, Recipe, read_hf, write
+from tests.support.slow import slow_but
 
 FAST = ("llama-tied", "llama-both-different", "gpt2", "mixtral", "t5", "gemma3-vlm", "qwen3-moe", "bert-pretraining")
 # What else a form can be made by, from an HF checkpoint.

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support.models import RECIPES, read_hf, write
-from support.stock import raw
 
 import ckptx
 from ckptx.errors import InputError
 from ckptx.report.report import Report
+from tests.support.models import RECIPES, read_hf, write
+from tests.support.stock import raw
 
 Tensors = dict[str, torch.Tensor]
 Row = dict[str, object]

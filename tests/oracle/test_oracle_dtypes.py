@@ -13,12 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import deserialize, safe_open
 from safetensors.torch import save_file
-from support.models import RECIPES, Recipe, assert_same_outputs, load, outputs, read_file, read_hf, write
-from support.stock import assert_same_tensors, metadata, raw
-from support.stock import load as stock_load
 
 import ckptx
 from ckptx.errors import InputError, UnsupportedError
+from tests.support.models import RECIPES, Recipe, assert_same_outputs, load, outputs, read_file, read_hf, write
+from tests.support.stock import assert_same_tensors, metadata, raw
+from tests.support.stock import load as stock_load
 
 GOLDENS = Path(__file__).resolve().parents[2] / "fixtures" / "dcp"
 

@@ -1,7 +1,8 @@
 """What the runtime builds and loads is what `from_pretrained` does, in a process that never imports ckptx.
 
-`runtime/test_load.py` asks the same of every format, in the dtype of each recipe, with transformers in this process.
-Here nothing that ckptx does to transformers or torch can reach the other side, and gradients are compared, too.
+`runtime/checkpointing/test_load.py` asks the same of every format, in the dtype of each recipe, with transformers in
+this process. Here nothing that ckptx does to transformers or torch can reach the other side; gradients are compared,
+too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.judged import Judge, described, in_one_piece, unequal
-from support.models import EVERY
-from support.slow import slow_but
+
+from tests.support.judged import Judge, described, in_one_piece, unequal
+from tests.support.models import EVERY
+from tests.support.slow import slow_but
 
 FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2")
 # Frozen by the constructor of the class: `from_pretrained` forgets it, the runtime does not.

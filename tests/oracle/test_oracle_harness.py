@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.models import RECIPES, assert_same_outputs, build, load, outputs, read_file, write
-from support.pool import MAX_WORLD_SIZE, GlooPool, WorkerError
-from support.slow import slow_but
-from support.stock import assert_same_tensors
+
+from tests.support.models import RECIPES, assert_same_outputs, build, load, outputs, read_file, write
+from tests.support.pool import MAX_WORLD_SIZE, GlooPool, WorkerError
+from tests.support.slow import slow_but
+from tests.support.stock import assert_same_tensors
 
 
 def test_comparison_of_tensors_notices_bits_shapes_dtypes_and_names() -> None:

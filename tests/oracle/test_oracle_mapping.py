@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.judged import Judge, unequal
-from support.models import EVERY, read_hf
-from support.slow import slow_but
-from support.stock_outputs import fingerprint
 
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.model_view.view import ModelView, locate_payloads
 from ckptx.runtime.checkpointing.reading import Reading, open_source
+from tests.support.judged import Judge, unequal
+from tests.support.models import EVERY, read_hf
+from tests.support.slow import slow_but
+from tests.support.stock_outputs import fingerprint
 
 FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2", "mixtral", "llava")
 

@@ -13,7 +13,11 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.models import (
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckptx
+from ckptx.report.documents.conversion import ConversionReport
+from tests.support.models import (
     EVERY,
     RECIPES,
     WIDE,
@@ -24,13 +28,9 @@ from support.models import (
     read_hf,
     write,
 )
-from support.slow import slow_but
-from support.stock import assert_same_tensors, file_bytes, metadata, payload_bytes, raw
-from support.stock import load as stock_load
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-import ckptx
-from ckptx.report.documents.conversion import ConversionReport
+from tests.support.slow import slow_but
+from tests.support.stock import assert_same_tensors, file_bytes, metadata, payload_bytes, raw
+from tests.support.stock import load as stock_load
 
 
 class Converted(NamedTuple):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import RECIPES, write
-from support.numbers import NUMBER, SIZE, Lines, check_conversion, check_inspection, held, is_size, run, whole
-from support.slow import slow_but
 
 from ckptx.errors import UnsupportedError
+from tests.support.models import RECIPES, write
+from tests.support.numbers import NUMBER, SIZE, Lines, check_conversion, check_inspection, held, is_size, run, whole
+from tests.support.slow import slow_but
 
 FAST = ("llama-tied", "gpt2", "mixtral", "t5")
 STEPS: dict[str, tuple[str, ...]] = {

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import randomise, transformers
-from support.pool import GlooPool
-from support.runs import assert_equal, verified
 
 import ckptx
 from ckptx.errors import SpaceError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from tests.support.models import randomise, transformers
+from tests.support.pool import GlooPool
+from tests.support.runs import assert_equal, verified
 
 _SMALL = 22_000_000  # a bound that takes several pieces
 
@@ -93,7 +93,7 @@ def test_the_least_is_named_and_is_enough(pool: GlooPool, hf: Path) -> None:
 
 
 def _refused(rank: int, world_size: int, path: str, memory: int) -> tuple[str, str]:
-    from support.runs import verify_on_rank
+    from tests.support.runs import verify_on_rank
 
     found: tuple[str, str] = verify_on_rank(rank, world_size, path, path, {"reference_memory": memory})
     return found

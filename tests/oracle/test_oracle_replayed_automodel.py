@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.replayed import converted, index_of, loaded, names_of_tests, nbytes, save_part
-from support.stock import assert_same_tensors, raw
 
 from ckptx.errors import UsageError
 from ckptx.options import ConvertOptions
+from tests.support.replayed import converted, index_of, loaded, names_of_tests, nbytes, save_part
+from tests.support.stock import assert_same_tensors, raw
 
 ONE, FIRST, SECOND = (
     "model-00001-of-00001.safetensors",
@@ -55,10 +55,10 @@ ORIGINALS = {
 _DIFFUSERS = "renames the index for diffusers; ckptx writes checkpoints of transformers and has no such name"
 NOT_REPLAYED = {
     "test_every_rank_consolidation_uses_supplied_group_for_failure_sync": (
-        "counts calls of a mocked all_gather_object; that ranks fail together is in tests/test_several_processes.py"
+        "counts calls of a mocked all_gather_object; that ranks fail together is in processes/test_several_processes.py"
     ),
     "test_every_rank_consolidation_explains_peer_failure_during_sync": (
-        "the text of an error about a mocked collective; a peer that dies is in tests/test_several_processes.py"
+        "the text of an error about a mocked collective; a peer that dies is in processes/test_several_processes.py"
     ),
     "TestMaybeRenameIndexForDiffusers.test_renames_when_index_exists": _DIFFUSERS,
     "TestMaybeRenameIndexForDiffusers.test_noop_when_index_missing": _DIFFUSERS,
@@ -235,7 +235,7 @@ def test_resolve_dtype_cast_accepts_aliases_and_none() -> None:
 def test_every_rank_consolidation_surfaces_originating_rank_error(tmp_path: Path) -> None:
     """There a tensor that the mapping lacks is a KeyError on every rank; here it goes into the last file, and no error.
 
-    That an error of one rank is that of all is in tests/test_several_processes.py.
+    That an error of one rank is that of all is in tests/processes/test_several_processes.py.
     """
     tensors = {"weight": torch.ones(2), "other": torch.ones(3), "adapter_created.bias": torch.zeros(2)}
     save_part(write_metadata(tmp_path / "in", {"weight": 1, "other": 2}) / ONE, tensors)

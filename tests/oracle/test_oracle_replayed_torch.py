@@ -18,13 +18,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from support import replay_ranks
-from support.pool import GlooPool
-from support.replay_ranks import square, uneven
-from support.replayed import converted, index_of, loaded, names_of_tests, nbytes, save_part
-from support.runner import CliRunner
-from support.stock import assert_same_tensors, file_bytes
-from support.stock import load as stock_load
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
@@ -33,7 +26,14 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from ckptx.catalog.region import whole
 from ckptx.cli.main import cli
 from ckptx.formats.registry import open_checkpoint
-from tests.test_several_processes import finish, start
+from tests.processes.test_several_processes import finish, start
+from tests.support import replay_ranks
+from tests.support.pool import GlooPool
+from tests.support.replay_ranks import square, uneven
+from tests.support.replayed import converted, index_of, loaded, names_of_tests, nbytes, save_part
+from tests.support.runner import CliRunner
+from tests.support.stock import assert_same_tensors, file_bytes
+from tests.support.stock import load as stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

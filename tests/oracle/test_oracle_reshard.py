@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.installed import reads_sharded_files
-from support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
-from support.reshard import (
+
+import ckptx
+from tests.support.installed import reads_sharded_files
+from tests.support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
+from tests.support.reshard import (
     Held,
     fault_of_bytes,
     fault_of_cover,
@@ -24,11 +26,9 @@ from support.reshard import (
     rank_of,
     state_of,
 )
-from support.slow import slow_but
-from support.stock import assert_same_tensors, payload_bytes, raw
-from support.stock import load as stock_load
-
-import ckptx
+from tests.support.slow import slow_but
+from tests.support.stock import assert_same_tensors, payload_bytes, raw
+from tests.support.stock import load as stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

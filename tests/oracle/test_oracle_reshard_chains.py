@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
-from support.reshard import deeper, in_dcp, in_shards, layer_of, rank_of, state_of
-from support.slow import slow_but
-from support.stock import assert_same_tensors, file_bytes, raw
-from support.stock import load as stock_load
 
 import ckptx
+from tests.support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
+from tests.support.reshard import deeper, in_dcp, in_shards, layer_of, rank_of, state_of
+from tests.support.slow import slow_but
+from tests.support.stock import assert_same_tensors, file_bytes, raw
+from tests.support.stock import load as stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import reshard_ranks
-from support.installed import compares_the_files
-from support.models import EVERY, read_hf, write
-from support.pool import GlooPool
-from support.reshard import Held as Rectangle
-from support.reshard import deeper, in_dcp, in_shards, layer_of, rank_of
-from support.slow import slow_but
 
 import ckptx
 from tests.layout.fake_ranks import Asked, Elements, ask
+from tests.support import reshard_ranks
+from tests.support.installed import compares_the_files
+from tests.support.models import EVERY, read_hf, write
+from tests.support.pool import GlooPool
+from tests.support.reshard import Held as Rectangle
+from tests.support.reshard import deeper, in_dcp, in_shards, layer_of, rank_of
+from tests.support.slow import slow_but
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support.models import EVERY, assert_same_outputs, load, outputs, read_hf, write
-from support.reshard import deeper, in_dcp, in_shards, rank_of
-from support.slow import slow_but
-from support.stock import assert_same_tensors, file_bytes
-from support.stock import load as stock_load
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckptx
 from ckptx.errors import OutputError
+from tests.support.models import EVERY, assert_same_outputs, load, outputs, read_hf, write
+from tests.support.reshard import deeper, in_dcp, in_shards, rank_of
+from tests.support.slow import slow_but
+from tests.support.stock import assert_same_tensors, file_bytes
+from tests.support.stock import load as stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

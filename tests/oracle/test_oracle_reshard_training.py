@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import reshard_ranks, training
-from support.models import load, read_file, write
-from support.pool import GlooPool
-from support.reshard import deeper, fault_of_cover, in_dcp, rank_of
-from support.slow import slow_but
-from support.stock import assert_same_tensors, metadata, raw
-from support.stock import load as stock_load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import ckptx
 from ckptx.errors import UnsupportedError, UsageError
+from tests.support import reshard_ranks, training
+from tests.support.models import load, read_file, write
+from tests.support.pool import GlooPool
+from tests.support.reshard import deeper, fault_of_cover, in_dcp, rank_of
+from tests.support.slow import slow_but
+from tests.support.stock import assert_same_tensors, metadata, raw
+from tests.support.stock import load as stock_load
 
 LAYERS = 3  # over two stages: 2 and 1
 STAGES = [(0, 2), (2, 3)]

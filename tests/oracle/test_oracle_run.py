@@ -13,15 +13,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import EVERY, VOCAB, Recipe, write
-from support.pool import GlooPool
-from support.runner import CliRunner
-from support.runs import assert_equal, verified
 
 import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from tests.support.models import EVERY, VOCAB, Recipe, write
+from tests.support.pool import GlooPool
+from tests.support.runner import CliRunner
+from tests.support.runs import assert_equal, verified
 
 # Different builds, in every run: tied, multimodal, shared keys and values, experts, latent attention, Conv1D.
 RUN = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.models import EVERY, assert_same_outputs, load, outputs, write
-from support.slow import slow_but
-from support.stock import load as stock_load
 
 import ckptx
 from ckptx.errors import InputError
+from tests.support.models import EVERY, assert_same_outputs, load, outputs, write
+from tests.support.slow import slow_but
+from tests.support.stock import load as stock_load
 
 CLASSES = ("llama-tied", "llama-both-different", "gpt2", "t5", "bert-pretraining", "qwen3-moe", "mixtral", "gemma3-vlm")
 

@@ -14,12 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import models
-from support.installed import READS_SHARDED_FILES, reads_sharded_files
-from support.models import Recipe, assert_same_outputs, load, outputs, read_hf, tokens, write
-from support.pool import GlooPool
-from support.stock import assert_same_tensors, raw
-from support.stock import load as stock_load
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
@@ -39,7 +33,13 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
 from tests.formats import cut_ranks
 from tests.formats.cut_writer import Blocks, along, cuts, everywhere, grid, halves, once, write_cut_dcp, write_sharded
-from tests.writers import Value
+from tests.support import models
+from tests.support.installed import READS_SHARDED_FILES, reads_sharded_files
+from tests.support.models import Recipe, assert_same_outputs, load, outputs, read_hf, tokens, write
+from tests.support.pool import GlooPool
+from tests.support.stock import assert_same_tensors, raw
+from tests.support.stock import load as stock_load
+from tests.support.writers import Value
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Distributed environment not initialized"

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import EVERY, read_hf, write
-from support.pool import GlooPool
-from support.runs import assert_equal, verified
 
 import ckptx
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.pipeline.schedules import splits_backward_right
+from tests.support.models import EVERY, read_hf, write
+from tests.support.pool import GlooPool
+from tests.support.runs import assert_equal, verified
 
 # The hidden state alone, tied and untied; per-layer inputs with shared keys and values; encoder and decoder; images.
 RUN = ("llama-tied", "llama-untied", "gemma4-shared-kv", "t5", "gemma3-vlm", "qwen3-moe")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.installed import IS_ASKED
-from support.judged import TP, Judge, allowed, computed, cut_on_rank, distance
-from support.models import EVERY
-from support.pool import GlooPool
-from support.slow import slow_but
+
+from tests.support.installed import IS_ASKED
+from tests.support.judged import TP, Judge, allowed, computed, cut_on_rank, distance
+from tests.support.models import EVERY
+from tests.support.pool import GlooPool
+from tests.support.slow import slow_but
 
 FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2")
 

@@ -14,7 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import save_file
-from support.models import (
+
+import ckptx
+from ckptx.errors import InputError, UsageError
+from ckptx.report.documents.conversion import ConversionReport
+from tests.support.models import (
     RECIPES,
     Inputs,
     Recipe,
@@ -25,12 +29,8 @@ from support.models import (
     read_hf,
     write,
 )
-from support.stock import load as stock_load
-from support.stock import metadata, raw
-
-import ckptx
-from ckptx.errors import InputError, UsageError
-from ckptx.report.documents.conversion import ConversionReport
+from tests.support.stock import load as stock_load
+from tests.support.stock import metadata, raw
 
 
 class Family(NamedTuple):

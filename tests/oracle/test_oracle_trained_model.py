@@ -12,11 +12,11 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
-from support.models import read_hf
-from support.stock import assert_same_tensors, file_bytes
-from support.stock import load as stock_load
 
 import ckptx
+from tests.support.models import read_hf
+from tests.support.stock import assert_same_tensors, file_bytes
+from tests.support.stock import load as stock_load
 
 _SENTENCES = [
     "A conversion is the difference between two catalogs.",

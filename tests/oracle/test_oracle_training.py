@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import models, training
-from support.models import Recipe, assert_same_outputs, load, outputs, read_file, read_hf, tokens, write
-from support.pool import GlooPool
-from support.slow import slow_but
-from support.stock import assert_same_tensors, metadata, raw
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import ckptx
 from ckptx.errors import InputError
+from tests.support import models, training
+from tests.support.models import Recipe, assert_same_outputs, load, outputs, read_file, read_hf, tokens, write
+from tests.support.pool import GlooPool
+from tests.support.slow import slow_but
+from tests.support.stock import assert_same_tensors, metadata, raw
 
 MESHES = pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.models import RECIPES, write
-from support.stock import file_bytes
 
 import ckptx
+from tests.support.models import RECIPES, write
+from tests.support.stock import file_bytes
 
 
 def convert(direction: str, src: Path, dst: Path, **options: Any) -> dict[str, bytes]:

@@ -12,7 +12,13 @@ from typing import IO, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.models import (
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
+
+import ckptx
+from ckptx.errors import UnsupportedError
+from tests.support.models import (
     EVERY,
     RECIPES,
     WIDE,
@@ -23,15 +29,9 @@ from support.models import (
     read_hf,
     write,
 )
-from support.slow import slow_but
-from support.stock import assert_same_tensors, metadata, raw
-from support.stock import load as stock_load
-from torch.distributed.checkpoint._extension import StreamTransformExtension
-from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
-
-import ckptx
-from ckptx.errors import UnsupportedError
+from tests.support.slow import slow_but
+from tests.support.stock import assert_same_tensors, metadata, raw
+from tests.support.stock import load as stock_load
 
 FAST = (
     "llama-tied",

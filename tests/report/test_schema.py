@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from support.runner import CliRunner
 
 from ckptx.cli.main import cli, commands
 from ckptx.report.schema import COMMANDS, schema
 from tests.conversion.steps import CONFIG, TIED
-from tests.writers import llama, value, write_dcp, write_hf
+from tests.support.runner import CliRunner
+from tests.support.writers import llama, value, write_dcp, write_hf
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCHEMA = ROOT / "docs" / "report.schema.json"

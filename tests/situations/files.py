@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.situations.box import Box, situation
 from tests.situations.paths import hf2dcp
-from tests.writers import (
+from tests.support.writers import (
     INDEX,
     SINGLE,
     archive,

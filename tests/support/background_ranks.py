@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from support.save_ranks import Shape, cut, mark, optimizer_of
 from torch import nn
 
 from ckptx.errors import CkptxError, OutputError
@@ -28,6 +27,7 @@ from ckptx.runtime.checkpointing.training_state import PerRank
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.randomness import RandomState
+from tests.support.save_ranks import Shape, cut, mark, optimizer_of
 
 
 @contextmanager

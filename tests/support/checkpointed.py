@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-from support.models import EVERY, VOCAB, Recipe, build
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +19,7 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
     canonical_name,
     checkpoint_activations,
 )
+from tests.support.models import EVERY, VOCAB, Recipe, build
 
 Gradients = dict[str, torch.Tensor | None]
 

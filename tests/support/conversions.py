@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.installed import INSTALLED
 from transformers import core_model_loading as loader
 
 from ckptx.mapping.ops import Conversion, Op
+from tests.support.installed import INSTALLED
 
 GATE, UP, ONE = "e.*.gate", "e.*.up", "x"
 CONFIG = SimpleNamespace(num_attention_heads=4)

@@ -23,7 +23,7 @@ _STREAMS = ("stdout", "stderr")
 def fresh() -> ForkServerContext:
     """To start processes that have imported torch and transformers, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.preloaded"])
+    context.set_forkserver_preload(["tests.support.preloaded"])
     # What they are forked from is told the path of what runs here, but looks at that of its environment alone.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()

@@ -16,12 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from support.forked import Forked
-from support.installed import INSTALLED, IS_ASKED
-from support.models import EVERY, write
-from support.ranks import free_port
-from support.stock_outputs import backward, fingerprint, fingerprints, outputs_of, run
-from support.tensor_parallel import whole_gradient
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -35,6 +29,12 @@ from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.runtime.parity.inputs.batch import inputs_for
 from ckptx.runtime.parity.noise import ALLOWED, DRAWS, moved_embeddings, rounding
+from tests.support.forked import Forked
+from tests.support.installed import INSTALLED, IS_ASKED
+from tests.support.models import EVERY, write
+from tests.support.ranks import free_port
+from tests.support.stock_outputs import backward, fingerprint, fingerprints, outputs_of, run
+from tests.support.tensor_parallel import whole_gradient
 
 TP = 2
 _PROGRAM = Path(__file__).with_name("stock_outputs.py")

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.forked import fresh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -28,6 +27,7 @@ from ckptx.runtime.checkpointing.training_state import PerRank
 from ckptx.runtime.parallel.distributed import everywhere, mesh_of
 from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.runtime.training.checkpoints import Steps
+from tests.support.forked import fresh
 
 RANKS = 2
 KEEP = 2

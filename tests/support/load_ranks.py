@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from support.stock import raw
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +19,7 @@ from ckptx.catalog.region import Region
 from ckptx.layout.placement import Placement, tp_rectangles
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize
+from tests.support.stock import raw
 
 Answer = tuple[str | None, int, int]  # what is wrong, bytes of this rank's shards, bytes read for them
 Regions = Callable[[str], "list[Region] | None"]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from support.pool import GlooPool
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
@@ -28,6 +27,7 @@ from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.distributed import Process, process_group
 from ckptx.runtime.parallel.living import living_tensors
 from ckptx.runtime.training.assembly import connect, lay_out
+from tests.support.pool import GlooPool
 
 _SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from support.models import EVERY, Inputs
+
+from tests.support.models import EVERY, Inputs
 
 # None in the first microbatch, one in the next, three in the last. An encoder that only listens always has a sound.
 NONE_ONE_THREE, ONE_ONE_THREE = (1, 2, 2, 2), (0, 1, 2, 2, 2)

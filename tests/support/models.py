@@ -20,9 +20,10 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.installed import READS_SHARDED_FILES
-from support.vision_models import tiny
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+from tests.support.installed import READS_SHARDED_FILES
+from tests.support.vision_models import tiny
 
 VOCAB = 101  # divides by nothing
 

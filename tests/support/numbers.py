@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from support.runner import CliRunner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptx.cli.main import cli
+from tests.support.runner import CliRunner
 
 _NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",

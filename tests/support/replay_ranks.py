@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from support.stock import raw
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, zeros
+
+from tests.support.stock import raw
 
 Placed = Sequence[Placement]
 

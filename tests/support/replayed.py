@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.runner import CliRunner
 
 from ckptx.cli.main import cli
+from tests.support.runner import CliRunner
 
 INDEX = "model.safetensors.index.json"
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from support import models
-from support.models import Recipe, build, load, read_file
-from support.stock import raw
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.support import models
+from tests.support.models import Recipe, build, load, read_file
+from tests.support.stock import raw
 
 Shape = tuple[int, ...]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.pool import GlooPool
 
 from ckptx.errors import CkptxError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
 from ckptx.report.running import run_text
+from tests.support.pool import GlooPool
 
 
 def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, settings: dict[str, Any]) -> Any:

@@ -15,9 +15,6 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from support.models import EVERY, Recipe, build, tokens
-from support.stock import raw
-from support.tensor_parallel import compute
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -36,6 +33,9 @@ from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
+from tests.support.models import EVERY, Recipe, build, tokens
+from tests.support.stock import raw
+from tests.support.tensor_parallel import compute
 
 MARKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp_avg": lambda value: value * 2,

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.microbatches import kinds, microbatches
-from support.models import EVERY, Inputs, randomise
 from torch import Tensor, nn
 
 from ckptx.architecture.table import find_row
@@ -21,6 +19,8 @@ from ckptx.runtime.parallel.pipeline.run import StageRun
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 from ckptx.runtime.parallel.pipeline.ties import tied_over
 from ckptx.runtime.parity.execution import whole
+from tests.support.microbatches import kinds, microbatches
+from tests.support.models import EVERY, Inputs, randomise
 
 LAYERS = 6
 CUTS = ("balanced", "1 | rest", "rest | 1", "three")

@@ -14,8 +14,6 @@ from unittest import mock
 
 import torch
 import transformers
-from support import models
-from support.models import EVERY, Inputs, build, randomise, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,6 +31,8 @@ from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, a
 from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, gather_parts, own_part
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
+from tests.support import models
+from tests.support.models import EVERY, Inputs, build, randomise, tokens
 
 Placed = dict[str, tuple[int, tuple[int, ...]] | None]
 

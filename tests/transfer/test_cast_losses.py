@@ -23,8 +23,8 @@ from ckptx.transfer import cast as cast_module
 from ckptx.transfer.cast import CastSink, cast
 from ckptx.transfer.cast_losses import CastLosses
 from ckptx.transfer.stream import push
+from tests.support.writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
 from tests.transfer.test_cast import EXPONENT, MANTISSA, NAMES, WORD
-from tests.writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
 
 PAIRS = [pair for pair in product(NAMES, NAMES) if pair[0] != pair[1]]
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -29,10 +29,10 @@ from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
+from tests.support.writers import tree_bytes
 from tests.transfer.test_digest import defined
 from tests.transfer.test_stream import Array, numbers
 from tests.transfer.test_stream import cut as sliced
-from tests.writers import tree_bytes
 
 # name -> dtype, shape, placement: rows narrow and wide, even and uneven, fused, three-dimensional
 CUTS: dict[str, tuple[str, Shape, Placement | None]] = {

@@ -25,8 +25,8 @@ from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import Outcome, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
+from tests.support.writers import Value, archive, tree_bytes, value, write_hf
 from tests.transfer.test_digest import defined
-from tests.writers import Value, archive, tree_bytes, value, write_hf
 
 TENSORS: dict[str, Value] = {
     "a": value("F32", 1000, 700, seed=1),

@@ -1,0 +1,129 @@
+"""`inspect`: what headers alone tell."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from pathlib import Path
+
+import pytest
+
+import ckptx
+from ckptx.errors import OutputError
+from tests.report.pages import Page, fault_of_page
+from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+
+
+def test_a_tied_head_counts_once_in_every_format(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", llama(head=False), config=LLAMA | {"tie_word_embeddings": True})
+    ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+    there, here = ckptx.inspect(tmp_path / "hf"), ckptx.inspect(tmp_path / "dcp")
+    assert here.tensors == there.tensors + 1
+    assert here.shared == [["model.embed_tokens.weight", "lm_head.weight"]]
+    for key in ("parameters", "bytes"):
+        assert getattr(here, key) == getattr(there, key)
+    groups = {row["pattern"]: row for row in here.groups}
+    assert (groups["lm_head.weight"]["tensors"], groups["lm_head.weight"]["bytes"]) == (1, 0)
+    assert sum(row["bytes"] for row in here.groups) == here.bytes
+
+
+def test_what_is_not_the_model_is_told_apart(tmp_path: Path) -> None:
+    model = {f"model.{name}": value for name, value in llama().items()}
+    moments = {f"optimizer.state.{name}.exp_avg": value for name, value in llama().items()}
+    step = {"train_state.step": llama()["model.norm.weight"]}
+    write_dcp(tmp_path / "dcp", model | moments | step, config=LLAMA)
+    report = ckptx.inspect(tmp_path / "dcp")
+    assert report.prefix == "model."
+    assert report.optimizer["tensors"] == len(moments)
+    assert report.other == ["train_state.step"]
+    assert not report.unknown
+
+
+def test_a_glob_lists_what_matches(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", llama(), shards=2)
+    listed = ckptx.inspect(tmp_path / "hf", match="*norm*").listed
+    assert {row["name"] for row in listed} == {name for name in llama() if "norm" in name}
+    row = next(row for row in listed if row["name"] == "model.norm.weight")
+    assert (row["dtype"], row["shape"], row["bytes"], row["chunks"]) == ("BF16", [8], 16, 1)
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Path:
+    """A Llama of two layers for tp 2 x pp 2 x dp_shard 2."""
+    write_hf(tmp_path / "hf", llama(), config=LLAMA | {"num_hidden_layers": 2, "num_attention_heads": 2})
+    ckptx.reshard(tmp_path / "hf", tmp_path / "cut", tp=2, pp=2, dp_shard=2, to="dcp")
+    return tmp_path / "cut"
+
+
+def test_ranks_say_what_reshard_said(cut: Path, tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    for path, said in (
+        (cut, ckptx.reshard(tmp_path / "hf", cut, tp=2, pp=2, dp_shard=2, to="dcp", overwrite=True)),
+        (shards, ckptx.reshard(tmp_path / "hf", shards, tp=2, pp=2, dp_shard=2, to="safetensors")),
+    ):
+        report = ckptx.inspect(path, ranks=True)
+        keys = ("rank", "stage", "dp", "tp", "files")
+        assert [[row[k] for k in keys] for row in report.ranks] == [[row[k] for k in keys] for row in said.ranks]
+        assert report.by_rank.layout["stages"] == [[("model.layers", 0, 1)], [("model.layers", 1, 2)]]
+        assert {tuple(row["layers"]) for row in report.ranks[4:]} == {(("model.layers", 1, 2),)}
+
+
+def test_bytes_of_ranks_are_those_stock_torch_reads(cut: Path) -> None:
+    from tests.support.reshard import in_dcp, rank_of
+
+    expected: dict[int, int] = {}
+    for held in in_dcp(cut).values():
+        for block in held:
+            rank = rank_of(block.file)
+            expected[rank] = expected.get(rank, 0) + 2 * prod(block.sizes)
+    assert {row["rank"]: row["bytes"] for row in ckptx.inspect(cut, ranks=True).ranks} == expected
+
+
+def test_a_glob_narrows_ranks(cut: Path) -> None:
+    report = ckptx.inspect(cut, ranks=True, match="model.norm.weight")
+    assert [(row["rank"], row["bytes"]) for row in report.ranks if row["tensors"]] == [(4, 8), (6, 8)]
+    assert report.listed is None and "listed" not in report.to_dict()
+    assert ckptx.inspect(cut, ranks=True, tensors=True, match="*norm*").to_dict()["listed"]
+
+
+@pytest.mark.parametrize("spoil", ["gone", "damaged", "of other files"])
+def test_without_a_manifest_ranks_come_from_file_names(cut: Path, spoil: str) -> None:
+    manifest = cut / "ckptx.json"
+    if spoil == "gone":
+        manifest.unlink()
+    elif spoil == "damaged":
+        manifest.write_text("{")
+    else:
+        manifest.write_text(re.sub(r'("__0_0.distcp":\{"bytes":)\d+', r"\g<1>1", manifest.read_text()))
+    report = ckptx.inspect(cut, ranks=True)
+    assert report.by_rank.layout is None
+    assert [(row["stage"], row["dp"], row["tp"]) for row in report.ranks] == [
+        (i, None, None) for i in (0,) * 4 + (1,) * 4
+    ]
+    assert any("ckptx.json" in warning for warning in report.warnings) == (spoil != "gone")
+
+
+def test_what_is_not_cut_is_told_by_file(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", llama(), shards=2)
+    report = ckptx.inspect(tmp_path / "hf", ranks=True)
+    assert report.ranks == [] and report.by_rank.cut_tensors == 0
+    assert [row["file"] for row in report.by_rank.by_file] == sorted(report.files)
+    assert sum(row["bytes"] for row in report.by_rank.by_file) == report.bytes
+
+
+def test_a_page_is_written_over_what_was_there(cut: Path, tmp_path: Path) -> None:
+    page = tmp_path / "layout.html"
+    ckptx.inspect(cut, html=page, match="*head*")
+    before = page.read_text()
+    report = ckptx.inspect(cut, html=page)
+    assert page.read_text() != before
+    assert fault_of_page(page.read_text()) is None
+    assert report.html == str(page) and report.ranks == []
+    assert len(Page(page.read_text()).all("a", "cell")) == 8
+    ckptx.inspect(cut, html=page, match="*norm*")
+    assert "This page is about 5 of the" in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_is_an_error_of_the_output(cut: Path, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"no/layout.html: its directory does not exist"):
+        ckptx.inspect(cut, html=tmp_path / "no" / "layout.html")

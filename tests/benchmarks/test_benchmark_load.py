@@ -1,0 +1,59 @@
+"""What the benchmark of loading checks: bytes, files and digests; never time."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.slow
+def test_a_rank_reads_its_part_from_its_own_files_and_has_what_others_load(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "load.py"),
+        "--tiny",
+        "--ram",
+        str(tmp_path),
+        "--results",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads((tmp_path / "load.json").read_text())["ranks"]
+    assert [row["files"] for row in ranks] == [
+        [".metadata", "__0_0.distcp", "config.json"],
+        [".metadata", "__0_0.distcp", "__1_0.distcp", "config.json"],
+    ]
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """What a rank says when all is well."""
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "config.json"]
+    good = {"how": "ckptx", "tensors": 2, "needed": 1000, "read": 1100, "files": files, "grown": 2000, "digest": "a"}
+    return good | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"digest": "b"}, "other bytes by ckptx and stock"),
+        ({"files": [*row()["files"], "__2_0.distcp"]}, "opened .*__2_0"),
+        ({"files": [".metadata"]}, "needed its own file"),
+        ({"read": 1000 + 100 + 2 * (6 << 10) + 1}, "read 13389 bytes, needed 1000"),
+        ({"grown": 1001 + (200 << 20)}, "bytes of memory"),
+    ],
+)
+def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    check = importlib.import_module("load").check
+    check([row(), row(how="stock")], 1, 100)
+    with pytest.raises(SystemExit, match=said):
+        check([row(**changes), row(how="stock")], 1, 100)

@@ -1,0 +1,45 @@
+"""What is claimed to work is what is tested: the floors of pyproject.toml are the versions of `make test-oldest`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from ckptx.cli.env import _TESTED
+
+ROOT = Path(__file__).parents[2]
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# What judges the code and does not run it, and what builds the package: `make check` and `pip` have their newest.
+NOT_RUN = {"mypy", "ruff", "setuptools"}
+
+
+def pins(name: str) -> dict[str, str]:
+    return dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_the_oldest_versions_are_the_floors() -> None:
+    floors = {name: floor for name, floor in re.findall(r'"([a-z0-9-]+)>=([\d.]+)"', PROJECT) if name not in NOT_RUN}
+    oldest = pins("constraints-oldest.txt")
+    assert len(floors) == 16
+    wrong = {name: oldest.get(name) for name, floor in floors.items() if f"{oldest.get(name)}.".find(f"{floor}.")}
+    assert not wrong
+
+
+def test_the_oldest_python_is_the_floor() -> None:
+    found = re.search(r'^requires-python = ">=(3\.\d+)"$', PROJECT, re.MULTILINE)
+    assert found is not None and sys.version_info >= tuple(map(int, found[1].split(".")))
+    digits = found[1].replace(".", "")
+    assert f'target-version = "py{digits}"' in PROJECT and f'python_version = "{found[1]}"' in PROJECT
+    assert f"python{found[1]}" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"Python {found[1]} or later" in README
+
+
+def test_the_readme_says_what_is_tested() -> None:
+    said = re.search(r"The suite runs twice, .*?\n\n", README, re.DOTALL)
+    assert said is not None
+    words = set(re.findall(r"\d+(?:\.\d+)+", said[0]))
+    for each in (pins("constraints.txt"), pins("constraints-oldest.txt")):
+        assert {each[name] for name in ("torch", "transformers", "click", "huggingface-hub", "numpy")} <= words
+        assert all(each[name] in said.split(" and ") for name, said in _TESTED.items())

@@ -1,0 +1,196 @@
+"""`pytest --ckptx-recipe`: a test for each phase, one run for all of them, and what they say; the fixture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptx import pytest_plugin
+from ckptx.pytest_plugin import PHASES
+from ckptx.report.documents.robustness import RobustnessReport
+from tests.report.made import oracle, phase, robust
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).resolve().parents[2]
+
+_CONFTEST = """
+import json, sys
+from pathlib import Path
+from types import ModuleType
+from ckptx.errors import InputError
+from ckptx.report.documents.robustness import RobustnessReport
+
+def robustness(recipe, **options):
+    with open("calls", "a") as file:
+        print(json.dumps([recipe, list(options["settings"]), str(options["out"])]), file=file)
+    path = Path(recipe + ".json")
+    if not path.exists():
+        raise InputError(f"{recipe}: is no recipe, needed one of small; name another")
+    return RobustnessReport(**json.loads(path.read_text()))
+
+stub = ModuleType("ckptx.robustness_suite.run")
+stub.robustness = robustness
+sys.modules[stub.__name__] = stub
+"""
+
+
+class Project:
+    """A project with the plugin, recipes that a stand-in runs, and what it was called with."""
+
+    def __init__(self, pytester: pytest.Pytester) -> None:
+        self._pytester = pytester
+        pytester.makeconftest(_CONFTEST)
+
+    def recipe(self, report: RobustnessReport) -> None:
+        made = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
+        (self._pytester.path / f"{report.recipe}.json").write_text(json.dumps(made))
+
+    def run(self, *words: str) -> pytest.RunResult:
+        return self._pytester.runpytest_inprocess("-p", "ckptx.pytest_plugin", "-W", "ignore", *words)
+
+    @property
+    def calls(self) -> list[Any]:
+        path = self._pytester.path / "calls"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    return Project(pytester)
+
+
+PASSING = robust(phases=[phase(name) for name in PHASES])
+FAILING = robust(
+    recipe="broken",
+    exit=1,
+    phases=[
+        phase("straight run"),
+        phase("export", None, notes=["not asked for"]),
+        phase("resume", False, oracle("rng", ["torch"]), number=6),
+    ],
+    differing=[{"phase": 6, "oracle": "rng", "item": "torch", "rank": 1, "reference": "9c3d", "found": "1f2a"}],
+)
+
+
+def test_a_test_for_each_phase_and_one_run_for_all(project: Project) -> None:
+    project.recipe(PASSING)
+    result = project.run("--ckptx-recipe", "small", "--ckptx-set", "layout.tp=2", "--ckptx-set", "a.b=c", "-v")
+    result.assert_outcomes(passed=1 + len(PHASES))
+    assert project.calls == [["small", ["layout.tp=2", "a.b=c"], "None"]]
+    result.stdout.fnmatch_lines(["ckptx-recipe small::run PASSED*", "ckptx-recipe small::resume PASSED*"])
+
+
+def test_a_phase_that_fails_names_the_oracle(project: Project) -> None:
+    project.recipe(FAILING)
+    result = project.run("--ckptx-recipe", "broken")
+    result.assert_outcomes(passed=2, failed=1, skipped=6)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["*broken: resume*", "*6 resume  FAILED*", "*rng: 1 of 185 items differ*", "*torch on rank 1: 1f2a, should be*"]
+    )
+    assert "Traceback" not in result.stdout.str() and "pytest_plugin.py" not in result.stdout.str()
+
+
+def test_a_phase_that_did_not_run_is_skipped_with_its_reason(project: Project) -> None:
+    project.recipe(FAILING)
+    result = project.run("--ckptx-recipe", "broken", "-rs", "-k", "export or replicas")
+    result.assert_outcomes(skipped=2, deselected=7)
+    result.stdout.fnmatch_lines_random(["SKIPPED*not asked for", "SKIPPED*has no such phase*"])
+
+
+def test_a_recipe_that_cannot_be_judged_fails_once(project: Project) -> None:
+    result = project.run("--ckptx-recipe", "none")
+    result.assert_outcomes(failed=1, skipped=len(PHASES))
+    result.stdout.fnmatch_lines(["exit 3: none: is no recipe*"])
+    assert len(project.calls) == 1
+
+
+def test_phases_that_are_not_known_are_of_the_whole(project: Project) -> None:
+    project.recipe(robust(exit=1, phases=[phase("resumed for no step", False, oracle("scheduler", ["last_epoch"]))]))
+    result = project.run("--ckptx-recipe", "small")
+    result.assert_outcomes(failed=1, skipped=len(PHASES))
+    result.stdout.fnmatch_lines(["*resumed for no step  FAILED*", "*scheduler: 1 of 185 items differ*"])
+
+
+def test_a_failure_without_a_phase_is_of_the_whole(project: Project) -> None:
+    project.recipe(robust(exit=1))
+    project.run("--ckptx-recipe", "small", "-k", "run").stdout.fnmatch_lines(["FAILED: small: see the notes*"])
+
+
+def test_several_recipes_stand_beside_other_tests(project: Project, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_other(): pass")
+    project.recipe(PASSING)
+    project.recipe(FAILING)
+    names = ["small", "broken", "small"]
+    result = project.run(*(word for name in names for word in ("--ckptx-recipe", name)))
+    result.assert_outcomes(passed=1 + 9 + 2, failed=1, skipped=6)
+    assert [call[0] for call in project.calls] == ["small", "broken"]
+
+
+def test_nothing_runs_without_a_recipe(project: Project, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_other(): pass")
+    project.run().assert_outcomes(passed=1)
+    assert not project.calls
+
+
+def test_only_collecting_runs_nothing(project: Project) -> None:
+    result = project.run("--ckptx-recipe", "small", "--collect-only", "-q")
+    result.stdout.fnmatch_lines(["ckptx-recipe small::run", "ckptx-recipe small::source parity"])
+    assert not project.calls
+
+
+def test_names_cannot_write_on_the_terminal(project: Project) -> None:
+    bad = phase("resume", False, oracle("rng", ["\x1b[2J\nPASSED"]), notes=["\x1b]0;x\x07"])
+    project.recipe(robust(exit=1, phases=[bad]))
+    said = project.run("--ckptx-recipe", "small").stdout.str()
+    assert "\\x1b[2J\\nPASSED" in said and "\x1b[2J" not in said and "\x07" not in said
+
+
+def test_the_fixture_runs_a_recipe_and_asserts_nothing(project: Project, pytester: pytest.Pytester) -> None:
+    project.recipe(FAILING)
+    pytester.makepyfile("""
+        def test_checkpoints(checkpoint_robustness, tmp_path):
+            report = checkpoint_robustness("broken", settings=["layout.tp=2"])
+            assert not report.ok
+            assert report.phases[-1]["oracles"][0]["name"] == "rng"
+            assert not checkpoint_robustness("broken", settings=[], out=tmp_path / "mine").ok
+    """)
+    project.run().assert_outcomes(passed=1)
+    first, second = project.calls
+    assert first[:2] == ["broken", ["layout.tp=2"]] and first[2].endswith("robustness-0")
+    assert second[2].endswith("mine")
+
+
+def test_pytest_starts_without_torch() -> None:
+    """What the plugin costs those who never ask for it."""
+    work = "import sys, pytest; before = set(sys.modules); import ckptx.pytest_plugin"
+    work += "; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run(
+        [sys.executable, "-c", work],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    loaded = eval(done.stdout)  # a list of names that this test printed
+    assert [name for name in loaded if name.startswith("ckptx")] == ["ckptx", "ckptx.pytest_plugin", "ckptx.version"]
+    assert not {"torch", "numpy", "click", "yaml"} & set(loaded)
+
+
+def test_pytest_finds_it() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'[project.entry-points.pytest11]\nckptx = "{pytest_plugin.__name__}"' in text
+
+
+def test_phases_are_those_of_the_run() -> None:
+    phases = pytest.importorskip("ckptx.robustness_suite.phases")
+    assert [each.name for each in phases.PHASES] == list(PHASES)[: len(phases.PHASES)]

@@ -1,0 +1,144 @@
+"""What a command leaves running is found and ended, however it left the session of the command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from ckptx.robustness_suite.commands import Ended, run_command
+from tests.robustness_suite.test_foreign_trainer import failed, is_alive, notes, run, wait_for
+
+# How a child leaves: each ends in a process that writes its number to a file and stays.
+WAYS = {
+    "same session": "child()",
+    "setsid": "os.setsid() if not os.fork() else go(); child()",
+    "double fork": "os.fork() and go(); os.setsid(); os.fork() and os._exit(0); child()",
+    "own group": "os.fork() and go(); os.setpgid(0, 0); child()",
+    "orphan of an orphan": "os.fork() and go(); [os.fork() and os._exit(0) for _ in range(3)]; os.setsid(); child()",
+    "holds the output": "os.fork() and go(); os.setsid(); os.dup2(1, 7); child()",
+    "keeps forking": "os.fork() and go(); os.setsid(); forks()",
+}
+ENDS = {"ends well": 0, "fails": 3, "is killed": -9, "hangs": None}
+PROGRAM = """
+import os, signal, sys, time
+place, way, stubborn, end = sys.argv[1:]
+def note():
+    with open(place, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+def child():
+    if stubborn == "stubborn":
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    note()
+    time.sleep(600)
+def forks():
+    if stubborn == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        note()
+        time.sleep(0.05)
+        if os.fork():
+            os._exit(0)
+def go():
+    while not os.path.exists(place):
+        time.sleep(0.01)
+    if end == "hangs":
+        time.sleep(600)
+    if end == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3 if end == "fails" else 0)
+if way == "child()":
+    if os.fork():
+        go()
+    child()
+exec(way)
+"""
+CASES = list(product(WAYS, (False, True), ENDS))
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ended, list[int]]]:
+    """How a command ended, and the numbers of its processes, for each case; several run at a time."""
+    folder = tmp_path_factory.mktemp("left")
+
+    def one(case: tuple[str, bool, str]) -> tuple[Ended, Path]:
+        way, is_stubborn, end = case
+        place = folder / f"{way} {is_stubborn} {end}"
+        words = [sys.executable, "-ISc", PROGRAM, str(place), WAYS[way], "stubborn" if is_stubborn else "", end]
+        return run_command(words, Path(f"{place}.log"), {}, 1.0 if end == "hangs" else 60.0), place
+
+    with ThreadPoolExecutor(6) as pool:
+        found = dict(zip(CASES, pool.map(one, CASES), strict=True))
+
+    def of(*case: str | bool) -> tuple[Ended, list[int]]:
+        found_one, place = found[case]  # type: ignore[index]
+        return found_one, [int(each) for each in place.read_text().split()]
+
+    return of
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("way", "is_stubborn", "end"), CASES)
+def test_what_a_command_leaves_is_ended(
+    way: str, is_stubborn: bool, end: str, ended: Callable[..., tuple[Ended, list[int]]]
+) -> None:
+    found, numbers = ended(way, is_stubborn, end)
+    assert numbers and not any(map(is_alive, numbers))
+    assert found.is_late == (end == "hangs") and not found.unkillable
+    if end != "hangs":
+        assert found.code == ENDS[end]
+        assert found.left and any(f"(pid {number})" in each for number in numbers for each in found.left)
+        (said,) = found.notes()
+        assert "of the command still ran after it: " in said and said.endswith("; ended by ckptx")
+
+
+def test_a_helper_that_ends_by_itself_is_not_named(tmp_path: Path) -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '0.3'], start_new_session=True)"
+    found = run_command([sys.executable, "-c", code], tmp_path / "log", {}, 60)
+    assert found.code == 0 and not found.left and not list(found.notes())
+
+
+def test_other_children_of_this_process_live_on(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        run_command([sys.executable, "-c", "import os; os.setsid"], tmp_path / "log", {}, 60)
+        assert other.poll() is None
+        other.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_end_of_ckptx_is_the_end_of_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    """Also when nobody can clean up."""
+    place = tmp_path / "pids"
+    words = [sys.executable, "-ISc", PROGRAM, str(place), WAYS["double fork"], "", "hangs"]
+    code = (
+        "from pathlib import Path; from ckptx.robustness_suite.commands import run_command; "
+        f"run_command({words!r}, Path({str(tmp_path / 'log')!r}), {{}}, 600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    wait_for(place.exists)
+    os.kill(process.pid, number)
+    process.wait(30)
+    wait_for(lambda: not any(is_alive(int(each)) for each in place.read_text().split()))
+
+
+def test_a_note_of_the_phase_names_it(tmp_path: Path) -> None:
+    command = (
+        "{python} {recipe}/stub_trainer.py --out {out} --steps {steps} --total {total_steps} --save-at {save_at} "
+        "{resume} --fault 'leaves a child'"
+    )
+    begin = time.monotonic()
+    outcome = run(tmp_path, command=command)
+    assert outcome.ok and failed(outcome) == {} and time.monotonic() - begin < 60
+    for name in ("straight", "again", "saved again", "resumed"):
+        assert "1 process of the command still ran after it: " in notes(outcome, name) and "sleep 611" in notes(
+            outcome, name
+        )

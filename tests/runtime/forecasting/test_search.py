@@ -1,0 +1,233 @@
+"""A search for layouts that fit: which are looked at, which is taken, and that what it says is what a forecast says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptx
+from ckptx.api.forecast import forecast
+from ckptx.errors import UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.report.documents.forecast import ForecastReport, SearchReport
+from ckptx.runtime.forecasting import search as searching
+from ckptx.runtime.forecasting.counting import Tally
+from ckptx.runtime.forecasting.ranks import _Ranks, ranks_of
+from ckptx.runtime.forecasting.remedy import mesh_that_fits
+from ckptx.runtime.forecasting.search import (
+    Candidate,
+    Pins,
+    Question,
+    has_steady_turns,
+    layouts,
+    least_bytes,
+    microbatches_of,
+    most_that_differ,
+    search,
+    with_layout,
+)
+from ckptx.runtime.forecasting.task import Task, task_of_options
+from ckptx.runtime.memory.reserve import reserved
+from tests.support.measured_steps import CONFIGS
+from tests.support.slow import slow_but
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("search")
+    (path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    return path
+
+
+def step(source: Path, rows: int, seq: int = 64) -> Task:
+    """A step of so many rows."""
+    return task_of_options(
+        source, dims=ParallelDims(), pp_split="even", batch=rows, seq=seq, microbatches=1, schedule="1f1b", stages=1,
+        activation_checkpointing="none", ac_scope="all", dtype="bf16", param_dtype=None, reduce_dtype=None,
+        optimizer="adamw", loss="sharded", images=0, trust_remote_code=False,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- what is looked at
+
+
+@pytest.mark.parametrize("gpus", [1, 6, 8, 64])
+def test_every_mesh_is_looked_at_once(gpus: int) -> None:
+    found = layouts(gpus, Pins())
+    assert all(each.world_size == gpus and each.tp <= 8 for each in found)
+    expected = {(tp, pp) for tp in range(1, 9) for pp in range(1, gpus + 1) if gpus % tp == 0 and gpus // tp % pp == 0}
+    assert Counter((each.tp, each.pp) for each in found) == Counter(expected)
+
+
+def test_what_is_given_is_not_searched() -> None:
+    assert {each.tp for each in layouts(32, Pins(tp=16))} == {16}
+    assert layouts(16, Pins(tp=2, pp=2, dp_shard=2, dp_replicate=2)) == [ParallelDims(2, 2, 2, 2)]
+    with pytest.raises(UsageError, match="--gpus 8: found no mesh"):
+        layouts(8, Pins(tp=3))
+
+
+def test_microbatches_share_the_rows_of_a_step(source: Path) -> None:
+    task = step(source, 8)
+    assert list(microbatches_of(task, ParallelDims(), Pins())) == [8, 4, 2, 1]
+    assert list(microbatches_of(task, ParallelDims(pp=4), Pins())) == [8, 4]
+    assert list(microbatches_of(task, ParallelDims(dp_shard=4), Pins())) == [2, 1]
+    assert list(microbatches_of(task, ParallelDims(), Pins(microbatches=2))) == [2]
+    assert list(microbatches_of(task, ParallelDims(dp_shard=3), Pins())) == []
+
+
+def test_every_layout_does_the_same_step(source: Path) -> None:
+    task = step(source, 8)
+    for dims in layouts(8, Pins()):
+        for count in microbatches_of(task, dims, Pins()):
+            laid = with_layout(task, dims, "full", count)
+            assert laid.recipe.training.global_batch == 8
+            assert (laid.microbatches, laid.microbatch * count * dims.dp) == (count, 8)
+
+
+@pytest.mark.slow
+def test_no_rank_takes_less_than_what_is_passed_over_for(source: Path) -> None:
+    for dims in (ParallelDims(), ParallelDims(tp=2), ParallelDims(dp_shard=2), ParallelDims(pp=2)):
+        task = with_layout(step(source, 4), dims, "full", 4 // dims.dp)
+        ranks = ranks_of(task)
+        assert least_bytes(task, ranks[0].parameters, dims) < max(each.peak for each in ranks)
+
+
+# ------------------------------------------------------------------------------------------------- what comes of few
+
+
+@pytest.mark.parametrize(
+    "dims", slow_but([ParallelDims(dp_shard=2), ParallelDims(tp=2), ParallelDims(pp=2)], [ParallelDims(pp=2)])
+)
+def test_few_microbatches_say_what_many_take(dims: ParallelDims, source: Path) -> None:
+    """Peak, and what is computed and sent in the step."""
+    task = with_layout(step(source, 16), dims, "none", 8)
+    count = most_that_differ(task)
+    assert count < task.microbatches
+    few = ranks_of(searching.with_microbatches(task, count), few_ranks=True)
+    assert all(map(has_steady_turns, few))
+    many = ranks_of(task)
+    found = searching.candidate_of(task, few, task.microbatches - count)
+    assert found.peak == pytest.approx(max(each.peak for each in many), rel=1e-4)
+    assert dims.pp == 1 or found.peak > 1.001 * max(each.peak for each in few)
+    assert found.flops == max(each.work.flops for each in many)
+    assert sum(found.sent.values()) == max(sum(each.work.sent.values()) for each in many)
+
+
+def test_all_microbatches_run_where_they_take_more_memory(source: Path) -> None:
+    task = with_layout(step(source, 16), ParallelDims(pp=2), "none", 16)
+    assert most_that_differ(task) == 5
+    layout = dataclasses.replace(task.recipe.layout, schedule="gpipe")
+    assert most_that_differ(dataclasses.replace(task, recipe=dataclasses.replace(task.recipe, layout=layout))) == 16
+
+
+def test_turns_that_differ_are_not_steady(source: Path) -> None:
+    (rank,) = ranks_of(with_layout(step(source, 4), ParallelDims(), "none", 4))
+    assert has_steady_turns(rank)
+    turns = {**rank.turns, ("backward", 2): Tally(flops=1)}
+    assert not has_steady_turns(dataclasses.replace(rank, turns=turns))
+    assert not has_steady_turns(dataclasses.replace(rank, turns={}))
+
+
+def test_the_first_is_what_wastes_least(source: Path) -> None:
+    task = step(source, 8)
+    plain = with_layout(task, ParallelDims(dp_shard=8), "none", 1)
+    piped = with_layout(task, ParallelDims(pp=8), "none", 8)
+    kept = Candidate(plain, 9 * GIB, 1, 100, 0, {"all-gather": 10})
+    again = Candidate(plain, 1 * GIB, 1, 130, 30, {"all-gather": 1})
+    chatty = Candidate(plain, 1 * GIB, 1, 100, 0, {"all-gather": 11})
+    waiting = Candidate(piped, 1 * GIB, 1, 100, 0, {"send": 1})
+    assert waiting.idle == pytest.approx(7 / 15)
+    assert sorted([waiting, again, chatty, kept], key=lambda each: each.order) == [kept, chatty, again, waiting]
+
+
+# ------------------------------------------------------------------------------------------------- a whole search
+
+
+def test_what_is_found_is_what_a_forecast_says(source: Path) -> None:
+    """Memory that not all layouts fit: those are told with what they take; the best is a forecast of its own."""
+    one = forecast(source, tp=2, batch=2, microbatches=2, seq=64, dtype="bf16")
+    assert isinstance(one, ForecastReport)
+    peak = one.by_stage[0]["peak"]
+    memory = peak + reserved(peak)
+    found = ckptx.forecast(source, search=True, gpus=2, gpu_memory=memory, seq=64, dtype="bf16")
+    assert isinstance(found, SearchReport)
+    assert found.ok and found.parameters == one.parameters
+    best = found.found[0]
+    assert best["is_whole"] and best["layout"]["tp"] == 2 and best["microbatches"] == 2
+    assert (best["peak"], best["flops"], best["sent"]) == (
+        peak, one.by_stage[0]["flops"], one.by_stage[0]["sent"],
+    )  # fmt: skip
+    assert all(each["peak"] + each["reserved"] <= memory for each in found.found)
+    seen = [each["layout"] for each in (*found.found, *found.too_large, *found.refused)]
+    assert sorted(tuple(each.values()) for each in seen) == [(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)]
+    assert all(each["peak"] + reserved(each["peak"]) > memory for each in found.too_large)
+
+
+@pytest.mark.slow
+def test_a_mode_is_taken_when_those_that_recompute_less_do_not_fit(source: Path) -> None:
+    task = step(source, 1, seq=1024)
+    peaks = {
+        mode: ranks_of(with_layout(task, ParallelDims(), mode, 1))[0].peak for mode in ("none", "selective", "full")
+    }
+    assert peaks["full"] < peaks["selective"] < peaks["none"]
+    memory = peaks["selective"] + reserved(peaks["selective"])
+    (outcome,) = search(Question(task, 1, memory, Pins())).outcomes
+    assert outcome.best is not None and outcome.tried == 3  # none, selective, selective with everything
+    assert outcome.best.task.recipe.layout.activation_checkpointing == "selective"
+    (outcome,) = search(Question(task, 1, memory, Pins(mode="none"))).outcomes
+    assert outcome.best is None and outcome.least == peaks["none"]
+
+
+def test_what_cannot_be_cut_says_why(source: Path) -> None:
+    found = search(Question(step(source, 16), 16, 80 * GIB, Pins(tp=16, pp=1)))
+    (outcome,) = found.outcomes
+    assert outcome.best is None and "16" in outcome.refused
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": 8}, "--gpus: .* needed --search"),
+        ({"search": True, "gpu_memory": "1GB"}, "--search: .* needed --gpus"),
+        ({"search": True, "gpus": 8}, "--search: .* needed --gpu-memory"),
+        ({"search": True, "gpus": 0, "gpu_memory": "1GB"}, "--gpus: 0"),
+        ({"search": True, "gpus": 8, "gpu_memory": "1GB", "schedule": "gpipe"}, "--schedule: is not searched"),
+        ({"search": True, "gpus": 8, "gpu_memory": "1GB", "pp_split": "vllm"}, "--pp-split: is not searched"),
+        ({"search": True, "gpus": 8, "gpu_memory": "1GB", "activation_checkpointing": "some"}, "some"),
+        ({"search": True, "gpus": 8, "gpu_memory": "1GB", "tp": 3}, "--gpus 8: found no mesh"),
+    ],
+)
+def test_half_a_search_is_refused(options: dict[str, Any], said: str, source: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        forecast(source, seq=64, **options)
+
+
+# ------------------------------------------------------------------------------------------------- what would fit
+
+
+def test_the_smallest_mesh_that_fits_is_named(source: Path) -> None:
+    task = step(source, 1, seq=1024)
+    half = with_layout(task, ParallelDims(tp=2), "none", 1)
+    peak = ranks_of(half)[0].peak
+    assert mesh_that_fits(task, peak + reserved(peak)) == (ParallelDims(tp=2), peak)
+    assert mesh_that_fits(task, reserved(0)) is None
+
+
+@pytest.mark.slow
+def test_no_stage_is_left_out_where_stages_are_given_other_values(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = with_layout(step(source, 4), ParallelDims(pp=4), "none", 4)
+    few = ranks_of(task, few_ranks=True)
+    assert [each.stages for each in few] == [(0,), (3,)]
+    monkeypatch.setattr(_Ranks, "_are_given_as_many", lambda _: False)
+    every = ranks_of(task, few_ranks=True)
+    assert [each.stages for each in every] == [(0,), (1,), (2,), (3,)]
+    assert [each.peak for each in few] == [every[0].peak, every[3].peak]

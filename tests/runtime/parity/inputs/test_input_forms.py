@@ -1,0 +1,66 @@
+"""What rows say of the inputs of a class, and the functions that make them: each of the one has the other."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from ckptx.architecture.correction_rows import InputRow
+from ckptx.architecture.correction_schema import KINDS, FaultyCorrectionError
+from ckptx.architecture.corrections import corrections_of
+from ckptx.runtime.parity.inputs.batch import FORMS, inputs_for
+from tests.support.corrections import changed, every
+
+CONFIG: dict[str, Any] = {"model_type": "made-up", "vocab_size": 50}
+
+
+def rows_by_type() -> list[tuple[str, InputRow]]:
+    return [(model_type, row) for model_type, rows in every().items() for row in rows.inputs]
+
+
+def test_every_form_is_of_a_row_and_every_row_has_a_form() -> None:
+    assert FORMS.keys() == set(KINDS)
+    for kind, forms in FORMS.items():
+        assert forms.keys() == {row.form for _, row in rows_by_type() if row.kind == kind}
+
+
+@pytest.mark.parametrize(("model_type", "row"), rows_by_type())
+def test_settings_are_those_of_the_form(model_type: str, row: InputRow) -> None:
+    inspect.signature(FORMS[row.kind][row.form]).bind({}, 1, None, **row.settings)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (InputRow("images", "shapes", "r"), 'made-up: "shapes" is no form of images, needed one of any_size'),
+        (InputRow("images", "chunk", "r"), 'made-up: "chunk" is no form of images'),
+        (InputRow("audio", "chunk", "r"), 'made-up: the form "chunk" cannot take its settings: missing'),
+        (InputRow("audio", "chunk", "r", {"windows": 3}), 'made-up: the form "chunk" cannot take its settings: '),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(row: InputRow, message: str) -> None:
+    with changed("made-up", inputs=(row,)), pytest.raises(FaultyCorrectionError, match=message):
+        inputs_for(CONFIG)
+
+
+def test_a_model_that_is_made_up_needs_rows_alone() -> None:
+    """A class of the form of Qwen2-VL under another model type."""
+    config = {**CONFIG, "vision_config": {"patch_size": 2}, "image_token_id": 40}
+    found = inputs_for(config)
+    assert (found.kinds, found.missing) == (("text",), ("images",))
+    with changed("made-up", inputs=corrections_of("qwen2_vl").inputs):
+        found = inputs_for(config)
+    assert (found.kinds, found.missing) == (("text", "images"), ())
+    assert found.batch["image_grid_thw"].tolist() == [[1, 4, 6]] * 2
+
+
+@pytest.mark.parametrize("model_type", [kind for kind, rows in every().items() if rows.as_tower])
+def test_every_row_of_a_tower_changes_what_llava_is_given(model_type: str) -> None:
+    vision = {"model_type": model_type, "patch_size": 2, "image_size": 8}
+    config = {**CONFIG, "model_type": "llava", "vision_config": vision, "image_token_index": 40}
+    given = inputs_for(config)
+    with changed(model_type, as_tower=()):
+        other = inputs_for(config)
+    assert given.batch["input_ids"].shape != other.batch["input_ids"].shape

@@ -1,0 +1,32 @@
+"""docs/recipes.md has every key of a recipe, with its default and its meaning, and every recipe that is shipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from ckptx.runtime.training.recipe import Recipe
+from ckptx.runtime.training.recipe_file import shipped_recipes
+from tests.support.tool import tool
+
+build = tool("build_recipes_page")
+
+
+def test_the_tables_are_those_of_the_dataclasses() -> None:
+    text = build.PATH.read_text(encoding="utf-8")
+    assert build.page(text) == text, "run tools/build_recipes_page.py"
+    for name, cls in build.blocks():
+        for each in dataclasses.fields(cls):
+            assert f"| `{each.name}` |" in text.partition(f"### {name}\n")[2].partition("\n### ")[0]
+
+
+def test_every_block_is_there() -> None:
+    named = {name for name, _ in build.blocks()} | {"description", "name", "notes"}
+    assert named == {each.name for each in dataclasses.fields(Recipe)}
+
+
+def test_every_shipped_recipe_that_trains_here_is_listed() -> None:
+    text = build.PATH.read_text(encoding="utf-8").partition("## A file")[0]
+    listed = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert listed <= set(shipped_recipes())
+    assert {"llama_tiny", "gemma4_31b", "phi_4_squad"} <= listed
