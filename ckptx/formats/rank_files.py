@@ -5,8 +5,8 @@ may be parts (`rank_names`), the headers of their tensors whether they are:
 
 * a word for a rank before numbers that count from 0: they are;
 * a number alone, from 0 on, and tensors in common: they are;
-* a number alone, no tensor in common, but layers of one model: they are files of one checkpoint without an index;
-* every size that config.json gives is there: each is a whole model, whatever it is called.
+* no tensor in common, but layers of one model: they are parts, or files of one checkpoint without an index;
+* every size that config.json gives is there, and tensors in common: each is a whole model, whatever it is called.
 """
 
 from __future__ import annotations
@@ -242,19 +242,36 @@ def _are_parts(where: Path, family: Family, name: str, shapes_in: ShapesIn, dire
         starts = family.first == 0 or (family.first == 1 and "shard" in name.lower())
         if not starts or (directories and sum(_has_weights(where / each) for each in family.names) < 2):
             return False
-        return config is None or not _is_whole(shapes_in(where / name), config)
+        if config is None or not _is_whole(shapes_in(where / name), config):
+            return True
+        return _split_by_name(where, family, name, shapes_in)
     if family.first > 1 or not family.is_gapless:
         return False
     shapes = shapes_in(where / name)
-    if shapes is None or _is_whole(shapes, config):
+    if shapes is None:
         return False
-    for other in [each for each in family.names if each != name][:_LOOKED_INTO]:
-        others = shapes_in(where / other)
-        if others is None:
-            continue
-        if shapes.keys() & others.keys():
+    if not _is_whole(shapes, config):
+        others = (shapes_in(where / each) for each in _some_others(family, name))
+        if any(shapes.keys() & other.keys() for other in others if other is not None):
             return family.first == 0
-        if _modules(shapes) & _modules(others):
+    return _split_by_name(where, family, name, shapes_in)
+
+
+def _some_others(family: Family, name: str) -> list[str]:
+    return [each for each in family.names if each != name][:_LOOKED_INTO]
+
+
+def _split_by_name(where: Path, family: Family, name: str, shapes_in: ShapesIn) -> bool:
+    """Return True if a member has layers of the same model as another, and no tensor in common with it.
+
+    Every layer may have a tensor in such a part, and all sizes of the config: two whole models have names in common.
+    """
+    shapes = shapes_in(where / name)
+    if shapes is None:
+        return False
+    for each in _some_others(family, name):
+        others = shapes_in(where / each)
+        if others is not None and not shapes.keys() & others.keys() and _modules(shapes) & _modules(others):
             return True
     return False
 
