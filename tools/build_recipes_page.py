@@ -1,33 +1,32 @@
-"""Writes the tables of docs/recipes.md, one for each block of a recipe, from the dataclasses.
+"""Writes the tables of docs/recipes.md, one for each block of a recipe, from their classes.
 
 python tools/build_recipes_page.py
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args
+
+from msgspec import NODEFAULT, structs
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 
-from ckptx.runtime.training.recipe import ForeignBlock, Recipe
-from ckptx.runtime.training.recipe_schema import described
+from ckptx.runtime.training.recipe import ForeignBlock, RecipeKeys
+from ckptx.runtime.training.recipe_schema import described, is_block
 
 PATH = Path(__file__).parent.parent / "docs" / "recipes.md"
 _BEGIN, _END = "<!-- the tables of tools/build_recipes_page.py -->\n", "<!-- end of the tables -->\n"
-_NO_KEYS = ("name", "notes")
 
 
 def blocks() -> Iterator[tuple[str, Any]]:
-    """The key of each block, and its dataclass."""
-    hints = get_type_hints(Recipe)
-    for each in dataclasses.fields(Recipe):
-        if dataclasses.is_dataclass(hints[each.name]):
-            yield each.name, hints[each.name]
+    """Yield the key and the class of each block."""
+    for each in structs.fields(RecipeKeys):
+        if is_block(each.type):
+            yield each.name, each.type
     yield "train", ForeignBlock
 
 
@@ -55,16 +54,14 @@ def shown(value: Any) -> str:
 
 def default_of(field: Any) -> str:
     """In a cell of a table."""
-    if field.default_factory is not dataclasses.MISSING:
+    if field.default_factory is not NODEFAULT:
         return f"`{shown(field.default_factory())}`"
-    return "needed" if field.default is dataclasses.MISSING else f"`{shown(field.default)}`"
+    return "needed" if field.default is NODEFAULT else f"`{shown(field.default)}`"
 
 
 def kind_of(hint: Any) -> str:
     """In a cell of a table: what a key holds."""
-    inner = next(
-        (each for each in get_args(hint) if get_origin(hint) is not None and dataclasses.is_dataclass(each)), 0
-    )
+    inner = next(filter(is_block, get_args(hint)), None)
     return f"a list of mappings as `{inner.__name__.removesuffix('Block').lower()}`" if inner else described(hint)
 
 
@@ -72,11 +69,11 @@ def tables() -> str:
     """A heading and a table for each block."""
     found = []
     for name, cls in blocks():
-        hints, meanings = get_type_hints(cls), meanings_of(cls)
+        meanings = meanings_of(cls)
         first = (cls.__doc__ or "").strip().splitlines()[0]
         found.append(f"### {name}\n\n{first}\n\n| key | holds | default | meaning |\n|---|---|---|---|\n")
-        for each in dataclasses.fields(cls):
-            cells = (f"`{each.name}`", kind_of(hints[each.name]), default_of(each), meanings[each.name])
+        for each in structs.fields(cls):
+            cells = (f"`{each.name}`", kind_of(each.type), default_of(each), meanings[each.name])
             row = re.sub(r"\bNone\b", "null", " | ".join(cells))
             found.append(f"| {row} |\n")
         found.append("\n")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ckptx.errors import UsageError
 from ckptx.robustness_suite.runs import Event, Run
 from ckptx.robustness_suite.session import Planted
@@ -326,7 +328,7 @@ def overwritten_in_part(root: Path) -> None:
 def unsharded(run: Run) -> Run:
     """Every rank holds all of it."""
     layout = run.recipe.layout
-    whole = replace(layout, dp_shard=1, dp_replicate=(layout.dp_shard or 1) * layout.dp_replicate)
+    whole = structs.replace(layout, dp_shard=1, dp_replicate=(layout.dp_shard or 1) * layout.dp_replicate)
     return replace(run, layout=whole)
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import structs
+
 from ckptx.api.convert import convert
 from ckptx.api.reshard import reshard
 from ckptx.architecture.find import find_architecture
@@ -113,6 +115,11 @@ def straight_run(session: Session) -> Findings:
     return _merged(found)
 
 
+def _saving(recipe: Recipe, is_asynchronous: bool) -> Recipe:
+    """Return the recipe with saves in the foreground or in the background."""
+    return structs.replace(recipe, checkpoint=structs.replace(recipe.checkpoint, asynchronous=is_asynchronous))
+
+
 def replicas_and_reference(session: Session) -> Findings:
     """Phase 2."""
     straight, last = session.straight, session.stops[-1]
@@ -130,7 +137,7 @@ def save_again(session: Session) -> Findings:
     first = session.checkpoint(step)
     found = Findings()
     for name, is_asynchronous in (("saved-again", False), ("saved-again-async", True)):
-        recipe = replace(session.recipe, checkpoint=replace(session.recipe.checkpoint, asynchronous=is_asynchronous))
+        recipe = _saving(session.recipe, is_asynchronous)
         with found.reading(f"step-{step}"):
             run = session.run_of(resumed=first, until=0, saves={step: session.saved(name, step)}, looks=[step])
             outcome = session.train(name, replace(run, recipe=recipe))
@@ -171,7 +178,7 @@ def other_layouts(session: Session) -> Findings:
     if len(left) == len(layouts):
         return Findings(skipped="; ".join(notes))
     found.notes += notes
-    steady = replace(session.recipe, training=replace(session.recipe.training, dropout=0.0))
+    steady = structs.replace(session.recipe, training=structs.replace(session.recipe.training, dropout=0.0))
     checkpoint = session.checkpoint(step)
     base: Outcome | None = None
     for number, layout in enumerate(layouts, 1):
@@ -246,7 +253,7 @@ def kills(session: Session) -> Findings:
     ways = ((False, False), (False, True), (True, False))  # asynchronous, all ranks
     names: dict[bool, list[str]] = {}
     for number, (is_asynchronous, everyone) in enumerate(ways, 1):
-        recipe = replace(session.recipe, checkpoint=replace(session.recipe.checkpoint, asynchronous=is_asynchronous))
+        recipe = _saving(session.recipe, is_asynchronous)
         run = replace(session.run_of(resumed=first), recipe=recipe)
         if is_asynchronous not in names:
             root = _root_with(session, f"rehearsed-{number}", first)

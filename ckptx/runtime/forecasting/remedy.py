@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from msgspec import structs
+
 from ckptx.errors import CkptxError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.forecasting.ranks import Carries, ranks_of
@@ -29,8 +31,8 @@ def mesh_that_fits(task: Task, memory: int) -> tuple[ParallelDims, int] | None:
     carries: Carries = {}
     for dims in _larger(task.dims):
         rows = task.recipe.training.global_batch // task.dims.dp * dims.dp
-        training = replace(task.recipe.training, global_batch=rows)
-        same = replace(task, recipe=replace(task.recipe, training=training))
+        training = structs.replace(task.recipe.training, global_batch=rows)
+        same = replace(task, recipe=structs.replace(task.recipe, training=training))
         mode = task.recipe.layout.activation_checkpointing
         try:
             asked = with_layout(same, dims, mode, task.microbatches)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -141,8 +142,8 @@ def walk_stage(task: Task, stages: int, number: int, known: Known) -> Known:
     Raises:
         UnsupportedError: As `run_rank`.
     """
-    layout = replace(task.recipe.layout, pp=stages, schedule="gpipe")
-    task = replace(task, recipe=replace(task.recipe, layout=layout))
+    layout = structs.replace(task.recipe.layout, pp=stages, schedule="gpipe")
+    task = replace(task, recipe=structs.replace(task.recipe, layout=layout))
     with _laid_out(task, number, known) as assembled:
         model = assembled.models[0]
         inputs = inputs_of(task, {**model.config.to_dict(), "architectures": model.config.architectures})

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec import structs
+
 from ckptx.errors import CkptxError, Defect, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.fork import in_children
@@ -289,11 +291,11 @@ def microbatches_of(task: Task, dims: ParallelDims, pins: Pins) -> Iterator[int]
 def with_layout(task: Task, dims: ParallelDims, mode: str, microbatches: int) -> Task:
     """The same step on another mesh."""
     recipe = task.recipe
-    layout = replace(
+    layout = structs.replace(
         recipe.layout, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate,
         activation_checkpointing=cast(Any, mode),
     )  # fmt: skip
-    task = replace(task, recipe=replace(recipe, layout=layout))
+    task = replace(task, recipe=structs.replace(recipe, layout=layout))
     return with_microbatches(task, microbatches, recipe.training.global_batch // dims.dp // microbatches)
 
 
@@ -301,13 +303,13 @@ def with_microbatches(task: Task, count: int, rows: int | None = None) -> Task:
     """The step with so many microbatches, of as many rows each as before when `rows` is left out."""
     recipe = task.recipe
     rows = task.microbatch if rows is None else rows
-    training = replace(
+    training = structs.replace(
         recipe.training,
         global_batch=rows * count * task.dims.dp,
         local_batch=rows * count if task.dims.pp > 1 else rows,
         microbatch=rows,
     )
-    return replace(task, recipe=replace(recipe, training=training))
+    return replace(task, recipe=structs.replace(recipe, training=training))
 
 
 def most_that_differ(task: Task) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from ckptx.architecture.find import find_architecture
@@ -181,8 +182,8 @@ def shortened(task: Task, plan: Plan, extra: Sequence[int], directory: Path) -> 
             )
             for number in range(plan.stages.pp)
         ]
-        layout = replace(layout, pp_split=",".join(map(str, counts)))
-    return replace(task, source=directory, recipe=replace(task.recipe, layout=layout))
+        layout = structs.replace(layout, pp_split=",".join(map(str, counts)))
+    return replace(task, source=directory, recipe=structs.replace(task.recipe, layout=layout))
 
 
 def _home_of(config: Mapping[str, Any], path: str, count: int) -> tuple[str, str] | None:

@@ -5,10 +5,11 @@ what holds the forecast against real tensors runs it with them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -113,7 +114,7 @@ def optimizer_of(task: Task, parameters: Sequence[Tensor]) -> torch.optim.Optimi
         return None
     if task.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=block.lr, foreach=False)
-    return make_optimizer(replace(block, name=task.optimizer), trained)
+    return make_optimizer(structs.replace(block, name=task.optimizer), trained)
 
 
 def _loss_of(logits: Tensor, labels: Tensor, items: Tensor, kind: Loss) -> Tensor:

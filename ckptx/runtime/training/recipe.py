@@ -5,17 +5,21 @@ A recipe is YAML with one block for each class here; `recipe_file` reads it, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, Literal
+
+import msgspec
 
 from ckptx.layout.parallel_dims import ParallelDims
 
 Freezable = Literal["embeddings", "vision", "audio", "language"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelBlock:
+class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mapping of a recipe file: each field is a key, and its type says what the key may hold."""
+
+
+class ModelBlock(Block, kw_only=True, frozen=True):
     """The model that is trained.
 
     Attributes:
@@ -35,17 +39,16 @@ class ModelBlock:
 
     pretrained: str | None = None
     revision: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = msgspec.field(default_factory=dict)
     shrunk: bool = False
-    shrunk_from: Mapping[str, Any] = field(default_factory=dict)
+    shrunk_from: Mapping[str, Any] = msgspec.field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "float32"
     attn_implementation: str | None = None
-    freeze: Sequence[Freezable] = ()
+    freeze: tuple[Freezable, ...] = ()
     trust_remote_code: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataBlock:
+class DataBlock(Block, kw_only=True, frozen=True):
     """What it is trained on.
 
     Attributes:
@@ -63,8 +66,7 @@ class DataBlock:
     sequence_length: int = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingBlock:
+class TrainingBlock(Block, kw_only=True, frozen=True):
     """How long, and in which portions.
 
     Attributes:
@@ -81,7 +83,7 @@ class TrainingBlock:
 
     steps: int = 6
     total_steps: int | None = None
-    save_at: Sequence[int] = (3,)
+    save_at: tuple[int, ...] = (3,)
     global_batch: int = 8
     local_batch: int = 2
     microbatch: int = 1
@@ -90,8 +92,7 @@ class TrainingBlock:
     clip: float | None = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerBlock:
+class OptimizerBlock(Block, kw_only=True, frozen=True):
     """torch's Adam or AdamW.
 
     Attributes:
@@ -104,13 +105,12 @@ class OptimizerBlock:
 
     name: Literal["adamw", "adam"] = "adamw"
     lr: float = 1e-3
-    betas: Sequence[float] = (0.9, 0.95)
+    betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.01
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleBlock:
+class ScheduleBlock(Block, kw_only=True, frozen=True):
     """The learning rate over the steps.
 
     Attributes:
@@ -124,8 +124,7 @@ class ScheduleBlock:
     min_lr: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutBlock:
+class LayoutBlock(Block, kw_only=True, frozen=True):
     """The mesh, as `ckptx verify --run` takes it.
 
     Attributes:
@@ -161,8 +160,7 @@ class LayoutBlock:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointBlock:
+class CheckpointBlock(Block, kw_only=True, frozen=True):
     """How it saves.
 
     Attributes:
@@ -174,8 +172,7 @@ class CheckpointBlock:
     keep: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignBlock:
+class ForeignBlock(Block, kw_only=True, frozen=True):
     """A trainer that is not ours, and where it leaves what it did.
 
     Attributes:
@@ -207,11 +204,10 @@ class ForeignBlock:
     loss_key: str = "loss"
     zero_steps: bool = True
     time_limit: float = 3600.0
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChecksBlock:
+class ChecksBlock(Block, kw_only=True, frozen=True):
     """What robustness does with it.
 
     Attributes:
@@ -221,32 +217,39 @@ class ChecksBlock:
         logits_times_noise: The same for logits.
     """
 
-    layouts: Sequence[LayoutBlock] = ()
+    layouts: tuple[LayoutBlock, ...] = ()
     sharded: bool | None = None
     loss_times_noise: float = 8.0
     logits_times_noise: float = 8.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """All of it.
+class RecipeKeys(Block, kw_only=True, frozen=True):
+    """The content of a recipe file.
 
     Attributes:
-        name: Of the file, without its ending; it is no key.
         description: One line.
-        train: Set for a trainer that is not ours; `model`, `data`, `optimizer` and `schedule` then say nothing.
-        notes: What a person should know of it, as `recipe_file` found; it is no key.
+        train: Set for an external trainer; `model`, `data`, `optimizer` and `schedule` then have no effect.
+    """
+
+    description: str = ""
+    model: ModelBlock = msgspec.field(default_factory=ModelBlock)
+    data: DataBlock = msgspec.field(default_factory=DataBlock)
+    training: TrainingBlock = msgspec.field(default_factory=TrainingBlock)
+    optimizer: OptimizerBlock = msgspec.field(default_factory=OptimizerBlock)
+    schedule: ScheduleBlock = msgspec.field(default_factory=ScheduleBlock)
+    layout: LayoutBlock = msgspec.field(default_factory=LayoutBlock)
+    checkpoint: CheckpointBlock = msgspec.field(default_factory=CheckpointBlock)
+    checks: ChecksBlock = msgspec.field(default_factory=ChecksBlock)
+    train: ForeignBlock | None = None
+
+
+class Recipe(RecipeKeys, kw_only=True, frozen=True):
+    """A recipe that can be run.
+
+    Attributes:
+        name: The name of its file, without the ending.
+        notes: What `recipe_file` found that the user should know.
     """
 
     name: str
-    description: str = ""
-    model: ModelBlock = field(default_factory=ModelBlock)
-    data: DataBlock = field(default_factory=DataBlock)
-    training: TrainingBlock = field(default_factory=TrainingBlock)
-    optimizer: OptimizerBlock = field(default_factory=OptimizerBlock)
-    schedule: ScheduleBlock = field(default_factory=ScheduleBlock)
-    layout: LayoutBlock = field(default_factory=LayoutBlock)
-    checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
-    checks: ChecksBlock = field(default_factory=ChecksBlock)
-    train: ForeignBlock | None = None
     notes: tuple[str, ...] = ()

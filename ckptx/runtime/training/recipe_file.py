@@ -1,16 +1,17 @@
-"""A recipe from its file: found by name, changed by `--set`, checked against the dataclasses of `recipe`."""
+"""A recipe from its file: found by name, changed by `--set`, checked against the blocks of `recipe`."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict, replace
+
 from ckptx.errors import UsageError
-from ckptx.runtime.training.recipe import LayoutBlock, Recipe
-from ckptx.runtime.training.recipe_schema import Subject, block_of, found_as
+from ckptx.runtime.training.recipe import LayoutBlock, Recipe, RecipeKeys
+from ckptx.runtime.training.recipe_schema import Subject, decode, found_as
 from ckptx.runtime.training.sizes import check_sizes, with_data_ranks
 from ckptx.runtime.training.yaml_text import parse_yaml
 from ckptx.untrusted.printable import one_line
@@ -89,7 +90,7 @@ def read_recipe(name_or_file: str | Path, sets: Sequence[str] = (), world_size: 
                     return f"--set {one_line(option, 200)}"
         return str(path)
 
-    recipe = block_of(Recipe, values, subject, name=path.stem, notes=())
+    recipe = Recipe(name=path.stem, **asdict(decode(values, RecipeKeys, subject)))
     _refuse_remote_paths(recipe)
     return _checked(recipe, subject, world_size)
 

@@ -7,7 +7,8 @@ local_batch = microbatches x microbatch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptx.errors import CkptxError, UsageError
 from ckptx.layout.stages import SPLITS

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from ckptx.errors import UnsupportedError
@@ -121,7 +122,7 @@ class Trainer:
             UnsupportedError: The class cannot run like that.
             InputError: The checkpoint is damaged.
         """
-        self.recipe = recipe if layout is None else replace(recipe, layout=layout)
+        self.recipe = recipe if layout is None else structs.replace(recipe, layout=layout)
         self.assembled: Assembled = assemble(self.recipe, source, place)
         self.assembled.load(source)
         self.place, self.done, self.notes = place, 0, list[str]()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ckptx.runtime.forecasting import ranks as ranks_module
 from ckptx.runtime.forecasting.alike_layers import Repeat, as_before, by_layer, repeat_in
@@ -127,9 +128,9 @@ def test_few_layers_say_what_all_do(model: str, layout: str, mode: str, tmp_path
 def test_few_layers_of_each_stage(schedule: str, tmp_path: Path) -> None:
     source = deep("llama", tmp_path, 52)
     task = task_of(source, "pp2", "none")
-    layout = dataclasses.replace(task.recipe.layout, schedule=schedule)
-    training = dataclasses.replace(task.recipe.training, local_batch=4, global_batch=4, microbatch=1)
-    task = dataclasses.replace(task, recipe=dataclasses.replace(task.recipe, layout=layout, training=training))
+    layout = structs.replace(task.recipe.layout, schedule=schedule)
+    training = structs.replace(task.recipe.training, local_batch=4, global_batch=4, microbatch=1)
+    task = dataclasses.replace(task, recipe=structs.replace(task.recipe, layout=layout, training=training))
     for few, every in zip(ranks_of(task), ranks_of(task, all_layers=True), strict=True):
         assert few.left_out > 0
         assert_same(few, every)

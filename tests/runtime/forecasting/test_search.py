@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import ckptx
 from ckptx.api.forecast import forecast
@@ -123,8 +124,8 @@ def test_few_microbatches_say_what_many_take(dims: ParallelDims, source: Path) -
 def test_all_microbatches_run_where_they_take_more_memory(source: Path) -> None:
     task = with_layout(step(source, 16), ParallelDims(pp=2), "none", 16)
     assert most_that_differ(task) == 5
-    layout = dataclasses.replace(task.recipe.layout, schedule="gpipe")
-    assert most_that_differ(dataclasses.replace(task, recipe=dataclasses.replace(task.recipe, layout=layout))) == 16
+    layout = structs.replace(task.recipe.layout, schedule="gpipe")
+    assert most_that_differ(dataclasses.replace(task, recipe=structs.replace(task.recipe, layout=layout))) == 16
 
 
 def test_turns_that_differ_are_not_steady(source: Path) -> None:

@@ -64,17 +64,17 @@ def test_changes_are_made_in_order_and_reach_into_mappings() -> None:
         ("modle.dtype=float32", 'modle: is unknown; did you mean "model"?'),
         ("name=x", "name: is unknown"),
         ("notes=[x]", "notes: is unknown"),
-        ("layout.tp=two", 'layout.tp: found the text "two", needed a whole number'),
-        ("layout.tp=2.0", "found 2.0, needed a whole number"),
-        ("training.steps=true", "found true, needed a whole number"),
-        ("optimizer.lr='1e-5'", 'found the text "1e-5", needed a number'),
-        ("training.clip=big", 'found the text "big", needed a number or null'),
-        ("model.dtype=float16", 'found the text "float16", needed float32, bfloat16; did you mean "bfloat16"?'),
+        ("layout.tp=two", 'layout.tp: found the string "two", needed an integer'),
+        ("layout.tp=2.0", "found 2.0, needed an integer"),
+        ("training.steps=true", "found true, needed an integer"),
+        ("optimizer.lr='1e-5'", 'found the string "1e-5", needed a number'),
+        ("training.clip=big", 'found the string "big", needed a number or null'),
+        ("model.dtype=float16", 'found the string "float16", needed float32, bfloat16; did you mean "bfloat16"?'),
         ("model.freeze=[eyes]", "model.freeze[0]: found"),
         ("model.freeze=vision", "needed a list of"),
         ("model=3", "model: found 3, needed a mapping"),
         ("training.steps.a=3", "training.steps is 6, needed a mapping"),
-        ("train.zero_steps=true", "train.command: found nothing, needed a text; add it"),
+        ("train.zero_steps=true", "train.command: found nothing, needed a string; add it"),
         ("checks.layouts=[{tp: x}]", "checks.layouts[0].tp: found"),
         ("optimizer.lr=.nan", "found .nan, needed a finite number"),
         ("optimizer.lr=1e999", "needed a finite number"),
@@ -201,5 +201,5 @@ def test_a_trainer_that_is_not_ours_needs_no_model(tmp_path: Path) -> None:
     )
     assert recipe.train is not None
     assert recipe.train.environment == {"A": "1"}
-    with pytest.raises(UsageError, match=r"train.environment.A: found 1, needed a text"):
+    with pytest.raises(UsageError, match=r"train.environment.A: found 1, needed a string"):
         read_recipe(written(tmp_path, "train: {command: run, environment: {A: 1}}\n"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+
+from msgspec import structs
 
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import shipped_recipes
@@ -16,13 +17,13 @@ def test_the_tables_are_those_of_the_dataclasses() -> None:
     text = build.PATH.read_text(encoding="utf-8")
     assert build.page(text) == text, "run tools/build_recipes_page.py"
     for name, cls in build.blocks():
-        for each in dataclasses.fields(cls):
+        for each in structs.fields(cls):
             assert f"| `{each.name}` |" in text.partition(f"### {name}\n")[2].partition("\n### ")[0]
 
 
 def test_every_block_is_there() -> None:
     named = {name for name, _ in build.blocks()} | {"description", "name", "notes"}
-    assert named == {each.name for each in dataclasses.fields(Recipe)}
+    assert named == {each.name for each in structs.fields(Recipe)}
 
 
 def test_every_shipped_recipe_that_trains_here_is_listed() -> None:
