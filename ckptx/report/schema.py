@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
+
+import msgspec
 
 from ckptx.report.documents.comparison import DiffReport, VerifyReport
 from ckptx.report.documents.conversion import ConversionReport
@@ -30,7 +31,6 @@ COMMANDS: Mapping[type[Report], tuple[str, ...]] = {
     FaultsReport: ("robustness",),
     EnvironmentReport: ("env",),
 }
-_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _DESCRIBED = re.compile(r"^        (\w+): (.+(?:\n            .+)*)", re.MULTILINE)
 
 
@@ -62,15 +62,17 @@ def _report(made: type[Report], words: Sequence[str]) -> dict[str, Any]:
 
 
 def _object(made: type[Any]) -> dict[str, Any]:
-    """The properties of a dataclass and, of a report, those that every document has beside them."""
-    hints, described = get_type_hints(made), _descriptions(made)
+    """Describe the fields of a dataclass, and of a report also what every document has beside them."""
+    types = msgspec.json.schema_components([made])[1][made.__name__]["properties"]
+    described = _descriptions(made)
     properties: dict[str, Any] = {}
     required = []
     if issubclass(made, Report):
         properties |= {"schema_version": {"const": SCHEMA_VERSION}, "ok": {"type": "boolean"}}
         required = ["schema_version", "ok"]
     for each in (each for each in fields(made) if each.name != "by_rank"):
-        properties[each.name] = {**_type(hints[each.name]), "description": described[each.name]}
+        types[each.name].pop("default", None)  # a document has all fields, or leaves one out that is optional
+        properties[each.name] = {**types[each.name], "description": described[each.name]}
         if not each.metadata.get("optional"):
             required.append(each.name)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -83,20 +85,3 @@ def _descriptions(made: type[Any]) -> dict[str, str]:
         for name, text in _DESCRIBED.findall(each.__doc__ or ""):
             found[name] = " ".join(text.split())
     return found
-
-
-def _type(hint: Any) -> dict[str, Any]:
-    """A type hint as a schema; what may be anything is not narrowed."""
-    if hint is Any:
-        return {}
-    if hint is type(None):
-        return {"type": "null"}
-    if hint in _PLAIN:
-        return {"type": _PLAIN[hint]}
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_type(each) for each in arguments]}
-    if origin is Sequence:
-        return {"type": "array", "items": _type(arguments[0])}
-    assert origin in (dict, Mapping), hint
-    return {"type": "object", "additionalProperties": _type(arguments[1])}
