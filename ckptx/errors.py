@@ -53,9 +53,10 @@ _BY_EXTRA = {
     "torch": "run",
     "transformers": "run",
     "tokenizers": "run",
-    "yaml": "run",
+    "ruamel": "run",
     "datasets": "data",
     "PIL": "data",
+    "tensorboard": "tensorboard",
 }
 
 

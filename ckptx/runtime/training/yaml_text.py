@@ -1,152 +1,115 @@
-"""YAML of a recipe as plain values: None, bools, numbers, texts, lists and mappings with texts for keys.
+"""Read the YAML of a recipe as plain values: None, booleans, numbers, strings, lists and mappings with string keys.
 
-PyYAML reads YAML 1.1, where 1e-5 is a text, 010 is 8, 1:30 is 90 and `no` is false. Here scalars mean what the core
-schema of YAML 1.2.2 (chapter 10.3) says. Nothing is executed; what a recipe has no use for is refused.
+ruamel.yaml parses the text into nodes, and no constructor runs: `_value` knows all values there are. A plain scalar
+means what the core schema of YAML 1.2.2 (chapter 10.3) says, whatever version a `%YAML` line asks for; ruamel.yaml
+would also accept dates, 1_000, 0b1 and merge keys. What a recipe has no use for is refused.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any, NoReturn
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, MaxDepthExceededError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from ckptx.errors import UsageError
 from ckptx.untrusted.printable import one_line
 
 _INTEGER_BITS = 63
 _DEPTH = 32
-
 _NULL = re.compile(r"~|null|Null|NULL|")
-_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-)
+_BOOLEANS = {text: text.lower() == "true" for text in ("true", "True", "TRUE", "false", "False", "FALSE")}
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """SafeLoader with the scalars of YAML 1.2, without aliases, tags and keys that come twice."""
+class _Refusal(MarkedYAMLError):  # type: ignore[misc]  # mypy skips ruamel.yaml
+    """Valid YAML that a recipe has no use for; the message is ours."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # of the class: PyYAML fills it in `add_implicit_resolver`
+
+class _PlainComposer(Composer):  # type: ignore[misc]
+    """Refuses tags, and aliases: a few lines of them can stand for gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                problem=f"an alias, *{self.peek_event().anchor}, needed the value itself; write it out",
-                problem_mark=self.peek_event().start_mark,
-            )
+        event = self.parser.peek_event()
+        if isinstance(event, AliasEvent):
+            _refuse(f"an alias, *{event.anchor}, needed the value itself; write it out", event)
+        if event.ctag is not None:
+            _refuse(f"a tag, {event.ctag}, needed plain values; leave it out", event)
         return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                raise yaml.MarkedYAMLError(
-                    problem=f"a key that is no text, {key.value!s:.40}; put it in quotes", problem_mark=key.start_mark
-                )
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f'key "{key.value}" appears twice; remove one', problem_mark=key.start_mark
-                )
-            seen.add(key.value)
-        return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
-
-
-def _mapping(loader: _Loader, node: Any) -> dict[Any, Any]:
-    return loader.construct_mapping(node)
-
-
-def _integer(loader: _Loader, node: Any) -> int:
-    text = loader.construct_scalar(node)
-    if len(text) > 20 or int(text).bit_length() > _INTEGER_BITS:
-        raise yaml.MarkedYAMLError(
-            problem=f"a number of more than {_INTEGER_BITS} bits; give a smaller one", problem_mark=node.start_mark
-        )
-    return int(text)
-
-
-def _number(loader: _Loader, node: Any) -> float:
-    text = loader.construct_scalar(node)
-    found = float(text.replace(".inf", "inf").replace(".nan", "nan")) if text[-1].isdigit() or text[-1] == "." else None
-    if found is None or found in (float("inf"), float("-inf")):
-        raise yaml.MarkedYAMLError(problem=f"{text}, needed a finite number", problem_mark=node.start_mark)
-    return found
-
-
-def _refused(loader: _Loader, node: Any) -> Any:
-    raise yaml.MarkedYAMLError(
-        problem=f"a tag, {node.tag}, needed plain values; leave it out", problem_mark=node.start_mark
-    )
-
-
-for _tag, _pattern, _first in (
-    ("null", _NULL, ["~", "n", "N", ""]),
-    ("bool", _BOOL, list("tTfF")),
-    ("int", _INT, list("-+0123456789")),
-    ("float", _FLOAT, list("-+.0123456789")),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern.pattern})\Z"), _first)
-_Loader.yaml_constructors = {
-    f"tag:yaml.org,2002:{_tag}": _construct
-    for _tag, _construct in (
-        ("null", yaml.SafeLoader.construct_yaml_null),
-        ("bool", yaml.SafeLoader.construct_yaml_bool),
-        ("str", yaml.SafeLoader.construct_yaml_str),
-        ("seq", lambda loader, node: loader.construct_sequence(node, deep=True)),
-        ("map", _mapping),
-        ("int", _integer),
-        ("float", _number),
-    )
-} | {None: _refused}
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML document.
 
     Args:
-        text: One document.
-        where: Subject of errors.
+        text: The document.
+        where: The subject of errors.
 
     Raises:
-        UsageError: It is not YAML, or has what a recipe has no use for: a key twice, keys that are no texts, aliases,
-            tags, NaN, infinity, numbers of more than 63 bits, several documents, or values nested deeper than 32.
+        UsageError: It is not YAML, or it contains a repeated key, a key that is not a string, an alias, a tag, NaN,
+            infinity, an integer of more than 63 bits, a second document, or values nested deeper than 32.
     """
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _PlainComposer
+    yaml.max_depth = _DEPTH
     try:
-        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
+        return _value(yaml.compose(text))
+    except MaxDepthExceededError as error:
+        raise UsageError(f"{where}: is nested too deeply, needed at most {_DEPTH} levels; write it flatter") from error
+    except MarkedYAMLError as error:
         mark = error.problem_mark
         at = f" in line {mark.line + 1}" if mark is not None and "\n" in text.rstrip() else ""
-        raise UsageError(f"{where}: found{at} {_said(error)}") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where}: is no YAML: {_line(error)}; correct it") from error
-    except RecursionError as error:
-        raise UsageError(f"{where}: is nested too deeply, needed at most {_DEPTH} levels; write it flatter") from error
-    _check_depth(value, where)
-    return value
+        problem = one_line(str(error.problem), 400)
+        said = problem if isinstance(error, _Refusal) else f"invalid YAML: {problem}; correct it"
+        raise UsageError(f"{where}: found{at} {said}") from error
+    except YAMLError as error:
+        reason = one_line((str(error).splitlines() or ["no reason"])[0], 400)
+        raise UsageError(f"{where}: is not valid YAML: {reason}; correct it") from error
 
 
-def _said(error: yaml.MarkedYAMLError) -> str:
-    """What is wrong: ours as it is, PyYAML's with what it is about."""
-    problem = one_line(str(error.problem), 400)
-    if ";" in problem or ", needed" in problem:
-        return problem
-    return f"what is no YAML: {problem}; correct it"
+def _value(node: Node | None) -> Any:
+    """Return the value of a node; None of an empty document. The composer bounds the depth."""
+    if node is None:
+        return None
+    if isinstance(node, ScalarNode):
+        return _scalar(node)
+    if not isinstance(node, MappingNode):
+        return [_value(each) for each in node.value]
+    found: dict[str, Any] = {}
+    for key_node, value in node.value:
+        key = _value(key_node) if isinstance(key_node, ScalarNode) else None
+        if not isinstance(key, str):
+            shown = f"{key_node.value:.40}" if isinstance(key_node, ScalarNode) else "but a mapping or a list"
+            _refuse(f"a key that is not a string, {shown}; put it in quotes", key_node)
+        if key in found:
+            _refuse(f'key "{key}" appears twice; remove one', key_node)
+        found[key] = _value(value)
+    return found
 
 
-def _line(error: Exception) -> str:
-    return one_line((str(error).splitlines() or ["no reason"])[0], 400)
+def _scalar(node: ScalarNode) -> Any:
+    """Return the value of a scalar by the core schema of YAML 1.2.2; one in quotes is a string."""
+    text = node.value
+    if node.style is not None:
+        return text
+    if _NULL.fullmatch(text):
+        return None
+    if text in _BOOLEANS:
+        return _BOOLEANS[text]
+    if _INTEGER.fullmatch(text):
+        if len(text) > 20 or int(text).bit_length() > _INTEGER_BITS:
+            _refuse(f"a number of more than {_INTEGER_BITS} bits; give a smaller one", node)
+        return int(text)
+    if _NOT_FINITE.fullmatch(text) or (_NUMBER.fullmatch(text) and float(text) in (float("inf"), float("-inf"))):
+        _refuse(f"{text}, needed a finite number", node)
+    return float(text) if _NUMBER.fullmatch(text) else text
 
 
-def _check_depth(value: Any, where: str) -> None:
-    """Walks level by level; no recursion, whatever the nest."""
-    level = [value]
-    for _ in range(_DEPTH):
-        level = [
-            item
-            for each in level
-            for item in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
-        ]
-        if not level:
-            return
-    raise UsageError(f"{where}: is nested too deeply, needed at most {_DEPTH} levels; write it flatter")
+def _refuse(problem: str, at: Any) -> NoReturn:
+    raise _Refusal(problem=problem, problem_mark=at.start_mark)

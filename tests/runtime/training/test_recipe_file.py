@@ -96,7 +96,7 @@ def test_changes_are_made_in_order_and_reach_into_mappings() -> None:
         ("=3", "found no key with a value"),
         ("training", "found no key with a value"),
         ("training..steps=3", "found no key with a value"),
-        ("model.config=[", "is no YAML"),
+        ("model.config=[", "invalid YAML"),
     ],
 )  # fmt: skip
 def test_a_change_that_means_nothing_is_refused(option: str, said: str) -> None:
@@ -121,13 +121,15 @@ def test_a_mistake_of_the_file_names_the_file(tmp_path: Path) -> None:
         ("training: {steps: 1}\ntraining: {}\n", 'in line 2 key "training" appears twice'),
         ("model:\n  config: {a: 1, a: 2}\n", 'key "a" appears twice'),
         ("a: &x 1\nb: *x\n", "an alias, *x"),
-        ("model: {config: {1: 2}}", "a key that is no text"),
+        ("model: {config: {1: 2}}", "a key that is not a string, 1;"),
+        ("model: {config: {[1]: 2}}", "a key that is not a string, but a mapping or a list;"),
         ("model: !!python/name:os.system x", "a tag"),
+        ("model: {pretrained: !!str 5}", "a tag"),
         ("- 1", "found a list, needed a mapping"),
         ("", "found null, needed a mapping"),
         ("--- {}\n--- {}\n", "another document"),
-        ("a: [", "is no YAML"),
-        ("a: \x00", "is no YAML"),
+        ("a: [", "invalid YAML"),
+        ("a: \x00", "is not valid YAML"),
         ("a: " + "[" * 40 + "]" * 40, "nested too deeply"),
         ("[" * 5000, "nested too deeply"),
         ("training: {seed: 99999999999999999999}", "more than 63 bits"),
@@ -157,6 +159,12 @@ def test_scalars_are_those_of_the_core_schema(tmp_path: Path) -> None:
         "a": 1e-5, "b": 10, "c": "1:30", "d": "no", "e": "2020-01-01", "f": "1", "g": None, "h": True, "i": 0.5,
         "j": 1.0,
     }  # fmt: skip
+
+
+def test_scalars_that_only_other_schemas_know_are_strings(tmp_path: Path) -> None:
+    text = "%YAML 1.1\n---\nmodel: {config: {a: 1_000, b: 0b1, c: 0x1f, d: 0o7, e: =, <<: yes, g: 1e-5}}"
+    found = read_recipe(written(tmp_path, text)).model.config
+    assert dict(found) == {"a": "1_000", "b": "0b1", "c": "0x1f", "d": "0o7", "e": "=", "<<": "yes", "g": 1e-5}
 
 
 def test_data_ranks_are_those_that_are_left() -> None:
