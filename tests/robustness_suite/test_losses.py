@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from ckptx.errors import InputError, UsageError
-from ckptx.robustness_suite import event_files
+from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.robustness_suite.losses import read_losses
 from ckptx.runtime.training.recipe import ForeignBlock
 
@@ -146,16 +147,10 @@ def event(step: int, tag: str, value: bytes) -> bytes:
 def record(data: bytes) -> bytes:
     """A record of a file."""
     head = struct.pack("<Q", len(data))
-    return head + struct.pack("<I", event_files._masked(head)) + data + struct.pack("<I", event_files._masked(data))
+    return head + struct.pack("<I", masked_crc32c(head)) + data + struct.pack("<I", masked_crc32c(data))
 
 
 HEAD = record(varint(1 << 3 | 1) + struct.pack("<d", 1.7e9) + of_bytes(3, b"brain.Event:2"))
-
-
-def test_the_checksum_is_that_of_the_standard() -> None:
-    """CRC-32C of "123456789" is e3069283 (RFC 3720, B.4, has others of the kind)."""
-    crc = 0xE3069283
-    assert event_files._masked(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @pytest.mark.parametrize(
@@ -169,12 +164,45 @@ def test_the_checksum_is_that_of_the_standard() -> None:
         (tensor(14, of_bytes(4, b"\xc0\x3f")), 1.5),
         (tensor(14, of_bytes(13, varint(0x3FC0))), 1.5),
         (tensor(19, of_bytes(13, varint(0x3E00))), 1.5),
+        (tensor(9, of_bytes(4, struct.pack("<q", 7))), 7.0),
     ],
 )
 def test_scalars_in_every_form(tmp_path: Path, value: bytes, found: float) -> None:
     path = tmp_path / "tb" / "20260101" / "events.out.tfevents.1.host"
     written(path, HEAD + record(event(3, "loss", value)) + record(event(3, "other", simple(9.0))))
     assert read_losses(tmp_path / "tb", block("tensorboard")).by_step == {3: found}
+
+
+@pytest.mark.parametrize("value", [tensor(7, of_bytes(8, b"text")), tensor(1, b""), tensor(99, b""), tensor(14, b"")])
+def test_values_that_are_no_number_are_left_out(tmp_path: Path, value: bytes) -> None:
+    written(
+        tmp_path / "events.out.tfevents.1",
+        HEAD + record(event(1, "loss", simple(1))) + record(event(2, "loss", value)) + record(event(2, "text", value)),
+    )
+    assert read_losses(tmp_path, block("tensorboard")).by_step == {1: 1.0}
+
+
+@pytest.mark.parametrize("new_style", [False, True], ids=["simple values", "tensors"])
+def test_a_file_of_torchs_writer(tmp_path: Path, new_style: bool) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "tb")) as writer:
+        for step, loss in ((1, 2.5), (2, 0.1), (3, float("nan"))):
+            writer.add_scalar("train/loss", loss, step, new_style=new_style)
+            writer.add_scalar("train/lr", 1e-3, step, new_style=new_style)
+            writer.add_text("note", "a text", step)
+    found = read_losses(tmp_path / "tb", block("tensorboard", loss_key="train/loss")).by_step
+    assert list(found) == [1, 2, 3] and isnan(found[3])
+    assert [found[1], found[2]] == [2.5, struct.unpack("<f", struct.pack("<f", 0.1))[0]]
+
+
+def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "events.out.tfevents.1", HEAD)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'ckptx\[tensorboard\]'") as caught:
+        read_losses(tmp_path, block("tensorboard"))
+    assert caught.value.exit_code == 7
 
 
 def test_files_of_several_writers_are_one_run(tmp_path: Path) -> None:
@@ -216,6 +244,6 @@ def test_a_folder_without_event_files(tmp_path: Path) -> None:
 
 def test_a_record_that_claims_to_be_huge_is_not_read(tmp_path: Path) -> None:
     head = struct.pack("<Q", 1 << 60)
-    data = record(event(1, "loss", simple(1))) + head + struct.pack("<I", event_files._masked(head)) + b"x"
+    data = record(event(1, "loss", simple(1))) + head + struct.pack("<I", masked_crc32c(head)) + b"x"
     written(tmp_path / "events.out.tfevents.1", data)
     assert read_losses(tmp_path, block("tensorboard")).notes
