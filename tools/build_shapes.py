@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, in
 sys.path.insert(0, str(Path(__file__).parent))
 
 from build_tables import known_sections, starts, write_if_new
+from model_file_writer import encode_model, encode_shapes
 
 from ckptx.architecture import model_files, table
-from ckptx.architecture.shape_rows import encode_shapes
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.mapping.names import pattern_of
 
@@ -77,7 +77,7 @@ def write_shapes(rules: Mapping[str, tuple[str, ShapeRules]], measured: Collecti
         source = model_files.source_of(model_files.classes_of(model_type)[0])
         assert source is not None
         sections = {**known_sections(model_type), **encode_shapes(found)}
-        changed += write_if_new(model_files.file_of(model_type), model_files.encode_model(source, sections))
+        changed += write_if_new(model_files.file_of(model_type), encode_model(source, sections))
     return changed
 
 

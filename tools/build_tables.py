@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 sys.path.insert(0, str(Path(__file__).parent))
 
+from model_file_writer import encode_index, encode_model, encode_rows
+
 from ckptx.architecture import model_files
 from ckptx.architecture.corrections import corrections_of
 from ckptx.architecture.installed import source_digest
-from ckptx.architecture.rows import Row, encode_rows
+from ckptx.architecture.rows import Row
 from ckptx.architecture.spec import Architecture
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ def write_models(measured: Iterable[Measured], models: Path) -> int:
         directories = sorted({each.directory for each in found})
         source = {"directories": directories, "digest": source_digest(models, directories)}
         sections = {**known_sections(model_type), **encode_rows(each.row for each in found)}
-        changed += write_if_new(model_files.file_of(model_type), model_files.encode_model(source, sections))
+        changed += write_if_new(model_files.file_of(model_type), encode_model(source, sections))
     return changed
 
 
@@ -220,9 +222,9 @@ def main() -> None:
     known = {each.row.class_name: each.row.model_type for each in measured}
     if options.names:
         others = {name: found for name, found in model_files.index()["classes"].items() if found not in wanted}
-        text = model_files.encode_index({**others, **known}, model_files.index()["transformers"])
+        text = encode_index({**others, **known}, model_files.index()["transformers"])
     else:
-        text = model_files.encode_index(known, version("transformers"))
+        text = encode_index(known, version("transformers"))
         kept = {model_files.file_of(found) for found in known.values()}
         for path in set(model_files.MODELS.glob("*.json")) - kept:
             path.unlink()

@@ -1,13 +1,13 @@
 """What is known of each model type, one generated file each, and the index that says which classes there are.
 
-    classes.json         {"schema": 3, "transformers": "5.23.0", "classes": {"LlamaForCausalLM": "llama", ...}}
+    classes.json         {"schema": 4, "transformers": "5.23.0", "classes": {"LlamaForCausalLM": "llama", ...}}
     models/llama.json    {"source": {"directories": ["llama"], "digest": ...}, "classes": {...}, "bodies": {...},
                           "structures": {...}, "shapes": {...}, "shape_bodies": {...}}
 
-A file is complete in itself: `classes`, `bodies` and `structures` are described in `rows`, `shapes` and `shape_bodies`
-in `shape_rows`. `source` tells the code that was asked from other code of the same name. Only the file of the class at
-hand is opened. Which file that is, the index says: what a checkpoint calls its class or its model type becomes no part
-of a path.
+A file has one key a line and is complete in itself: `classes`, `bodies` and `structures` are described in `rows`,
+`shapes` and `shape_bodies` in `shape_rows`; `tools/model_file_writer.py` writes them. `source` tells the code that was
+asked from other code of the same name. Only the file of the class at hand is opened. Which file that is, the index
+says: what a checkpoint calls its class or its model type becomes no part of a path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 3
+SCHEMA = 4
 INDEX = Path(__file__).with_name("classes.json")
 MODELS = Path(__file__).with_name("models")
 SECTIONS = ("classes", "bodies", "structures", "shapes", "shape_bodies")
@@ -61,41 +61,7 @@ def file_of(model_type: str) -> Path:
     return MODELS / f"{model_type or 'no-model-type'}.json"
 
 
-def encode_index(classes: Mapping[str, str], transformers_version: str) -> str:
-    """The index as text.
-
-    Args:
-        classes: Class -> model type.
-        transformers_version: Of the library that was asked.
-    """
-    return _document(
-        {"schema": SCHEMA, "transformers": transformers_version}, {"classes": dict(sorted(classes.items()))}
-    )
-
-
-def encode_model(source: Mapping[str, Any], sections: Sections) -> str:
-    """The file of one model type as text, one entry a line; the same contents give the same bytes.
-
-    Args:
-        source: `directories` and `digest` of the code of the model.
-        sections: Entries by section and name.
-    """
-    return _document({"source": source}, {name: dict(sorted(sections[name].items())) for name in SECTIONS})
-
-
 @functools.cache
 def _contents(model_type: str) -> Sections:
     found: dict[str, Mapping[str, Any]] = json.loads(file_of(model_type).read_bytes())
     return found
-
-
-def _document(fields: Mapping[str, Any], sections: Sections) -> str:
-    parts = [f"{json.dumps(name)}: {_compact(value)}" for name, value in fields.items()]
-    for name, entries in sections.items():
-        lines = ",\n".join(f"{json.dumps(key)}: {_compact(value)}" for key, value in entries.items())
-        parts.append(f"{json.dumps(name)}: {{\n{lines}\n}}" if entries else f"{json.dumps(name)}: {{}}")
-    return "{" + ",\n".join(parts) + "}\n"
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=True)

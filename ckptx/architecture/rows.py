@@ -1,25 +1,24 @@
-"""Classes as the file of a model type has them: an ``Architecture`` as JSON, and back.
+"""Read the classes of a model file: JSON becomes a `Row`.
 
-    classes       LlamaForCausalLM -> what is known of it, for every class of the model type
-    bodies        LlamaModel -> names below a base model's prefix, shared by the classes around it
+    classes       LlamaForCausalLM -> its facts; `names` are those outside of its base model
+    bodies        LlamaForCausalLM -> names below the base model, without its prefix, shared by the classes around it
     structures    LlamaForCausalLM -> plan, layers and conversions below that prefix, see `structure_rows`
 
-A class with ``introspect`` holds no names: the reason there says why only the real config can give them.
+`body` names the entry of `bodies`, and `body_below` the prefix that its names have in the class. A class with
+`introspect` has no names: the reason there says why only the real config can give them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptx.architecture.patterns import pack, unpack
-from ckptx.architecture.shared_layers import SharedLayers, decode_shared, encode_shared
+from ckptx.architecture.shared_layers import SharedLayers, decode_shared
 from ckptx.architecture.spec import Architecture, TieFlag, TiePair
 from ckptx.architecture.structure import Structure
-from ckptx.architecture.structure_rows import decode_structure, encode_structure
+from ckptx.architecture.structure_rows import decode_structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +70,6 @@ class Row:
         return True
 
 
-def encode_rows(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """The sections of one model type; the same rows give the same entries."""
-    ordered = sorted(rows, key=lambda row: row.class_name)
-    bodies: dict[str, str] = {}  # names -> the first class that has them
-    structures: dict[str, str] = {}  # shared part as text -> its name
-    return {
-        "classes": {row.class_name: _encoded(row, bodies, structures) for row in ordered},
-        "bodies": {owner: names for names, owner in bodies.items()},
-        "structures": {owner: json.loads(text) for text, owner in structures.items()},
-    }
-
-
 def decode_row(
     class_name: str, model_type: str, sections: Mapping[str, Mapping[str, Any]], transformers_version: str
 ) -> Row:
@@ -95,76 +82,36 @@ def decode_row(
         transformers_version: Of the library that was asked.
     """
     values = sections["classes"][class_name]
-    body = sections["bodies"][values["body"]] if "body" in values else ""
-    reason = values.get("introspect", "")
-    if reason:
-        return Row(class_name, model_type, reason, None)
-    below = values.get("at", "")
-    lead = f"{below}." if below else ""
-    names = unpack(values["names"]) | {lead + name for name in unpack(body)}
+    if "introspect" in values:
+        return Row(class_name, model_type, values["introspect"], None)
+    lead = f"{values['body_below']}." if "body_below" in values else ""
+    names = [*values.get("names", ()), *(lead + name for name in sections["bodies"][values["body"]])]
 
-    def structure_from(built: Mapping[str, Any]) -> Structure:
-        return decode_structure(built, sections["structures"][built["from"]] if "from" in built else {}, lead)
+    def structure_from(own: Mapping[str, Any]) -> Structure:
+        return decode_structure(own, sections["structures"][own["body"]] if "body" in own else {}, lead)
 
     architecture = Architecture(
         class_name=class_name,
         model_type=model_type,
         ties=tuple(_decoded_tie(tie) for tie in values.get("ties", ())),
         name_patterns=frozenset(names),
-        base_prefix=values["prefix"],
-        keep_in_fp32=tuple(values.get("fp32", ())),
-        keep_in_fp32_strict=tuple(values.get("fp32_strict", ())),
-        ties_flag_editable=values["editable"],
-        has_output_embeddings=values["output"],
+        base_prefix=values["base_prefix"],
+        keep_in_fp32=tuple(values.get("keep_in_fp32", ())),
+        keep_in_fp32_strict=tuple(values.get("keep_in_fp32_strict", ())),
+        ties_flag_editable=values["ties_flag_editable"],
+        has_output_embeddings=values["has_output_embeddings"],
         known_from="table",
         transformers_version=transformers_version,
         ignored=tuple(values.get("ignored", ())),
-        structure=structure_from(values.get("built", {})),
+        structure=structure_from(values.get("structure", {})),
     )
-    sub_models = {key: tuple(types) for key, types in values.get("sub", {}).items()}
-    structures = {key: structure_from(built) for key, built in values.get("texts", {}).items()}
-    layers = decode_shared(values["shared"]) if "shared" in values else None
+    sub_models = {key: tuple(types) for key, types in values.get("sub_models", {}).items()}
+    structures = {key: structure_from(own) for key, own in values.get("structures_by_text_model", {}).items()}
+    layers = decode_shared(values["shared_layers"]) if "shared_layers" in values else None
     return Row(class_name, model_type, "", architecture, sub_models, structures, layers)
 
 
-def _encoded(row: Row, bodies: dict[str, str], structures: dict[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    known = row.architecture
-    if known is None:
-        return {"introspect": row.introspect}
-    lead = f"{known.base_prefix}." if known.base_prefix else ""
-    below = {name for name in known.name_patterns if lead and name.startswith(lead)}
-    head = known.name_patterns - below if below else frozenset[str]()
-    body = pack(name.removeprefix(lead) if below else name for name in below or known.name_patterns)
-    values |= {
-        "prefix": known.base_prefix,
-        "editable": known.ties_flag_editable,
-        "output": known.has_output_embeddings,
-    }
-    values |= {"at": known.base_prefix} if below else {}
-    values |= {"body": bodies.setdefault(body, row.class_name), "names": pack(head)}
-    values |= {"ties": [_encoded_tie(pair) for pair in known.ties]} if known.ties else {}
-    values |= {"fp32": known.keep_in_fp32} if known.keep_in_fp32 else {}
-    values |= {"fp32_strict": known.keep_in_fp32_strict} if known.keep_in_fp32_strict else {}
-    values |= {"ignored": known.ignored} if known.ignored else {}
-    values |= {"shared": encode_shared(row.shared)} if row.shared else {}
-    values |= {"sub": row.sub_models} if row.sub_models else {}
-    lead = lead if below else ""
-    built = encode_structure(known.structure, lead, structures, row.class_name)
-    values |= {"built": built} if built else {}
-    texts = {
-        text: encode_structure(each, lead, structures, f"{row.class_name}/{text}")
-        for text, each in sorted(row.structures.items())
-    }
-    return values | ({"texts": texts} if texts else {})
-
-
-def _encoded_tie(pair: TiePair) -> dict[str, Any]:
-    flag = {"keys": [".".join(path) for path in pair.flag.paths], "truth": pair.flag.truth}
-    return {"names": pair.namings, **flag, **({} if pair.is_primary else {"secondary": True})}
-
-
 def _decoded_tie(values: Mapping[str, Any]) -> TiePair:
-    flag = TieFlag(tuple(tuple(key.split(".")) for key in values["keys"]), values["truth"])
-    namings = tuple((target, source) for target, source in values["names"])
-    return TiePair(namings, flag, not values.get("secondary", False))
+    flag = TieFlag(tuple(tuple(key.split(".")) for key in values["flag_keys"]), values["flag_truth"])
+    namings = tuple((target, source) for target, source in values["namings"])
+    return TiePair(namings, flag, values.get("is_primary", True))

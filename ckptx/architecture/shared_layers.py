@@ -81,23 +81,8 @@ class SharedLayers:
         ]
 
 
-def encode_shared(shared: SharedLayers) -> dict[str, Any]:
-    """As it is in a line of the table."""
-    return {
-        "paths": shared.paths,
-        "kinds": shared.kinds,
-        "kind": shared.kind,
-        "count": shared.count,
-        "period": shared.period,
-        "default": shared.default,
-        "names": dict(sorted(shared.names.items())),
-        "keys": [".".join(path) for path in shared.flag.paths],
-        "truth": shared.flag.truth,
-    }
-
-
 def decode_shared(values: Mapping[str, Any]) -> SharedLayers:
-    """Back from a line of the table."""
-    flag = TieFlag(tuple(tuple(key.split(".")) for key in values["keys"]), values["truth"])
-    told = {key: values[key] for key in ("kinds", "kind", "count", "period", "default", "names")}
-    return SharedLayers(paths=tuple(values["paths"]), flag=flag, **told)
+    """Return the shared layers of a class in a model file."""
+    flag = TieFlag(tuple(tuple(key.split(".")) for key in values["flag_keys"]), values["flag_truth"])
+    facts = {key: values[key] for key in ("kinds", "kind", "count", "period", "default", "names")}
+    return SharedLayers(paths=tuple(values["paths"]), flag=flag, **facts)

@@ -16,12 +16,15 @@ from ckptx.architecture.find import find_architecture
 from ckptx.architecture.plans import layer_overrides
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.structure import Change, StackRule, Structure
-from ckptx.architecture.structure_rows import decode_structure, encode_structure
+from ckptx.architecture.structure_rows import decode_structure
 from ckptx.errors import InputError
 from ckptx.layout.placement import Placement
 from ckptx.layout.styles import STYLES
 from ckptx.layout.tensor_parallel_plan import decide
 from ckptx.mapping.ops import Conversion, Op
+from tests.support.tool import tool
+
+writer = tool("model_file_writer")
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -340,9 +343,9 @@ STRUCTURE = Structure(
 @pytest.mark.parametrize("lead", ["model.", ""])
 def test_structures_survive_the_table(lead: str) -> None:
     lines: dict[str, str] = {}
-    values = json.loads(json.dumps(encode_structure(STRUCTURE, lead, lines, "Owner")))
+    values = json.loads(json.dumps(writer.encode_structure(STRUCTURE, lead, lines, "Owner")))
     (text,) = lines
-    assert values["from"] == "Owner"
+    assert values["body"] == "Owner"
     assert decode_structure(values, json.loads(text), lead) == STRUCTURE
     other = dataclasses.replace(STRUCTURE, embedding="model.other")
     assert decode_structure(values, json.loads(text), lead) != other
@@ -351,8 +354,8 @@ def test_structures_survive_the_table(lead: str) -> None:
 def test_classes_around_one_body_share_a_line() -> None:
     lines: dict[str, str] = {}
     whole = dataclasses.replace(STRUCTURE, stacks=(STRUCTURE.stacks[0],))
-    encode_structure(whole, "model.", lines, "Whole")
-    encode_structure(
+    writer.encode_structure(whole, "model.", lines, "Whole")
+    writer.encode_structure(
         dataclasses.replace(whole, head="score", plan={**whole.plan, "score": "colwise"}), "model.", lines, "Other"
     )
     assert list(lines.values()) == ["Whole"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptx.architecture import model_files, table
-from ckptx.architecture.patterns import pack, regex_for_patterns, unpack
+from ckptx.architecture.patterns import regex_for_patterns
 from ckptx.architecture.spec import TieFlag
 from ckptx.architecture.table import lookup
 from ckptx.mapping.names import pattern_of
@@ -297,16 +297,7 @@ def test_a_tower_of_a_missing_package_matches_any_name_below_it() -> None:
     assert not gemma.knows("model.other_tower.timm_model.blocks.0.1.conv.weight")
 
 
-# ---------------------------------------------------------------------------------- text and back
-
-
-def test_patterns_pack_and_unpack() -> None:
-    names = {"a", "a.b", "a.*.c", "a.*.d.e", "x.y.z", "experts.gate_up_proj", "experts.gate_up_proj_bias"}
-    assert unpack(pack(names)) == names
-    assert pack({"lm_head.weight", "m.*.up.weight", "m.*.up.bias"}) == "lm_head.weight,m.*.up.{bias,weight}"
-    assert unpack(pack(set())) == frozenset()
-    with pytest.raises(ValueError, match="holds one of"):
-        pack({"a{b"})
+# --------------------------------------------------------------------------------------- patterns
 
 
 def test_only_whole_components_of_digits_are_indices() -> None:
