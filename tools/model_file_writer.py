@@ -289,7 +289,13 @@ def _shape_values(known: ShapeRules, lead: str, is_below: bool) -> Values:
             if chosen(names)
         ],
         "switches": [
-            {"key": switch.key, "effect": switch.effect, "value": switch.value, "names": chosen(names)}
+            {
+                "key": switch.key,
+                "effect": switch.effect,
+                "value": switch.value,
+                **({"beside": dict(switch.beside)} if switch.beside else {}),
+                "names": chosen(names),
+            }
             for switch, names in sorted(known.switches.items(), key=str)
             if chosen(names)
         ],

@@ -201,7 +201,7 @@ class _Lab:
     def with_other_words(
         self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]
     ) -> Iterator[tuple[Any, ...]]:
-        """(place and key, value at first, other value, what was seen) for all that is no number.
+        """Yield (place and key, value at first, other value, what was seen, keys set beside it) for all but numbers.
 
         Nothing was seen where none of the other values gives a model: whatever depends on them stays unknown.
         """
@@ -215,7 +215,8 @@ class _Lab:
                 seen = self._changed(start, {(*place, each): value for each, value in switch.items()}, config)
                 if seen is not None:
                     together.add((*place, key))
-                    yield (*place, key), own[key], switch[key], seen
+                    others = {".".join((*place, each)): plain(value) for each, value in switch.items() if each != key}
+                    yield (*place, key), own[key], switch[key], seen, tuple(sorted(others.items()))
         for place, key in sorted(reads):
             held = vars(_at(config, place)).get(key)
             if _NO_SIZE.search(key) or isinstance(held, PreTrainedConfig):
@@ -223,10 +224,10 @@ class _Lab:
             others = list(_other_words(_at(config, place), key, held))
             tried = [(other, self._changed(start, {(*place, key): other}, config)) for other in others]
             if tried and all(seen is None for _, seen in tried) and (*place, key) not in together:
-                yield (*place, key), held, others[0], None
+                yield (*place, key), held, others[0], None, ()
             for other, seen in tried:
                 if seen is not None:
-                    yield (*place, key), held, other, seen
+                    yield (*place, key), held, other, seen, ()
 
     def _changed(self, start: Values, changes: Mapping[tuple[str, ...], Any], config: Any) -> Seen | None:
         values = copy.deepcopy(start)
@@ -468,7 +469,7 @@ class _Solver:
         """What must hold for the rules of a pattern to be right, by what was seen when it did not."""
         found: dict[Condition, set[str]] = {}
         patterns = set(dims) | required
-        for path, held, other, seen in self.others:
+        for path, held, other, seen, _ in self.others:
             grouped = _grouped(seen.shapes) if seen is not None else {}
             differs = {
                 each
@@ -495,15 +496,19 @@ class _Solver:
         """Find the patterns that one value of one key adds or removes."""
         found: dict[Switch, set[str]] = {}
         first = set(map(pattern_of, self.first.shapes))
-        for path, held, other, seen in self.others:
+        for path, held, other, seen, beside in self.others:
             patterns = set(map(pattern_of, seen.shapes)) if seen is not None else first
             key, value = ".".join(path), plain(held)
             if patterns - first:
                 effect = "adds" if self._is_default(path, value) else "adds where given"
-                found.setdefault(Switch(key, effect, value), set()).update(patterns - first)
+                found.setdefault(Switch(key, effect, value, beside), set()).update(patterns - first)
             # Whether a number removes a layer of some kind depends on how many layers there are.
-            if first - patterns and (other is None or isinstance(other, bool | str)):
+            if not beside and first - patterns and (other is None or isinstance(other, bool | str)):
                 found.setdefault(Switch(key, "removes", plain(other)), set()).update(first - patterns)
+        for switch in [each for each in found if each.beside]:  # what the key adds by itself is a row of its own
+            found[switch] -= found.get(switch._replace(beside=()), set())
+            if not found[switch]:
+                del found[switch]
         for switch in [each for each in found if each.effect != "removes"]:
             if type(switch.value) is int or found[switch] & every:
                 found[switch._replace(effect="may add")] = found.pop(switch)

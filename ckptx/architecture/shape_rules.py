@@ -6,7 +6,7 @@ config says something that was not measured, nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,11 +56,14 @@ class Switch(NamedTuple):
             "adds where given": the same, and nothing is known of a config without the key. "may add": they exist with
             other values, and with `value` it depends on other keys. "removes": they do not exist with `value`.
         value: The value, with a tuple for a list.
+        beside: Other dotted keys that were set together with `key` to see the patterns, each with the value it got: the
+            patterns exist only where all of them are set.
     """
 
     key: str
     effect: str
     value: Any
+    beside: tuple[tuple[str, Any], ...] = ()
 
     def leaves_out(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
         """Return True if the config surely has none of these tensors as far as this key decides it."""
@@ -68,12 +71,27 @@ class Switch(NamedTuple):
         if self.effect == "removes":
             return any(_is_same(value, self.value) for value in values)
         is_told = bool(values) or self.effect == "adds"
-        return self.effect != "may add" and is_told and all(_is_same(value, self.value) for value in values)
+        if self.effect == "may add" or not is_told or any(self._are_set(config, aliases, root)):
+            return False
+        return all(_is_same(value, self.value) for value in values)
 
     def is_opposite(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
-        """Return True if the config gives the other one of two booleans."""
+        """Return True if the config gives the other one of two booleans, and sets every key beside it."""
         values = _values_at(config, self.key, aliases, root)
-        return bool(values) and all(isinstance(value, bool) and value is not self.value for value in values)
+        is_other = bool(values) and all(isinstance(value, bool) and value is not self.value for value in values)
+        return is_other and all(self._are_set(config, aliases, root))
+
+    def _are_set(self, config: Mapping[str, Any], aliases: Mapping[str, str], root: Sequence[str]) -> Iterator[bool]:
+        """Yield for each key beside this one whether the config sets it as it was set to see the patterns.
+
+        A number is set where it is positive: which one it is decides sizes, not names.
+        """
+        for key, tried in self.beside:
+            values = [plain(value) for value in _values_at(config, key, aliases, root)]
+            if type(tried) is int:
+                yield any(type(value) is int and value > 0 for value in values)
+            else:
+                yield any(_is_same(value, tried) for value in values)
 
 
 def plain(value: Any) -> Any:
