@@ -70,7 +70,9 @@ def _trained(trainer: Any) -> list[Any]:
 
 
 def _local(tensor: Any) -> Any:
-    return getattr(tensor, "_local_tensor", tensor).detach()
+    from ckptx.runtime.torch_private import local_tensor
+
+    return local_tensor(tensor).detach()
 
 
 def one_moment_lost(trainer: Any) -> None:
@@ -340,7 +342,9 @@ def group_leaked(trainer: Any) -> None:
     """A group of processes that nobody ends."""
     import torch.distributed as dist
 
-    store = dist.PrefixStore("leaked", dist.distributed_c10d._get_default_store())
+    from ckptx.runtime.torch_private import default_store
+
+    store = dist.PrefixStore("leaked", default_store())
     _kept.append(dist.ProcessGroupGloo(store, trainer.place.rank, trainer.place.world_size))
 
 

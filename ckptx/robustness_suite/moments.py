@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.torch_private import local_tensor
 from ckptx.runtime.training.trainer import Trainer
 
 _ADAM_STEP = "step"
@@ -97,8 +98,7 @@ def _model(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _local(value: Tensor) -> Tensor:
-    found: Tensor = value._local_tensor if isinstance(value, DTensor) else value
-    return found
+    return local_tensor(value)
 
 
 def _place_of(value: Any) -> str:

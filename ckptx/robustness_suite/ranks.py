@@ -400,6 +400,7 @@ def _residue() -> Residue:
     import torch
 
     from ckptx.runtime.parallel.living import living_tensors, tensors_of
+    from ckptx.runtime.torch_private import storage_key
 
     gc.collect()
     alive = tensors_of(gc.get_objects())
@@ -407,7 +408,7 @@ def _residue() -> Residue:
     for each in living_tensors(alive):
         storage = each.untyped_storage()
         if storage.nbytes() > _CONSTANT:
-            storages[storage._cdata] = storage.nbytes()
+            storages[storage_key(storage)] = storage.nbytes()
     parameters = sum(issubclass(type(each), torch.nn.Parameter) for each in alive)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -25,6 +25,7 @@ from ckptx.runtime.memory.measured import Taken, measured
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parallel.distributed import Process, everywhere, together, told
 from ckptx.runtime.parity.noise import moved
+from ckptx.runtime.torch_private import local_tensor
 from ckptx.runtime.training.checkpoints import Steps
 from ckptx.runtime.training.data import Dataset, collate, open_dataset
 from ckptx.runtime.training.recipe import Recipe
@@ -257,7 +258,7 @@ def move(trainer: Trainer, draw: int) -> None:
     table = _token_table(trainer)
     for name, parameter in trainer.assembled.parameters():
         if name in table:
-            local = getattr(parameter, "_local_tensor", parameter)
+            local = local_tensor(parameter)
             with torch.no_grad():
                 local.copy_(moved(local, _drawn(draw)))
 

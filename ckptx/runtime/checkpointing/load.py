@@ -30,6 +30,7 @@ from ckptx.runtime.checkpointing.load_report import LACKING, NO_PLACE, UNKNOWN, 
 from ckptx.runtime.checkpointing.reading import Reading, Source, castable, open_source
 from ckptx.runtime.model.layers import canonical_name, has_stubs
 from ckptx.runtime.parallel.shards import LocalShard, pieces_of
+from ckptx.runtime.torch_private import local_tensor
 
 RegionsOf = Callable[[str], "Sequence[Region] | None"]
 
@@ -345,7 +346,7 @@ def _differ(name: str, other: str) -> InputError:
 
 
 def _local_of(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor).detach()
 
 
 def _narrowed(tensor: Tensor, part: Region) -> Tensor:

@@ -29,13 +29,14 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region, whole
 from ckptx.runtime.parallel.shards import LocalShard, narrowed, pieces_of
+from ckptx.runtime.torch_private import local_tensor
 
 
 class Shards:
     """A DTensor as the rectangles that this rank has of it, in the terms of torch's planners."""
 
     def __init__(self, name: str, tensor: DTensor, local_regions: Sequence[Region] | None) -> None:
-        self._size, self._local = tensor.shape, tensor._local_tensor.detach()
+        self._size, self._local = tensor.shape, local_tensor(tensor).detach()
         self._pieces = {piece.region.offsets: piece for piece in pieces_of(name, tensor, local_regions)}
         if not tensor.numel():  # no rectangle has an element, but the tensor must be stored all the same
             everything = whole(tuple(tensor.shape))

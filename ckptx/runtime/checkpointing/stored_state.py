@@ -29,6 +29,7 @@ from ckptx.formats.torch_archive.archive import Archive, open_archive, place_ten
 from ckptx.formats.torch_archive.unpickle import Refused, Symbol, TensorRef
 from ckptx.runtime.checkpointing.reading import Reading
 from ckptx.runtime.parallel.shards import narrowed, pieces_of
+from ckptx.runtime.torch_private import local_tensor
 from ckptx.storage.files import FilePool
 from ckptx.untrusted.limits import JSON_DEPTH
 
@@ -63,7 +64,7 @@ class StoredState:
             InputError: The file is damaged.
             UnsupportedError: It cannot be read as the dtype of `tensor`.
         """
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         entry = self.tensors[name]
         for piece in pieces_of(name, tensor, local_regions):
             self._reading.fill(entry, piece.region, narrowed(local.detach(), piece.local))

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ckptx.runtime.memory.shape_tensors import tensors_in
 from ckptx.runtime.memory.storage_ledger import Moment
+from ckptx.runtime.torch_private import packet_of, schema_of
 
 _COLLECTIVES = {
     "all_gather": "all-gather",
@@ -83,7 +84,7 @@ class Counts:
             tally.flops += flops
             tally.recomputed += flops if now.is_again else 0
         elif func.namespace in ("c10d", "_c10d_functional"):
-            kind = _kind_of(func._schema.name.partition("::")[2])
+            kind = _kind_of(schema_of(func).name.partition("::")[2])
             if kind is not None:
                 given = sum(each.nbytes for each in tensors_in(args, kwargs))
                 got = sum(each.nbytes for each in tensors_in((out,), {}))
@@ -100,10 +101,10 @@ def _kind_of(name: str) -> str | None:
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(packet_of(func))
     if count is not None:
         return int(count(*args, **kwargs, out_val=out))
-    name = func._schema.name
+    name = schema_of(func).name
     if name == _SDPA_CPU:
         return _attention_flops(*args[:3])
     if name == f"{_SDPA_CPU}_backward":

@@ -29,8 +29,8 @@ def fake_world(rank: int, world_size: int, device: torch.device = _DEVICE) -> It
     Raises:
         Defect: The process is in a group already.
     """
-    # registers the backend, and is all that torch has of it
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    # its import registers the backend, and is all that torch has of it
+    from ckptx.runtime.torch_private import FakeStore
 
     if dist.is_initialized():
         raise Defect("a forecast needs a process of its own, found one in a process group; please report this")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from msgspec import structs
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ckptx.errors import CkptxError, UnsupportedError
@@ -30,6 +29,7 @@ from ckptx.runtime.parallel.pipeline.carry import Carry
 from ckptx.runtime.parallel.pipeline.cut import carry_found
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parity.inputs.batch import Inputs
+from ckptx.runtime.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from ckptx.runtime.training.assembly import Assembled, lay_out
 
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptx.runtime.memory.shape_tensors import unseen_shapes_of_dtensor
 from ckptx.runtime.memory.storage_ledger import Ledger
 from ckptx.runtime.parallel.living import living_tensors
+from ckptx.runtime.torch_private import TorchDispatchMode, unseen_shapes_of_dtensor
 
 
 class Taken(NamedTuple):

@@ -9,20 +9,24 @@ and all, and what it cannot know (where a router sends a token) fails by name in
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from ckptx.runtime.torch_private import (
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     in_kernel_invocation_manager,
+    packet_of,
+    schema_of,
+    tree_leaves,
+    unseen_shapes_of_dtensor,
     unset_fake_temporarily,
+    without_dispatch,
 )
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 See = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
@@ -96,7 +100,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         if any(each not in _PLAIN for each in types):
             return NotImplemented  # a DTensor does its work with plain tensors, which come here then
         kwargs = kwargs or {}
-        if func._overloadpacket in _COPYING:
+        if packet_of(func) in _COPYING:
             args = [self._contiguous(each) for each in args]
         out = self._computed(func, args, kwargs)
         if self._see is not None:
@@ -123,7 +127,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         key = _key_of(func, args, kwargs)
         form = None if key is None else self._forms.get(key)
         if form is not None:
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
             return FakeTensor(self._fake, made, _CPU)
         found = self._computed_anew(func, args, kwargs)
@@ -134,11 +138,11 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
     def _computed_anew(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = list(tensors_in(args, kwargs))
         if any(isinstance(each, FakeTensor) for each in given):
-            if func._overloadpacket in _INDEXING:
+            if packet_of(func) in _INDEXING:
                 return _indexed(func, args, kwargs)
-            if func._overloadpacket == torch.ops._c10d_functional.wait_tensor:
+            if packet_of(func) == torch.ops._c10d_functional.wait_tensor:
                 return args[0]  # as with real tensors; a fake one would be a second one
-            if func._overloadpacket == torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
+            if packet_of(func) == torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
                 return _grouped_product(*args, **kwargs)
             return func(*args, **kwargs)
         if any(each.device == _META for each in given):
@@ -160,7 +164,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
 
     def _of_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], most: int) -> Any:
         """Real where it stays small, with `most` floating-point numbers. Fake tensors are asked first what it gives."""
-        if not func._schema.is_mutable and not _is_view(func):
+        if not schema_of(func).is_mutable and not _is_view(func):
             try:
                 shapes = func(*args, **kwargs)
             except Exception:  # it depends on values, which are there
@@ -185,7 +189,7 @@ def _key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashab
             parts.append(tuple(each))
         else:
             return None
-    if not has_tensor or func._schema.is_mutable or func.namespace != "aten" or _is_view(func):
+    if not has_tensor or schema_of(func).is_mutable or func.namespace != "aten" or _is_view(func):
         return None
     return tuple(parts)
 
@@ -200,25 +204,6 @@ def _is_plain(found: Any) -> bool:
         and found.storage_offset() == 0
         and not found.is_conj()
     )
-
-
-@contextmanager
-def unseen_shapes_of_dtensor() -> Iterator[None]:
-    """Within it, the fake tensors by which DTensor finds the shape of what an operation gives are nobody's memory.
-
-    It does so once for each operation and shape in a process, on whole tensors, which real training never allocates.
-    """
-    found = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def unseen(self: ShardingPropagator, *args: Any) -> Any:
-        with _disable_current_modes():
-            return found(self, *args)
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = unseen
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = found
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -238,7 +223,7 @@ def _indexed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if len(args[1]) == 1 and isinstance(args[0], FakeTensor):  # also of masks that are expanded to all of a tensor
         like, mask = args[0], masks[0]
         if len(args) > 2:
-            return like if func._schema.is_mutable else like.clone()
+            return like if schema_of(func).is_mutable else like.clone()
         with unset_fake_temporarily():
             count = int(mask.sum())
         return torch.ops.aten.new_empty.default(like, [count, *like.shape[mask.dim() :]])
@@ -263,7 +248,7 @@ def _grouped_product(
 
 
 def _is_view(func: Any) -> bool:
-    aliases = [each.alias_info for each in func._schema.returns]
+    aliases = [each.alias_info for each in schema_of(func).returns]
     return any(each is not None and not bool(each.is_write) for each in aliases)
 
 

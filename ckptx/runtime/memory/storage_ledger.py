@@ -15,18 +15,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ckptx.runtime.memory.shape_tensors import tensors_in
 from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.torch_private import (
+    FakeTensor,
+    backward_pass,
+    local_tensor,
+    next_node_number,
+    running_node_number,
+    schema_of,
+    storage_key,
+)
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
 ACTIVATIONS, CARRIED, TEMPORARIES = "activations", "carried", "temporaries"
 KINDS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, CARRIED, TEMPORARIES)
 
 BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
-_NO_TASK = -1
 _META = torch.device("meta")
 
 
@@ -99,7 +106,7 @@ class Ledger:
         self._modules: list[str] = []
         self._part = BUILD
         self._turns = {FORWARD: -1, BACKWARD: -1}
-        self._task = _NO_TASK
+        self._task: int | None = None
         self._forced: str | None = None
 
     # ------------------------------------------------------------------------------------------------------ when, where
@@ -114,13 +121,13 @@ class Ledger:
                 self._names.setdefault(id(module), canonical_name(name))
                 shapes = self._shapes.setdefault(canonical_name(name), set())
                 for parameter in module.parameters(recurse=False):
-                    shapes |= {tuple(parameter.shape), tuple(getattr(parameter, "_local_tensor", parameter).shape)}
+                    shapes |= {tuple(parameter.shape), tuple(local_tensor(parameter).shape)}
 
         def enter(module: nn.Module, args: Any) -> None:
             name = self._names.get(id(module))
             if name is None:
                 return
-            if id(module) in roots and torch._C._current_graph_task_id() == _NO_TASK:
+            if id(module) in roots and backward_pass() is None:
                 self._turns[FORWARD] += 1
                 self._part = FORWARD
             self._stack.append(name)
@@ -164,13 +171,13 @@ class Ledger:
             self._part = before
 
     def _note(self) -> None:
-        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._numbers.append(next_node_number())
         self._modules.append(self._stack[-1] if self._stack else "")
 
     def moment(self) -> Moment:
         """Where the step is now."""
-        task = torch._C._current_graph_task_id()
-        if task == _NO_TASK:
+        task = backward_pass()
+        if task is None:
             turn = self._turns[BACKWARD if self._part == BACKWARD else FORWARD]
             return Moment(self._part, max(0, turn), False, self._stack[-1] if self._stack else "")
         if task != self._task:
@@ -180,8 +187,8 @@ class Ledger:
         turn = self._turns[BACKWARD]
         if self._stack:
             return Moment(BACKWARD, turn, True, self._stack[-1])
-        node = torch._C._current_autograd_node()
-        at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1 if node is not None else -1
+        node = running_node_number()
+        at = bisect.bisect_right(self._numbers, node) - 1 if node is not None else -1
         return Moment(BACKWARD, turn, False, self._modules[at] if at >= 0 else "")
 
     # ------------------------------------------------------------------------------------------------------------- what
@@ -191,8 +198,8 @@ class Ledger:
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in((out,), {}):
             if tensor.layout is torch.strided and (isinstance(tensor, FakeTensor) or tensor.device != _META):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._lives:
-                    self._add(storage, tensor, func._schema.name)
+                if storage_key(storage) not in self._lives:
+                    self._add(storage, tensor, schema_of(func).name)
         if func.namespace == "fsdp":
             self._see_fsdp(func, args, kwargs)
 
@@ -200,22 +207,22 @@ class Ledger:
         """Writes down tensors that were there before it watched."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._lives:
+            if storage_key(storage) not in self._lives:
                 self._add(storage, tensor, "before")
 
     def label(self, tensors: Iterable[Tensor], label: str) -> None:
         """Says what tensors are that live now."""
         for tensor in tensors:
-            local = getattr(tensor, "_local_tensor", tensor)
-            known = self._lives.get(local.untyped_storage()._cdata)
+            local = local_tensor(tensor)
+            known = self._lives.get(storage_key(local.untyped_storage()))
             if known is not None:
                 known[0].label = label
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Says of tensors that live now that they would not be there: from their birth on they take nothing."""
         for tensor in tensors:
-            local = getattr(tensor, "_local_tensor", tensor)
-            known = self._lives.get(local.untyped_storage()._cdata)
+            local = local_tensor(tensor)
+            known = self._lives.get(storage_key(local.untyped_storage()))
             if known is not None:
                 self.nbytes -= known[0].nbytes
                 known[0].nbytes = 0
@@ -231,14 +238,14 @@ class Ledger:
 
     def _see_fsdp(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """What the operations of FSDP2 read and write."""
-        name = func._schema.name
+        name = schema_of(func).name
         if name in ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"):
             self.label(tensors_in(args[1:] if name.endswith("in") else (), kwargs), GATHERED)
         elif name == "fsdp::chunk_cat":
             self.label(tensors_in(args, {}), GRADIENTS)
 
     def _add(self, storage: Any, tensor: Tensor, op: str) -> None:
-        born, shape, key = self.moment(), tuple(tensor.shape), storage._cdata
+        born, shape, key = self.moment(), tuple(tensor.shape), storage_key(storage)
         life = Life(storage.nbytes(), op, shape, tensor.dtype, born, label=self._forced)
         if born.part == BACKWARD and not born.is_again and self._is_of_parameter(born.module, shape):
             life.label = GRADIENTS
@@ -250,13 +257,13 @@ class Ledger:
         return shape in shapes or shape[::-1] in shapes
 
     def _resized(self, storage: Any) -> None:
-        known = self._lives.get(storage._cdata)
+        known = self._lives.get(storage_key(storage))
         if known is None or known[0].nbytes == storage.nbytes():
             return
         old, reference = known
         self._end(old)
         life = Life(storage.nbytes(), old.op, old.shape, old.dtype, self.moment(), label=old.label)
-        self._lives[storage._cdata] = life, reference
+        self._lives[storage_key(storage)] = life, reference
         self._born(life)
 
     def _born(self, life: Life) -> None:

@@ -25,6 +25,7 @@ from ckptx.architecture.introspection.meta_model import known_class
 from ckptx.errors import InputError, UnsupportedError, missing_package
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.torch_private import apply_to_tensors
 
 _DONE = "_is_hf_initialized"  # transformers' mark of a tensor that `_init_weights` must leave alone
 _UNTOUCHED = 0xA5  # what fresh buffers are filled with, to see which of them nobody computes
@@ -225,7 +226,7 @@ def give_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
 
     shared = _shared_parameters(model)
     with torch.no_grad():
-        model._apply(with_storage)  # FSDP listens here: it keeps references of its own
+        apply_to_tensors(model, with_storage)  # FSDP listens here: it keeps references of its own
     for first, *others in shared:
         parameter = first[0]._parameters[first[1]]
         for module, leaf in others:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure, UsageError, exit_code_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.launch import is_launched
+from ckptx.runtime.torch_private import default_store, forget_groups
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major, so that a rank is where `ParallelDims` says
 DATA_DIMS = ("dp_replicate", "dp_shard")  # along which ranks see other data
@@ -108,7 +109,7 @@ def end_groups() -> None:
     A thread of gloo that drops its last tensor while the interpreter ends takes the whole process down with SIGABRT.
     """
     for _, mesh in _meshes.values():
-        getattr(mesh, "_pg_registry", {}).clear()
+        forget_groups(mesh)
     _meshes.clear()
     dist.destroy_process_group()
 
@@ -180,7 +181,7 @@ def alone() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        store, said = dist.distributed_c10d._get_default_store(), None
+        store, said = default_store(), None
         with suppress(Exception):  # the store may be gone as well
             if _is_lost(error) or store.check([_LAST_WORDS]):
                 store.wait([_LAST_WORDS], _PATIENCE)

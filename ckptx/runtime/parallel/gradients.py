@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from ckptx.errors import CkptxError, UsageError
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.distributed import DATA_DIMS
+from ckptx.runtime.torch_private import local_tensor, norms_of, scale_all
 
 _EPSILON = 1e-6  # as in torch's `clip_grads_with_norm_`
 
@@ -88,7 +89,7 @@ def clip_grad_norm(
         raise NonFiniteGradients(_said(named, total, norm_type))
     factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
     for gradients in _by_kind([_local(each.grad) for _, each in named if each.grad is not None]):
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        scale_all(gradients, factor.to(gradients[0].device))
     return total
 
 
@@ -215,7 +216,7 @@ def _power(gradients: list[Tensor], norm_type: float, device: torch.device, dtyp
     """The largest absolute value, or the sum of powers of all elements on this rank."""
     found = [torch.zeros((), dtype=dtype, device=device)]
     for kind in _by_kind([each for each in gradients if each.numel()]):
-        found += [each.to(device) for each in torch._foreach_norm(kind, norm_type, dtype=dtype)]
+        found += [each.to(device) for each in norms_of(kind, norm_type, dtype)]
     norms = torch.stack(found)
     return norms.amax() if norm_type == inf else (norms**norm_type).sum()
 
@@ -229,8 +230,7 @@ def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    found: Tensor = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-    return found
+    return local_tensor(tensor).detach()
 
 
 def _said(named: list[tuple[str, Tensor]], total: Tensor, norm_type: float) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ckptx.runtime.torch_private import FakeTensor, local_tensor
 
 
 def tensors_of(objects: Iterable[object]) -> list[Tensor]:
@@ -23,6 +24,6 @@ def living_tensors(alive: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
         alive: Among which to look, as `tensors_of` finds them; all that the garbage collector knows when left out.
     """
     for each in tensors_of(gc.get_objects()) if alive is None else alive:
-        local = getattr(each, "_local_tensor", each)
+        local = local_tensor(each)
         if isinstance(local, Tensor) and local.layout is torch.strided and not isinstance(local, FakeTensor):
             yield local

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -27,6 +26,7 @@ from ckptx.runtime.model.layers import layer_groups, unwrapped
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
 from ckptx.runtime.parallel.tensor_parallel.plans import Plan
+from ckptx.runtime.torch_private import CheckpointWrapper, local_tensor
 
 _logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def local_bytes(model: nn.Module) -> Mapping[torch.device, int]:
     """Bytes of parameters and buffers on this rank, by device; shared ones count once."""
     seen: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = local_tensor(tensor)
         seen[id(local)] = local
     found: dict[torch.device, int] = {}
     for local in seen.values():

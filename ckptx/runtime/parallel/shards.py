@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import Defect, UnsupportedError
 from ckptx.layout.placement import ceil_chunks
+from ckptx.runtime.torch_private import dtensor_spec, local_tensor
 
 Spans = list[tuple[int, int]]  # along one dim: where each begins in the whole tensor, how long it is
 
@@ -122,7 +123,7 @@ def pieces_of(name: str, tensor: Tensor, local_regions: Sequence[Region] | None 
     local = shape
     if isinstance(tensor, DTensor):
         cuts = _cuts_of(name, tensor, skips_tp=local_regions is not None)
-        local = tuple(tensor._local_tensor.shape)
+        local = tuple(local_tensor(tensor).shape)
     if local_regions is not None and not local_regions and not prod(local):
         return []
     found, expected = pieces(shape, cuts, local_regions or ())
@@ -174,8 +175,8 @@ def narrowed(tensor: Tensor, part: Region) -> Tensor:
 class _Local(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.spec = tensor._spec
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+        ctx.spec, local = dtensor_spec(tensor), local_tensor(tensor)
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> DTensor:

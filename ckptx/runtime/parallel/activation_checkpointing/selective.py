@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
+
+from ckptx.runtime.torch_private import TorchDispatchMode, compute_intensive_operations, schema_of, tree_map_only
 
 _LOG = logging.getLogger(__name__)
 _TRACE_VARIABLE = "CKPTX_SELECTIVE_AC_TRACE"
@@ -209,18 +209,6 @@ def do_not_count() -> None:
         ignored.update(_resolved(_NOT_COUNTED))
 
 
-def use_first_compiled_graph() -> None:
-    """Has dynamo try compiled graphs in the order they were made, if it can be told so.
-
-    By default the one used last is tried first. Once a second microbatch made a graph of dynamic shapes, that one would
-    be taken for recomputing the first, whose kept results lack the sizes that it asks for.
-    """
-    with suppress(ImportError, AttributeError):  # private to torch
-        from torch._C._dynamo import eval_frame
-
-        eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # of C, in no stub
-
-
 def _leaves_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the operation copies from a device to the host: again, that would have the device waited for again."""
     if op is not torch.ops.aten._to_copy.default:
@@ -230,12 +218,9 @@ def _leaves_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _compute_intensive() -> Iterator[Any]:
-    """What torch's own partitioner would not compute twice; private to it, so that it may be gone."""
-    with suppress(ImportError, AttributeError):
-        from torch._functorch.partitioners import get_default_op_list
-
-        for packet in get_default_op_list().compute_intensive_ops:
-            yield from _overloads(packet)
+    """Yield every overload of what torch's own partitioner never recomputes."""
+    for packet in compute_intensive_operations():
+        yield from _overloads(packet)
 
 
 def _resolved(paths: tuple[str, ...]) -> Iterator[Any]:
@@ -250,7 +235,7 @@ def _resolved(paths: tuple[str, ...]) -> Iterator[Any]:
 
 def _is_pure(op: Any) -> bool:
     """Whether an operation leaves its arguments alone; a kept result would leave what it writes into unwritten."""
-    schema = getattr(op, "_schema", None)  # a higher-order one has none
+    schema = schema_of(op)  # a higher-order one has none
     return schema is None or not schema.is_mutable
 
 

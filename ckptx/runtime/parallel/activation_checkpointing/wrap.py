@@ -22,11 +22,6 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
 
 from ckptx.architecture.corrections import corrections_of
 from ckptx.errors import UnsupportedError, UsageError
@@ -40,7 +35,8 @@ from ckptx.runtime.model.layers import (
     submodule,
     unwrapped,
 )
-from ckptx.runtime.parallel.activation_checkpointing.selective import context_maker, use_first_compiled_graph
+from ckptx.runtime.parallel.activation_checkpointing.selective import context_maker
+from ckptx.runtime.torch_private import CheckpointImpl, CheckpointWrapper, checkpoint_wrapper, use_first_compiled_graph
 
 __all__ = [
     "MODES",

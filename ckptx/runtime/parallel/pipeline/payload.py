@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.parallel.pipeline.slots import Slot
+from ckptx.runtime.torch_private import is_view
 
 _MOST_DIMS = 8
 _NONE = -1
@@ -105,7 +106,7 @@ def pack(values: Sequence[Any], places: Sequence[Place], device: torch.device) -
             room = sent.new_zeros(place.shape)
             room[tuple(map(slice, sent.shape))] = sent
             sent = room
-        if sent is value or sent._is_view() or not sent.is_contiguous():
+        if sent is value or is_view(sent) or not sent.is_contiguous():
             sent = sent.clone(memory_format=torch.contiguous_format)
         tensors.append(sent)
     shape = (len(rows), 1 + _MOST_DIMS)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.parallel.pipeline.carry import Batch, Carry, stage_of
 from ckptx.runtime.parallel.pipeline.run import StageRun, apart, go_back, gradients_of, received
 from ckptx.runtime.parallel.pipeline.slots import is_same
+from ckptx.runtime.torch_private import stage_backward_input, stage_backward_weight
 
 _APART = 1e-5  # of the largest number of a gradient, in float32: what is summed in another order is nearer by far
 

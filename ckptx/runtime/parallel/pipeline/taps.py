@@ -13,6 +13,7 @@ from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import submodule
 from ckptx.runtime.parallel.pipeline.slots import Arguments
 from ckptx.runtime.parallel.pipeline.stage import ways
+from ckptx.runtime.torch_private import compiled_call, set_compiled_call
 
 Call = tuple[str, int]  # the canonical name of a module, and how often it was called before in this forward pass
 Visit = Callable[[Call, Arguments], None]
@@ -47,8 +48,9 @@ class Taps:
         self._handles: list[Any] = []
         for name, module in points(model, stages).items():
             before, after = self._before(name), self._after(name)
-            if module._compiled_call_impl is not None:
-                self._handles.append(_AroundCompiled(module, before, after))
+            compiled = compiled_call(module)
+            if compiled is not None:
+                self._handles.append(_AroundCompiled(module, compiled, before, after))
                 continue
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
@@ -96,17 +98,19 @@ class Taps:
 class _AroundCompiled:
     """Hooks around the call of a module that `nn.Module.compile` compiled."""
 
-    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., None]) -> None:
-        self._module, self._compiled = module, module._compiled_call_impl
+    def __init__(
+        self, module: nn.Module, compiled: Callable[..., Any], before: Callable[..., Any], after: Callable[..., None]
+    ) -> None:
+        self._module, self._compiled = module, compiled
 
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = before(module, args, kwargs) or (args, kwargs)
-            output = self._compiled(*args, **kwargs)
+            output = compiled(*args, **kwargs)
             after(module, args, output)
             return output
 
-        module._compiled_call_impl = call
+        set_compiled_call(module, call)
 
     def remove(self) -> None:
         """Leaves the compiled call alone."""
-        self._module._compiled_call_impl = self._compiled
+        set_compiled_call(self._module, self._compiled)

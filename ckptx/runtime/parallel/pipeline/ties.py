@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
+from ckptx.runtime.torch_private import local_tensor
 
 _BAND = 1 << 22  # elements
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -191,8 +192,7 @@ def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    found: Tensor = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-    return found
+    return local_tensor(tensor).detach()
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
@@ -29,6 +28,7 @@ from ckptx.runtime.parallel.tensor_parallel.loss import use_sharded_loss
 from ckptx.runtime.parallel.tensor_parallel.plans import GATHERING, SPLITTING, Plan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut
 from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS, LocalParameter, Sharding
+from ckptx.runtime.torch_private import StridedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def _torch_placement(cut: Sharding) -> TorchPlacement:
     groups = len(cut.regions[0])  # the first rank has a part of each
     widths = {sum(local[i].sizes[cut.dim] for local in cut.regions if len(local) > i) for i in range(groups)}
     if groups > 1 and len(widths) == 1:
-        return _StridedShard(cut.dim, split_factor=groups)
+        return StridedShard(cut.dim, split_factor=groups)
     return Shard(cut.dim)
 
 

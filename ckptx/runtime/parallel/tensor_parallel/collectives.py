@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.catalog.region import Region
 from ckptx.layout.placement import ceil_chunks
+from ckptx.runtime.torch_private import functional_collectives as functional
 
 # torch 2.13 renamed both
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor

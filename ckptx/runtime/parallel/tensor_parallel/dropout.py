@@ -29,6 +29,7 @@ from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
 from ckptx.runtime.parallel.tensor_parallel.plans import GATHERING, Plan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut, is_in
 from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS
+from ckptx.runtime.torch_private import DropoutNd
 
 _DROPS = re.compile("drop|stochastic_depth")
 
@@ -122,7 +123,7 @@ def drops(model: nn.Module) -> bool:
         for each in (*model.modules(), *configs, *nested)
         if isinstance(each, Mapping) or hasattr(each, "__dict__")
     )
-    is_dropout = any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0 for each in model.modules())
+    is_dropout = any(isinstance(each, DropoutNd) and each.p > 0 for each in model.modules())
     return is_dropout or any(
         isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and bool(_DROPS.search(str(key)))
         for values in settings
@@ -211,7 +212,7 @@ def _dropouts_on_slices(modules: Mapping[str, nn.Module], cut: SequenceCut) -> I
     for path, module in modules.items():
         in_layer = any(is_in(path, layer) for layer in cut.layers)
         in_passage = any(is_in(path, each.path) for each in cut.passages)
-        if in_layer and not in_passage and isinstance(module, nn.modules.dropout._DropoutNd):
+        if in_layer and not in_passage and isinstance(module, DropoutNd):
             yield module
 
 

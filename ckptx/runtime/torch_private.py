@@ -1,0 +1,263 @@
+"""Everything that ckptx uses of torch and that torch does not promise to keep.
+
+    classes and functions   imported from here, see `_NAMES`
+    attributes of objects   read by a function each, such as `local_tensor`
+
+Checked with torch 2.11.0 and 2.13.0. A name is looked up when it is first used: with a torch that lacks it, the command
+that needs it exits with code 7 and names it and the version, and all others work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ckptx.errors import EnvironmentProblem
+
+_CHECKED = ("2.11", "2.13")
+_FAKE = "torch._subclasses.fake_tensor"
+_CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_BACKWARD = "torch.distributed.pipelining._backward"
+
+# Name here -> full name in torch.
+_NAMES = {
+    # Tensors that have a shape and no storage, which `forecast` computes with.
+    "FakeTensor": f"{_FAKE}.FakeTensor",
+    "FakeTensorMode": f"{_FAKE}.FakeTensorMode",
+    "in_kernel_invocation_manager": f"{_FAKE}.in_kernel_invocation_manager",
+    "unset_fake_temporarily": f"{_FAKE}.unset_fake_temporarily",
+    "DataDependentOutputException": f"{_FAKE}.DataDependentOutputException",
+    "DynamicOutputShapeException": f"{_FAKE}.DynamicOutputShapeException",
+    # A process group of any size with one process in it.
+    "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
+    # The hook for every operation, and functions for nested arguments.
+    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    "tree_leaves": "torch.utils._pytree.tree_leaves",
+    "tree_map_only": "torch.utils._pytree.tree_map_only",
+    # The placement of a shard that is several pieces of a dim, and collectives with gradients.
+    "StridedShard": "torch.distributed.tensor.placement_types._StridedShard",
+    "functional_collectives": "torch.distributed._functional_collectives",
+    # Activation checkpointing as a module around a layer.
+    "CheckpointImpl": f"{_CHECKPOINT}.CheckpointImpl",
+    "CheckpointWrapper": f"{_CHECKPOINT}.CheckpointWrapper",
+    "checkpoint_wrapper": f"{_CHECKPOINT}.checkpoint_wrapper",
+    # Gradients of inputs and of weights apart, as zero-bubble schedules compute them.
+    "stage_backward_input": f"{_BACKWARD}.stage_backward_input",
+    "stage_backward_weight": f"{_BACKWARD}.stage_backward_weight",
+    # The base class of all dropout modules.
+    "DropoutNd": "torch.nn.modules.dropout._DropoutNd",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Find one of `_NAMES` in torch when it is first used.
+
+    Raises:
+        EnvironmentProblem: This version of torch does not have it.
+    """
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _find(_NAMES[name])
+
+
+@cache
+def _find(path: str) -> Any:
+    """Import something from torch by its full name."""
+    try:
+        return resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        raise _missing(path) from error
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Read a private attribute of an object that torch made."""
+    try:
+        return getattr(value, name)
+    except AttributeError as error:
+        raise _missing(f"{type(value).__name__}.{name}") from error
+
+
+def _missing(name: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"torch {torch.__version__}: has no {name}, which ckptx uses; install a torch from {_CHECKED[0]} to "
+        f"{_CHECKED[1]}, or a newer ckptx"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the shard that this rank holds of a DTensor, without autograd; any other tensor is returned itself.
+
+    `DTensor.to_local` gives a new tensor each time, which FSDP2 and storages by identity cannot be compared with.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    found: Tensor = _attribute(tensor, "_local_tensor")
+    return found
+
+
+def dtensor_spec(tensor: DTensor) -> Any:
+    """Return mesh, placements, shape and strides of a DTensor as one value."""
+    return _attribute(tensor, "_spec")
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that two storages have in common if and only if they are the same memory.
+
+    `data_ptr` would not do: it is 0 for every storage without memory.
+    """
+    found: int = _attribute(storage, "_cdata")
+    return found
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return True for a tensor that autograd takes for a view of another one."""
+    return bool(_attribute(tensor, "_is_view")())
+
+
+def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and dtype by a number, in place, in one kernel."""
+    _find("torch._foreach_mul_")(tensors, factor)
+
+
+def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return the norm of each of several tensors of one device and dtype, computed in `dtype` in one kernel."""
+    return list(_find("torch._foreach_norm")(tensors, norm_type, dtype=dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------- operations
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the schema of an operation: its name, and what it returns and writes into.
+
+    Args:
+        operation: An overload, as `__torch_dispatch__` is given it.
+
+    Returns:
+        None for a higher-order operation, which has no schema.
+    """
+    try:
+        return operation._schema
+    except AttributeError:
+        if isinstance(operation, type(torch.ops.aten.mm.default)):
+            raise _missing("OpOverload._schema") from None
+        return None
+
+
+def packet_of(operation: Any) -> Any:
+    """Return what all overloads of an operation have in common: `aten.mm` for `aten.mm.out`."""
+    return _attribute(operation, "_overloadpacket")
+
+
+def without_dispatch() -> Any:
+    """Return a context manager in which no dispatch mode sees what is computed."""
+    return _find("torch._C._DisableTorchDispatch")()
+
+
+@contextmanager
+def unseen_shapes_of_dtensor() -> Iterator[None]:
+    """Hide from dispatch modes the fake tensors by which DTensor finds the shape of what an operation gives.
+
+    It does so once for each operation and shape in a process, on whole tensors, which real training never allocates.
+    """
+    propagator = _find("torch.distributed.tensor._sharding_prop.ShardingPropagator")
+    disable_current_modes = _find("torch.utils._python_dispatch._disable_current_modes")
+    name = "_propagate_tensor_meta_non_cached"
+    found = _attribute(propagator, name)
+
+    def unseen(self: Any, *args: Any) -> Any:
+        with disable_current_modes():
+            return found(self, *args)
+
+    setattr(propagator, name, unseen)
+    try:
+        yield
+    finally:
+        setattr(propagator, name, found)
+
+
+def compute_intensive_operations() -> Iterable[Any]:
+    """Return the operations that torch's own partitioner never recomputes, as packets."""
+    operations = _find("torch._functorch.partitioners.get_default_op_list")()
+    found: Iterable[Any] = _attribute(operations, "compute_intensive_ops")
+    return found
+
+
+def use_first_compiled_graph() -> None:
+    """Have dynamo try compiled graphs in the order they were made.
+
+    By default the one used last is tried first. Once a second microbatch made a graph of dynamic shapes, that one would
+    be taken for recomputing the first, whose kept results lack the sizes that it asks for.
+    """
+    _find("torch._C._dynamo.eval_frame._set_lru_cache")(False)
+
+
+# ------------------------------------------------------------------------------------------------------------ autograd
+
+
+def backward_pass() -> int | None:
+    """Return the number of the backward pass that this thread is in; None outside of one."""
+    number = int(_find("torch._C._current_graph_task_id")())
+    return None if number == -1 else number
+
+
+def next_node_number() -> int:
+    """Return the number that the next autograd node made by this thread gets; they grow by one."""
+    return int(_find("torch.autograd._get_sequence_nr")())
+
+
+def running_node_number() -> int | None:
+    """Return the number of the autograd node whose backward function runs now; None where no node runs."""
+    node = _find("torch._C._current_autograd_node")()
+    return None if node is None else int(_attribute(node, "_sequence_nr")())
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what `nn.Module.compile` made of the call of a module; None for a module that is not compiled."""
+    found: Callable[..., Any] | None = _attribute(module, "_compiled_call_impl")
+    return found
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Put something in the place of `compiled_call`."""
+    compiled_call(module)
+    module._compiled_call_impl = call
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer by what a function makes of it, as `nn.Module.to` does.
+
+    FSDP2 overrides it, to renew the references that it has of its own.
+    """
+    _attribute(module, "_apply")(change)
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def default_store() -> dist.Store:
+    """Return the store through which the ranks of the default process group met."""
+    return _find("torch.distributed.distributed_c10d._get_default_store")()
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Drop the references of a mesh to its process groups, so that they end although something refers to the mesh.
+
+    torch 2.11 has no such registry: its meshes find groups by name, and refer to none.
+    """
+    getattr(mesh, "_pg_registry", {}).clear()
