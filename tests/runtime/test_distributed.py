@@ -1,0 +1,92 @@
+"""What the ranks of a run tell each other when one of them fails or is killed."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckptx.runtime.parallel.distributed import _is_lost
+from tests.support.forked import Forked
+from tests.support.ranks import free_port
+
+# Rank 1 ends while rank 0 waits for it; rank 0 prints what it met.
+_RANK = """
+import json, os, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from ckptx.errors import PeerFailure
+from ckptx.runtime import distributed
+
+how, waits = sys.argv[1:]
+distributed._PATIENCE = timedelta(seconds=0.5)
+with distributed.process_group("cpu") as process:
+    rows = torch.ones(4)
+    dist.all_reduce(rows)
+    try:
+        with distributed.alone():
+            if process.rank == 1:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("no such tensor")
+            if waits == "all_reduce":
+                dist.all_reduce(rows)
+            elif waits == "recv":
+                dist.recv(rows, src=1)
+            elif waits == "all_gather_object":
+                dist.all_gather_object([None, None], 0)
+            else:
+                try:
+                    dist.recv(rows, src=1)
+                except RuntimeError as error:
+                    raise RuntimeError("failed to run forward") from error
+    except Exception as error:
+        print(json.dumps([type(error).__name__, str(error), distributed._is_lost(error)]), flush=True)
+        os._exit(0)
+"""
+
+
+def what_rank_0_met(how: str, waits: str) -> Any:
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        Forked(_RANK, ["rank", how, waits], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)
+    ]
+    stdout, stderr = ranks[0].communicate(120)
+    ranks[1].communicate(120)
+    assert stdout, stderr
+    return json.loads(stdout)
+
+
+@pytest.mark.parametrize("waits", ["all_reduce", "recv", "all_gather_object", "stage"])
+def test_a_killed_peer_is_told_from_an_error(waits: str) -> None:
+    name, said, is_lost = what_rank_0_met("killed", waits)
+    assert name == "RuntimeError" and is_lost, said
+
+
+@pytest.mark.parametrize("waits", ["recv", "stage"])
+def test_the_words_of_a_peer_that_failed_are_repeated(waits: str) -> None:
+    name, said, _ = what_rank_0_met("failed", waits)
+    assert (name, said) == ("PeerFailure", "rank 1: no such tensor")
+
+
+def test_a_store_without_an_answer_is_a_lost_peer() -> None:
+    with pytest.raises(dist.DistStoreError) as error:
+        dist.HashStore().wait(["never"], timedelta(milliseconds=10))
+    assert _is_lost(error.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Connection of layers 1 and 2: shapes cannot be multiplied (4x3 and 2x4)"),
+        RuntimeError("Timed out: NCCL is a word of this message, too"),
+        ConnectionError("huggingface.co: Connection refused"),
+        ValueError("/gloo/transport/"),
+    ],
+    ids=["connection", "words", "download", "class"],
+)
+def test_an_error_of_the_model_is_no_lost_peer(error: Exception) -> None:
+    assert not _is_lost(error)
