@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog, Part
 from ckptx.catalog.entry import StoredChunks, TensorEntry
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
@@ -227,7 +228,8 @@ class _Below:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._files: dict[int, tuple[Sequence[str], tuple[str, ...]]] = {}  # by `id` of the first, which it keeps alive
+        self._files: dict[int, tuple[str, ...]] = {}
+        self._ids = ObjectIds()
 
     def moved(self, entry: TensorEntry) -> TensorEntry:
         """The tensor with its files below the directory."""
@@ -241,10 +243,11 @@ class _Below:
         return entry._replace(chunks=chunks, replicas=replicas)
 
     def _below(self, files: Sequence[str]) -> tuple[str, ...]:
-        known = self._files.get(id(files))
+        key = self._ids(files)
+        known = self._files.get(key)
         if known is None:
-            known = self._files[id(files)] = files, tuple([f"{self._directory}/{file}" for file in files])
-        return known[1]
+            known = self._files[key] = tuple([f"{self._directory}/{file}" for file in files])
+        return known
 
 
 def _optimizer_name(name: str) -> str:

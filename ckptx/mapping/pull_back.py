@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, Chunk, TensorEntry
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.destinations import Destination, named
@@ -68,6 +69,7 @@ class PullBack:
         self._cuts: dict[str, tuple[Block, ...]] = {}
         self._interned: dict[tuple[Block, ...], tuple[Block, ...]] = {}
         self._answers: dict[tuple[object, ...], tuple[Block, ...] | None] = {}
+        self._ids = ObjectIds()
 
     def blocks(self, disk_name: str) -> tuple[Block, ...] | None:
         """The blocks of a disk tensor: the ranks that hold its elements in the model, by rank_in_stage.
@@ -92,7 +94,7 @@ class PullBack:
             self._blocks_of(named(conversion.targets[column], place.fixed, at), shape)
             for (column, at), shape in zip(trace.names, trace.shapes, strict=True)
         ]
-        key = (id(trace), place.column, place.at, *map(id, cuts))
+        key = (self._ids(trace), place.column, place.at, *map(self._ids, cuts))
         if key not in self._answers:
             pulled = _pulled(shape, trace.parts.get((place.column, place.at), []), cuts)
             self._answers[key] = None if pulled is None else self._interned.setdefault(pulled, pulled)

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_machine import External, Group, Made, Name
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
@@ -65,7 +66,7 @@ class Digests:
         """
         self._where, self._meaning, self._described = where, meaning, described
         self._codes: dict[int, bytes] = {}
-        self._kept: list[Any] = []
+        self._ids = ObjectIds()
         self._work = 0
 
     def of(self, value: Any) -> str:
@@ -99,8 +100,7 @@ class Digests:
             node = stack.pop()
             if id(node) in parts:
                 continue
-            parts[id(node)] = found = self._parts(node)
-            self._kept.append(node)
+            parts[self._ids(node)] = found = self._parts(node)
             below = [child for child in self._children(found) if id(child) not in self._codes]
             if not below:
                 ready.append(id(node))

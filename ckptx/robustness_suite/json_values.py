@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.robustness_suite.canonical import Digests
 from ckptx.robustness_suite.pickled import short
 from ckptx.robustness_suite.pickled_kinds import Dictionary
@@ -67,10 +68,12 @@ class _Meanings:
 
     def __init__(self) -> None:
         self._found: dict[int, Dictionary] = {}
+        self._ids = ObjectIds()
 
     def of(self, value: Any) -> Any:
         if type(value) is not dict:
             return value
-        if id(value) not in self._found:
-            self._found[id(value)] = Dictionary("object", list(value.items()))
-        return self._found[id(value)]
+        key = self._ids(value)
+        if key not in self._found:
+            self._found[key] = Dictionary("object", list(value.items()))
+        return self._found[key]

@@ -20,6 +20,7 @@ import numpy as np
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import whole
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.torch_archive.archive import open_archive, place_tensor
@@ -95,7 +96,7 @@ class Reader:
         """
         self.where, self._file, self._tensors = where, file, tensors
         self._nested: dict[int, Any] = {}
-        self._kept: list[Any] = []
+        self._ids = ObjectIds()
         self._dropped: tuple[Any, ...] = ()
         length = files.size(file) - offset if nbytes is None else nbytes
         records: dict[str, Record] = {}
@@ -136,10 +137,10 @@ class Reader:
             return found
         if not _LIKE_A_PICKLE.match(found):
             return found
-        if id(found) not in self._nested:
-            self._nested[id(found)] = self._inside(found)
-            self._kept.append(found)
-        return self._nested[id(found)]
+        key = self._ids(found)
+        if key not in self._nested:
+            self._nested[key] = self._inside(found)
+        return self._nested[key]
 
     def _inside(self, data: bytes) -> Any:
         self._left -= len(data)

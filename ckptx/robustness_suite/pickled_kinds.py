@@ -18,6 +18,7 @@ import numpy as np
 
 from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
 from ckptx.catalog.entry import Record
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_machine import External, Group, Made, Mapping, Name
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
@@ -116,21 +117,20 @@ class Kinds:
         self._where, self._records, self._load_storage = where, records, load_storage
         self._found: dict[int, Any] = {}
         self._depth = 0
-        self._kept: list[Any] = []  # so that no other object gets the identity of one that was looked at
+        self._ids = ObjectIds()
 
     def of(self, value: Any) -> Any:
         """The meaning of a value; the value itself where there is none beside it."""
         if not isinstance(value, (Made, Mapping, External)):
             return value
-        found = self._found.get(id(value))
+        found = self._found.get(self._ids(value))
         if found is None:
             if self._depth >= _DEPTH:
                 return value
             self._depth += 1
             found = self._made(value) if isinstance(value, Made) else self._other(value)
             self._depth -= 1
-            self._found[id(value)] = found
-            self._kept.append(value)
+            self._found[self._ids(value)] = found
         return found
 
     def _other(self, value: Mapping | External) -> Any:

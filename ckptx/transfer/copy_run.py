@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import CutChunks, Frame
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.open_file import OpenFile
@@ -125,6 +126,7 @@ class CopyRun:
         self._outs: dict[str, OutFile] = {}
         self._small = SmallCopies(reader, buffers.get(0), self._outs, self._out)
         self._cuts: dict[tuple[int, DType, Shape, bool], _StepSharding] = {}
+        self._ids = ObjectIds()
         self._shared = copy.split[run.group, run.first] if run.rows is not None else None
         self._finished: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
         share = "" if run.rows is None else f"-{run.rows[0]}"
@@ -191,8 +193,8 @@ class CopyRun:
         blocks = chunks.blocks if type(chunks) is CutChunks else None
         if blocks is None and len(chunks) > 1:
             return self._make_cut(step, [chunk.region for chunk in chunks], False)
-        # The plan keeps the blocks alive; one piece is always the whole tensor.
-        key = (id(blocks), step.target.dtype, step.target.shape, step.framed)
+        # One piece is always the whole tensor.
+        key = (self._ids(blocks), step.target.dtype, step.target.shape, step.framed)
         cut = self._cuts.get(key)
         if cut is None:
             regions = [whole(step.target.shape)] if blocks is None else [block.region for block in blocks]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, TensorEntry
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Shape, coverage_fault, whole
 from ckptx.errors import Defect
 from ckptx.transfer.plan import CopyPlan, FrameOf, Group, Step, TargetFile
@@ -84,6 +85,7 @@ class _Proof:
 
     def __init__(self) -> None:
         self._proved: set[tuple[int, Shape]] = set()
+        self._ids = ObjectIds()
 
     def check(self, step: Step) -> None:
         target = step.target
@@ -94,7 +96,7 @@ class _Proof:
             )
         chunks = target.chunks
         if type(chunks) is CutChunks:
-            key = (id(chunks.blocks), target.shape)  # the plan keeps the blocks alive
+            key = (self._ids(chunks.blocks), target.shape)
             if key not in self._proved:
                 self._proved.add(key)
                 _check_coverage(target, [block for block in chunks.blocks if not block.replica])

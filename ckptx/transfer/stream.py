@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import ArchivedChunks, Chunk, Frame, Record, TensorEntry
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage.files import FilePool
@@ -108,8 +109,8 @@ class TensorReader:
         self._strip: memoryview | None = None
         self._grids: dict[tuple[DType, bytes], Grid | None] = {}
         self._frames: dict[tuple[DType, Shape], _FrameBuffers] = {}
-        # By `id` of the regions, which are kept with what is known of them.
-        self._known_parts: dict[tuple[DType, Shape, int], tuple[Sequence[Region], Sequence[_Part]]] = {}
+        self._known_parts: dict[tuple[DType, Shape, int], Sequence[_Part]] = {}
+        self._ids = ObjectIds()
 
     def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordShare] | None = None) -> None:
         """Sends `region` of `entry` to `sink`.
@@ -201,16 +202,16 @@ class TensorReader:
     def _parts(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_Part]:
         """Where the elements of each archive go; empty when no grid says it. Tensors that are cut alike share it."""
         regions, shape, dtype = chunks.archives.regions, entry.shape, entry.dtype
-        key = (dtype, shape, id(regions))
+        key = (dtype, shape, self._ids(regions))
         known = self._known_parts.get(key)
         if known is None:
-            parts: Sequence[_Part] = ()
+            known = ()
             if is_grid(shape, regions):
                 frames = [self._frame(chunks.frame_of, dtype, region.sizes) for region in regions]
                 grid = grid_of(dtype, shape, regions)
-                parts = [_Part.of(grid, cell, frame) for cell, frame in zip(grid.cells, frames, strict=True)]
-            known = self._known_parts[key] = regions, parts
-        return known[1]
+                known = [_Part.of(grid, cell, frame) for cell, frame in zip(grid.cells, frames, strict=True)]
+            self._known_parts[key] = known
+        return known
 
     def _frame(self, frame_of: Callable[[DType, Shape], Frame], dtype: DType, sizes: Shape) -> _FrameBuffers:
         known = self._frames.get((dtype, sizes))

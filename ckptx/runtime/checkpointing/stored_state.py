@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.entry import BytesEntry, TensorEntry
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.reader import open_payloads
@@ -107,15 +108,17 @@ class _Plain:
     def __init__(self, archive: Archive, read: Callable[[int, int], bytes], where: str) -> None:
         self._archive, self._read, self._where = archive, read, where
         self._done: dict[int, Any] = {}  # what occurs several times stays one
+        self._ids = ObjectIds()
 
     def of(self, node: Any, depth: int = 0) -> Any:
         if node is None or type(node) in (bool, int, float, str, bytes):
             return node
-        if id(node) not in self._done:
+        key = self._ids(node)
+        if key not in self._done:
             if depth > JSON_DEPTH:
                 raise InputError(f"{self._where}: is nested deeper than {JSON_DEPTH} levels; save it flatter")
-            self._done[id(node)] = self._made(node, depth + 1)
-        return self._done[id(node)]
+            self._done[key] = self._made(node, depth + 1)
+        return self._done[key]
 
     def _made(self, node: Any, depth: int) -> Any:
         if isinstance(node, (TensorRef, Refused)):  # both are tuples

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, initialization
 from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.introspection.meta_model import known_class
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError, UnsupportedError, missing_package
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.model.layers import canonical_name
@@ -214,15 +215,15 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
 def give_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
     """`materialize` without values; gives the buffers that have storage now and had none."""
     made: dict[int, Tensor] = {}
-    kept = []  # so that no id is used twice
+    ids = ObjectIds()
 
     def with_storage(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        if id(tensor) not in made:
-            kept.append(tensor)
-            made[id(tensor)] = torch.empty_like(tensor, device=device)
-        return made[id(tensor)]
+        key = ids(tensor)
+        if key not in made:
+            made[key] = torch.empty_like(tensor, device=device)
+        return made[key]
 
     shared = _shared_parameters(model)
     with torch.no_grad():
