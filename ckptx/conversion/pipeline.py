@@ -9,9 +9,10 @@ user should know of it is in its notes, which `log` takes down. Where output for
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from ckptx.conversion.outputs.output_format import ConfigEdits, Contents, OutputFormat
-from ckptx.conversion.steps.base import Need, find_base
+from ckptx.conversion.steps.base import Base, Need, find_base
 from ckptx.conversion.steps.cast_losses import refuse_overflow
 from ckptx.conversion.steps.choosing import choose_tensors
 from ckptx.conversion.steps.dtypes import cast_tensors
@@ -24,10 +25,13 @@ from ckptx.conversion.steps.sidecars import carry
 from ckptx.conversion.steps.summary import Found, report_of
 from ckptx.conversion.steps.training_state import TrainingState, carry_state
 from ckptx.model_view.view import compare_replicas
+from ckptx.options import ConvertOptions
+from ckptx.processes.peers import Processes
 from ckptx.publishing.publish import Job, publish
 from ckptx.publishing.replacing import refuse_foreign
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log
+from ckptx.storage.files import FilePool
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.planner import plan_copy
 
@@ -50,27 +54,27 @@ def convert_opened(
     Raises:
         CkptxError: Whatever is in the way; nothing was published.
     """
-    options, is_of_training = opened.options, opened.source.form.is_of_training
-    keeps_state = output.keeps_state(opened)
+    source, files, dst, options = opened.source, opened.files, opened.dst, opened.options
+    keeps_state = output.keeps_state(source, options)
 
     # What is there.
-    base = log(find_base(opened, need))
-    prefix = options.prefix if output.is_prefix_of_source(opened.source) else None
-    model = log(see_model(opened, base, prefix=prefix, with_state=keeps_state))
+    base = log(find_base(source, dst, options, need))
+    prefix = options.prefix if output.is_prefix_of_source(source) else None
+    model = log(see_model(base, files, options, prefix=prefix, with_state=keeps_state))
     view = model.view
     _logger.info(
         "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.files_from.root,
         view.architecture.class_name if view.architecture else "no class", len(view.tensors), len(view.optimizer),
         len(view.other),
     )  # fmt: skip
-    ties = log(settle_ties(opened, model))
-    held = log(hold_against_config(opened, model))
+    ties = log(settle_ties(view, files, options))
+    held = log(hold_against_config(view, allow_misfit=options.allow_misfit))
     left = log(LeftBehind() if keeps_state else output.left_behind(view))
     if output.needs_model:
         refuse_without_model(view)
 
     # What the target holds: which tensors, called what, in which dtypes, cut how.
-    chosen = log(choose_tensors(opened, base, view, ties, output))
+    chosen = log(choose_tensors(base, view, ties, output, options))
     check_recorded_config(view, base, chosen.named)
     naming = chosen.named.naming
     _logger.info(
@@ -81,24 +85,25 @@ def convert_opened(
     sharded = Sharded(cast.target)
     if output.is_cut:
         sharded = log(shard(view, cast.target, naming, options, every_rank_alone=output.every_rank_alone))
-    names = output.names(opened, view, chosen.named)
-    placed = sharded.renamed(names).with_second_names(output.second_names(opened, view, chosen.named, names))
+    added = options.prefix or ""
+    names = output.names(view, chosen.named, added)
+    placed = sharded.renamed(names).with_second_names(output.second_names(view, chosen.named, names, added))
     outward = {old: names[new] for old, new in naming.renamed(view).items()} if keeps_state else {}
 
     def state_of_source() -> TrainingState:
-        return carry_state(view, opened.files, placed, outward) if keeps_state else TrainingState()
+        return carry_state(view, files, placed, outward) if keeps_state else TrainingState()
 
     state = log(state_of_source())
 
     # Where it lies, and what goes along.
-    is_altered = cast.was_cast or bool(options.prefix and not is_of_training)
+    is_altered = cast.was_cast or bool(options.prefix and not source.form.is_of_training)
     original = None if is_altered else chosen.original
     contents = Contents(placed, state, names, naming, base, chosen.restored, original)
-    allocation = log(output.allocate(opened, contents))
+    allocation = log(output.allocate(dst, contents, options, files))
     edits = ConfigEdits()
     if chosen.restored is None:
-        edits = log(output.edits(opened, view, chosen.named, cast, base, ties))
-    sidecars = log(carry(base, output.sidecars(opened, base), edits.rows))
+        edits = log(output.edits(view, chosen.named, cast, base, ties, options.dtype))
+    sidecars = log(carry(base, output.sidecars(base), edits.rows))
     target = placed.target
     plan = plan_copy(
         target.source,
@@ -113,7 +118,7 @@ def convert_opened(
         for line in plan.lines():
             _logger.debug("%s", line)
     ledger = settle_ledger(
-        opened.source.tensors.keys(),
+        source.tensors.keys(),
         plan,
         written=target.written() | state.written(),
         shared=target.shared | state.shared | view.model_duplicates.keys(),
@@ -123,8 +128,8 @@ def convert_opened(
     )
 
     def is_decision_unchanged() -> bool:
-        compare_replicas(view.catalog, opened.files)
-        return settle_ties(opened, model) == ties and state_of_source() == state
+        compare_replicas(view.catalog, files)
+        return settle_ties(view, files, options) == ties and state_of_source() == state
 
     job = Job(
         plan=plan,
@@ -132,31 +137,41 @@ def convert_opened(
         sidecars=dict(sidecars.files),
         options=options.fingerprint(),
         manifest=lambda outcome: output.manifest(contents, allocation, outcome.digests),
-        opened=opened.source,
+        opened=source,
         is_decision_unchanged=is_decision_unchanged,
         refuse=lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
         check=allocation.check,
         markers=list(allocation.markers),
     )
-    found = Found(opened, model, ties, held, left, cast, sharded, contents, allocation, sidecars, job, ledger)
-    outcome = None if options.dry_run else _published(found, on_progress)
+    found = Found(
+        dst, options, opened.processes, model, ties, held, left, cast, sharded, contents, allocation, sidecars, job,
+        ledger,
+    )  # fmt: skip
+    outcome = None if options.dry_run else _published(job, dst, files, options, opened.processes, base, on_progress)
     return report_of(command, found, outcome, log)
 
 
-def _published(found: Found, on_progress: Progress) -> Outcome | None:
+def _published(
+    job: Job,
+    dst: Path,
+    files: FilePool,
+    options: ConvertOptions,
+    processes: Processes | None,
+    base: Base,
+    on_progress: Progress,
+) -> Outcome | None:
     """Writes the output."""
-    opened, options, total = found.opened, found.opened.options, found.job.plan.bytes_written
-    named = found.contents.base.catalog
+    total = job.plan.bytes_written
     return publish(
-        found.job,
-        opened.dst,
-        opened.files,
+        job,
+        dst,
+        files,
         workers=options.workers,
         max_memory=options.max_memory,
         overwrite=options.overwrite,
         resume=options.resume,
         on_progress=lambda done: on_progress(done, total),
-        processes=opened.processes,
-        beside=() if named is None else (named,),
+        processes=processes,
+        beside=() if base.catalog is None else (base.catalog,),
         may_replace=refuse_foreign,
     )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptx.conversion.steps.base import Need, find_base
+from ckptx.conversion.steps import base
 from ckptx.conversion.steps.model import see_model, settle_ties
 from ckptx.conversion.steps.opening import Opened, opened
 from ckptx.model_view.view import ModelView
@@ -28,15 +28,21 @@ def source(src: Path, command: str = "reshard", **options: Any) -> Iterator[Open
         yield ready
 
 
-def viewed(ready: Opened, need: Need = "config", **fields: Any) -> ModelView:
+def find_base(ready: Opened, need: base.Need) -> base.Base:
+    """Its config."""
+    return base.find_base(ready.source, ready.dst, ready.options, need)
+
+
+def viewed(ready: Opened, need: base.Need = "config", **fields: Any) -> ModelView:
     """The model in it."""
-    return see_model(ready, find_base(ready, need), **{"prefix": None, "with_state": False, **fields}).view
+    fields = {"prefix": None, "with_state": False, **fields}
+    return see_model(find_base(ready, need), ready.files, ready.options, **fields).view
 
 
 def decided(ready: Opened) -> tuple[ModelView, Any]:
     """The model in it, and its ties."""
-    model = see_model(ready, find_base(ready, "config"), prefix=None, with_state=False)
-    return model.view, settle_ties(ready, model)
+    view = viewed(ready)
+    return view, settle_ties(view, ready.files, ready.options)
 
 
 def frozen(value: Any) -> Any:

@@ -18,11 +18,10 @@ from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
-from ckptx.conversion.steps.base import find_base
 from ckptx.conversion.steps.choosing import choose_tensors
 from ckptx.conversion.steps.dtypes import cast_tensors
 from ckptx.conversion.steps.ledger import settle_ledger
-from ckptx.conversion.steps.model import hold_against_config, leave_state_behind, refuse_without_model, see_model
+from ckptx.conversion.steps.model import hold_against_config, leave_state_behind, refuse_without_model
 from ckptx.conversion.steps.naming import rename
 from ckptx.conversion.steps.restoring import remember, restore_original
 from ckptx.conversion.steps.sharding import Sharded, rank_rows, shard
@@ -31,7 +30,7 @@ from ckptx.conversion.steps.target import Target, share
 from ckptx.conversion.steps.training_state import carry_state
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from tests.conversion.steps import CONFIG, TIED, decided, frozen, source, viewed
+from tests.conversion.steps import CONFIG, TIED, decided, find_base, frozen, source, viewed
 from tests.support.writers import llama, value, write_dcp, write_hf
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -99,11 +98,10 @@ def test_a_model_that_does_not_fit_is_refused_or_noted(tmp_path: Path) -> None:
     tensors = {name: each for name, each in llama().items() if name != NORM}
     write_hf(tmp_path / "hf", {**tensors, "strange": value("F32", 2)}, config=CONFIG)
     with source(tmp_path / "hf") as ready:
-        model = see_model(ready, find_base(ready, "config"), prefix=None, with_state=False)
+        view = viewed(ready)
         with pytest.raises(InputError, match="allow-misfit"):
-            hold_against_config(ready, model)
-    with source(tmp_path / "hf", allow_misfit=True) as ready:
-        held = hold_against_config(ready, model)
+            hold_against_config(view, allow_misfit=False)
+        held = hold_against_config(view, allow_misfit=True)
         assert held.fit is not None and [each.name for each in held.fit.misfits] == [NORM]
         assert (
             held.notes[0]
@@ -258,7 +256,7 @@ def test_what_a_format_chooses(tmp_path: Path, output: str) -> None:
     ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
     with source(tmp_path / "dcp") as ready:
         view, ties = decided(ready)
-        chosen = choose_tensors(ready, find_base(ready, "config"), view, ties, FORMATS[output])
+        chosen = choose_tensors(find_base(ready, "config"), view, ties, FORMATS[output], ready.options)
     assert (chosen.restored is not None) == (output == "huggingface")
     assert (chosen.original is not None) == (output != "huggingface")
     assert (HEAD in chosen.named.target.aliases) == (output != "huggingface")

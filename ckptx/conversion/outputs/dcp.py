@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, lay_out
 from ckptx.conversion.outputs.dcp_prefix import refuse_unreadable_prefix
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat, float_edits
@@ -14,12 +16,13 @@ from ckptx.conversion.steps.dtypes import Cast, lossless_edits
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.model import LeftBehind, Ties, leave_state_behind
 from ckptx.conversion.steps.naming import Named
-from ckptx.conversion.steps.opening import Opened
 from ckptx.conversion.steps.written import check_dcp
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.model_view.view import ModelView
+from ckptx.options import ConvertOptions
+from ckptx.storage.files import FilePool
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class DcpFormat(OutputFormat):
     keeps_wrappers: ClassVar[bool] = True
     needs_model: ClassVar[bool] = False
 
-    def keeps_state(self, opened: Opened) -> bool:
-        return opened.source.form.is_of_training and opened.options.optimizer != "drop"
+    def keeps_state(self, source: Catalog, options: ConvertOptions) -> bool:
+        return source.form.is_of_training and options.optimizer != "drop"
 
     def left_behind(self, view: ModelView) -> LeftBehind:
         if not view.catalog.form.is_of_training:
@@ -46,7 +49,7 @@ class DcpFormat(OutputFormat):
     def default_naming(self, view: ModelView) -> str | None:
         return "disk" if view.catalog.form.has_model_names else None
 
-    def names(self, opened: Opened, view: ModelView, named: Named) -> dict[str, str]:
+    def names(self, view: ModelView, named: Named, prefix: str) -> dict[str, str]:
         """A DCP keeps the names it has, wrappers and prefix too, as the trainer that wrote it looks for them.
 
         One that comes out of an HF checkpoint gets the prefix that was asked for.
@@ -54,9 +57,8 @@ class DcpFormat(OutputFormat):
         Raises:
             UsageError: The model would not be found again under the prefix.
         """
-        names = OutputFormat.names(self, opened, view, named)
+        names = OutputFormat.names(self, view, named, prefix)
         if not view.catalog.form.is_of_training:
-            prefix = opened.options.prefix or ""
             if prefix:
                 refuse_unreadable_prefix(prefix, names, view)
             return {name: prefix + name for name in names}
@@ -64,18 +66,18 @@ class DcpFormat(OutputFormat):
             return names
         return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
 
-    def second_names(self, opened: Opened, view: ModelView, named: Named, names: Mapping[str, str]) -> dict[str, str]:
+    def second_names(self, view: ModelView, named: Named, names: Mapping[str, str], prefix: str) -> dict[str, str]:
         """A DCP keeps both names, as the trainer that wrote them looks for either."""
         if named.naming.sources:
             return {}
-        prefix = "" if view.catalog.form.is_of_training else opened.options.prefix or ""
+        prefix = "" if view.catalog.form.is_of_training else prefix
         kept = {entry.name: names[name] for name, entry in view.tensors.items() if name in names}
         return {
             prefix + name: kept[other] for name, other in view.duplicates.items() if other in kept and name not in kept
         }
 
-    def allocate(self, opened: Opened, contents: Contents) -> Allocation:
-        output = _lay_out(opened, contents)
+    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: FilePool) -> Allocation:
+        output = _lay_out(dst, contents, options.files)
         return Allocation(
             output.catalog,
             lambda tree, _: check_dcp(tree, output),
@@ -85,10 +87,10 @@ class DcpFormat(OutputFormat):
             ranks=output.ranks,
         )
 
-    def edits(self, opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
-        return float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, opened.options.dtype))
+    def edits(self, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
+        return float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, dtype))
 
-    def sidecars(self, opened: Opened, base: Base) -> list[str]:
+    def sidecars(self, base: Base) -> list[str]:
         return [sidecar.name for sidecar in base.files_from.sidecars]
 
     def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -105,12 +107,11 @@ class DcpFormat(OutputFormat):
         )
 
 
-def _lay_out(opened: Opened, contents: Contents) -> DcpOutput:
+def _lay_out(dst: Path, contents: Contents, files: int | None) -> DcpOutput:
     target, state, model = contents.sharded.target, contents.state, contents.sharded.model
-    files = opened.options.files
     if model is None:
         assert not state.tensors
-        catalog = dcp_layout.allocate(opened.dst, target.tensors.values(), files)
+        catalog = dcp_layout.allocate(dst, target.tensors.values(), files)
         marker = (METADATA, dcp_layout.metadata_bytes(catalog, target.aliases))
         fqns = {**{name: name for name in catalog.tensors}, **target.aliases}
         return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {}, {METADATA: fqns})
@@ -125,7 +126,7 @@ def _lay_out(opened: Opened, contents: Contents) -> DcpOutput:
         {**target.aliases, **state.aliases},
         {**target.copies, **state.copies},
     )
-    return lay_out(opened.dst, inside, model.dims, files, target.source)
+    return lay_out(dst, inside, model.dims, files, target.source)
 
 
 def _model_names(contents: Contents) -> dict[str, str]:

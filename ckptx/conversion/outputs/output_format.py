@@ -14,11 +14,12 @@ from ckptx.conversion.steps.base import Base
 from ckptx.conversion.steps.dtypes import Cast, quantization_edits
 from ckptx.conversion.steps.model import LeftBehind, Ties
 from ckptx.conversion.steps.naming import Named, Naming
-from ckptx.conversion.steps.opening import Opened
 from ckptx.conversion.steps.restoring import Restored, Restoring
 from ckptx.conversion.steps.sharding import Sharded
 from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
+from ckptx.options import ConvertOptions
+from ckptx.storage.files import FilePool
 from ckptx.transfer.executor import Outcome
 from ckptx.transfer.plan import FrameOf
 
@@ -107,8 +108,8 @@ class OutputFormat(ABC):
         """`--prefix` is about names in the source, not about names in the output."""
         return source.form.is_of_training
 
-    def keeps_state(self, opened: Opened) -> bool:
-        """Training state goes along."""
+    def keeps_state(self, source: Catalog, options: ConvertOptions) -> bool:
+        """Return True if training state is written, too."""
         return False
 
     @abstractmethod
@@ -119,29 +120,42 @@ class OutputFormat(ABC):
     def default_naming(self, view: ModelView) -> str | None:
         """What to do without `--names`; None leaves names as they are."""
 
-    def restored(self, opened: Opened, base: Base, view: ModelView, ties: Ties) -> Restoring:
+    def restored(self, base: Base, view: ModelView, ties: Ties, options: ConvertOptions) -> Restoring:
         """The files that the source began as, where this output can be these files again."""
         return Restoring()
 
-    def names(self, opened: Opened, view: ModelView, named: Named) -> dict[str, str]:
-        """From the names of a target to those in the output."""
+    def names(self, view: ModelView, named: Named, prefix: str) -> dict[str, str]:
+        """Map the names of a target to those in the output.
+
+        Args:
+            view: The model.
+            named: The names of the target.
+            prefix: The one of `--prefix`, which comes before names of a DCP; "" for none.
+        """
         return {name: name for name in (*named.target.tensors, *named.target.aliases)}
 
-    def second_names(self, opened: Opened, view: ModelView, named: Named, names: Mapping[str, str]) -> dict[str, str]:
+    def second_names(self, view: ModelView, named: Named, names: Mapping[str, str], prefix: str) -> dict[str, str]:
         """Names in the output for tensors that the source has under two names -> the other name there."""
         return {}
 
     @abstractmethod
-    def allocate(self, opened: Opened, contents: Contents) -> Allocation:
-        """Gives every block its place."""
+    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: FilePool) -> Allocation:
+        """Give every block its place.
+
+        Args:
+            dst: The directory to write.
+            contents: All that goes into it.
+            options: Sizes and numbers of files.
+            source: The files of the source, for checks of what was written.
+        """
 
     @abstractmethod
-    def edits(self, opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
-        """What config.json has to say otherwise."""
+    def edits(self, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
+        """List the changes to config.json; `dtype` is that of `--dtype`."""
 
     @abstractmethod
-    def sidecars(self, opened: Opened, base: Base) -> list[str]:
-        """Which of the files beside the base or the source travel along."""
+    def sidecars(self, base: Base) -> list[str]:
+        """List the files beside the base or the source that are copied."""
 
     @abstractmethod
     def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:

@@ -10,13 +10,12 @@ from ckptx.conversion.steps.base import Base
 from ckptx.conversion.steps.dtypes import Cast, lossless_edits
 from ckptx.conversion.steps.model import Ties
 from ckptx.conversion.steps.naming import Named
-from ckptx.conversion.steps.opening import Opened
 from ckptx.model_view.view import ModelView
 
 
-def safetensors_edits(opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
+def safetensors_edits(view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
     """Edits to dtypes, to quantisation and to ties, so that loading by the config gives what the files hold."""
-    floats = float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, opened.options.dtype))
+    floats = float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, dtype))
     untied = _untie_edits(view, base.config, ties)
     return ConfigEdits((*floats.rows, *untied.rows), (*floats.notes, *untied.notes))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat
@@ -16,11 +17,12 @@ from ckptx.conversion.steps.dtypes import Cast
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.model import LeftBehind, Ties, leave_state_behind
 from ckptx.conversion.steps.naming import Named
-from ckptx.conversion.steps.opening import Opened
 from ckptx.conversion.steps.written import check_sharded
 from ckptx.formats.dcp.megatron import without_backend
 from ckptx.formats.sharded import layout as sharded_layout
 from ckptx.model_view.view import ModelView
+from ckptx.options import ConvertOptions
+from ckptx.storage.files import FilePool
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class ShardedFormat(OutputFormat):
     def default_naming(self, view: ModelView) -> str | None:
         return "model"
 
-    def allocate(self, opened: Opened, contents: Contents) -> Allocation:
+    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: FilePool) -> Allocation:
         target, model = contents.sharded.target, contents.sharded.model
         assert model is not None
         layout = sharded_layout.allocate(
-            opened.dst,
+            dst,
             ((entry, model.placed[name].stage, model.placed[name].blocks) for name, entry in target.tensors.items()),
             model.dims,
         )
@@ -55,11 +57,11 @@ class ShardedFormat(OutputFormat):
             ranks={name: int(name.split("-")[1]) - 1 for name in layout.catalog.files},
         )
 
-    def edits(self, opened: Opened, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties) -> ConfigEdits:
-        edits = safetensors_edits(opened, view, named, cast, base, ties)
+    def edits(self, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
+        edits = safetensors_edits(view, named, cast, base, ties, dtype)
         return ConfigEdits(edits.rows, (*edits.notes, *_forced_ties(ties, edits)))
 
-    def sidecars(self, opened: Opened, base: Base) -> list[str]:
+    def sidecars(self, base: Base) -> list[str]:
         beside = base.files_from
         return without_backend(beside.root, beside.sidecars)
 

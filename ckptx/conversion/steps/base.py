@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.conversion.steps.opening import Opened
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import is_torch_dist
 from ckptx.formats.hf.hf_metadata import DIRECTORY, directory_of_config, find_hf_metadata, read_hf_metadata
@@ -38,6 +37,7 @@ class Base:
         config: That of the base, else the one beside the tensors; None with `--base none`.
         dtypes: Of the tensors of the base, by their names there.
         files: Tensor name -> number of its file in the base, where `.hf_metadata/` says so.
+        is_none: True with `--base none`.
         notes: What the user should know.
     """
 
@@ -46,6 +46,7 @@ class Base:
     config: dict[str, Any] | None
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
+    is_none: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -54,26 +55,27 @@ class Base:
         return self.catalog if self.catalog is not None else self.source
 
 
-def find_base(opened: Opened, need: Need) -> Base:
+def find_base(source: Catalog, dst: Path, options: ConvertOptions, need: Need) -> Base:
     """Finds the config.
 
     Args:
-        opened: The source.
+        source: The source.
+        dst: The directory to write, which must hold nothing of the base.
+        options: `base` and what a Hub id of it needs.
         need: What to do where there is none.
 
     Raises:
         InputError: There is none, or it is damaged.
         UnsupportedError: `--base` names a DCP.
     """
-    source, options = opened.source, opened.options
     named = _open_base(options)
     if named is not None:
-        refuse_overlap(named.root, opened.dst)
-        refuse_files_of(named, opened.dst)
+        refuse_overlap(named.root, dst)
+        refuse_files_of(named, dst)
         return Base(source, named, named.config, {name: entry.dtype for name, entry in named.tensors.items()})
     if options.base == "none":
         note = "--base none: no config, ties were not resolved and no prefix was looked for"
-        return Base(source, None, None, notes=(note,))
+        return Base(source, None, None, is_none=True, notes=(note,))
     beside = _base_beside(source)
     if beside.config is not None:
         return beside
@@ -138,7 +140,7 @@ def _base_beside(source: Catalog) -> Base:
     base = Catalog(found.root, "huggingface", {}, config=found.config, sidecars=found.sidecars)
     base.identities = {**identities(found.root, (sidecar.name for sidecar in found.sidecars)), **before}
     note = f"{DIRECTORY} beside the tensors is the base: its config and other files are taken"
-    return Base(source, base, source.config, found.dtypes, found.files, (note,))
+    return Base(source, base, source.config, found.dtypes, found.files, notes=(note,))
 
 
 def _open_base(options: ConvertOptions) -> Catalog | None:

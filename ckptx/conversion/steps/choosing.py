@@ -6,22 +6,28 @@ from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.steps.base import Base
 from ckptx.conversion.steps.model import Ties, wrapper_notes
 from ckptx.conversion.steps.naming import rename
-from ckptx.conversion.steps.opening import Opened
 from ckptx.conversion.steps.restoring import Chosen, Remembered, remember
 from ckptx.conversion.steps.target import share
 from ckptx.model_view.view import ModelView
+from ckptx.options import ConvertOptions
 
 
-def choose_tensors(opened: Opened, base: Base, view: ModelView, ties: Ties, output: OutputFormat) -> Chosen:
+def choose_tensors(base: Base, view: ModelView, ties: Ties, output: OutputFormat, options: ConvertOptions) -> Chosen:
     """The tensors of the files that the source began as; else ties as `--tied` says, and names as `--names` says.
+
+    Args:
+        base: The config, and where it comes from.
+        view: The model.
+        ties: Decisions on its tied names.
+        output: The format to write.
+        options: `tied`, `names`, and whatever asks for other files than the original ones.
 
     Raises:
         InputError: `--tied drop` would lose a tensor, tensors that belong together are not all there, or what the
             manifest calls tied is not.
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
     """
-    options = opened.options
-    restoring = output.restored(opened, base, view, ties)
+    restoring = output.restored(base, view, ties, options)
     if restoring.found is not None:
         notes = (*restoring.notes, *wrapper_notes(view, kept=False))
         return Chosen(restoring.found.named, restoring.found, notes=notes)

@@ -9,7 +9,6 @@ from typing import Any
 from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import BytesEntry
 from ckptx.conversion.steps.base import Base
-from ckptx.conversion.steps.opening import Opened
 from ckptx.errors import InputError
 from ckptx.mapping.names import is_trainer_state
 from ckptx.model_view.config_check import Fit, fit_of
@@ -23,7 +22,9 @@ from ckptx.model_view.view import (
     settle_duplicates,
     view_model,
 )  # fmt: skip
+from ckptx.options import ConvertOptions
 from ckptx.report.report import counted, human_bytes
+from ckptx.storage.files import FilePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,13 @@ class Model:
     notes: tuple[str, ...] = ()
 
 
-def see_model(opened: Opened, base: Base, *, prefix: str | None, with_state: bool) -> Model:
+def see_model(base: Base, files: FilePool, options: ConvertOptions, *, prefix: str | None, with_state: bool) -> Model:
     """Finds the model, and the places of its bytes.
 
     Args:
-        opened: The source.
-        base: Whose config says what the tensors are.
+        base: The source, and the config that says what its tensors are.
+        files: The files of the source.
+        options: `trust_remote_code`; a dry run looks into every archive at once.
         prefix: What the names of the model begin with; None finds it.
         with_state: Training state will be read, too.
 
@@ -53,7 +55,6 @@ def see_model(opened: Opened, base: Base, *, prefix: str | None, with_state: boo
             names of one tensor differ.
         UnsupportedError: The tensors are an adapter.
     """
-    options = opened.options
     view = view_model(
         base.source,
         config=base.config,
@@ -61,11 +62,11 @@ def see_model(opened: Opened, base: Base, *, prefix: str | None, with_state: boo
         trust_remote_code=options.trust_remote_code,
     )
     later = not options.dry_run
-    view = locate_payloads(view, opened.files, later=later)
-    compare_replicas(view.catalog, opened.files)
+    view = locate_payloads(view, files, later=later)
+    compare_replicas(view.catalog, files)
     if with_state:
-        view = locate_all(view, opened.files, later=later)
-    view = settle_duplicates(view, opened.files, with_state=with_state)
+        view = locate_all(view, files, later=later)
+    view = settle_duplicates(view, files, with_state=with_state)
     notes = view.notes_on_others("carried along as it is") if with_state else ()
     return Model(view, (*view.notes, *notes))
 
@@ -87,15 +88,19 @@ class Ties:
     notes: tuple[str, ...] = ()
 
 
-def settle_ties(opened: Opened, model: Model) -> Ties:
+def settle_ties(view: ModelView, files: FilePool, options: ConvertOptions) -> Ties:
     """Decides every tie; bytes are read only of pairs that are both on disk.
+
+    Args:
+        view: The model.
+        files: The files of the source.
+        options: `tie_missing` and `allow_misfit`.
 
     Raises:
         InputError: A tensor the model needs is missing, and nothing says that it is tied.
     """
-    view, options = model.view, opened.options
     missing: list[str] | None = [] if options.allow_misfit else None
-    decisions = decide_ties(view, opened.files, tie_missing=options.tie_missing, accepted=missing)
+    decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted=missing)
     leaders = leaders_of(decisions)
     return Ties(
         decisions,
@@ -125,13 +130,17 @@ class HeldAgainstConfig:
     notes: tuple[str, ...] = ()
 
 
-def hold_against_config(opened: Opened, model: Model) -> HeldAgainstConfig:
-    """Whether the config is that of these tensors.
+def hold_against_config(view: ModelView, *, allow_misfit: bool) -> HeldAgainstConfig:
+    """Compare names and shapes of the tensors with those that the config asks for.
+
+    Args:
+        view: The model.
+        allow_misfit: True makes a note of a difference.
 
     Raises:
         InputError: Names or shapes do not fit, and nobody said that they may not.
     """
-    view, architecture = model.view, model.view.architecture
+    architecture = view.architecture
     if view.config is None:
         return HeldAgainstConfig(None)
     if architecture is None:
@@ -140,8 +149,8 @@ def hold_against_config(opened: Opened, model: Model) -> HeldAgainstConfig:
     fit = fit_of(view)
     notes = fit.extra_notes(architecture.class_name)
     if fit.misfits:
-        said = fit.summary(str(opened.source.root))
-        if not opened.options.allow_misfit:
+        said = fit.summary(str(view.catalog.root))
+        if not allow_misfit:
             raise InputError(
                 f"{said}; copy what is missing, give the config that it was trained with (--base), or pass "
                 "--allow-misfit to take it as it is"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.outputs.output_format import Allocation, Contents
@@ -10,13 +11,14 @@ from ckptx.conversion.steps.cast_losses import notes_on_losses, rows_of
 from ckptx.conversion.steps.dtypes import Cast
 from ckptx.conversion.steps.ledger import Ledger
 from ckptx.conversion.steps.model import HeldAgainstConfig, LeftBehind, Model, Ties
-from ckptx.conversion.steps.opening import Opened
 from ckptx.conversion.steps.sharding import Sharded, rank_rows
 from ckptx.conversion.steps.sidecars import Sidecars
 from ckptx.conversion.steps.tie_actions import tie_actions
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.model_view.view import tie_rows
+from ckptx.options import ConvertOptions
 from ckptx.processes.peak_memory import peak_memory
+from ckptx.processes.peers import Processes
 from ckptx.publishing.output_place import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
@@ -29,7 +31,9 @@ from ckptx.wording import counted
 class Found:
     """What the steps of one conversion found; each value is described where it is made."""
 
-    opened: Opened
+    dst: Path
+    options: ConvertOptions
+    processes: Processes | None
     model: Model
     ties: Ties
     held: HeldAgainstConfig
@@ -52,9 +56,9 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
         outcome: Result of the copy; None for a dry run, and on a rank that found the output complete already.
         log: Has the notes of all steps.
     """
-    opened, view, state, job = found.opened, found.model.view, found.contents.state, found.job
+    view, state, job = found.model.view, found.contents.state, found.job
     target, architecture = found.contents.sharded.target, found.model.view.architecture
-    described = _described(found, log) if opened.options.dry_run else {}
+    described = _described(found, log) if found.options.dry_run else {}
     bytes_read, bytes_written, output_bytes = _cost(found, outcome, described, log)
     ties = found.ties.decisions
     actions = tie_actions(ties, found.contents)
@@ -75,7 +79,7 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
         ranks=_ranks(found),
         warnings=list(log.notes),
         peak_rss=peak_memory() if outcome is None else max(outcome.peak_rss, peak_memory()),
-        peak_rss_of=THIS_PROCESS if opened.processes is None else LARGEST_RANK,
+        peak_rss_of=THIS_PROCESS if found.processes is None else LARGEST_RANK,
         output_bytes=output_bytes,
         parameters=found.ties.parameters,
         architecture=None
@@ -121,7 +125,7 @@ def _ranks(found: Found) -> list[dict[str, Any]]:
 
 def _described(found: Found, log: Log) -> dict[str, Any]:
     """What a dry run says of the files that it does not write."""
-    job, options, dst = found.job, found.opened.options, found.opened.dst
+    job, options, dst = found.job, found.options, found.dst
     sizes = [(file.name, file.nbytes, file.blocks) for file in job.plan.files]
     sizes += [(name, len(data), 0) for name, data in job.markers]
     sizes += [(name, nbytes, 0) for name, nbytes in job.sidecar_sizes().items()]
@@ -135,7 +139,7 @@ def _described(found: Found, log: Log) -> dict[str, Any]:
 
 def _cost(found: Found, outcome: Outcome | None, described: dict[str, Any], log: Log) -> tuple[int, int, int]:
     """Return the bytes that this run read and wrote, and the bytes of all files of the output."""
-    job, dst = found.job, found.opened.dst
+    job, dst = found.job, found.dst
     if described:
         size = sum(file["bytes"] for file in described["files"])
         return job.plan.bytes_read, size, size
