@@ -12,24 +12,26 @@ from __future__ import annotations
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ckptx.errors import CkptxError, UsageError
 from ckptx.runtime.checkpointing.save import publish
 from ckptx.runtime.checkpointing.snapshot import Snapshot, take
 from ckptx.runtime.parallel.distributed import everywhere
-from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
+from ckptx.runtime.save_request import SaveOptions, SaveRequest
+
+if TYPE_CHECKING:  # Python 3.10 has it there alone
+    from typing_extensions import Unpack
 
 _TIMEOUT = timedelta(hours=1)  # that ranks may be apart in writing; one that is gone is noticed at once
 
@@ -57,30 +59,17 @@ class Saver:
         model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | None,
         path: Path,
-        *,
-        layout: TensorParallelLayout | None = None,
-        step: int | None = None,
-        beside: Path | None = None,
-        training_state: Mapping[str, Any] | None = None,
-        mesh: DeviceMesh | None = None,
-        overwrite: bool = False,
-        then: Callable[[], object] | None = None,
+        **options: Unpack[SaveOptions],
     ) -> None:
         """Copies what is to be saved into memory of the CPU, and begins to write it.
 
         Waits for the one before it, so that copies of one alone are in memory.
 
         Args:
-            model: As in `save`, as are all others.
-            optimizer: Of the model.
-            path: Where to.
-            layout: What TP did to the model.
-            step: Stored under "step".
-            beside: Where config and tokenizer come from; read before this returns.
-            training_state: What else the run needs.
-            mesh: Of the run.
-            overwrite: Put it in the place of a checkpoint that is there.
-            then: Called in the thread of rank 0 when the checkpoint is published.
+            model: The model, or the pipeline stages of this rank.
+            optimizer: Its optimizer; None saves the model alone.
+            path: The directory to write.
+            **options: As in `save`, see `SaveRequest`.
 
         Raises:
             CkptxError: What went wrong with the one before; or what `save` says before it writes.
@@ -88,12 +77,9 @@ class Saver:
         self.wait()
         if not self._groups:
             raise UsageError("Saver: is closed, or lost a rank; make another")
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        snapshot = take(
-            models, optimizer, layout=layout, step=step, beside=beside, training_state=training_state, mesh=mesh,
-            copies=True,
-        )  # fmt: skip
-        self._writing = _Writing(snapshot, path, overwrite, then, self._groups, self._unheard)
+        request = SaveRequest(model, optimizer, path, **options)
+        snapshot = take(request, copies=True)
+        self._writing = _Writing(snapshot, path, request.overwrite, request.then, self._groups, self._unheard)
         self._writing.start()
 
     def wait(self) -> None:

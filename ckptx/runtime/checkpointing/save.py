@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ckptx.errors import CkptxError, Defect, InputError, UsageError
@@ -33,40 +32,26 @@ from ckptx.runtime.checkpointing.snapshot import GROUPS, STATE, Names, Snapshot,
 from ckptx.runtime.checkpointing.stored_state import StoredState, open_state
 from ckptx.runtime.parallel.distributed import together
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
+from ckptx.runtime.save_request import SaveOptions, SaveRequest
 from ckptx.storage.files import unwritable
 from ckptx.storage.staged import staged
 
+if TYPE_CHECKING:  # Python 3.10 has it there alone
+    from typing_extensions import Unpack
+
 
 def save(
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
-    path: Path,
-    *,
-    layout: TensorParallelLayout | None = None,
-    step: int | None = None,
-    beside: Path | None = None,
-    training_state: Mapping[str, Any] | None = None,
-    mesh: DeviceMesh | None = None,
-    overwrite: bool = False,
-    then: Callable[[], object] | None = None,
+    model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | None, path: Path, **options: Unpack[SaveOptions]
 ) -> None:
     """Writes a DCP that stock torch and ckptx read. Every rank calls it, within a process group.
 
     It appears under its name in one step, when all of it is on the disk; a run that fails leaves nothing.
 
     Args:
-        model: Plain, cut by TP, sharded by FSDP2, or a pipeline stage; of a rank that has several stages, all of them.
-        optimizer: Of this model, or of all these stages, made after it was sharded; None saves the model alone.
-        path: A directory that is not there yet, or is empty, on a file system that all ranks share.
-        layout: What TP did to the model; needed where it did something. `TensorParallelLayout.together` makes one for
-            several stages.
-        step: Stored under "step".
-        beside: A checkpoint whose config, tokenizer and the like are copied. None writes the model's own config.
-        training_state: What else the run needs to go on, by name: things with a `state_dict`, or plain values (numbers,
-            texts, tensors, in lists and dicts), alike on all ranks; `PerRank` around what is not.
-        mesh: The mesh of the run, needed for a `PerRank`.
-        overwrite: Put it in the place of a checkpoint that is there, in one step.
-        then: Called on rank 0 when the checkpoint is published: what names it as the latest belongs here.
+        model: The model, or the pipeline stages of this rank.
+        optimizer: Its optimizer; None saves the model alone.
+        path: The directory to write.
+        **options: `layout`, `step`, `beside`, `training_state`, `mesh`, `overwrite` and `then`, see `SaveRequest`.
 
     Raises:
         OutputError: `path` is not free, or cannot be written.
@@ -77,12 +62,8 @@ def save(
     """
     if not dist.is_initialized():
         raise UsageError("save: called outside of a process group, needed one; use distributed.process_group")
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    snapshot = take(
-        models, optimizer, layout=layout, step=step, beside=beside, training_state=training_state, mesh=mesh,
-        copies=False,
-    )  # fmt: skip
-    publish(snapshot, path, overwrite=overwrite, then=then)
+    request = SaveRequest(model, optimizer, path, **options)
+    publish(take(request, copies=False), path, overwrite=request.overwrite, then=request.then)
 
 
 def load_optimizer(

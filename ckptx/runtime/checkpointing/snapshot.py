@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -26,6 +25,7 @@ from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.activation_checkpointing.wrap import configs_as_given
 from ckptx.runtime.parallel.distributed import everywhere, together
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
+from ckptx.runtime.save_request import SaveRequest
 from ckptx.storage.files import read_small
 
 _MODEL, _OPTIMIZER = "model", "optim"
@@ -47,30 +47,23 @@ class Snapshot(NamedTuple):
     files: Mapping[str, bytes]
 
 
-def take(
-    models: Sequence[nn.Module],
-    optimizer: Optimizer | None,
-    *,
-    layout: TensorParallelLayout | None,
-    step: int | None,
-    beside: Path | None,
-    training_state: Mapping[str, Any] | None,
-    mesh: DeviceMesh | None,
-    copies: bool,
-) -> Snapshot:
-    """Takes one; every rank calls it. The arguments are those of `save`.
+def take(request: SaveRequest, *, copies: bool) -> Snapshot:
+    """Take a snapshot; every rank calls it.
 
     Args:
-        copies: Nothing in it is what the run goes on to change.
+        request: The model and its optimizer, and what is saved beside them.
+        copies: True copies every tensor, so that the run may change its own.
     """
+    models = request.models
     with together():
-        tree, own = _of_model(Names.of(models), optimizer, layout, _copied if copies else _as_it_is)
-        files = _beside(models[0], beside) if dist.get_rank() == 0 else {}
+        keep = _copied if copies else _as_it_is
+        tree, own = _of_model(Names.of(models), request.optimizer, request.layout, keep)
+        files = _beside(models[0], request.beside) if dist.get_rank() == 0 else {}
     # In the order of names: that of an optimizer's state is another one when it was loaded than when it was trained.
     aliases = dict(sorted({alias: stored for each in everywhere(own) for alias, stored in each.items()}.items()))
-    if step is not None:
-        tree[STEP] = step
-    if collected := collect(training_state or {}, mesh):
+    if request.step is not None:
+        tree[STEP] = request.step
+    if collected := collect(request.training_state or {}, request.mesh):
         tree[ROOT] = collected
     return Snapshot(tree, aliases, files)
 

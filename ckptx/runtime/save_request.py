@@ -1,0 +1,65 @@
+"""The arguments of a save, declared once for `save`, `Saver.save` and the snapshot that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
+
+
+class SaveOptions(TypedDict, total=False):
+    """The keyword arguments of `save`; `SaveRequest` says what each means."""
+
+    layout: TensorParallelLayout | None
+    step: int | None
+    beside: Path | None
+    training_state: Mapping[str, Any] | None
+    mesh: DeviceMesh | None
+    overwrite: bool
+    then: Callable[[], object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """One checkpoint to save.
+
+    Attributes:
+        model: A plain model, one sharded by TP or FSDP2, or a pipeline stage; on a rank with several stages, all of
+            them.
+        optimizer: The optimizer of this model, or of all these stages, made after sharding; None saves the model alone.
+        path: A directory that does not exist yet, or is empty, on a file system that all ranks share.
+        layout: The TP layout of the model; required if TP shards it. `TensorParallelLayout.together` makes one for
+            several stages.
+        step: Number that is stored under "step"; None stores none.
+        beside: A checkpoint whose config, tokenizer and the like are copied, before the call returns. None writes the
+            config of the model.
+        training_state: The rest that the run needs to resume, by name: objects with a `state_dict`, or plain values
+            (numbers, strings, tensors, in lists and dicts), identical on all ranks; `PerRank` around what is not.
+        mesh: The mesh of the run; required for a `PerRank`.
+        overwrite: True replaces a checkpoint at `path`, in one step.
+        then: Called on rank 0 when the checkpoint is published, in the thread that wrote it: what names it as the
+            latest belongs here.
+    """
+
+    model: nn.Module | Sequence[nn.Module]
+    optimizer: Optimizer | None
+    path: Path
+    layout: TensorParallelLayout | None = None
+    step: int | None = None
+    beside: Path | None = None
+    training_state: Mapping[str, Any] | None = None
+    mesh: DeviceMesh | None = None
+    overwrite: bool = False
+    then: Callable[[], object] | None = None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The stages of this rank; one for a model without a pipeline."""
+        return [self.model] if isinstance(self.model, nn.Module) else list(self.model)
