@@ -23,6 +23,7 @@ from msgspec import structs
 from torch import Tensor
 
 from ckptx.errors import UnsupportedError
+from ckptx.processes.peak_memory import peak_memory
 from ckptx.runtime.checkpointing.async_save import Saver
 from ckptx.runtime.checkpointing.save import load_optimizer, save
 from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
@@ -343,6 +344,4 @@ def _derived(number: int, step: int) -> int:
 def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / _GIB
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    return peak_memory() / _GIB
