@@ -20,7 +20,8 @@ from ckptx.model_view.sharder import read_plan
 from ckptx.options import parse_size
 from ckptx.processes.launch import is_launched, is_launched_by_us, launch
 from ckptx.report.documents.running import RunReport
-from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
+from ckptx.report.numbers import peak_of_processes
+from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.parity.arguments import CHOICES
 
 _MOST_MICROBATCHES = 1024
@@ -181,4 +182,5 @@ def _adopted(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunRep
     ours = {each.name for each in fields(RunReport)}
     report = RunReport(**{name: value for name, value in document.items() if name in ours})
     first = report.ranks[0].get("peak_rss", report.peak_rss) if report.ranks else report.peak_rss
-    return stopwatch.stop(replace(report, peak_rss_rank_0=first, peak_rss_of=LARGEST_RANK))
+    largest = peak_of_processes([report.peak_rss], are_ranks=True)
+    return stopwatch.stop(replace(report, peak_rss_rank_0=first, **largest))

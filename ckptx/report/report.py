@@ -69,7 +69,7 @@ class Report:
         ranks: A row for each rank.
         warnings: What the user should know.
         seconds: Wall-clock time.
-        gb_per_s: Gigabytes (1e9 bytes) written per second.
+        gb_per_s: Gigabytes (1e9 bytes) written per second; 0 for a dry run.
         peak_rss: Peak resident set size of the process that `peak_rss_of` names, in bytes.
         peak_rss_of: "this process"; "largest rank" or "largest process" of a run of several, this one included.
     """
@@ -127,12 +127,23 @@ class Stopwatch:
     def stop(self, report: R) -> R:
         """Return the report with the time that passed, and with the peak memory of the largest process of the run."""
         seconds = time.perf_counter() - self._started
-        speed = report.bytes_written / seconds / 1e9 if seconds else 0.0
+        speed = written_gb_per_s(report, seconds)
         own, children, owner = peak_memory(), peak_of_children(), report.peak_rss_of
         peak = report.peak_rss if owner == LARGEST_RANK and report.peak_rss else max(own, report.peak_rss)
         if children > max(peak, own, self._children):  # a child inherits the peak of this process until it takes more
             peak, owner = children, LARGEST_PROCESS if owner == THIS_PROCESS else owner
         return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak, peak_rss_of=owner)
+
+
+def written_gb_per_s(report: Report, seconds: float) -> float:
+    """Compute the speed of writing, in 1e9 bytes per second; 0 for a dry run, which writes nothing.
+
+    Args:
+        report: What was written, or would be.
+        seconds: Wall-clock time of the run.
+    """
+    is_dry = bool(getattr(report, "dry_run", False))
+    return 0.0 if is_dry or not seconds else report.bytes_written / seconds / 1e9
 
 
 def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from math import isfinite, nan
 from typing import Any
 
 from ckptx.report.documents.robustness import RobustnessReport
+from ckptx.report.numbers import peak_memory_text
 from ckptx.report.page import escape, page
 from ckptx.report.plots import Band, Run, distances_plot, runs_plot
 from ckptx.report.report import Report, counted, human_bytes
@@ -36,7 +37,6 @@ from ckptx.report.robustness_words import (
     widened,
     widened_text,
 )
-from ckptx.report.text import peak_memory_label
 
 _MARKS = {True: ("ok", "&#10003;", "ok"), False: ("bad", "&#10007;", "failed"), None: ("left", "&ndash;", "not run")}
 _STYLES = ("report.css", "robustness.css")
@@ -95,7 +95,7 @@ def _header(report: RobustnessReport) -> Iterator[str]:
         ("mesh", mesh(report)),
         ("trainer", report.trainer),
         ("time", f"{report.seconds:.1f} s"),
-        (peak_memory_label(report), human_bytes(report.peak_rss)),
+        peak_memory_text(report),
         *(("planted fault", each) for each in [report.injected] if each),
     ]
     yield _facts([(term, escape(value)) for term, value in facts])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptx.report.documents.running import RunReport
+from ckptx.report.numbers import bytes_read_text
 from ckptx.report.report import counted, human_bytes
 from ckptx.report.text import cost
 
@@ -25,9 +26,7 @@ def run_text(report: RunReport) -> str:
     mesh = f"{' x '.join(dims)}, {counted(report.world_size, 'rank')}"
     kinds, tensors = " and ".join(report.inputs), counted(report.tensors, "tensor")
     each = " on each" if report.stages == 1 else ""
-    lines.append(
-        f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors}{each}, {human_bytes(report.bytes_read)} read"
-    )
+    lines.append(f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors}{each}, {bytes_read_text(report)}")
     if report.stages > 1:
         lines.append(
             f"pipeline   {report.stages} stages, {counted(report.microbatches, 'microbatch')} a step; a "

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptx.report.report import THIS_PROCESS, Report, counted, human_bytes
+from ckptx.report.numbers import bytes_read_text, peak_memory_text, speed_text, stored_text, written_text
+from ckptx.report.report import Report, counted, human_bytes
 
 if TYPE_CHECKING:  # a command makes the report that it gives, and no other
     from ckptx.report.documents.comparison import DiffReport, VerifyReport
@@ -56,7 +57,7 @@ def conversion_text(report: ConversionReport) -> str:
     if kept:
         lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
     lines.append(_source_line(report))
-    lines.append(_seconds(report) if report.dry_run else cost(report))
+    lines.append(cost(report))
     return "\n".join(lines)
 
 
@@ -66,13 +67,13 @@ def _changed(edit: dict[str, Any]) -> str:
 
 def _output_line(report: ConversionReport) -> str:
     """Return what DST holds, and how much of it this run wrote."""
-    held = f"{counted(report.tensors, 'tensor')}{_made_of(report.ledger)}, {human_bytes(report.output_bytes)}"
+    target = report.ledger["target"]
+    stored = stored_text(target["stored"], copies=target["copies"], aliases=target["aliases"])
+    tensors = counted(report.tensors, "tensor") + (f" ({stored})" if stored else "")
+    held = f"{tensors}, {written_text(report.output_bytes, report.bytes_written)}"
     if report.dry_run:
         return f"would write {held}"
-    if not report.bytes_written:
-        return f"wrote nothing, the output is complete: {held}"
-    rest = report.output_bytes - report.bytes_written
-    return f"wrote {held}" + (f", {human_bytes(rest)} of it in an interrupted run before" if rest else "")
+    return f"wrote {held}" if report.bytes_written else f"wrote nothing, the output is complete: {held}"
 
 
 def _source_line(report: ConversionReport) -> str:
@@ -92,14 +93,6 @@ def _source_line(report: ConversionReport) -> str:
 def _kind_of(reason: str) -> str:
     """Return the kind of a tensor that was left out, from the reason."""
     return next((f"{kind} " for kind in ("optimizer", "training") if reason.startswith(kind)), "")
-
-
-def _made_of(ledger: dict[str, Any]) -> str:
-    """`(90 stored + 1 alias)`, where not every name has bytes of its own."""
-    target = ledger["target"]
-    stored = f"{target['stored']:,} stored"
-    parts = [counted(target[key], noun) for key, noun in (("copies", "copy"), ("aliases", "alias")) if target[key]]
-    return f" ({' + '.join([stored, *parts])})" if parts else ""
 
 
 def _layout(report: ConversionReport, layout: dict[str, Any]) -> list[str]:
@@ -175,9 +168,8 @@ def inspect_text(report: InspectionReport) -> str:
 def _names(report: Report) -> str:
     """How many names there are, and how many of them share the bytes of others."""
     aliases = len(report.aliases)
-    if not aliases:
-        return f"{report.tensors:,}"
-    return f"{report.tensors:,} ({report.tensors - aliases:,} stored + {counted(aliases, 'alias')})"
+    stored = stored_text(report.tensors - aliases, aliases=aliases)
+    return f"{report.tensors:,} ({stored})" if stored else f"{report.tensors:,}"
 
 
 def diff_text(report: DiffReport) -> str:
@@ -195,7 +187,7 @@ def verify_text(report: VerifyReport) -> str:
     lines = _differing(rows)
     compared = counted(report.compared, "tensor")
     if report.exit == 0:
-        lines.append(f"equal: {compared} compared bit for bit, {human_bytes(report.bytes_read)} read")
+        lines.append(f"equal: {compared} compared bit for bit, {bytes_read_text(report)}")
     elif rows:
         every = report.compared + sum(row["what"] != "content" for row in rows)
         lines.append(f"DIFFERENT: {len(rows):,} of {counted(every, 'tensor')} {'differs' if every == 1 else 'differ'}")
@@ -229,16 +221,8 @@ def _differing(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def cost(report: Report) -> str:
     """The time that was taken, the speed of writing and the memory, in a line."""
-    return _seconds(report, f", {human_bytes(report.gb_per_s * 1e9)}/s" if report.bytes_written else "")
-
-
-def _seconds(report: Report, speed: str = "") -> str:
-    return f"{report.seconds:.2f} s{speed}, {peak_memory_label(report)} {human_bytes(report.peak_rss)}"
-
-
-def peak_memory_label(report: Report) -> str:
-    """Return what the peak memory of a report is about."""
-    return "peak memory" if report.peak_rss_of == THIS_PROCESS else f"peak memory of the {report.peak_rss_of}"
+    speed = speed_text(report)
+    return f"{report.seconds:.2f} s, {f'{speed}, ' if speed else ''}{' '.join(peak_memory_text(report))}"
 
 
 def _dtypes(report: Report) -> str:

@@ -16,7 +16,8 @@ from ckptx.options import parse_size
 from ckptx.processes.launch import is_launched
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
-from ckptx.report.report import LARGEST_RANK, Log, Stopwatch
+from ckptx.report.numbers import peak_of_processes
+from ckptx.report.report import Log, Stopwatch
 from ckptx.report.robustness_words import first_cause
 from ckptx.robustness_suite.memory import Memory, forecast_memory, with_measured
 from ckptx.robustness_suite.oracles import Difference, Verdict, phase_ok, plain_number
@@ -115,7 +116,7 @@ def robustness(
                 report = _run(report, session, wanted, forecast, on_phase)
                 if ranks.is_launched:
                     session.ask("agreed", None)  # nobody reads any more
-            report = replace(report, peak_rss=ranks.peak_rss, peak_rss_of=LARGEST_RANK)
+            report = replace(report, **peak_of_processes([ranks.peak_rss], are_ranks=True))
     except BaseException as error:  # nothing was judged
         stays = read.train is not None and isinstance(error, CkptxError)  # with what the command printed
         if is_mine and not (stays and any(mine.iterdir())):

@@ -22,7 +22,8 @@ from ckptx.processes.peers import Processes
 from ckptx.publishing.output_place import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
-from ckptx.report.report import LARGEST_RANK, THIS_PROCESS, Log, human_bytes
+from ckptx.report.numbers import peak_of_processes
+from ckptx.report.report import Log, human_bytes
 from ckptx.transfer.executor import Outcome
 from ckptx.wording import counted
 
@@ -78,8 +79,6 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
         dtypes=found.ledger.dtypes,
         ranks=_ranks(found),
         warnings=list(log.notes),
-        peak_rss=peak_memory() if outcome is None else max(outcome.peak_rss, peak_memory()),
-        peak_rss_of=THIS_PROCESS if found.processes is None else LARGEST_RANK,
         output_bytes=output_bytes,
         parameters=found.ties.parameters,
         architecture=None
@@ -97,6 +96,9 @@ def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> 
         objects={"count": carried, "carried": True} if carried else found.left.objects,
         state_without_parameter=list(state.without_parameter) or None,
         state_replicated=list(state.replicated) or None,
+        **peak_of_processes(
+            [peak_memory(), *([] if outcome is None else [outcome.peak_rss])], are_ranks=found.processes is not None
+        ),
         **_mesh(found.sharded),
         **described,
     )

@@ -36,7 +36,8 @@ class RunReport(Report):
         gathered: A row for each pattern of modules that did not run on their TP shards alone: `pattern`, the number of
             `modules`, `what` was gathered ("parameters" around the forward pass, or its "output"), and whether the
             shards are `aligned` with heads and fused parts. Empty without TP.
-        bytes_read_per_rank: By rank.
+        bytes_read_per_rank: Bytes of the checkpoint that each rank read to load its part; `bytes_read` is their sum.
+            What is read of the reference is not counted.
         max_abs: Largest distance of logits; `max_abs_limit` is what noise allows.
         max_abs_limit: See `max_abs`.
         logits_deviation: Standard deviation of the logits of the reference.

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptx.mapping.names import pattern_of
 from ckptx.report.documents.running import RunReport
-from ckptx.report.report import LARGEST_RANK, THIS_PROCESS
+from ckptx.report.numbers import peak_of_processes
 from ckptx.runtime.checkpointing.load_report import NO_PLACE, UNKNOWN
 from ckptx.runtime.parallel.pipeline.cut import Cut
 from ckptx.runtime.parity.comparison import difference
@@ -69,11 +69,12 @@ def report_of(
         "gradient_differences": worst,
         **by_gradients,
     }
+    bytes_read_per_rank = [int(share["read"]) for share in everyone]
     return RunReport(
         command="verify",
         exit=1 if rows or (undecided and options.strict) else 0,
         tensors=tensors,
-        bytes_read=sum(share["read"] for share in everyone),
+        bytes_read=sum(bytes_read_per_rank),
         ranks=ranks,
         compared=tensors,
         world_size=dims.world_size,
@@ -90,9 +91,8 @@ def report_of(
         wrapped_layers=layers,
         gathered=gathered_rows(share["gathered"] for share in everyone),
         measured_peak=max((share["taken"] for share in everyone), default=None) if options.measures else None,
-        peak_rss=max(share["peak_rss"] for share in everyone),
-        peak_rss_of=LARGEST_RANK if dims.world_size > 1 else THIS_PROCESS,
-        bytes_read_per_rank=[share["read"] for share in everyone],
+        **peak_of_processes((share["peak_rss"] for share in everyone), are_ranks=dims.world_size > 1),
+        bytes_read_per_rank=bytes_read_per_rank,
         **{name: _plain(value) for name, value in found.items()},
     )
 

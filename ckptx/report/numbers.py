@@ -1,0 +1,72 @@
+"""The numbers that several reports show: one function computes each, and one says it.
+
+written, stored, copies, aliases   `conversion.ledger` counts them; `stored_text`, `written_text`
+bytes read                         `TensorReader.bytes_read`, added up over readers and ranks; `bytes_read_text`
+peak memory                        `peak_memory` of a process, `peak_of_processes` of several; `peak_memory_text`
+speed                              `report.written_gb_per_s`; `speed_text`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+from ckptx.report.report import LARGEST_RANK, THIS_PROCESS, Report, human_bytes
+from ckptx.wording import counted
+
+
+class PeakOfProcesses(TypedDict):
+    """The fields of a report that say how much memory its largest process took."""
+
+    peak_rss: int
+    peak_rss_of: str
+
+
+def peak_of_processes(peaks_bytes: Iterable[int], *, are_ranks: bool) -> PeakOfProcesses:
+    """Compute the peak memory of a run from those of its processes.
+
+    Args:
+        peaks_bytes: Peak resident set size of each process, in bytes.
+        are_ranks: True for the ranks of one run; False for this process alone.
+    """
+    return {"peak_rss": max(peaks_bytes), "peak_rss_of": LARGEST_RANK if are_ranks else THIS_PROCESS}
+
+
+def peak_memory_text(report: Report) -> tuple[str, str]:
+    """Return whose peak memory a report has, and the bytes: `peak memory of the largest rank`, `1.20 GiB`."""
+    label = "peak memory" if report.peak_rss_of == THIS_PROCESS else f"peak memory of the {report.peak_rss_of}"
+    return label, human_bytes(report.peak_rss)
+
+
+def bytes_read_text(report: Report) -> str:
+    """Return the bytes of tensor data that a run read: `79.43 MiB read`."""
+    return f"{human_bytes(report.bytes_read)} read"
+
+
+def speed_text(report: Report) -> str:
+    """Return the bytes written per second: `1.20 GiB/s`; empty for a run that wrote nothing."""
+    return f"{human_bytes(report.gb_per_s * 1e9)}/s" if report.gb_per_s else ""
+
+
+def written_text(output_bytes: int, written_bytes: int) -> str:
+    """Return the bytes of an output, and how many of them an earlier run wrote.
+
+    Args:
+        output_bytes: Bytes of all files of the output.
+        written_bytes: Bytes of them that this run wrote; 0 for none.
+    """
+    before = output_bytes - written_bytes
+    rest = f", {human_bytes(before)} of it in an interrupted run before" if written_bytes and before else ""
+    return f"{human_bytes(output_bytes)}{rest}"
+
+
+def stored_text(stored: int, *, copies: int = 0, aliases: int = 0) -> str:
+    """Return how many names of tensors have bytes of their own: `90 stored + 1 alias`; empty where all have.
+
+    Args:
+        stored: Tensors whose bytes are stored.
+        copies: Names that hold the same bytes once more.
+        aliases: Names that share the bytes of another.
+    """
+    parts = [counted(count, noun) for count, noun in ((copies, "copy"), (aliases, "alias")) if count]
+    return " + ".join([f"{stored:,} stored", *parts]) if parts else ""
