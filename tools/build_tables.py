@@ -39,7 +39,7 @@ from ckptx.architecture.rows import Row
 from ckptx.architecture.spec import Architecture
 
 if TYPE_CHECKING:
-    from ckptx.architecture.introspection.meta_model import Names
+    from ckptx.architecture.introspection.meta_model import MetaModelNames
     from ckptx.architecture.structure import Structure
 
 # Config keys of sub-models that hold a language model, and the language models composites are published with.
@@ -138,12 +138,12 @@ def measured_row(class_name: str) -> Row:
 
 def _exchangeable(
     cls: type, builder: Callable[[dict[str, Any]], Any], known: Architecture
-) -> tuple[dict[str, tuple[str, ...]], Names, dict[str, Structure]]:
+) -> tuple[dict[str, tuple[str, ...]], MetaModelNames, dict[str, Structure]]:
     """The text models for which a composite class keeps its ties, the names with all of them, and its structures."""
     from ckptx.architecture.introspection import meta_model
 
     measured: dict[str, tuple[str, ...]] = {}
-    names = meta_model.Names.of(known)
+    names = meta_model.MetaModelNames.of(known)
     structures: dict[str, Structure] = {}
     config = builder({})
     for key in sorted(getattr(config, "sub_configs", {})):
@@ -156,7 +156,7 @@ def _exchangeable(
                 other = meta_model.derive(cls, builder, {key: {"model_type": model_type}}, known_from="table")
             except Exception:  # a text model that does not fit is not listed
                 continue
-            if meta_model.Names.of(known).put_into(other) == known:
+            if meta_model.MetaModelNames.of(known).put_into(other) == known:
                 types.append(model_type)
                 names = names._replace(
                     patterns=names.patterns | other.name_patterns, ignored=names.ignored | set(other.ignored)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from ckptx.architecture.introspection import meta_model
-from ckptx.architecture.introspection.meta_model import ConfigBuilder, Names
+from ckptx.architecture.introspection.meta_model import ConfigBuilder, MetaModelNames
 from ckptx.architecture.patterns import patterns_of
 
 Values = dict[str, Any]
@@ -81,7 +81,7 @@ class Change(NamedTuple):
     values: Values
 
 
-def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names: Names) -> Names:
+def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names: MetaModelNames) -> MetaModelNames:
     """`names` and those of the same class under other configs.
 
     Args:
@@ -149,7 +149,9 @@ def _is_more(value: Any, count: int) -> bool:
     return isinstance(value, int) and value > count
 
 
-def _all_at_once(cls: Any, build_config: ConfigBuilder, base: Values, effective: list[Change], names: Names) -> Names:
+def _all_at_once(
+    cls: Any, build_config: ConfigBuilder, base: Values, effective: list[Change], names: MetaModelNames
+) -> MetaModelNames:
     """With every change that mattered alone: biases of the modules that another key brings."""
     if len(effective) < 2:
         return names

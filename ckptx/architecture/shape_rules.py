@@ -114,7 +114,7 @@ def _values_at(config: Mapping[str, Any], key: str, aliases: Mapping[str, str], 
     return [node[name] for name in dict.fromkeys((last, aliases.get(key, last))) if name in node]
 
 
-class Expected(NamedTuple):
+class ExpectedShapes(NamedTuple):
     """What a model has under one config.
 
     Attributes:
@@ -163,7 +163,7 @@ class ShapeRules:
 
     def under(
         self, config: Mapping[str, Any], root: tuple[str, ...] = (), every: frozenset[str] = frozenset()
-    ) -> Expected | None:
+    ) -> ExpectedShapes | None:
         """What a model has under the contents of ``config.json``.
 
         Args:
@@ -205,7 +205,7 @@ class ShapeRules:
             each for each in self.required - absent - doubtful if all(path in counts for path in paths_of(each))
         )
         stated = frozenset(path for path in counts if "*" not in path and keys_of(self.counts[path]))
-        return Expected(
+        return ExpectedShapes(
             shapes, counts, required, stated, self._left_out(config, root, every), self._added(config, root)
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckptx.architecture.expressions import Scope, keys_of
-from ckptx.architecture.shape_rules import Expected
+from ckptx.architecture.shape_rules import ExpectedShapes
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import shape_rules
 from ckptx.catalog.region import Shape
@@ -16,7 +16,7 @@ from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rules import ShapeOf
 
 
-def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> Expected | None:
+def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> ExpectedShapes | None:
     """Names and shapes of a model, None where the table says nothing of its class under this config.
 
     Args:
@@ -54,7 +54,7 @@ def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
     needed = _without_a_form(architecture.conversions(config))
 
     @functools.cache
-    def expected() -> Expected | None:
+    def expected() -> ExpectedShapes | None:
         return expected_of(architecture, config)
 
     @functools.cache

@@ -16,7 +16,7 @@ _PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp[a-z
 _KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
-class Layer(NamedTuple):
+class SurplusLayer(NamedTuple):
     """A layer that the model does not have.
 
     Attributes:
@@ -28,7 +28,7 @@ class Layer(NamedTuple):
     number: int
 
 
-def layer_behind(model_name: str, counts: Mapping[str, int]) -> Layer | None:
+def layer_behind(model_name: str, counts: Mapping[str, int]) -> SurplusLayer | None:
     """Return the layer that a tensor is of if that lies behind the last one, else None.
 
     Args:
@@ -38,16 +38,16 @@ def layer_behind(model_name: str, counts: Mapping[str, int]) -> Layer | None:
     pattern, indices = parted(model_name)
     for path in paths_of(pattern)[:1]:
         if indices[0] >= counts.get(path, indices[0] + 1):
-            return Layer(path, indices[0])
+            return SurplusLayer(path, indices[0])
     return None
 
 
 def unexplained_layers(
-    layers: Mapping[str, Layer],
+    layers: Mapping[str, SurplusLayer],
     counts: Mapping[str, int],
     config: Mapping[str, Any],
     extras: Mapping[str, Extra],
-) -> Iterator[tuple[str, Layer]]:
+) -> Iterator[tuple[str, SurplusLayer]]:
     """Find the layers that do not predict further tokens, each with the name of its first tensor.
 
     Args:
@@ -58,7 +58,7 @@ def unexplained_layers(
     """
     further = _further_layers(config)
     explained = {layer for name, layer in layers.items() if _PREDICTS.search(name) or _may_be_there(extras.get(name))}
-    first: dict[Layer, str] = {}
+    first: dict[SurplusLayer, str] = {}
     for name, layer in layers.items():
         first.setdefault(layer, name)
     for layer, name in first.items():

@@ -34,7 +34,7 @@ _BELONGS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """What the catalog knows about a name on disk."""
 
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class UntyingEdits:
 def resolve_ties(
     architecture: Architecture,
     config: Mapping[str, Any],
-    on_disk: Mapping[str, Stored],
+    on_disk: Mapping[str, StoredTensor],
     equal: Callable[[str, str], bool],
     *,
     tie_missing: bool = False,
@@ -105,7 +105,7 @@ def resolve_ties(
     names = NamesOnDisk(architecture, on_disk)
     named = name_pairs(architecture.ties, names)
     anchors = _anchors(architecture.ties, named, config, on_disk, tie_missing)
-    judge = _Judge(architecture, config, on_disk, names, equal, tie_missing)
+    judge = _TieJudge(architecture, config, on_disk, names, equal, tie_missing)
     decisions = [
         judge.decide(pair, target, source, anchors.get(pair.namings[0][1]))
         for pair, (target, source) in zip(architecture.ties, named, strict=True)
@@ -162,7 +162,7 @@ def _anchors(
     ties: Sequence[TiePair],
     named: Sequence[tuple[str, str]],
     config: Mapping[str, Any],
-    on_disk: Mapping[str, Stored],
+    on_disk: Mapping[str, StoredTensor],
     tie_missing: bool,
 ) -> dict[str, str]:
     """Per source (model name), what stands for it on disk: itself, or the first target tied to it."""
@@ -177,12 +177,12 @@ def _anchors(
 
 
 @dataclass(slots=True)
-class _Judge:
+class _TieJudge:
     """The tie table, applied to one pair at a time; collects refusals so that all are reported at once."""
 
     architecture: Architecture
     config: Mapping[str, Any]
-    on_disk: Mapping[str, Stored]
+    on_disk: Mapping[str, StoredTensor]
     names: NamesOnDisk
     equal: Callable[[str, str], bool]
     tie_missing: bool

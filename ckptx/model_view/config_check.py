@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from ckptx.architecture.extra_tensors import Extra, ExtraTensors
 from ckptx.architecture.overrides import SUFFIX_TABLE
-from ckptx.architecture.shape_rules import Expected, Sizes, paths_of
+from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, paths_of
 from ckptx.architecture.shapes import expected_of, says_layers
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.surplus_layers import Layer, layer_behind, unexplained_layers
+from ckptx.architecture.surplus_layers import SurplusLayer, layer_behind, unexplained_layers
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
@@ -194,7 +194,9 @@ def _layers_alone(
     return Fit(checked, (*misfits, *lost[:_NAMED]), is_cut_short=len(lost) > _NAMED, extras=extras)
 
 
-def _of_other_models(extras: Mapping[str, Extra], behind: Mapping[str, Layer], class_name: str) -> Iterator[Misfit]:
+def _of_other_models(
+    extras: Mapping[str, Extra], behind: Mapping[str, SurplusLayer], class_name: str
+) -> Iterator[Misfit]:
     """Tensors in modules of the class that neither the class nor any row of extra tensors has."""
     for name, extra in extras.items():
         if not extra.reason and name not in behind:
@@ -202,7 +204,10 @@ def _of_other_models(extras: Mapping[str, Extra], behind: Mapping[str, Layer], c
 
 
 def _surplus(
-    behind: Mapping[str, Layer], counts: Mapping[str, int], config: Mapping[str, Any], extras: Mapping[str, Extra]
+    behind: Mapping[str, SurplusLayer],
+    counts: Mapping[str, int],
+    config: Mapping[str, Any],
+    extras: Mapping[str, Extra],
 ) -> Iterator[Misfit]:
     """Layers behind the last one, unless they predict further tokens; one misfit each."""
     for name, layer in unexplained_layers(behind, counts, config, extras):
@@ -270,7 +275,7 @@ class _Run(NamedTuple):
     fixed: tuple[int, ...]
     positions: list[set[int]]
     alike: tuple[str, ...]
-    behind: Layer | None
+    behind: SurplusLayer | None
 
 
 @dataclass(slots=True)
@@ -280,7 +285,7 @@ class _Survey:
     architecture: Architecture
     config: Mapping[str, Any]
     rules: NameRules
-    expected: Expected
+    expected: ExpectedShapes
     extras: ExtraTensors
     _there: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     _filled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
@@ -507,9 +512,9 @@ class _Survey:
                 for position in sorted(each for each in positions[at] if each >= count):
                     yield Misfit(named(source, fixed, position), "one more", needed)
 
-    def _behind_the_last(self, places: Mapping[str, Destination | str | None]) -> dict[str, Layer]:
+    def _behind_the_last(self, places: Mapping[str, Destination | str | None]) -> dict[str, SurplusLayer]:
         """Tensors of layers behind the last one that the config says, by name."""
-        found: dict[str, Layer] = {}
+        found: dict[str, SurplusLayer] = {}
         runs = {key: run.behind for key, run in self._runs.items() if run.behind is not None}
         for name, place in places.items():
             if isinstance(place, Destination):

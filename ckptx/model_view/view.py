@@ -470,11 +470,11 @@ def decide_ties(
     """
     if view.architecture is None or view.config is None:
         return []
-    from ckptx.architecture.tied import Stored, resolve_ties
+    from ckptx.architecture.tied import StoredTensor, resolve_ties
     from ckptx.transfer.digest_sink import digest_of
     from ckptx.transfer.stream import TensorReader
 
-    stored = {name: Stored(entry.shape, entry.dtype.name) for name, entry in view.tensors.items()}
+    stored = {name: StoredTensor(entry.shape, entry.dtype.name) for name, entry in view.tensors.items()}
     reader = TensorReader(files)
 
     def leaves_of(entry: TensorEntry) -> list[bytes]:

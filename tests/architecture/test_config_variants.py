@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckptx.architecture.introspection import meta_model
-from ckptx.architecture.introspection.meta_model import Names
+from ckptx.architecture.introspection.meta_model import MetaModelNames
 from tests.support.tool import tool
 
 
@@ -77,20 +77,20 @@ def variants() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def default() -> Names:
+def default() -> MetaModelNames:
     known = meta_model.derive(Switches, meta_model.default_builder(Switches), {})
-    return Names.of(known)
+    return MetaModelNames.of(known)
 
 
 @pytest.fixture(scope="module")
-def found(variants: ModuleType, default: Names) -> frozenset[str]:
+def found(variants: ModuleType, default: MetaModelNames) -> frozenset[str]:
     built.clear()
     names = variants.names_of_variants(Switches, meta_model.default_builder(Switches), {}, default)
     assert isinstance(names.patterns, frozenset)
     return names.patterns
 
 
-def test_the_default_has_the_names_of_one_config(default: Names) -> None:
+def test_the_default_has_the_names_of_one_config(default: MetaModelNames) -> None:
     assert default.patterns == {"layers.*.weight", "down.weight"}
 
 
@@ -112,7 +112,7 @@ def test_names_that_a_config_switches_on_are_found(name: str, found: frozenset[s
     assert name in found
 
 
-def test_nothing_else_is_found(found: frozenset[str], default: Names) -> None:
+def test_nothing_else_is_found(found: frozenset[str], default: MetaModelNames) -> None:
     assert len(found) == len(default.patterns) + 9
 
 
@@ -122,7 +122,7 @@ def test_keys_that_the_model_does_not_read_are_left_alone_and_layers_are_few(fou
     assert sum(config.num_hidden_layers > 8 for config in built) == 1, "only to see which names the default has"
 
 
-def test_transformers_is_left_as_it_was(variants: ModuleType, default: Names) -> None:
+def test_transformers_is_left_as_it_was(variants: ModuleType, default: MetaModelNames) -> None:
     before = PreTrainedConfig.__getattribute__
     variants.names_of_variants(Switches, meta_model.default_builder(Switches), {}, default)
     assert PreTrainedConfig.__getattribute__ is before

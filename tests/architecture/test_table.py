@@ -89,7 +89,7 @@ def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: st
     assert [(stack.path, stack.length) for stack in theirs.stacks] == [
         (stack.path, stack.length) for stack in ours.stacks
     ]
-    assert meta_model.Names.of(default).put_into(found) == default
+    assert meta_model.MetaModelNames.of(default).put_into(found) == default
 
 
 @compares_the_files

@@ -10,7 +10,7 @@ import pytest
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.spec import ALWAYS, Architecture, TieFlag, TiePair
 from ckptx.architecture.table import lookup
-from ckptx.architecture.tied import Stored, TieDecision, config_edits, resolve_ties
+from ckptx.architecture.tied import StoredTensor, TieDecision, config_edits, resolve_ties
 from ckptx.errors import InputError
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -39,8 +39,8 @@ def causal_lm(flag: TieFlag | None = None, **changes: Any) -> Architecture:
     return Architecture(**values | changes)
 
 
-def disk(*names: str, **special: Stored) -> dict[str, Stored]:
-    found = {name: Stored((8, 4), "bf16") for name in (*BODY, *names)}
+def disk(*names: str, **special: StoredTensor) -> dict[str, StoredTensor]:
+    found = {name: StoredTensor((8, 4), "bf16") for name in (*BODY, *names)}
     return found | special
 
 
@@ -49,7 +49,7 @@ def never_compared(first: str, second: str) -> bool:
 
 
 def decide(
-    architecture: Architecture, config: Mapping[str, Any], on_disk: Mapping[str, Stored], **options: Any
+    architecture: Architecture, config: Mapping[str, Any], on_disk: Mapping[str, StoredTensor], **options: Any
 ) -> list[TieDecision]:
     return resolve_ties(architecture, config, on_disk, options.pop("equal", never_compared), **options)
 
@@ -97,8 +97,8 @@ def test_both_different_declared_keeps_both_and_edits_the_config() -> None:
     assert "tie_word_embeddings written as false" in edits.note
 
 
-@pytest.mark.parametrize("head", [Stored((9, 4), "bf16"), Stored((8, 4), "f32")], ids=["shape", "dtype"])
-def test_mismatched_shape_or_dtype_keeps_both_without_comparing(head: Stored) -> None:
+@pytest.mark.parametrize("head", [StoredTensor((9, 4), "bf16"), StoredTensor((8, 4), "f32")], ids=["shape", "dtype"])
+def test_mismatched_shape_or_dtype_keeps_both_without_comparing(head: StoredTensor) -> None:
     found = only(decide(causal_lm(), TIED, {**disk(EMBED), HEAD: head}))
     assert (found.case, found.action) == ("mismatched", "keep-both")
 
@@ -140,11 +140,11 @@ def test_neither_is_refused_whatever_the_config_says(config: dict[str, bool], ti
 def test_a_base_model_class_has_no_pair_to_miss() -> None:
     llama = lookup("LlamaModel", "llama")
     assert llama is not None
-    assert decide(llama, {}, {"embed_tokens.weight": Stored((8, 4), "bf16")}) == []
+    assert decide(llama, {}, {"embed_tokens.weight": StoredTensor((8, 4), "bf16")}) == []
 
 
 def test_names_without_the_base_prefix_are_a_base_model_without_its_head() -> None:
-    names = {name.removeprefix("model."): Stored((8, 4), "bf16") for name in (*BODY, EMBED)}
+    names = {name.removeprefix("model."): StoredTensor((8, 4), "bf16") for name in (*BODY, EMBED)}
     found = only(decide(causal_lm(), UNTIED, names))
     assert (found.case, found.action, found.source) == ("base-model", "none", "embed_tokens.weight")
 
@@ -155,7 +155,7 @@ def test_a_quantized_head_is_not_a_missing_head() -> None:
 
 
 def test_a_checkpoint_of_something_else_is_not_judged() -> None:
-    names = {f"base_model.layers.{layer}.lora_A.weight": Stored((8, 4), "bf16") for layer in range(4)}
+    names = {f"base_model.layers.{layer}.lora_A.weight": StoredTensor((8, 4), "bf16") for layer in range(4)}
     assert only(decide(causal_lm(), TIED, names)).case == "missing"
 
 
@@ -184,7 +184,7 @@ def test_an_absent_source_takes_the_dialect_of_its_neighbours() -> None:
     assert gemma is not None
     names = ["language_model.lm_head.weight"]
     names += [f"language_model.model.layers.{i}.mlp.up_proj.weight" for i in range(3)]
-    found = only(decide(gemma, {}, {name: Stored((8, 4), "bf16") for name in names}))
+    found = only(decide(gemma, {}, {name: StoredTensor((8, 4), "bf16") for name in names}))
     assert found.source == "language_model.model.embed_tokens.weight"
 
 
@@ -208,7 +208,7 @@ def t5(*names: str, **options: Any) -> dict[str, TieDecision]:
     architecture = lookup("T5ForConditionalGeneration", "t5")
     assert architecture is not None
     body = [f"encoder.block.{i}.layer.0.SelfAttention.q.weight" for i in range(8)]
-    on_disk = {name: Stored((8, 4), "f32") for name in (*body, *names)}
+    on_disk = {name: StoredTensor((8, 4), "f32") for name in (*body, *names)}
     found = decide(architecture, options.pop("config", {}), on_disk, **options)
     return {each.target: each for each in found}
 
@@ -256,7 +256,7 @@ def bert(config: Mapping[str, Any], *names: str, **options: Any) -> dict[str, Ti
     architecture = lookup("BertForMaskedLM", "bert")
     assert architecture is not None
     body = [f"bert.encoder.layer.{i}.output.dense.weight" for i in range(8)]
-    on_disk = {name: Stored((8, 4), "f32") for name in (*body, *names)}
+    on_disk = {name: StoredTensor((8, 4), "f32") for name in (*body, *names)}
     return {each.target: each for each in decide(architecture, config, on_disk, **options)}
 
 
@@ -301,7 +301,7 @@ def test_an_edit_that_would_untie_another_pair_is_not_made() -> None:
 def test_classes_that_tie_by_default_need_no_key_in_the_config(class_name: str, source: str, target: str) -> None:
     architecture = lookup(class_name)
     assert architecture is not None
-    found = only(decide(architecture, {}, {source: Stored((8, 4), "f32")}))
+    found = only(decide(architecture, {}, {source: StoredTensor((8, 4), "f32")}))
     assert (found.action, found.target, found.stored) == ("alias", target, source)
     assert found.evidence.endswith("tie_word_embeddings absent from config.json, class default true")
 

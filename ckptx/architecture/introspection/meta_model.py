@@ -38,7 +38,7 @@ VERSION: str = transformers.__version__
 ConfigBuilder = Callable[[dict[str, Any]], Any]
 
 
-class Names(NamedTuple):
+class MetaModelNames(NamedTuple):
     """What `Architecture` says of names, for one config of a class or for several."""
 
     patterns: frozenset[str]
@@ -46,7 +46,7 @@ class Names(NamedTuple):
     structure: Structure
 
     @classmethod
-    def of(cls, known: Architecture) -> Names:
+    def of(cls, known: Architecture) -> MetaModelNames:
         """Those of one architecture."""
         return cls(known.name_patterns, frozenset(known.ignored), known.structure)
 
@@ -135,14 +135,14 @@ def derive(
     )
 
 
-def names_of(model: PreTrainedModel, known: Names) -> Names:
+def names_of(model: PreTrainedModel, known: MetaModelNames) -> MetaModelNames:
     """`known` and the names of the class under one more config; cheap when the model has none that are new."""
     patterns, ignored, structure = known.patterns, known.ignored | _ignored(model), known.structure
     if not patterns_of(model.state_dict(keep_vars=True)) <= patterns:
         disk = names_on_disk(model)
         patterns |= name_patterns(model, disk) | _opaque(model)
         structure = structure.joined(structure_of(model, changes(model, disk)))
-    return Names(patterns, ignored, structure)
+    return MetaModelNames(patterns, ignored, structure)
 
 
 def build_with_ties(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:

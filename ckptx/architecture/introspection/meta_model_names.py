@@ -29,7 +29,7 @@ from ckptx.mapping.names import pattern_of
 _RENUMBERED = "unsupported:Renumbering"
 
 
-class Loaded(NamedTuple):
+class LoadTarget(NamedTuple):
     """Where the loader puts a name on disk: the (first) model name, and the converter it goes through."""
 
     name: str
@@ -75,8 +75,8 @@ def changes(model: PreTrainedModel, disk: list[list[str]]) -> tuple[frozenset[Ch
     return written, frozenset[Change]().union(*others) - written
 
 
-def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], Loaded]) -> Iterator[Change]:
-    fused: dict[str, list[tuple[str, Loaded]]] = {}
+def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], LoadTarget]) -> Iterator[Change]:
+    fused: dict[str, list[tuple[str, LoadTarget]]] = {}
     for name in names:
         loaded = load(name)
         if loaded.name not in owned:
@@ -113,7 +113,7 @@ def _aligned(source: str, target: str) -> tuple[str, str]:
     return (".".join(parts), pattern_of(target)) if wanted is None else ("", "")
 
 
-def _conversion(target: str, parts: list[tuple[str, Loaded]]) -> Iterator[Change]:
+def _conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[Change]:
     """The tensors that one converter makes of `parts`, all of which it sends to `target` first."""
     converter = parts[0][1].converter
     assert converter is not None
@@ -190,7 +190,7 @@ def _reverted(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) ->
     return reverted
 
 
-def _full_loader(model: PreTrainedModel) -> Callable[[str], Loaded]:
+def _full_loader(model: PreTrainedModel) -> Callable[[str], LoadTarget]:
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -198,11 +198,11 @@ def _full_loader(model: PreTrainedModel) -> Callable[[str], Loaded]:
     meta = model.state_dict(keep_vars=True)
     prefix = model.base_model_prefix
 
-    def load(name: str) -> Loaded:
+    def load(name: str) -> LoadTarget:
         renamed, source = rename_source_key(name, renamings, converters, prefix, meta)
         if renamed not in meta and name in meta:
             renamed, source = rename_source_key(name, [], [], prefix, meta)
-        return Loaded(renamed, by_source[source], source) if source is not None else Loaded(renamed, None)
+        return LoadTarget(renamed, by_source[source], source) if source is not None else LoadTarget(renamed, None)
 
     return load
 

@@ -16,7 +16,7 @@ from ckptx.architecture import find
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.tied import Stored, resolve_ties
+from ckptx.architecture.tied import StoredTensor, resolve_ties
 from ckptx.errors import EnvironmentProblem, UnsupportedError
 
 
@@ -191,7 +191,7 @@ def test_saved_files_are_recognised_and_their_ties_resolved(class_name: str, tie
     config = json.loads((tmp_path / "config.json").read_text())
     header = (tmp_path / "model.safetensors").read_bytes()
     entries = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
-    stored = {n: Stored(tuple(e["shape"]), e["dtype"]) for n, e in entries.items() if n != "__metadata__"}
+    stored = {n: StoredTensor(tuple(e["shape"]), e["dtype"]) for n, e in entries.items() if n != "__metadata__"}
 
     architecture = find_architecture(config)
     assert architecture is not None and architecture.known_from == "table"
