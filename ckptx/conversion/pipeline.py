@@ -32,7 +32,7 @@ from ckptx.publishing.replacing import refuse_foreign
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log
 from ckptx.storage.files import FilePool
-from ckptx.transfer.executor import Outcome
+from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.planner import plan_copy
 
 _logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def _published(
     processes: Processes | None,
     base: Base,
     on_progress: Progress,
-) -> Outcome | None:
+) -> CopyResult | None:
     """Writes the output."""
     total = job.plan.bytes_written
     return publish(

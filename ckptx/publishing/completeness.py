@@ -15,12 +15,12 @@ from ckptx.formats.dcp.reader import open_payloads
 from ckptx.storage.files import FilePool
 from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest_sink import digest_of
-from ckptx.transfer.executor import Outcome
+from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.plan import CopyPlan, Step
 from ckptx.transfer.stream import TensorReader
 
 
-def outcome_of_written(target: Path, plan: CopyPlan, source: FilePool, max_memory: int) -> Outcome | None:
+def outcome_of_written(target: Path, plan: CopyPlan, source: FilePool, max_memory: int) -> CopyResult | None:
     """Find out about files that are there what a copy would have found out.
 
     Reads all of the source, and all of the files as a loader reads them.
@@ -56,7 +56,7 @@ def outcome_of_written(target: Path, plan: CopyPlan, source: FilePool, max_memor
                     return None
             except CkptxError:
                 return None
-    return Outcome(digests, was_complete=True, overflows=losses.overflows, underflows=losses.underflows)
+    return CopyResult(digests, was_complete=True, overflows=losses.overflows, underflows=losses.underflows)
 
 
 def _leaves(step: Step, written: FilePool, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:

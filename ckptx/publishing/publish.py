@@ -28,7 +28,7 @@ from ckptx.publishing.staging import Staging, open_staged
 from ckptx.storage.files import FilePool, size_of
 from ckptx.storage.held_directory import Expected, HeldDirectory, refuse_clashes
 from ckptx.transfer.digest import LEAF, digest_bytes, file_digest, leaf_digest, tree_digest
-from ckptx.transfer.executor import Outcome, execute
+from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 
 # A file with such a name beside an output would be read in its place, or with it.
@@ -57,11 +57,11 @@ class Job:
     source: Catalog
     sidecars: dict[str, Path | bytes]
     options: dict[str, Any]
-    manifest: Callable[[Outcome], dict[str, Any]]
+    manifest: Callable[[CopyResult], dict[str, Any]]
     opened: Catalog
     is_decision_unchanged: Callable[[], bool]
-    refuse: Callable[[Outcome], None]
-    check: Callable[[Path, Outcome], None] = lambda tree, outcome: None
+    refuse: Callable[[CopyResult], None]
+    check: Callable[[Path, CopyResult], None] = lambda tree, outcome: None
     markers: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ def publish(
     processes: Processes | None = None,
     beside: Iterable[Catalog] = (),
     may_replace: Callable[[Path], None] = lambda target: None,
-) -> Outcome | None:
+) -> CopyResult | None:
     """Writes and publishes.
 
     With `processes`, each of them writes its share of the files, and rank 0 publishes what all of them wrote.
@@ -153,7 +153,7 @@ def publish(
         outcome.was_locked = staging.is_locked
         if processes is not None:
             for rank in range(1, processes.world_size):
-                outcome.add(Outcome(**processes.hear(rank, "outcome")))
+                outcome.add(CopyResult(**processes.hear(rank, "outcome")))
         job.refuse(outcome)
         require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
         expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
@@ -172,7 +172,7 @@ def publish(
     return outcome
 
 
-def _manifest_bytes(job: Job, outcome: Outcome, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
+def _manifest_bytes(job: Job, outcome: CopyResult, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
     """`ckptx.json`: what the job says of its tensors, and size and digest of each file."""
     manifest = job.manifest(outcome)
     tensors = manifest.pop("tensors")
@@ -187,7 +187,7 @@ def manifest_size(job: Job) -> int:
         {name: {"bytes": nbytes, "digest": digest} for name, nbytes in each.items()}
         for each in (sizes, job.sidecar_sizes())
     )
-    return len(_manifest_bytes(job, Outcome(defaultdict(lambda: digest)), files, sidecars))
+    return len(_manifest_bytes(job, CopyResult(defaultdict(lambda: digest)), files, sidecars))
 
 
 def _begin(job: Job, staging: Staging, seen: Seen, resume: bool) -> bool:
@@ -209,7 +209,7 @@ def _assist(
     on_progress: Callable[[int], None],
     processes: Processes,
     seen: Seen,
-) -> Outcome | None:
+) -> CopyResult | None:
     """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
     seen.touched()
     wanted = processes.hear(0, "plan")
@@ -243,7 +243,7 @@ def _assist(
     return outcome
 
 
-def _check(job: Job, outcome: Outcome, staging: Staging, expected: Mapping[str, Expected]) -> None:
+def _check(job: Job, outcome: CopyResult, staging: Staging, expected: Mapping[str, Expected]) -> None:
     """Looks at the finished tensor files; that somebody else changed them is said rather than what follows from it."""
 
     def require_untouched() -> None:
@@ -263,7 +263,7 @@ def _agreed(job: Job, files: FilePool) -> dict[str, str]:
     return agreement(job.source, files, _layout(job.plan), repr(sorted(job.options.items())))
 
 
-def _write_rest(output: HeldDirectory, job: Job, outcome: Outcome, seen: Seen) -> dict[str, Expected]:
+def _write_rest(output: HeldDirectory, job: Job, outcome: CopyResult, seen: Seen) -> dict[str, Expected]:
     """Writes what is no tensor file: sidecars, markers, and the manifest at last."""
     written: dict[str, Expected] = {}
 
@@ -314,7 +314,7 @@ def _watching(on_progress: Callable[[int], None], processes: Processes | None) -
     return watch
 
 
-def _done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> Outcome | None:
+def _done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> CopyResult | None:
     """Return the outcome of a copy whose target is complete already; None if it is not.
 
     Its manifest counts, what is on disk, and what the manifest of a fresh run would say.

@@ -26,7 +26,7 @@ from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, 
 from ckptx.transfer.digest_sink import DigestSink, stream_as
 from ckptx.transfer.grid import Grid, grid_of
 from ckptx.transfer.outfile import FileDigests, OutFile
-from ckptx.transfer.plan import CopyPlan, Run, Step
+from ckptx.transfer.plan import CopyPlan, Step, StepRange
 from ckptx.transfer.small_tensors import HASH_NBYTES, SmallCopies, SmallSharding, crc_note, small_sharding
 from ckptx.transfer.split_tensor import RecordShare, Share, SplitTensor, joined
 from ckptx.transfer.stream import Sink, TensorReader
@@ -114,7 +114,7 @@ def _is_buffered(ends: list[tuple[OutFile, int]]) -> bool:
 class CopyRun:
     """One pass over a run."""
 
-    def __init__(self, copy: CopyContext, run: Run, reader: TensorReader, buffers: Buffers, worker: int) -> None:
+    def __init__(self, copy: CopyContext, run: StepRange, reader: TensorReader, buffers: Buffers, worker: int) -> None:
         """Prepares; `run` does it."""
         self._copy, self._plan, self._reader, self._worker = copy, copy.plan, reader, worker
         self._run, self._buffers = run, buffers

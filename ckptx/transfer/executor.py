@@ -23,7 +23,7 @@ from ckptx.transfer.cast_losses import LossesByTensor
 from ckptx.transfer.copy_run import BLOCK, Buffers, Cancelled, CopyContext, CopyRun
 from ckptx.transfer.digest import TreeDigest, tree_digest
 from ckptx.transfer.outfile import FileDigests
-from ckptx.transfer.plan import CopyPlan, Run
+from ckptx.transfer.plan import CopyPlan, StepRange
 from ckptx.transfer.split_tensor import SplitTensor
 from ckptx.transfer.stream import TensorReader
 
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Outcome:
+class CopyResult:
     """What a copy found out on its way.
 
     Attributes:
@@ -60,7 +60,7 @@ class Outcome:
     underflows: dict[str, int] = field(default_factory=dict)
     peak_rss: int = 0
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: CopyResult) -> None:
         """Adds what another process found out about other files."""
         self.digests |= other.digests
         self.file_digests |= other.file_digests
@@ -82,7 +82,7 @@ def execute(
     resumed: bool = False,
     on_progress: Callable[[int], None] = lambda nbytes: None,
     groups: Collection[int] | None = None,
-) -> Outcome:
+) -> CopyResult:
     """Writes the files of `plan` below `tree`.
 
     Args:
@@ -126,7 +126,7 @@ class Copy:
         self.queue = deque(runs)
         self.workers = max(1, min(workers, len(runs)))
         self.memory_each = max_memory // self.workers
-        self.outcome = Outcome()
+        self.outcome = CopyResult()
         self.file_digests = {index: FileDigests() for index in self.files}
         self.targets: dict[int, OpenFile] = {}
         self.errors: list[BaseException] = []
@@ -148,7 +148,7 @@ class Copy:
             self.stop,
         )
 
-    def run(self, on_progress: Callable[[int], None]) -> Outcome:
+    def run(self, on_progress: Callable[[int], None]) -> CopyResult:
         """Does it all; raises what the first failing worker raised."""
         patience = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH)
@@ -252,7 +252,7 @@ class Copy:
             self.errors.append(error)
 
 
-def _split_steps(runs: list[Run]) -> dict[tuple[int, int], SplitTensor]:
+def _split_steps(runs: list[StepRange]) -> dict[tuple[int, int], SplitTensor]:
     """A meeting place for the workers that copy parts of one large tensor, by group and step."""
     counts: dict[tuple[int, int], int] = {}
     for run in runs:

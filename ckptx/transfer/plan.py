@@ -47,14 +47,14 @@ class TargetFile(NamedTuple):
     blocks: int
 
 
-class Group(NamedTuple):
+class FileGroup(NamedTuple):
     """Files that are written together, as indices, and the tensors in them in the order of their blocks."""
 
     files: tuple[int, ...]
     steps: tuple[Step, ...]
 
 
-class Run(NamedTuple):
+class StepRange(NamedTuple):
     """Steps `first` to `stop` of a group; or, with `rows`, that range of dim 0 of the tensor of one step."""
 
     group: int
@@ -76,7 +76,7 @@ class CopyPlan:
     """
 
     files: tuple[TargetFile, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[FileGroup, ...]
     frame_of: FrameOf | None
     bytes_read: int
     bytes_written: int
@@ -95,9 +95,9 @@ class CopyPlan:
                 form = f"{step.target.name} {step.target.dtype} {list(step.target.shape)}"
                 yield f"  {form} <- {step.source.name} {_places(step.source)} -> {_places(step.target)}"
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[StepRange]:
         """The work, in an order in which neighbours are of different groups: two writers on one file wait in turn."""
-        ordered: list[tuple[int, Run]] = []
+        ordered: list[tuple[int, StepRange]] = []
         for index, group in enumerate(self.groups):
             ordered += enumerate(_runs_of(index, group))
         ordered.sort(key=lambda pair: (pair[0], pair[1].group))
@@ -111,22 +111,24 @@ def _places(entry: TensorEntry) -> str:
     return f"{first.file}:{first.offset}{more}"
 
 
-def _runs_of(index: int, group: Group) -> Iterator[Run]:
+def _runs_of(index: int, group: FileGroup) -> Iterator[StepRange]:
     first = size = 0
     for i, step in enumerate(group.steps):
         shares = list(_shares(step)) if step.target.nbytes > RUN else []
         if len(shares) > 1:
             if first < i or i == 0:
-                yield Run(index, first, i)  # also when it is empty: the first run writes what stands before all blocks
-            yield from (Run(index, i, i + 1, rows) for rows in shares)
+                yield StepRange(
+                    index, first, i
+                )  # also when it is empty: the first run writes what stands before all blocks
+            yield from (StepRange(index, i, i + 1, rows) for rows in shares)
             first, size = i + 1, 0
             continue
         size += step.target.nbytes
         if size >= RUN:
-            yield Run(index, first, i + 1)
+            yield StepRange(index, first, i + 1)
             first, size = i + 1, 0
     if first < len(group.steps) or not group.steps:
-        yield Run(index, first, len(group.steps))
+        yield StepRange(index, first, len(group.steps))
 
 
 def _shares(step: Step) -> Iterator[tuple[int, int]]:

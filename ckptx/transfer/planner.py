@@ -10,7 +10,7 @@ from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Shape, coverage_fault, whole
 from ckptx.errors import Defect
-from ckptx.transfer.plan import CopyPlan, FrameOf, Group, Step, TargetFile
+from ckptx.transfer.plan import CopyPlan, FileGroup, FrameOf, Step, TargetFile
 
 _REPORT = "this is a defect of ckptx, please report it"
 
@@ -65,7 +65,7 @@ def plan_copy(
     return CopyPlan(
         tuple(TargetFile(name, target.files[name], prologues.get(name, b""), blocks[name]) for name in files),
         tuple(
-            Group(tuple(index_of[name] for name in group), tuple(inside))
+            FileGroup(tuple(index_of[name] for name in group), tuple(inside))
             for group, inside in zip(names, members, strict=True)
         ),
         frame_of,

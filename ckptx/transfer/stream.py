@@ -61,7 +61,7 @@ class _FrameBuffers(NamedTuple):
         return cls(frame.head, before, behind, first, after, len(first) + len(after))
 
 
-class _Part(NamedTuple):
+class _ArchiveSlot(NamedTuple):
     """Where the elements of an archive go in a tensor in memory.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Part(NamedTuple):
     frame: _FrameBuffers
 
     @classmethod
-    def of(cls, grid: Grid, cell: Cell, frame: _FrameBuffers) -> _Part:
+    def of(cls, grid: Grid, cell: Cell, frame: _FrameBuffers) -> _ArchiveSlot:
         pitch, width = grid.width, cell.right - cell.left
         if width == pitch or grid.rows == 1:
             begin = cell.top * pitch + cell.left
@@ -109,7 +109,7 @@ class TensorReader:
         self._strip: memoryview | None = None
         self._grids: dict[tuple[DType, bytes], Grid | None] = {}
         self._frames: dict[tuple[DType, Shape], _FrameBuffers] = {}
-        self._known_parts: dict[tuple[DType, Shape, int], Sequence[_Part]] = {}
+        self._known_parts: dict[tuple[DType, Shape, int], Sequence[_ArchiveSlot]] = {}
         self._ids = ObjectIds()
 
     def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordShare] | None = None) -> None:
@@ -199,7 +199,7 @@ class TensorReader:
             weave_rows(rows, pitch, column, strip, width, width)
         return bool(parts)
 
-    def _parts(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_Part]:
+    def _parts(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_ArchiveSlot]:
         """Where the elements of each archive go; empty when no grid says it. Tensors that are cut alike share it."""
         regions, shape, dtype = chunks.archives.regions, entry.shape, entry.dtype
         key = (dtype, shape, self._ids(regions))
@@ -209,7 +209,7 @@ class TensorReader:
             if is_grid(shape, regions):
                 frames = [self._frame(chunks.frame_of, dtype, region.sizes) for region in regions]
                 grid = grid_of(dtype, shape, regions)
-                known = [_Part.of(grid, cell, frame) for cell, frame in zip(grid.cells, frames, strict=True)]
+                known = [_ArchiveSlot.of(grid, cell, frame) for cell, frame in zip(grid.cells, frames, strict=True)]
             self._known_parts[key] = known
         return known
 

@@ -26,7 +26,7 @@ from ckptx.transfer import block_writers
 from ckptx.transfer import copy_run as passes_module
 from ckptx.transfer import digest as digest_module
 from ckptx.transfer import plan as plan_module
-from ckptx.transfer.executor import Outcome, execute
+from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
 from tests.support.writers import tree_bytes
@@ -135,7 +135,7 @@ def expected(target: Catalog, framed: bool, prologue: bytes = b"") -> dict[str, 
     return files
 
 
-def run(plan: CopyPlan, root: Path, out: Path, workers: int = 1) -> Outcome:
+def run(plan: CopyPlan, root: Path, out: Path, workers: int = 1) -> CopyResult:
     (out / "journal").mkdir(parents=True, exist_ok=True)
     (out / "tree").mkdir(exist_ok=True)
     with FilePool(root) as files, HeldDirectory.at(out / "tree") as tree, HeldDirectory.at(out / "journal") as journal:

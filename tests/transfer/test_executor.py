@@ -22,7 +22,7 @@ from ckptx.storage.files import FilePool
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer import digest as digest_module
 from ckptx.transfer import plan as plan_module
-from ckptx.transfer.executor import Outcome, execute
+from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
 from tests.support.writers import Value, archive, tree_bytes, value, write_hf
@@ -52,7 +52,7 @@ def hf(tmp_path: Path) -> Path:
     return write_hf(tmp_path / "hf", TENSORS)
 
 
-def copy(plan: CopyPlan, root: Path, out: Path, workers: int = 2, **settings: object) -> Outcome:
+def copy(plan: CopyPlan, root: Path, out: Path, workers: int = 2, **settings: object) -> CopyResult:
     (out / "journal").mkdir(parents=True, exist_ok=True)
     (out / "tree").mkdir(exist_ok=True)
     with FilePool(root) as files, HeldDirectory.at(out / "tree") as tree, HeldDirectory.at(out / "journal") as journal:

@@ -25,7 +25,7 @@ from ckptx.formats.hf.hf_metadata import FILES
 from ckptx.model_view.view import ModelView, has_model_names
 from ckptx.options import ConvertOptions
 from ckptx.storage.files import FilePool
-from ckptx.transfer.executor import Outcome
+from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted, first_of
 
 
@@ -72,7 +72,7 @@ class HuggingFaceFormat(OutputFormat):
             layout = huggingface_layout.with_index(layout)
         recorded = {} if restored is None else restored.digests
 
-        def check(tree: Path, outcome: Outcome) -> None:
+        def check(tree: Path, outcome: CopyResult) -> None:
             check_huggingface(tree, layout)
             check_digests(outcome, recorded)
             if restored is not None and restored.reordered:

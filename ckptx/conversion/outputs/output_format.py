@@ -20,7 +20,7 @@ from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
 from ckptx.options import ConvertOptions
 from ckptx.storage.files import FilePool
-from ckptx.transfer.executor import Outcome
+from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.plan import FrameOf
 
 
@@ -63,7 +63,7 @@ class Allocation:
     """
 
     catalog: Catalog
-    check: Callable[[Path, Outcome], None]
+    check: Callable[[Path, CopyResult], None]
     groups: Sequence[Sequence[str]] | None = None
     prologues: Mapping[str, bytes] | None = None
     markers: tuple[tuple[str, bytes], ...] = ()

@@ -7,13 +7,13 @@ from typing import Any
 
 from ckptx.errors import InputError
 from ckptx.report.report import Log
-from ckptx.transfer.executor import Outcome
+from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted, first_of
 
 _NAMED = 20  # tensors; a report lists them all
 
 
-def refuse_overflow(outcome: Outcome, is_allowed: bool, dtype: str, log: Log) -> None:
+def refuse_overflow(outcome: CopyResult, is_allowed: bool, dtype: str, log: Log) -> None:
     """Refuse an output that holds infinity in the place of numbers.
 
     Args:
@@ -37,7 +37,7 @@ def refuse_overflow(outcome: Outcome, is_allowed: bool, dtype: str, log: Log) ->
         )
 
 
-def notes_on_losses(outcome: Outcome) -> tuple[str, ...]:
+def notes_on_losses(outcome: CopyResult) -> tuple[str, ...]:
     """Describe the losses of a copy, one line for each kind."""
     notes = []
     if outcome.overflows:

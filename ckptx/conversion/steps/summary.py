@@ -24,7 +24,7 @@ from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.numbers import peak_of_processes
 from ckptx.report.report import Log, human_bytes
-from ckptx.transfer.executor import Outcome
+from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted
 
 
@@ -48,7 +48,7 @@ class Found:
     ledger: Ledger
 
 
-def report_of(command: str, found: Found, outcome: Outcome | None, log: Log) -> ConversionReport:
+def report_of(command: str, found: Found, outcome: CopyResult | None, log: Log) -> ConversionReport:
     """One report, built once.
 
     Args:
@@ -139,7 +139,7 @@ def _described(found: Found, log: Log) -> dict[str, Any]:
     return {"dry_run": True, "files": files, "memory": options.max_memory, "free_space": free}
 
 
-def _cost(found: Found, outcome: Outcome | None, described: dict[str, Any], log: Log) -> tuple[int, int, int]:
+def _cost(found: Found, outcome: CopyResult | None, described: dict[str, Any], log: Log) -> tuple[int, int, int]:
     """Return the bytes that this run read and wrote, and the bytes of all files of the output."""
     job, dst = found.job, found.dst
     if described:

@@ -24,7 +24,7 @@ from ckptx.formats.hf.safetensors import HeaderTensor
 from ckptx.formats.sharding_info import holds_parts, offsets_of, sharding_info
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.storage.files import FilePool
-from ckptx.transfer.executor import Outcome
+from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted
 
 # Reading `.metadata` and the heads of archives takes some 20 us and 1 KB for each block. Where blocks are so many that
@@ -123,7 +123,7 @@ def _places(fqn: str, metadata: DcpMetadata) -> Iterator[tuple[Region, StorageIn
     return ((region, metadata.storage[fqn, region.offsets]) for region in metadata.tensors[fqn].chunks)
 
 
-def check_digests(outcome: Outcome, recorded: Mapping[str, str]) -> None:
+def check_digests(outcome: CopyResult, recorded: Mapping[str, str]) -> None:
     """Holds the bytes that were copied against what was recorded of them when they were first converted.
 
     Raises:
