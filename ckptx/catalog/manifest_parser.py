@@ -78,7 +78,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             "which no loader needs"
         )
     try:
-        manifest = _Reader().manifest(found, where)
+        manifest = _ManifestReader().manifest(found, where)
     except _Fault as fault:
         raise _not_one(where, f"{fault.field}: found {fault.found}, needed {fault.needed}") from None
     contradiction = contradiction_in(manifest)
@@ -114,7 +114,7 @@ class _Fault(Exception):
         self.field, self.found, self.needed = field, said or f"{found!r:.60}", needed
 
 
-class _Reader:
+class _ManifestReader:
     """Reads the fields of one manifest; what is wrong is refused by its path in the file."""
 
     def __init__(self) -> None:

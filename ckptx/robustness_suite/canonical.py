@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
-from ckptx.formats.torch_archive.pickle_machine import External, Group, Made, Name
+from ckptx.formats.torch_archive.pickle_machine import External, Made, Name, PickledSet
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, Storage, Tensor
 
 _LONGEST = 32  # bytes of a scalar that stands for itself
 _MOST_WORK = 1 << 21  # values looked at for the sake of those that refer to themselves
 _NUMBERS_AND_STRINGS = frozenset({type(None), bool, int, float, str})
-_WITHOUT_OTHER_MEANING = _NUMBERS_AND_STRINGS | {list, tuple, bytearray, Group, Name}
+_WITHOUT_OTHER_MEANING = _NUMBERS_AND_STRINGS | {list, tuple, bytearray, PickledSet, Name}
 _SCALARS = _NUMBERS_AND_STRINGS | {bytes, bytearray}
 
 
@@ -161,7 +161,7 @@ class Digests:
             return _Parts(type(value).__name__, value)
         if isinstance(value, Dictionary):
             return _Parts(value.kind, value.rest, value.items)
-        if isinstance(value, Group):
+        if isinstance(value, PickledSet):
             return _Parts(value.kind, (), [(each,) for each in value.items])
         if isinstance(value, Made):
             lengths = f"{len(value.arguments)} {len(value.items)} {len(value.states)}"

@@ -13,7 +13,7 @@ from typing import Any
 from ckptx.catalog.entry import Record
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.formats.torch_archive.pickle_machine import External, Group, Made, Mapping
+from ckptx.formats.torch_archive.pickle_machine import External, Made, Mapping, PickledSet
 from ckptx.robustness_suite.pickled_kinds import described_storage
 from ckptx.untrusted.limits import TENSORS
 
@@ -75,7 +75,7 @@ def _sizes(tree: Any, where: str) -> dict[str, int]:
     waiting = [tree]
     while waiting:
         node = waiting.pop()
-        if type(node) not in (list, tuple, Made, Mapping, Group, External) or id(node) in seen:
+        if type(node) not in (list, tuple, Made, Mapping, PickledSet, External) or id(node) in seen:
             continue
         seen.add(id(node))
         if isinstance(node, External):
@@ -85,7 +85,7 @@ def _sizes(tree: Any, where: str) -> dict[str, int]:
                     f"{where}: has a storage of an unknown dtype, or one that is a view; save it with a newer torch"
                 )
             found[described[1].key] = described[1].nbytes
-        elif isinstance(node, Group):
+        elif isinstance(node, PickledSet):
             waiting.extend(node.items)
         elif isinstance(node, Mapping):
             waiting.extend(each for item in node.items for each in item)

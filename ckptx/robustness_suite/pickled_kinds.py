@@ -20,7 +20,7 @@ from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
 from ckptx.catalog.entry import Record
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
-from ckptx.formats.torch_archive.pickle_machine import External, Group, Made, Mapping, Name
+from ckptx.formats.torch_archive.pickle_machine import External, Made, Mapping, Name, PickledSet
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
 from ckptx.untrusted.limits import DIMS, shape_fault
 
@@ -188,7 +188,7 @@ class Kinds:
         if not made.is_untouched or type(items) is not list:
             return None
         assert isinstance(made.function, Name)
-        return Group(made.function.name, items)
+        return PickledSet(made.function.name, items)
 
     def _ordered_dict(self, made: Made) -> Any:
         first = made.arguments[0] if len(made.arguments) == 1 else []

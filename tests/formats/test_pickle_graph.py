@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.formats.torch_archive.pickle_machine import Group, Made, Mapping, Name
+from ckptx.formats.torch_archive.pickle_machine import Made, Mapping, Name, PickledSet
 from tests.formats.test_pickle_budgets import DEAR, PLACES
 
 SCALARS = st.one_of(
@@ -44,7 +44,7 @@ def plain(value: Any) -> Any:
     """A graph of plain values as Python has them."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items}
-    if isinstance(value, Group):
+    if isinstance(value, PickledSet):
         return (set if value.kind == "set" else frozenset)(map(plain, value.items))
     if isinstance(value, Made):
         assert isinstance(value.function, Name)

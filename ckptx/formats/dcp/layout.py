@@ -17,7 +17,7 @@ from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.by_stage import ShardedTensor, by_stage
 from ckptx.formats.dcp.metadata import StorageInfo, TensorMetadata
-from ckptx.formats.dcp.metadata_writer import Stored, StoredCut, emit
+from ckptx.formats.dcp.metadata_writer import StorageLine, StoredCut, emit
 from ckptx.formats.torch_archive.archive import archive_length
 from ckptx.layout.parallel_dims import ParallelDims
 
@@ -173,7 +173,7 @@ def _parts_of(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
     return enumerate(parts)
 
 
-class _Alike(NamedTuple):
+class _SharedCut(NamedTuple):
     """What tensors that are cut alike have in common in the files that they are appended to.
 
     Attributes:
@@ -189,7 +189,7 @@ class _Alike(NamedTuple):
 
 def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
     """Appends tensors to one file per rank_in_stage; gives the bytes of each file that got some."""
-    known: dict[tuple[int, DType], _Alike] = {}
+    known: dict[tuple[int, DType], _SharedCut] = {}
     files_of: dict[int, tuple[str, ...]] = {}
     filled: dict[int, int] = {}
     for entry, blocks in members:
@@ -209,7 +209,7 @@ def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, 
     return filled
 
 
-def _alike(entry: TensorEntry, blocks: tuple[Block, ...]) -> _Alike:
+def _alike(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedCut:
     assert not any(block.replica for block in blocks)
     dtype, name = entry.dtype, entry.name
     lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
@@ -219,7 +219,7 @@ def _alike(entry: TensorEntry, blocks: tuple[Block, ...]) -> _Alike:
         before = sums.get(block.rank_in_stage, 0)
         places.append((block.rank_in_stage, before))
         sums[block.rank_in_stage] = before + length
-    return _Alike(lengths, tuple(places), tuple(sums.items()))
+    return _SharedCut(lengths, tuple(places), tuple(sums.items()))
 
 
 def metadata_bytes(
@@ -269,16 +269,16 @@ def _describe(entry: TensorEntry) -> TensorMetadata:
 
 def _storage(
     catalog: Catalog, described: Mapping[str, TensorMetadata], stored: Mapping[str, str]
-) -> Iterator[Stored | StoredCut]:
+) -> Iterator[StorageLine | StoredCut]:
     for name, on_disk in stored.items():
         chunks, regions = catalog.tensors[on_disk].chunks, described[name].chunks
         if type(chunks) is CutChunks:
             yield StoredCut(name, regions, chunks.files, chunks.offsets, chunks.lengths)
             continue
         for index, (region, chunk) in enumerate(zip(regions, chunks, strict=True)):
-            yield Stored(name, index, region.offsets, StorageInfo(chunk.file, chunk.offset, chunk.nbytes))
+            yield StorageLine(name, index, region.offsets, StorageInfo(chunk.file, chunk.offset, chunk.nbytes))
     for name, pickled in catalog.objects.items():
-        yield Stored(name, None, None, StorageInfo(pickled.file, pickled.offset, pickled.nbytes))
+        yield StorageLine(name, None, None, StorageInfo(pickled.file, pickled.offset, pickled.nbytes))
 
 
 def extended(planner_data: Mapping[str, Any], names: Iterable[str], twins: Mapping[str, str]) -> dict[str, Any]:

@@ -125,12 +125,12 @@ class _Properties(metaclass=Sealed):
         self.dtype = state[0]
 
 
-class _Plan(metaclass=Sealed):
+class _InertPlan(metaclass=Sealed):
     """Stands in for a plan and whatever it is made of; keeps nothing of it."""
 
     __slots__ = ()
 
-    def __new__(cls, *_: object) -> _Plan:
+    def __new__(cls, *_: object) -> _InertPlan:
         return object.__new__(cls)
 
     def __setstate__(self, state: object) -> None:
@@ -154,11 +154,11 @@ _ALLOWED: Globals = {
     (_SHARDED_TENSOR, "TensorProperties"): _Properties,
     (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): EnumClass(_drop),
     (FILESYSTEM_MODULE, "_StorageInfo"): _Info,
-    **{(_PLANNER, name): _Plan for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")},
-    (_PLANNER, "WriteItemType"): EnumClass(_Plan),
-    (FILESYSTEM_MODULE, "_StoragePrefix"): _Plan,
+    **{(_PLANNER, name): _InertPlan for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")},
+    (_PLANNER, "WriteItemType"): EnumClass(_InertPlan),
+    (FILESYSTEM_MODULE, "_StoragePrefix"): _InertPlan,
     **MEMBER_BY_NAME,
-    (_MEGATRON, "MCoreSavePlan"): _Plan,
+    (_MEGATRON, "MCoreSavePlan"): _InertPlan,
     (_MEGATRON, "MCoreMetadata"): _Metadata,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): LAYOUT,

@@ -18,7 +18,7 @@ from ckptx.formats.dcp.metadata import FILESYSTEM_MODULE, METADATA_MODULE, DcpMe
 from ckptx.formats.torch_archive.archive import pickled_int
 
 
-class Stored(NamedTuple):
+class StorageLine(NamedTuple):
     """One line of `storage_data`: the chunk at `offsets` of `fqn`, number `hint` of its chunks; an object has None."""
 
     fqn: str
@@ -49,7 +49,7 @@ def emit_metadata(metadata: DcpMetadata) -> bytes:
     return emit(metadata.tensors, metadata.objects, _stored(metadata), metadata.planner_data)
 
 
-def _stored(metadata: DcpMetadata) -> Iterator[Stored]:
+def _stored(metadata: DcpMetadata) -> Iterator[StorageLine]:
     position = {
         (fqn, region.offsets): index
         for fqn, tensor in metadata.tensors.items()
@@ -57,13 +57,13 @@ def _stored(metadata: DcpMetadata) -> Iterator[Stored]:
         for index, region in enumerate(tensor.chunks)
     }
     for (fqn, offsets), place in metadata.storage.items():
-        yield Stored(fqn, None if offsets is None else position.get((fqn, offsets), 0), offsets, place)
+        yield StorageLine(fqn, None if offsets is None else position.get((fqn, offsets), 0), offsets, place)
 
 
 def emit(
     tensors: Mapping[str, TensorMetadata],
     objects: Iterable[str],
-    storage: Iterable[Stored | StoredCut],
+    storage: Iterable[StorageLine | StoredCut],
     planner_data: object = None,
 ) -> bytes:
     """The `.metadata` file, from storage lines that are asked for one by one.
@@ -105,13 +105,13 @@ def emit(
     return file.getvalue()
 
 
-def _emit_storage(storage: Iterable[Stored | StoredCut], out: Emitter) -> Iterator[bytes]:
+def _emit_storage(storage: Iterable[StorageLine | StoredCut], out: Emitter) -> Iterator[bytes]:
     key = out.new(METADATA_MODULE, "MetadataIndex") + out.text("fqn")
     lines = _Lines(out)
     alike: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # the objects live as long as the catalog
     for each in storage:
         name = key + out.text(each.fqn)
-        if isinstance(each, Stored):
+        if isinstance(each, StorageLine):
             begin, end = lines.around(each.hint, each.offsets, each.place)
             yield name + begin + pickled_int(each.place.offset) + end
             continue

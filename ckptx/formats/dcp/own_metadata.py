@@ -39,7 +39,7 @@ def parse_own(data: bytes) -> PlacedMetadata | None:
         return None
     try:
         with without_garbage_collection():
-            return _Reader(data).read()
+            return _OwnMetadataReader(data).read()
     except (_OfAnotherForm, IndexError, ValueError):
         return None
 
@@ -77,7 +77,7 @@ _BODY = re.compile(
 )
 
 
-class _Alike(NamedTuple):
+class _RepeatedLines(NamedTuple):
     """What repeats in the lines of tensors that are cut alike.
 
     Attributes:
@@ -100,7 +100,7 @@ class _Alike(NamedTuple):
     behind: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, lines: list[_Line]) -> _Alike:
+    def of(cls, lines: list[_Line]) -> _RepeatedLines:
         around = tuple([(line.begin, line.end) for line in lines])
         ends = [end for _, end in around]
         before = (_LINE, *(end + _LINE for end in ends[:-1]), ends[-1])
@@ -119,7 +119,7 @@ class _Alike(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One line of `storage_data` from behind its name on; `begin` and `end` as in `_Alike.around`."""
+    """One line of `storage_data` from behind its name on; `begin` and `end` as in `_RepeatedLines.around`."""
 
     at: Shape | None
     file: str
@@ -129,7 +129,7 @@ class _Line(NamedTuple):
     end: bytes
 
 
-class _Reader:
+class _OwnMetadataReader:
     """Goes through the bytes once; `_at` is the position, `_memo` says what references mean."""
 
     def __init__(self, data: bytes) -> None:
@@ -205,7 +205,7 @@ class _Reader:
     def _read_places(self, tensors: dict[str, TensorMetadata], names: list[bytes]) -> dict[str, Places]:
         """Where all chunks lie: a line for each, in the order of the tensors and of the chunks of each."""
         places: dict[str, Places] = {}
-        known: dict[int, _Alike | None] = {}  # by `id`: those that are alike are one object
+        known: dict[int, _RepeatedLines | None] = {}  # by `id`: those that are alike are one object
         for (fqn, tensor), name in zip(tensors.items(), names, strict=False):  # objects follow
             alike = known.get(id(tensor))
             offsets = None if alike is None else self._offsets(name, alike)
@@ -222,7 +222,7 @@ class _Reader:
             raise _OfAnotherForm
         return StorageInfo(line.file, line.offset, line.length)
 
-    def _lines(self, name: bytes, tensor: TensorMetadata) -> tuple[_Alike | None, Places]:
+    def _lines(self, name: bytes, tensor: TensorMetadata) -> tuple[_RepeatedLines | None, Places]:
         """The lines of a tensor; nothing is like those that put something into the memo."""
         known = len(self._memo)
         lines = [self._line(name) for _ in tensor.chunks]
@@ -231,10 +231,10 @@ class _Reader:
         offsets = [line.offset for line in lines]
         if len(self._memo) > known or not lines:
             return None, Places(tuple([line.file for line in lines]), offsets, tuple([line.length for line in lines]))
-        alike = _Alike.of(lines)
+        alike = _RepeatedLines.of(lines)
         return alike, Places(alike.files, offsets, alike.lengths)
 
-    def _offsets(self, name: bytes, alike: _Alike) -> Sequence[int] | None:
+    def _offsets(self, name: bytes, alike: _RepeatedLines) -> Sequence[int] | None:
         """What `_lines` reads where nothing else differs from those of another tensor; None where it does."""
         data, at, form = self._data, self._at, alike.form
         if len(data) - at >= form.size:
@@ -251,7 +251,7 @@ class _Reader:
                 return offsets
         return self._offsets_of_any_length(name, alike)
 
-    def _offsets_of_any_length(self, name: bytes, alike: _Alike) -> list[int] | None:
+    def _offsets_of_any_length(self, name: bytes, alike: _RepeatedLines) -> list[int] | None:
         data, at = self._data, self._at
         lead, end = _LINE + name, b""
         offsets = []

@@ -53,7 +53,7 @@ def open_dcp(root: Path) -> Catalog:
         catalog = Catalog(root, "dcp", {}, identities=identities(root, (METADATA,)))
         data = _read_metadata(root)
         metadata = parse_own(data) or _with_places(parse_metadata(data, f"{root / METADATA}"), root)
-        cuts, places = _Cuts(root), metadata.places
+        cuts, places = _SharedMetadata(root), metadata.places
         in_order: dict[int, bool] = {}
         entries = [
             _tensor(name, cuts.of(name, tensor), places[name], in_order) for name, tensor in metadata.tensors.items()
@@ -142,7 +142,7 @@ class _Cut(NamedTuple):
     regions: Sequence[Region]
 
 
-class _Cuts:
+class _SharedMetadata:
     """Looks once at what many tensors share: their metadata, or at least the regions in it."""
 
     def __init__(self, root: Path) -> None:

@@ -6,7 +6,7 @@ interprets the opcodes itself. Each opcode makes at most one object whose size i
 from, and a dict or a set is a list of its items, so that the work is linear in the size of the pickle.
 
     None, bool, int, float, str, bytes, bytearray, list, tuple     the Python value
-    Mapping, Group                                                 a dict; a set or frozenset
+    Mapping, PickledSet                                            a dict; a set or frozenset
     Name                                                           a class or function, by its module and name
     Made                                                           the result of a call, and what was done to it then
     External                                                       a persistent id: a storage of a torch archive
@@ -26,11 +26,11 @@ from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_machine import (
     Damaged,
     External,
-    Group,
     Machine,
     Made,
     Mapping,
     Name,
+    PickledSet,
     Truncated,
 )
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
@@ -169,7 +169,7 @@ def _append(machine: Machine) -> None:
 def _extend(target: Any, values: list[Any]) -> None:
     if type(target) is list:
         target.extend(values)
-    elif isinstance(target, (Made, Group)):
+    elif isinstance(target, (Made, PickledSet)):
         target.items.extend(values)
     else:
         raise Damaged("items of a value that takes none")
@@ -363,8 +363,8 @@ _BY_OPCODE: dict[bytes, Callable[[Machine], None]] = {
     b"\x87": _tuple(3),
     b"}": lambda machine: machine.contain(Mapping()),
     b"d": _mapping_of_mark,
-    b"\x8f": lambda machine: machine.contain(Group("set", [])),
-    b"\x91": lambda machine: machine.contain(Group("frozenset", machine.pop_to_mark())),
+    b"\x8f": lambda machine: machine.contain(PickledSet("set", [])),
+    b"\x91": lambda machine: machine.contain(PickledSet("frozenset", machine.pop_to_mark())),
     b"a": _append,
     b"e": _several(_extend, in_pairs=False),
     b"\x90": _several(_extend, in_pairs=False),

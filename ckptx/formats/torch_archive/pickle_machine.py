@@ -36,7 +36,7 @@ class Mapping:
         self.items: list[tuple[Any, Any]] = []
 
 
-class Group:
+class PickledSet:
     """A set or a frozenset, whose items have no order.
 
     Attributes:
