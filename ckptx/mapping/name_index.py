@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ckptx.mapping.names import parted, pattern_of
 
 
-class Fit(NamedTuple):
+class PatternMatch(NamedTuple):
     """A pattern that a name fits.
 
     Attributes:
@@ -24,7 +24,7 @@ class Fit(NamedTuple):
     indices: tuple[int, ...]
 
 
-class _Entry(NamedTuple):
+class _IndexedPattern(NamedTuple):
     """A pattern by what it has for each index of a name: a number, or None for a star."""
 
     group: int
@@ -40,7 +40,7 @@ class NameIndex:
     """
 
     def __init__(self, groups: Iterable[Sequence[str]]) -> None:
-        self._entries: dict[str, list[_Entry]] = {}
+        self._entries: dict[str, list[_IndexedPattern]] = {}
         self._embedded: list[tuple[re.Pattern[str], int, int]] = []
         for group, patterns in enumerate(groups):
             for column, pattern in enumerate(patterns):
@@ -50,7 +50,7 @@ class NameIndex:
                     self._embedded.append((re.compile(regex), group, column))
                     continue
                 numbers = tuple(None if part == "*" else int(part) for part in parts if part == "*" or part.isdigit())
-                self._entries.setdefault(pattern_of(pattern), []).append(_Entry(group, column, numbers))
+                self._entries.setdefault(pattern_of(pattern), []).append(_IndexedPattern(group, column, numbers))
 
     def counts(self, name: str) -> bool:
         """True when it may depend on the numbers in `name` which patterns it fits."""
@@ -61,7 +61,7 @@ class NameIndex:
         """False when no name of the same pattern as `name` fits one of these, whatever its numbers."""
         return bool(self._embedded) or pattern_of(name) in self._entries
 
-    def find(self, name: str) -> Iterator[Fit]:
+    def find(self, name: str) -> Iterator[PatternMatch]:
         """The patterns that `name` fits, in the order of their groups, those with a star in a component last."""
         pattern, found = parted(name)
         entries = self._entries.get(pattern)
@@ -69,11 +69,11 @@ class NameIndex:
             for group, column, numbers in entries:
                 if all(wanted is None or wanted == have for wanted, have in zip(numbers, found, strict=True)):
                     stars = tuple([have for wanted, have in zip(numbers, found, strict=True) if wanted is None])
-                    yield Fit(group, column, stars)
+                    yield PatternMatch(group, column, stars)
         for regex, group, column in self._embedded:
             match = regex.fullmatch(name)
             if match:
-                yield Fit(group, column, tuple(int(each) for each in match.groups()))
+                yield PatternMatch(group, column, tuple(int(each) for each in match.groups()))
 
 
 def indices_of(name: str) -> tuple[int, ...]:

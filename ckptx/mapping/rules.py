@@ -57,7 +57,7 @@ class Renamed(NamedTuple):
         )
 
 
-class _Alike(NamedTuple):
+class _PatternEntry(NamedTuple):
     """What is found for every name of one pattern, whatever its numbers.
 
     Attributes:
@@ -117,7 +117,7 @@ class NameRules:
         self._looked_up: dict[str, tuple[Destination | None, str | None]] = {}
         self._model_names: dict[str, str | None] = {}
         self._known_patterns: dict[str, bool] = {}
-        self._alike: dict[str, _Alike | None] = {}
+        self._alike: dict[str, _PatternEntry | None] = {}
         self._run_names: dict[tuple[int, tuple[int, ...]], str] = {}
 
     # -- which tensor goes where
@@ -202,13 +202,13 @@ class NameRules:
             return True
         return bool(indices_of(self._prefix))
 
-    def _generalised(self, name: str, place: Destination | None, plain: str | None) -> _Alike:
+    def _generalised(self, name: str, place: Destination | None, plain: str | None) -> _PatternEntry:
         change = None
         if plain is not None:
             change = (self._prefix, 0) if len(plain) > len(name) else ("", len(name) - len(plain))
         if place is None:
-            return _Alike(None, 0, False, change)
-        return _Alike(place.conversion, place.column, len(place.fixed) < len(indices_of(name)), change)
+            return _PatternEntry(None, 0, False, change)
+        return _PatternEntry(place.conversion, place.column, len(place.fixed) < len(indices_of(name)), change)
 
     def _found_for(self, name: str) -> tuple[Destination | None, str | None]:
         place = plain = None
