@@ -23,7 +23,7 @@ from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import Processes
 from ckptx.publishing.completeness import outcome_of_written
 from ckptx.publishing.source_contents import require_unchanged
-from ckptx.publishing.source_state import Seen, agreement, is_agreed, seen_of
+from ckptx.publishing.source_state import FileIdentities, agreement, is_agreed, seen_of
 from ckptx.publishing.staging import Staging, open_staged
 from ckptx.storage.files import FilePool, size_of
 from ckptx.storage.held_directory import Expected, HeldDirectory, refuse_clashes
@@ -190,7 +190,7 @@ def manifest_size(job: Job) -> int:
     return len(_manifest_bytes(job, CopyResult(defaultdict(lambda: digest)), files, sidecars))
 
 
-def _begin(job: Job, staging: Staging, seen: Seen, resume: bool) -> bool:
+def _begin(job: Job, staging: Staging, seen: FileIdentities, resume: bool) -> bool:
     """Prepares the staging directory; True when an interrupted run of the same job is continued."""
     plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
     resumed = staging.begin(plan, resume)
@@ -208,7 +208,7 @@ def _assist(
     max_memory: int,
     on_progress: Callable[[int], None],
     processes: Processes,
-    seen: Seen,
+    seen: FileIdentities,
 ) -> CopyResult | None:
     """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
     seen.touched()
@@ -263,7 +263,7 @@ def _agreed(job: Job, files: FilePool) -> dict[str, str]:
     return agreement(job.source, files, _layout(job.plan), repr(sorted(job.options.items())))
 
 
-def _write_rest(output: HeldDirectory, job: Job, outcome: CopyResult, seen: Seen) -> dict[str, Expected]:
+def _write_rest(output: HeldDirectory, job: Job, outcome: CopyResult, seen: FileIdentities) -> dict[str, Expected]:
     """Writes what is no tensor file: sidecars, markers, and the manifest at last."""
     written: dict[str, Expected] = {}
 
@@ -314,7 +314,7 @@ def _watching(on_progress: Callable[[int], None], processes: Processes | None) -
     return watch
 
 
-def _done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) -> CopyResult | None:
+def _done(target: Path, job: Job, files: FilePool, seen: FileIdentities, max_memory: int) -> CopyResult | None:
     """Return the outcome of a copy whose target is complete already; None if it is not.
 
     Its manifest counts, what is on disk, and what the manifest of a fresh run would say.
@@ -339,7 +339,7 @@ def _done(target: Path, job: Job, files: FilePool, seen: Seen, max_memory: int) 
     return outcome if fresh == found else None
 
 
-def is_intact(target: Path, job: Job, seen: Seen) -> bool:
+def is_intact(target: Path, job: Job, seen: FileIdentities) -> bool:
     """True when tensor files, markers and sidecars on disk have the bytes that they should; reads all of them."""
     try:
         wanted = {name: row.digest for name, row in read_manifest(target / MANIFEST).files.items()}

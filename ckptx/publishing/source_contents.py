@@ -17,7 +17,7 @@ from ckptx.errors import CkptxError
 from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
-from ckptx.publishing.source_state import Seen, header_texts
+from ckptx.publishing.source_state import FileIdentities, header_texts
 from ckptx.storage.files import FilePool, changed
 from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.plan import CopyPlan
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 def require_unchanged(
-    seen: Seen,
+    seen: FileIdentities,
     plan: CopyPlan,
     digests: Mapping[str, str],
     files: FilePool,

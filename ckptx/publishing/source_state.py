@@ -20,7 +20,7 @@ _SAMPLES, _SAMPLE = 512, 256
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class FileIdentities:
     """The identity of every file that was read to open some checkpoints, or will be copied.
 
     Attributes:
@@ -92,12 +92,12 @@ class Seen:
             os.close(descriptor)
 
 
-def seen_of(source: Catalog, *others: Catalog) -> Seen:
+def seen_of(source: Catalog, *others: Catalog) -> FileIdentities:
     """What the catalogs recorded when they were opened."""
     recorded = {
         catalog.root / name: identity for catalog in (source, *others) for name, identity in catalog.identities.items()
     }
-    return Seen((source, *others), recorded)
+    return FileIdentities((source, *others), recorded)
 
 
 def agreement(source: Catalog, files: FilePool, *more: str) -> dict[str, str]:
