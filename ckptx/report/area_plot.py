@@ -24,7 +24,7 @@ _STEPS = (0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 100
 _PERCENT_A_LETTER = 0.72  # of the drawing
 
 
-class Slot(NamedTuple):
+class StepPart(NamedTuple):
     """A part of a step.
 
     Attributes:
@@ -86,22 +86,22 @@ class Scale(NamedTuple):
         return [(self.down(0), "0"), *((self.down(each * unit), f"{each:g} {name}") for each in numbers)]
 
 
-def slots_of(course: Sequence[Sequence[Any]]) -> list[Slot]:
+def slots_of(course: Sequence[Sequence[Any]]) -> list[StepPart]:
     """The course of a report, with a slot for each layer and pass: what happens around a layer goes with it.
 
     Args:
         course: Rows of part, turn, unit and the bytes of each kind.
     """
-    return _fewer(_without_gaps([Slot(part, turn, unit, tuple(sizes)) for part, turn, unit, *sizes in course]))
+    return _fewer(_without_gaps([StepPart(part, turn, unit, tuple(sizes)) for part, turn, unit, *sizes in course]))
 
 
-def _most(slot: Slot) -> int:
+def _most(slot: StepPart) -> int:
     return sum(slot.sizes)
 
 
-def _without_gaps(slots: Sequence[Slot]) -> list[Slot]:
+def _without_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
     """Within a pass, what is between two layers, or two parts of one, goes with the first of them."""
-    found: list[Slot] = []
+    found: list[StepPart] = []
     for _, each in groupby(slots, key=lambda slot: slot[:2]):
         group = list(each)
         last = max((index for index, slot in enumerate(group) if slot.unit), default=-1)
@@ -115,7 +115,7 @@ def _without_gaps(slots: Sequence[Slot]) -> list[Slot]:
     return found
 
 
-def _fewer(slots: list[Slot]) -> list[Slot]:
+def _fewer(slots: list[StepPart]) -> list[StepPart]:
     """So few that each can be seen: of neighbours in a pass the one with the most."""
     together = -(-len(slots) // _MOST_SLOTS)
     if together == 1:
@@ -128,12 +128,12 @@ def _fewer(slots: list[Slot]) -> list[Slot]:
 
 
 def area_plot(
-    slots: Sequence[Slot],
+    slots: Sequence[StepPart],
     areas: Sequence[Area],
     scale: Scale,
     *,
     peak: str,
-    said: Callable[[Slot], str],
+    said: Callable[[StepPart], str],
     pass_names: Callable[[str, int], Sequence[str]],
 ) -> Iterator[str]:
     """The drawing.
@@ -170,7 +170,7 @@ def _label(x: float, said: str) -> str:
     return f'<span class="peak {"after" if x < 0.5 else "before"}" style="{side}">{escape(said)}</span>'
 
 
-def _groups(slots: Sequence[Slot]) -> Iterator[tuple[str, int, int, int]]:
+def _groups(slots: Sequence[StepPart]) -> Iterator[tuple[str, int, int, int]]:
     """Each pass: its part, its turn, its first slot, and how many it has."""
     begin = 0
     for (part, turn), each in groupby(slots, key=lambda slot: (slot.part, slot.turn)):
@@ -179,13 +179,13 @@ def _groups(slots: Sequence[Slot]) -> Iterator[tuple[str, int, int, int]]:
         begin += count
 
 
-def _passes(slots: Sequence[Slot], wide: float) -> Iterator[str]:
+def _passes(slots: Sequence[StepPart], wide: float) -> Iterator[str]:
     for part, _, begin, count in _groups(slots):
         if part == "backward":
             yield f'<rect class="pass" x="{begin * wide:.2f}" y="0" width="{count * wide:.2f}" height="{HIGH}"/>'
 
 
-def _areas(slots: Sequence[Slot], areas: Sequence[Area], scale: Scale, wide: float) -> Iterator[str]:
+def _areas(slots: Sequence[StepPart], areas: Sequence[Area], scale: Scale, wide: float) -> Iterator[str]:
     low = [0] * len(slots)
     for area in areas:
         high = [below + slot.sizes[area.at] for below, slot in zip(low, slots, strict=True)]
@@ -211,7 +211,7 @@ def _memory(scale: Scale) -> Iterator[str]:
         yield f'<path class="memory" d="M0 {scale.down(scale.memory):.1f}H{WIDE}"/>'
 
 
-def _names(slots: Sequence[Slot], wide: float, names: Callable[[str, int], Sequence[str]]) -> Iterator[str]:
+def _names(slots: Sequence[StepPart], wide: float, names: Callable[[str, int], Sequence[str]]) -> Iterator[str]:
     for part, turn, begin, count in _groups(slots):
         known = names(part, turn)
         room = 100 * count * wide / WIDE

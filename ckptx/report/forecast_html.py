@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptx.report.area_plot import Area, Scale, Slot, area_plot, slots_of
+from ckptx.report.area_plot import Area, Scale, StepPart, area_plot, slots_of
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.forecast_words import (
     called,
@@ -106,7 +106,7 @@ def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Iter
         return
     kinds = list(report.kinds)
 
-    def said(slot: Slot) -> str:
+    def said(slot: StepPart) -> str:
         parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.sizes, strict=True) if size]
         place = pass_text(report, slot.part, slot.turn)
         return f"{place}, {slot.unit or 'around the layers'}: {human_bytes(sum(slot.sizes))}: {', '.join(parts)}"

@@ -19,7 +19,7 @@ _LEAST_DECADE = -12
 _NONE, _ROOM_FOR_NONE = 12, 46  # where numbers that are none are drawn, and how far below it the others begin
 
 
-class Run(NamedTuple):
+class RunCurve(NamedTuple):
     """A run: its name, its steps, and a number at each, which may be NaN.
 
     Attributes:
@@ -40,7 +40,7 @@ class Band(NamedTuple):
     limit: float | None
 
 
-def runs_plot(runs: Sequence[Run]) -> Iterator[str]:
+def runs_plot(runs: Sequence[RunCurve]) -> Iterator[str]:
     """Numbers over steps, the first run broad, the others thin upon it."""
     steps = _steps(runs)
     numbers = [number for run in runs for _, number in run.points if isfinite(number)]
@@ -61,7 +61,7 @@ def runs_plot(runs: Sequence[Run]) -> Iterator[str]:
     yield from framed(f"loss over steps of {', '.join(run.name for run in runs)}", marks, _below(steps), shapes)
 
 
-def distances_plot(runs: Sequence[Run], band: Band) -> Iterator[str]:
+def distances_plot(runs: Sequence[RunCurve], band: Band) -> Iterator[str]:
     """How far runs are away from another, by decades; at the bottom what is equal, above the top what is no number."""
     steps = _steps(runs)
     known = [band.noise, band.limit, *(number for run in runs for _, number in run.points)]
@@ -95,11 +95,11 @@ def distances_plot(runs: Sequence[Run], band: Band) -> Iterator[str]:
     )
 
 
-def _steps(runs: Sequence[Run]) -> list[float]:
+def _steps(runs: Sequence[RunCurve]) -> list[float]:
     return sorted({step for run in runs for step, _ in run.points})
 
 
-def _has_none(runs: Sequence[Run]) -> bool:
+def _has_none(runs: Sequence[RunCurve]) -> bool:
     return any(not isfinite(number) for run in runs for _, number in run.points)
 
 
@@ -108,7 +108,7 @@ def _across(step: float, steps: Sequence[float]) -> float:
     return WIDE / 2 if not room else 20 + (WIDE - 40) * (step - steps[0]) / room
 
 
-def _line(run: Run, steps: Sequence[float], down: Callable[[float], float], *, is_first: bool) -> Iterator[str]:
+def _line(run: RunCurve, steps: Sequence[float], down: Callable[[float], float], *, is_first: bool) -> Iterator[str]:
     """A run as a line with a gap where a number is none, and its dots; what is no number is a dot at the top."""
     path, dots, is_drawing = "", "", False
     for step, number in run.points:

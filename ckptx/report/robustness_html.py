@@ -13,7 +13,7 @@ from typing import Any
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.numbers import peak_memory_text
 from ckptx.report.page import escape, page
-from ckptx.report.plots import Band, Run, distances_plot, runs_plot
+from ckptx.report.plots import Band, RunCurve, distances_plot, runs_plot
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_words import (
     called,
@@ -188,11 +188,11 @@ def _losses(report: RobustnessReport) -> Iterator[str]:
     yield "</section>"
 
 
-def _runs(report: RobustnessReport) -> list[Run]:
+def _runs(report: RobustnessReport) -> list[RunCurve]:
     first, others = report.losses[:1], sorted(report.losses[1:], key=_drawn_late)
     rows = [*first, *others[:_MOST_RUNS]]
     return [
-        Run(
+        RunCurve(
             str(row["run"]),
             index,
             [(float(step), number_of(loss)) for step, loss in zip(row["steps"], row["losses"], strict=False)],
@@ -207,7 +207,7 @@ def _drawn_late(row: Mapping[str, Any]) -> int:
     return 0 if name.startswith("resumed") else 2 if name.startswith("moved") else 1
 
 
-def _apart(first: Run, run: Run) -> Run:
+def _apart(first: RunCurve, run: RunCurve) -> RunCurve:
     known = dict(first.points)
     return run._replace(
         points=[
@@ -218,7 +218,7 @@ def _apart(first: Run, run: Run) -> Run:
     )
 
 
-def _apart_text(runs: Sequence[Run]) -> str:
+def _apart_text(runs: Sequence[RunCurve]) -> str:
     equal = [run.name for run in runs if all(distance == 0 for _, distance in run.points)]
     if len(equal) == len(runs):
         return "Bit-equal at every step."
@@ -236,7 +236,7 @@ def _limit(report: RobustnessReport) -> float | None:
     return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
 
 
-def _legend(runs: Sequence[Run], band: Band | None = None) -> Iterator[str]:
+def _legend(runs: Sequence[RunCurve], band: Band | None = None) -> Iterator[str]:
     named = [f'<span><i class="c{run.color}"></i>{escape(run.name)}</span>' for run in runs]
     if band is not None:
         named += [

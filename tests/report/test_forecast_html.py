@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptx.report.area_plot import Scale, Slot, slots_of
+from ckptx.report.area_plot import Scale, StepPart, slots_of
 from ckptx.report.forecast_html import forecast_page
 from ckptx.report.report import Report
 from ckptx.untrusted.printable import one_line
@@ -137,8 +137,8 @@ def test_what_is_around_a_layer_goes_with_it() -> None:
         ["forward", 0, "l.1", 3], ["forward", 0, "", 9], ["backward", 0, "", 8], ["backward", 0, "l.1", 6],
     ]  # fmt: skip
     assert slots_of(rows) == [
-        Slot("forward", 0, "", (1,)), Slot("forward", 0, "l.0", (7,)), Slot("forward", 0, "l.1", (3,)),
-        Slot("forward", 0, "", (9,)), Slot("backward", 0, "", (8,)), Slot("backward", 0, "l.1", (6,)),
+        StepPart("forward", 0, "", (1,)), StepPart("forward", 0, "l.0", (7,)), StepPart("forward", 0, "l.1", (3,)),
+        StepPart("forward", 0, "", (9,)), StepPart("backward", 0, "", (8,)), StepPart("backward", 0, "l.1", (6,)),
     ]  # fmt: skip
 
 

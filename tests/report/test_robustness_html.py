@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ckptx.report.page import page
-from ckptx.report.plots import Band, Run, distances_plot, runs_plot
+from ckptx.report.plots import Band, RunCurve, distances_plot, runs_plot
 from ckptx.report.report import Report
 from ckptx.report.robustness_html import robustness_page
 from ckptx.report.robustness_words import CAUSES
@@ -144,7 +144,7 @@ def heights(shapes: str) -> dict[float, float]:
 
 
 def test_distances_lie_in_decades_above_what_is_equal() -> None:
-    run = Run("resumed", 1, [(1, 0.0), (2, 1e-6), (3, 1e-4), (4, 1e-2), (5, float("nan"))])
+    run = RunCurve("resumed", 1, [(1, 0.0), (2, 1e-6), (3, 1e-4), (4, 1e-2), (5, float("nan"))])
     text = "".join(distances_plot([run], Band(1e-6, 8e-6)))
     places = list(heights(text).values())
     assert len(places) == 4 and places == sorted(places, reverse=True)
@@ -155,15 +155,15 @@ def test_distances_lie_in_decades_above_what_is_equal() -> None:
 
 
 def test_a_run_is_drawn_to_scale_with_a_gap_where_there_is_no_number() -> None:
-    first = Run("straight", 0, [(1, 4.0), (2, 3.0), (3, 2.0)])
-    second = Run("resumed", 1, [(1, 4.0), (2, float("nan")), (3, 2.0)])
+    first = RunCurve("straight", 0, [(1, 4.0), (2, 3.0), (3, 2.0)])
+    second = RunCurve("resumed", 1, [(1, 4.0), (2, float("nan")), (3, 2.0)])
     text = "".join(runs_plot([first, second]))
     assert re.search(r'class="run c1" d="M[\d. ]+M[\d. ]+"', text)
     assert re.search(r'class="first c0" d="M[\d. ]+L[\d. ]+L[\d. ]+"', text)
 
 
 def test_nothing_is_drawn_of_nothing() -> None:
-    assert list(runs_plot([])) == list(runs_plot([Run("a", 0, [(1, float("nan"))])])) == []
+    assert list(runs_plot([])) == list(runs_plot([RunCurve("a", 0, [(1, float("nan"))])])) == []
     assert list(distances_plot([], Band(None, None))) == []
 
 
