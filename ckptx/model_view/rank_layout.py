@@ -47,7 +47,7 @@ class Sharding(NamedTuple):
 
 
 @dataclass(slots=True)
-class Group:
+class TensorGroup:
     """Tensors whose names differ in numbers only, and that are cut alike.
 
     Attributes:
@@ -114,7 +114,7 @@ class Layout:
     holders: list[Holder]
     dims: ParallelDims | None
     cuts: list[Sharding]
-    groups: list[Group]
+    groups: list[TensorGroup]
     outside: dict[int | None, list[str]]
 
     @property
@@ -219,8 +219,8 @@ def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None
         dims: The mesh by the manifest, or None.
     """
     holders, holder_of = _holders(catalog, dims)
-    cuts = _Cuts(holder_of)
-    groups: dict[tuple[str, DType, int], Group] = {}
+    cuts = _ShardingTable(holder_of)
+    groups: dict[tuple[str, DType, int], TensorGroup] = {}
     sums: dict[tuple[int, int, DType], _Sum] = {}
     places: set[object] = set()
     outside: list[tuple[str, int]] = []
@@ -229,7 +229,7 @@ def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None
         number, first = cuts.place(entry)
         pattern, numbers = _split(name)
         key = (pattern, entry.dtype, number)
-        groups.setdefault(key, Group(*key)).members.setdefault(first, []).append(numbers)
+        groups.setdefault(key, TensorGroup(*key)).members.setdefault(first, []).append(numbers)
         total = sums.setdefault((number, first, entry.dtype), _Sum())
         total.tensors += 1
         place = entry.place if entry.numel else name
@@ -301,7 +301,7 @@ def _split(name: str) -> tuple[str, str]:
     return pattern, ".".join(a for a, b in zip(name.split("."), pattern.split("."), strict=True) if b == "*")
 
 
-class _Cuts:
+class _ShardingTable:
     """Cuts by number.
 
     Attributes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
-from ckptx.model_view.rank_layout import Group, Holder, Layout, spans, spans_text
+from ckptx.model_view.rank_layout import Holder, Layout, TensorGroup, spans, spans_text
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
 from ckptx.report.page import asset, escape, page
@@ -238,13 +238,13 @@ def _tensors(layout: Layout) -> Iterator[str]:
     yield "</div></div></section>"
 
 
-def _listed(layout: Layout) -> list[tuple[int, Group]]:
+def _listed(layout: Layout) -> list[tuple[int, TensorGroup]]:
     """Groups and their indices, those of one pattern one after another, as many as are listed without a search."""
     order = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
     return sorted(enumerate(layout.groups), key=lambda item: order[item[1].pattern])[:_MOST_ROWS]
 
 
-def _row(layout: Layout, index: int, group: Group) -> str:
+def _row(layout: Layout, index: int, group: TensorGroup) -> str:
     first, members = next(iter(group.members.items()))
     cut = layout.cuts[group.cut]
     pattern = ".".join("<em>*</em>" if part == "*" else escape(part) for part in group.pattern.split("."))

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region
-from ckptx.model_view.rank_layout import Group, Layout, Sharding, distinct, spans_text
+from ckptx.model_view.rank_layout import Layout, Sharding, TensorGroup, distinct, spans_text
 
 _WIDTH, _HEIGHT = 48, 32  # of a small picture
 _MOST_THUMBNAIL = 64  # rectangles in it
@@ -121,7 +121,7 @@ def symbol_id(layout: Layout, cut: int, first: int) -> str:
     return f"c{cut}-{first % len(colors_of(layout)) if layout.dims is not None else first}"
 
 
-def thumbnails(layout: Layout, groups: Iterable[Group]) -> str:
+def thumbnails(layout: Layout, groups: Iterable[TensorGroup]) -> str:
     """The small pictures of these tensors, each once, to be used by reference."""
     known: dict[str, str] = {}
     for group in groups:
