@@ -22,7 +22,7 @@ from ckptx.conversion.steps.opening import Opened, Progress
 from ckptx.conversion.steps.recorded_config import check_recorded_config
 from ckptx.conversion.steps.sharding import Sharded, shard
 from ckptx.conversion.steps.sidecars import carry
-from ckptx.conversion.steps.summary import Found, report_of
+from ckptx.conversion.steps.summary import ConversionState, report_of
 from ckptx.conversion.steps.training_state import TrainingState, carry_state
 from ckptx.model_view.view import compare_replicas
 from ckptx.options import ConvertOptions
@@ -143,7 +143,7 @@ def convert_opened(
         check=allocation.check,
         markers=list(allocation.markers),
     )
-    found = Found(
+    found = ConversionState(
         dst, options, opened.processes, model, ties, held, left, cast, sharded, contents, allocation, sidecars, job,
         ledger,
     )  # fmt: skip

@@ -36,7 +36,7 @@ def manifest_of(
         model_names: Name in the model of a tensor that is called otherwise here.
     """
     aliases, copies, model_names = aliases or {}, copies or {}, model_names or {}
-    cuts = _Cuts(layout)
+    cuts = _CutTable(layout)
     rows: dict[str, Any] = {}
     for name in (*layout.tensors, *aliases):
         stored = aliases.get(name, name)
@@ -66,7 +66,7 @@ def manifest_of(
     }
 
 
-class _Cuts:
+class _CutTable:
     """Cuts by number: tensors that are cut alike into the same files share one."""
 
     def __init__(self, layout: Catalog) -> None:

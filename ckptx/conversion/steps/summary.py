@@ -29,7 +29,7 @@ from ckptx.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ConversionState:
     """What the steps of one conversion found; each value is described where it is made."""
 
     dst: Path
@@ -48,7 +48,7 @@ class Found:
     ledger: Ledger
 
 
-def report_of(command: str, found: Found, outcome: CopyResult | None, log: Log) -> ConversionReport:
+def report_of(command: str, found: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
     """One report, built once.
 
     Args:
@@ -120,12 +120,12 @@ def _mesh(sharded: Sharded) -> dict[str, Any]:
     }
 
 
-def _ranks(found: Found) -> list[dict[str, Any]]:
+def _ranks(found: ConversionState) -> list[dict[str, Any]]:
     model, allocation = found.sharded.model, found.allocation
     return [] if model is None else rank_rows(allocation.catalog.files, allocation.ranks, model.dims)
 
 
-def _described(found: Found, log: Log) -> dict[str, Any]:
+def _described(found: ConversionState, log: Log) -> dict[str, Any]:
     """What a dry run says of the files that it does not write."""
     job, options, dst = found.job, found.options, found.dst
     sizes = [(file.name, file.nbytes, file.blocks) for file in job.plan.files]
@@ -139,7 +139,9 @@ def _described(found: Found, log: Log) -> dict[str, Any]:
     return {"dry_run": True, "files": files, "memory": options.max_memory, "free_space": free}
 
 
-def _cost(found: Found, outcome: CopyResult | None, described: dict[str, Any], log: Log) -> tuple[int, int, int]:
+def _cost(
+    found: ConversionState, outcome: CopyResult | None, described: dict[str, Any], log: Log
+) -> tuple[int, int, int]:
     """Return the bytes that this run read and wrote, and the bytes of all files of the output."""
     job, dst = found.job, found.dst
     if described:
