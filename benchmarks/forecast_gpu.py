@@ -36,11 +36,11 @@ from training_step import local_of
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.forecasting.fake_world import fake_world
-from ckptx.runtime.forecasting.step import Step, inputs_of, optimizer_of
+from ckptx.runtime.forecasting.step import StepSpec, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task, task_of_options
 from ckptx.runtime.memory.measured import measured
 from ckptx.runtime.memory.reserve import reserved
-from ckptx.runtime.memory.storage_ledger import Ledger
+from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import materialize
 from ckptx.runtime.parallel.distributed import device_of, mesh_of
 from ckptx.runtime.training.assembly import Assembled, lay_out
@@ -185,9 +185,9 @@ def taken_of(task: Task, device: torch.device) -> Row:
     return row
 
 
-def _taken(step: Step, device: torch.device) -> Row:
+def _taken(step: StepSpec, device: torch.device) -> Row:
     def run() -> None:
-        step.run(Ledger())
+        step.run(StorageLedger())
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -201,7 +201,7 @@ def _taken(step: Step, device: torch.device) -> Row:
     return row
 
 
-def _filled(assembled: Assembled, task: Task, device: torch.device) -> Step:
+def _filled(assembled: Assembled, task: Task, device: torch.device) -> StepSpec:
     """With random weights, and rows on the device."""
     torch.manual_seed(0)
     model = assembled.models[0]
@@ -215,7 +215,7 @@ def _filled(assembled: Assembled, task: Task, device: torch.device) -> Step:
     inputs = inputs._replace(
         batch={name: each.to(device) for name, each in inputs.batch.items()}, labels=inputs.labels.to(device)
     )
-    return Step(assembled, task, inputs, optimizer_of(task, parameters))
+    return StepSpec(assembled, task, inputs, optimizer_of(task, parameters))
 
 
 def _of_the_card(device: torch.device) -> int:

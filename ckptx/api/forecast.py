@@ -17,7 +17,7 @@ from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.forecasting.model_config import config_of_model, config_of_recipe
 from ckptx.runtime.forecasting.ranks import ranks_of, stages_of
 from ckptx.runtime.forecasting.reporting import report_of, search_report_of
-from ckptx.runtime.forecasting.search import MODES, Pins, Question, with_microbatches
+from ckptx.runtime.forecasting.search import MODES, Pins, SearchSpace, with_microbatches
 from ckptx.runtime.forecasting.search import search as find_layouts
 from ckptx.runtime.forecasting.task import Task, task_of_options, task_of_recipe
 from ckptx.runtime.training.recipe_file import read_recipe
@@ -135,7 +135,7 @@ def forecast(  # type: ignore[misc]  # which options there are is said here alon
                 mode=activation_checkpointing,
             )  # fmt: skip
             task = task if recipe is not None else with_microbatches(task, task.microbatches * gpus)
-            question = Question(task, gpus, memory, pins, Path(directory))
+            question = SearchSpace(task, gpus, memory, pins, Path(directory))
             return stopwatch.stop(replace(search_report_of(question, find_layouts(question)), warnings=list(log.notes)))
         return stopwatch.stop(replace(report_of(task, ranks_of(task), memory), warnings=list(log.notes)))
 

@@ -19,9 +19,9 @@ from torch.profiler._utils import traverse_dfs
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank
-from ckptx.runtime.forecasting.step import Step, batches_of, inputs_of, optimizer_of
+from ckptx.runtime.forecasting.step import StepSpec, batches_of, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task, task_of_options
-from ckptx.runtime.memory.storage_ledger import Ledger
+from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.distributed import Process, process_group
@@ -158,21 +158,21 @@ def measure(task: Task, place: Process) -> Measured:
     """
     others = _storages()  # kept, so that nobody of them goes during a step
     step = _prepared(task, place)
-    step.run(Ledger())
+    step.run(StorageLedger())
     found = [_measured(step, others) for _ in range(_STEPS if place.world_size > 1 else 1)]
     return min(found, key=lambda each: each.peak)
 
 
-def _measured(step: Step, others: Mapping[int, torch.UntypedStorage]) -> Measured:
+def _measured(step: StepSpec, others: Mapping[int, torch.UntypedStorage]) -> Measured:
     gc.collect()
     rows = {each.untyped_storage().data_ptr() for each in (*step.inputs.batch.values(), step.inputs.labels)}
     before = sum(each.nbytes() for address, each in _storages().items() if address not in {*rows, *others})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step.run(Ledger())
+        step.run(StorageLedger())
     return _counted(before, seen)
 
 
-def _prepared(task: Task, place: Process) -> Step:
+def _prepared(task: Task, place: Process) -> StepSpec:
     assembled = lay_out(task.recipe, task.source, place)
     for model in assembled.models:
         materialize(model, place.device)
@@ -185,7 +185,7 @@ def _prepared(task: Task, place: Process) -> Step:
     model = assembled.models[0]
     config: Mapping[str, Any] = {**model.config.to_dict(), "architectures": model.config.architectures}
     inputs = inputs_of(task, config)
-    step = Step(assembled, task, inputs, optimizer_of(task, parameters))
+    step = StepSpec(assembled, task, inputs, optimizer_of(task, parameters))
     connect(assembled)
     if assembled.cut is not None:
         assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.cut.microbatches])

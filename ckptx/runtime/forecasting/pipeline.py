@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptx.runtime.memory.storage_ledger import CARRIED, Ledger
+from ckptx.runtime.memory.storage_ledger import CARRIED, StorageLedger
 from ckptx.runtime.parallel.pipeline.carry import Batch
 from ckptx.runtime.parallel.pipeline.payload import Place, rows_of, unpack
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
@@ -34,7 +34,7 @@ class LonePipeline(Pipeline):
 
     stage_class = _LoneStage
 
-    def __init__(self, *args: Any, boundaries: Boundaries, ledger: Ledger) -> None:
+    def __init__(self, *args: Any, boundaries: Boundaries, ledger: StorageLedger) -> None:
         """Args:
         args: As `Pipeline` takes them.
         boundaries: What is known; what these stages send is added.
@@ -44,7 +44,7 @@ class LonePipeline(Pipeline):
         super().__init__(*args)
 
     @classmethod
-    def maker(cls, boundaries: Boundaries, ledger: Ledger) -> Callable[..., LonePipeline]:
+    def maker(cls, boundaries: Boundaries, ledger: StorageLedger) -> Callable[..., LonePipeline]:
         """What `Cut.pipeline` makes one with."""
         return lambda *args: cls(*args, boundaries=boundaries, ledger=ledger)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ckptx.processes.fork import in_children
 from ckptx.runtime.forecasting.extrapolation import Shortened, extrapolated
 from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank, walk_stage
-from ckptx.runtime.forecasting.shortening import Plan, plan_of, shortened, stages_of_model
+from ckptx.runtime.forecasting.shortening import ShorteningPlan, plan_of, shortened, stages_of_model
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.carry import Carry
@@ -85,7 +85,7 @@ class _Short:
         extra: Of each of them, the periods of each axis.
     """
 
-    plan: Plan
+    plan: ShorteningPlan
     tasks: tuple[Task, ...]
     extra: tuple[tuple[int, ...], ...]
 

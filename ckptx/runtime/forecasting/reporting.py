@@ -8,7 +8,7 @@ from typing import Any
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.runtime.forecasting.run import RankForecast
-from ckptx.runtime.forecasting.search import NODE, Candidate, Found, Question
+from ckptx.runtime.forecasting.search import NODE, Candidate, SearchResult, SearchSpace
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.forecasting.timeline import kind_of
 from ckptx.runtime.memory.reserve import CONTEXT, FRAGMENTATION, reserved
@@ -86,7 +86,7 @@ def _told(life: Life) -> dict[str, Any]:
     }
 
 
-def search_report_of(question: Question, found: Found) -> SearchReport:
+def search_report_of(question: SearchSpace, found: SearchResult) -> SearchReport:
     """The report of what was searched for."""
     task, outcomes = question.task, found.outcomes
     best = [each.best for each in outcomes if each.best is not None]

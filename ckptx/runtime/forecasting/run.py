@@ -18,11 +18,11 @@ from ckptx.layout.stages import StageMap
 from ckptx.runtime.forecasting.counting import Counts, Tally, sum_of
 from ckptx.runtime.forecasting.fake_world import fake_world
 from ckptx.runtime.forecasting.pipeline import Boundaries, LonePipeline
-from ckptx.runtime.forecasting.step import Step, batches_of, inputs_of, optimizer_of
+from ckptx.runtime.forecasting.step import StepSpec, batches_of, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.forecasting.timeline import Course, course_of
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
-from ckptx.runtime.memory.storage_ledger import OPTIMIZER, PARAMETERS, Ledger
+from ckptx.runtime.memory.storage_ledger import OPTIMIZER, PARAMETERS, StorageLedger
 from ckptx.runtime.model.build import build_model, give_storage
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.pipeline.carry import Carry
@@ -105,7 +105,7 @@ def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast
     config = {**whole_model.config.to_dict(), "architectures": whole_model.config.architectures}
     inputs = inputs_of(task, config)
     with _laid_out(task, pipeline_rank, known) as assembled:
-        ledger, counts = Ledger(), Counts()
+        ledger, counts = StorageLedger(), Counts()
 
         def see(*operation: Any) -> None:
             ledger.see(*operation)
@@ -149,7 +149,7 @@ def walk_stage(task: Task, stages: int, number: int, known: Known) -> Known:
         inputs = inputs_of(task, {**model.config.to_dict(), "architectures": model.config.architectures})
         with _shapes(assembled, lambda *_: None):
             give_storage(model, torch.device("cpu"))
-            _pipeline(assembled, known.boundaries, Ledger()).walk(batches_of(task, inputs)[0])
+            _pipeline(assembled, known.boundaries, StorageLedger()).walk(batches_of(task, inputs)[0])
     return known
 
 
@@ -178,7 +178,7 @@ def _shapes(assembled: Assembled, see: Callable[..., None]) -> Iterator[None]:
 
 
 def _one_step(
-    assembled: Assembled, task: Task, inputs: Inputs, ledger: Ledger, counts: Counts, boundaries: Boundaries
+    assembled: Assembled, task: Task, inputs: Inputs, ledger: StorageLedger, counts: Counts, boundaries: Boundaries
 ) -> tuple[int, int]:
     """Runs it; the numbers of its first event, and of the first after it.
 
@@ -197,11 +197,11 @@ def _one_step(
     begin = len(ledger.events)
     ledger.begin()
     counts.begin()
-    Step(assembled, task, inputs, optimizer).run(ledger)
+    StepSpec(assembled, task, inputs, optimizer).run(ledger)
     return begin, len(ledger.events)
 
 
-def _give_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+def _give_state(optimizer: torch.optim.Optimizer, ledger: StorageLedger) -> None:
     """Lets the optimizer make its state, as the first step does; what gets no gradient in the step has none."""
     trained = optimizer.param_groups[0]["params"]
     for each in trained:
@@ -222,7 +222,7 @@ def _give_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
     optimizer.register_step_pre_hook(forget_the_idle)
 
 
-def _pipeline(assembled: Assembled, boundaries: Boundaries, ledger: Ledger) -> LonePipeline:
+def _pipeline(assembled: Assembled, boundaries: Boundaries, ledger: StorageLedger) -> LonePipeline:
     assert assembled.cut is not None
     found = assembled.cut.pipeline(assembled.stages, assembled.mesh, LonePipeline.maker(boundaries, ledger))
     assert isinstance(found, LonePipeline)

@@ -101,7 +101,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SearchSpace:
     """What is searched for.
 
     Attributes:
@@ -120,7 +120,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MeshResult:
     """What was found of one mesh.
 
     Attributes:
@@ -139,7 +139,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -150,10 +150,10 @@ class Found:
 
     architecture: str
     parameters: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[MeshResult, ...]
 
 
-def search(question: Question) -> Found:
+def search(question: SearchSpace) -> SearchResult:
     """Looks at every mesh, several side by side.
 
     Raises:
@@ -178,10 +178,10 @@ def search(question: Question) -> Found:
     rest += [each for each in fitting if each.best is None]
     fitting = sorted((each for each in fitting if each.best is not None), key=_order)
     rest.sort(key=lambda each: meshes.index(each.dims))
-    return Found(str(model.config.architectures[0]), parameters, (*fitting, *rest))
+    return SearchResult(str(model.config.architectures[0]), parameters, (*fitting, *rest))
 
 
-def outcomes_of(question: Question, meshes: Sequence[ParallelDims], parameters: int) -> list[Outcome]:
+def outcomes_of(question: SearchSpace, meshes: Sequence[ParallelDims], parameters: int) -> list[MeshResult]:
     """What is found of meshes with as many stages, one after another.
 
     Args:
@@ -193,15 +193,17 @@ def outcomes_of(question: Question, meshes: Sequence[ParallelDims], parameters: 
     return [_outcome(question, dims, parameters, carries) for dims in meshes]
 
 
-def _outcome(question: Question, dims: ParallelDims, parameters: int, carries: Carries) -> Outcome:
+def _outcome(question: SearchSpace, dims: ParallelDims, parameters: int, carries: Carries) -> MeshResult:
     """The first mode that fits a mesh, with the microbatches that are best for it."""
     task, pins = question.task, question.pins
     least = least_bytes(task, parameters, dims)
     if least + reserved(least) > question.memory:
-        return Outcome(dims, least=least)
+        return MeshResult(dims, least=least)
     counts = list(microbatches_of(task, dims, pins))
     if not counts:
-        return Outcome(dims, refused="its data ranks have too few rows for a microbatch on each rank of the pipeline")
+        return MeshResult(
+            dims, refused="its data ranks have too few rows for a microbatch on each rank of the pipeline"
+        )
     smallest, tried = math.inf, 0
     for mode in (pins.mode,) if pins.mode is not None else MODES:
         best = None
@@ -214,7 +216,7 @@ def _outcome(question: Question, dims: ParallelDims, parameters: int, carries: C
             except Defect:
                 raise
             except CkptxError as error:
-                return Outcome(dims, refused=str(error), tried=tried)
+                return MeshResult(dims, refused=str(error), tried=tried)
             tried += 1
             smallest = min(smallest, candidate.peak)
             _logger.info("%s, %s, %d microbatches: %d bytes", dims, mode, count, candidate.peak)
@@ -224,16 +226,16 @@ def _outcome(question: Question, dims: ParallelDims, parameters: int, carries: C
             if dims.dp_shard == 1:
                 break  # nothing is gathered, so fewer would send as much
         if best is not None:
-            return Outcome(dims, best, best.peak, tried=tried)
-    return Outcome(dims, least=int(smallest), tried=tried)
+            return MeshResult(dims, best, best.peak, tried=tried)
+    return MeshResult(dims, least=int(smallest), tried=tried)
 
 
-def confirmed(outcome: Outcome, memory: int) -> Outcome:
+def confirmed(outcome: MeshResult, memory: int) -> MeshResult:
     """The same mesh, forecast with every stage, and with layers that are held against others."""
     assert outcome.best is not None
     best = replace(_candidate(outcome.best.task), is_whole=True)
     tried = outcome.tried + 1
-    return Outcome(outcome.dims, best if best.fits(memory) else None, best.peak, tried=tried)
+    return MeshResult(outcome.dims, best if best.fits(memory) else None, best.peak, tried=tried)
 
 
 def _candidate(task: Task, **how: Any) -> Candidate:
@@ -244,7 +246,7 @@ def _candidate(task: Task, **how: Any) -> Candidate:
     return candidate_of(task, ranks, task.microbatches - count)
 
 
-def _order(outcome: Outcome) -> tuple[float, int, int]:
+def _order(outcome: MeshResult) -> tuple[float, int, int]:
     assert outcome.best is not None
     return outcome.best.order
 

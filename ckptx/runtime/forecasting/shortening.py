@@ -35,7 +35,7 @@ _USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "en
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShorteningPlan:
     """What of a model can be left out.
 
     Attributes:
@@ -80,7 +80,7 @@ class Plan:
         return {path: [each for each in range(count) if each not in out[path]] for path, count in self.counts.items()}
 
 
-def plan_of(task: Task, runs: int) -> Plan | None:
+def plan_of(task: Task, runs: int) -> ShorteningPlan | None:
     """What of the model of a task can be left out; None where nothing can.
 
     Args:
@@ -120,7 +120,7 @@ def plan_of(task: Task, runs: int) -> Plan | None:
                 axes.setdefault((path, turn), []).append((repeat, rank))
     if not axes:
         return None
-    return Plan(
+    return ShorteningPlan(
         parameters=sum(each.numel() for each in model.parameters()),
         architecture=str(model.config.architectures[0]),
         counts={path: len(each) for path, each in kinds.items()},
@@ -148,7 +148,7 @@ def stages_of_model(model: nn.Module, task: Task) -> StageMap:
     )
 
 
-def shortened(task: Task, plan: Plan, extra: Sequence[int], directory: Path) -> Task | None:
+def shortened(task: Task, plan: ShorteningPlan, extra: Sequence[int], directory: Path) -> Task | None:
     """The task with a model that has fewer layers; None where no config builds it.
 
     Args:

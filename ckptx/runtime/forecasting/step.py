@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ckptx.runtime.forecasting.task import Loss, Task
-from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, GRADIENTS, Ledger
+from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, GRADIENTS, StorageLedger
 from ckptx.runtime.model.model_errors import running
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
@@ -26,7 +26,7 @@ from ckptx.runtime.training.optimization import make_optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepSpec:
     """What a step is made of, on one rank.
 
     Attributes:
@@ -41,7 +41,7 @@ class Step:
     inputs: Inputs
     optimizer: torch.optim.Optimizer | None
 
-    def run(self, ledger: Ledger) -> None:
+    def run(self, ledger: StorageLedger) -> None:
         """Forward and backward of every microbatch, clipping, the optimizer.
 
         Args:
@@ -66,7 +66,7 @@ class Step:
             for model in assembled.models:
                 model.zero_grad()
 
-    def _passes(self, ledger: Ledger) -> None:
+    def _passes(self, ledger: StorageLedger) -> None:
         assembled = self.assembled
         with ledger.labelled(ACTIVATIONS):
             batches = batches_of(self.task, self.inputs)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ckptx.runtime.memory.storage_ledger import Ledger
+from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.parallel.living import living_tensors
 from ckptx.runtime.torch_private import TorchDispatchMode, unseen_shapes_of_dtensor
 
@@ -42,7 +42,7 @@ def measured(step: Callable[[], object], models: Iterable[nn.Module], device: to
         before = torch.cuda.memory_allocated(device)
         step()
         return Taken(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device), before)
-    ledger = Ledger()
+    ledger = StorageLedger()
     ledger.adopt(each for each in living_tensors() if each.device == device)
     before = ledger.nbytes
     with ledger.watching(models), unseen_shapes_of_dtensor(), _Watching(ledger):
@@ -50,7 +50,7 @@ def measured(step: Callable[[], object], models: Iterable[nn.Module], device: to
     return Taken(_most(ledger), ledger.nbytes, before)
 
 
-def _most(ledger: Ledger) -> int:
+def _most(ledger: StorageLedger) -> int:
     now = most = 0
     for life, is_birth in ledger.events:
         now += life.nbytes if is_birth else -life.nbytes
@@ -61,7 +61,7 @@ def _most(ledger: Ledger) -> int:
 class _Watching(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
     """Shows a ledger what is computed."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: StorageLedger) -> None:
         super().__init__()
         self._ledger = ledger
 

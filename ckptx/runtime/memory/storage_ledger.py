@@ -41,7 +41,7 @@ class Moment(NamedTuple):
     """A part of a step.
 
     Attributes:
-        part: forward, backward, or what `Ledger.during` was told (clipping, optimizer).
+        part: forward, backward, or what `StorageLedger.during` was told (clipping, optimizer).
         turn: Which forward or backward pass of the step, from 0.
         is_again: Something is computed a second time, in a backward pass.
         module: For which module; "" for none of them.
@@ -83,10 +83,10 @@ class Event(NamedTuple):
     is_birth: bool
 
 
-class Ledger:
+class StorageLedger:
     """Writes down what `ShapeTensors` shows it.
 
-        ledger = Ledger()
+        ledger = StorageLedger()
         with ShapeTensors(ledger.see), ledger.watching([model]):
             ...
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from ckptx.runtime.forecasting.fake_world import fake_world
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
-from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, Ledger
+from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, StorageLedger
 from tests.support.measured_steps import forecasts_here, task_of, write_config
 
 _LARGE = (1024, 2048)
 _NBYTES = 1024 * 2048 * 4
 
 
-def most_of(ledger: Ledger) -> int:
+def most_of(ledger: StorageLedger) -> int:
     """The most bytes that lived at once."""
     now = most = 0
     for life, is_birth in ledger.events:
@@ -28,7 +28,7 @@ def most_of(ledger: Ledger) -> int:
 
 @pytest.mark.parametrize(("is_contiguous", "tensors"), [(True, 2), (False, 3)])
 def test_softmax_copies_what_is_not_contiguous(is_contiguous: bool, tensors: int) -> None:
-    ledger = Ledger()
+    ledger = StorageLedger()
     with ShapeTensors(ledger.see):
         x = torch.empty(*_LARGE)
         y = torch.log_softmax(x if is_contiguous else x.t(), -1)
@@ -38,7 +38,7 @@ def test_softmax_copies_what_is_not_contiguous(is_contiguous: bool, tensors: int
 
 
 def test_waiting_for_a_collective_makes_nothing() -> None:
-    ledger = Ledger()
+    ledger = StorageLedger()
     with ShapeTensors(ledger.see):
         x = torch.empty(*_LARGE)
         y = torch.ops._c10d_functional.wait_tensor(x)

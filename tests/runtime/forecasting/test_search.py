@@ -23,7 +23,7 @@ from ckptx.runtime.forecasting.remedy import mesh_that_fits
 from ckptx.runtime.forecasting.search import (
     Candidate,
     Pins,
-    Question,
+    SearchSpace,
     has_steady_turns,
     layouts,
     least_bytes,
@@ -179,15 +179,15 @@ def test_a_mode_is_taken_when_those_that_recompute_less_do_not_fit(source: Path)
     }
     assert peaks["full"] < peaks["selective"] < peaks["none"]
     memory = peaks["selective"] + reserved(peaks["selective"])
-    (outcome,) = search(Question(task, 1, memory, Pins())).outcomes
+    (outcome,) = search(SearchSpace(task, 1, memory, Pins())).outcomes
     assert outcome.best is not None and outcome.tried == 3  # none, selective, selective with everything
     assert outcome.best.task.recipe.layout.activation_checkpointing == "selective"
-    (outcome,) = search(Question(task, 1, memory, Pins(mode="none"))).outcomes
+    (outcome,) = search(SearchSpace(task, 1, memory, Pins(mode="none"))).outcomes
     assert outcome.best is None and outcome.least == peaks["none"]
 
 
 def test_what_cannot_be_cut_says_why(source: Path) -> None:
-    found = search(Question(step(source, 16), 16, 80 * GIB, Pins(tp=16, pp=1)))
+    found = search(SearchSpace(step(source, 16), 16, 80 * GIB, Pins(tp=16, pp=1)))
     (outcome,) = found.outcomes
     assert outcome.best is None and "16" in outcome.refused
 
