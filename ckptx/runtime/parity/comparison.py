@@ -19,7 +19,7 @@ from ckptx.catalog.region import Region
 from ckptx.runtime.parallel.distributed import Process, broadcast, everywhere, told
 from ckptx.runtime.parallel.shards import pieces_of
 from ckptx.runtime.parity import distances, noise
-from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.execution import ForwardResult
 
 _NONE_HERE = "no gradient"
 
@@ -34,7 +34,7 @@ class Reference(NamedTuple):
         is_repeatable: Whether the device gives the same, bit for bit, when it is asked again.
     """
 
-    outcome: Outcome
+    outcome: ForwardResult
     logits: float
     loss: float
     is_repeatable: bool = True
@@ -128,7 +128,7 @@ class Comparison:
     _sizes: dict[str, float] = field(default_factory=dict)
     _measured: list[_Measured] = field(default_factory=list)
 
-    def forward(self, expected: Reference | None, found: Outcome, index: int) -> None:
+    def forward(self, expected: Reference | None, found: ForwardResult, index: int) -> None:
         """Logits of this rank's batches, which begin at `index` of all, and the loss of all.
 
         A rank without the last stage of a pipeline has none.

@@ -19,9 +19,9 @@ from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.stage import Stub, ways
 from ckptx.runtime.parity import execution, noise
 from ckptx.runtime.parity.distances import furthest
-from ckptx.runtime.parity.execution import Call, watched
+from ckptx.runtime.parity.execution import ModuleCall, watched
 
-Outputs = dict[Call, torch.Tensor]
+Outputs = dict[ModuleCall, torch.Tensor]
 
 
 def first_divergence(

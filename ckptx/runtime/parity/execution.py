@@ -22,7 +22,7 @@ _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 
 @dataclass(slots=True)
-class Outcome:
+class ForwardResult:
     """What a model computed.
 
     Attributes:
@@ -42,7 +42,7 @@ def run(
     *,
     backward: bool,
     see: Callable[[str, torch.Tensor], None] | None = None,
-) -> Outcome:
+) -> ForwardResult:
     """Runs the batches one after another, as microbatches of one step; gradients are those of the mean loss.
 
     Dropout is off. Parameters lose the gradients they had.
@@ -60,7 +60,7 @@ def run(
     model.eval()
     model.zero_grad(set_to_none=True)
     parameters = {canonical_name(name): each for name, each in model.named_parameters() if each.requires_grad}
-    outcome = Outcome()
+    outcome = ForwardResult()
     for number, inputs in enumerate(batches, 1):
         with failing(model):
             with torch.set_grad_enabled(backward):
@@ -136,7 +136,7 @@ def tokens_used(model: nn.Module) -> frozenset[str]:
     return frozenset({"pad_token_id"} if any(own) else ())
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module in a forward pass: layers that share one module call it many times.
 
     Attributes:
@@ -148,7 +148,7 @@ class Call(NamedTuple):
     number: int
 
 
-See = Callable[[Call, torch.Tensor], None]
+See = Callable[[ModuleCall, torch.Tensor], None]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def watched(model: nn.Module, see: See, unless: Collection[str] = ()) -> Iterato
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            call = Call(name, calls[name])
+            call = ModuleCall(name, calls[name])
             calls[name] += 1
             first = _first_tensor(output)
             if first is not None and first.is_floating_point():

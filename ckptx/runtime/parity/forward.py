@@ -39,7 +39,7 @@ from ckptx.runtime.parallel.distributed import (
 from ckptx.runtime.parity.comparison import Comparison, Reference, difference
 from ckptx.runtime.parity.configs import ConfigDifference, compare_configs
 from ckptx.runtime.parity.divergence import first_divergence
-from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.inputs import windows
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.parity.loaded import AtOnce, InTurn, Loaded, in_all
@@ -47,7 +47,7 @@ from ckptx.runtime.parity.notes import note, unread_notes
 from ckptx.runtime.parity.reached import Reached
 from ckptx.runtime.parity.reference import Running, reference_of
 from ckptx.runtime.parity.run_report import report_of, rows_of_unread, worst_by_tensor
-from ckptx.runtime.parity.side import RunOptions, Seen, both_sides, stored_dtypes_of
+from ckptx.runtime.parity.side import ModelFacts, RunOptions, both_sides, stored_dtypes_of
 from ckptx.runtime.parity.staging import stage_of, stage_the
 
 
@@ -144,11 +144,13 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
-def _run(loaded: Loaded, own: Sequence[Inputs], options: RunOptions, process: Process) -> tuple[Outcome, int | None]:
+def _run(
+    loaded: Loaded, own: Sequence[Inputs], options: RunOptions, process: Process
+) -> tuple[ForwardResult, int | None]:
     """What the checkpoint computes; and the bytes at the peak of it, where they are counted."""
     if not options.measures:
         return loaded.run(own, backward=options.backward), None
-    found: list[Outcome] = []
+    found: list[ForwardResult] = []
     taken = measured(lambda: found.append(loaded.run(own, backward=options.backward)), (), process.device)
     return found[0], taken.peak - taken.before + loaded.record.nbytes  # others, as the reference, are there as well
 
@@ -188,7 +190,7 @@ def _is_exact(expected: Reference | None, process: Process, options: RunOptions)
 
 
 def _compare_gradients(
-    comparison: Comparison, reference: Running | None, loaded: Loaded, seen: Seen
+    comparison: Comparison, reference: Running | None, loaded: Loaded, seen: ModelFacts
 ) -> list[dict[str, Any]] | None:
     """Holds gradients against those of the reference, as these come; on its rank, gives what no gradient reached."""
     portions = reference.gradients() if reference is not None else None

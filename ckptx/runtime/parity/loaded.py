@@ -19,7 +19,7 @@ from ckptx.runtime.parallel.release import release
 from ckptx.runtime.parity import execution
 from ckptx.runtime.parity.comparison import Held
 from ckptx.runtime.parity.divergence import Outputs, kept
-from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.parity.side import Built, Side
 from ckptx.runtime.parity.staging import Stages
@@ -27,7 +27,7 @@ from ckptx.runtime.parity.walk import Lane, Pieces, Walk, share
 
 
 @dataclass(slots=True)
-class Record:
+class LoadRecord:
     """What loading did, on this rank.
 
     Attributes:
@@ -101,15 +101,15 @@ class Loaded(Protocol):
         is_whole: Whether all gradients are there at once.
     """
 
-    record: Record
+    record: LoadRecord
     copied: frozenset[str]
     is_whole: bool
 
     def load(self, reference: Side, device: torch.device) -> None:
-        """Gives every part storage, and its values; see `Record.load`."""
+        """Gives every part storage, and its values; see `LoadRecord.load`."""
         ...
 
-    def run(self, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
         """One step on these batches.
 
         Raises:
@@ -141,13 +141,13 @@ class AtOnce(Loaded):
         self._built: list[Built] = [side.build(mesh)] if self._stages is None else list(self._stages.built.values())
         self._copies: Mapping[str, str] = cut.copies if cut is not None else {}
         self.copied, self.is_whole = frozenset(self._copies.values()), True
-        self.record = Record()
+        self.record = LoadRecord()
 
     def load(self, reference: Side, device: torch.device) -> None:
         for built in self._built:
             self.record.load(self._side, built, reference, device, self._copies)
 
-    def run(self, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
         if self._stages is None:
             return execution.run(self._built[0].model, batches, backward=backward)
         return self._stages.run(batches, backward=backward)
@@ -174,7 +174,7 @@ class InTurn(Loaded):
         self._copies = {name: tie.name for tie in cut.ties for name in tie.copies.values()}
         self.copied, self.is_whole = frozenset[str](), False  # summed as in one piece
         self._walk: Walk | None = None
-        self.record = Record()
+        self.record = LoadRecord()
 
     def load(self, reference: Side, device: torch.device) -> None:
         for number in range(self._cut.stages.pp):
@@ -182,8 +182,8 @@ class InTurn(Loaded):
             self.record.load(self._side, built, reference, device, self._copies)
             release(built.model)
 
-    def run(self, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
-        outcome, lane = Outcome(), Lane()
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
+        outcome, lane = ForwardResult(), Lane()
         self._walk = Walk(self._cut, batches, [lane], self._open, self._device)
         self._walk.forward(lambda _, logits: outcome.logits.append(logits), backward=backward)
         outcome.loss = lane.loss

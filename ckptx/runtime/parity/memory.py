@@ -13,7 +13,7 @@ import torch
 
 from ckptx.report.report import human_bytes
 from ckptx.runtime.parallel.distributed import Process
-from ckptx.runtime.parity.side import RunOptions, Seen
+from ckptx.runtime.parity.side import ModelFacts, RunOptions
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -34,7 +34,7 @@ class Allowed(NamedTuple):
     pieces: int | None
 
 
-def allowed(seen: Seen, options: RunOptions, process: Process) -> Allowed:
+def allowed(seen: ModelFacts, options: RunOptions, process: Process) -> Allowed:
     """What the user says, or what is free."""
     if options.reference_memory is not None:
         return Allowed(options.reference_memory, options.reference_memory)
@@ -51,7 +51,7 @@ def allowed(seen: Seen, options: RunOptions, process: Process) -> Allowed:
     return Allowed(free if kept + others <= free else 0, max(0, free - others))
 
 
-def ways_to_take_less(seen: Seen, options: RunOptions) -> list[str]:
+def ways_to_take_less(seen: ModelFacts, options: RunOptions) -> list[str]:
     """Options with which a run takes less, each with what the reference takes in one piece then."""
     ways = []
     if options.backward:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ckptx.runtime.parity.side import Seen
+from ckptx.runtime.parity.side import ModelFacts
 
 
 class Reached:
     """Looks at gradients, some at a time."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: ModelFacts) -> None:
         """Of the model that is known as `seen`."""
         self._seen = seen
         self._rows: dict[str, dict[str, Any] | None] = {}

@@ -24,14 +24,14 @@ from ckptx.runtime.parity.budget import Budget
 from ckptx.runtime.parity.comparison import Gradient, Reference
 from ckptx.runtime.parity.distances import furthest
 from ckptx.runtime.parity.divergence import Outputs, kept
-from ckptx.runtime.parity.execution import Outcome, compared, run
+from ckptx.runtime.parity.execution import ForwardResult, compared, run
 from ckptx.runtime.parity.inputs.batch import Inputs
-from ckptx.runtime.parity.side import Seen, Side
+from ckptx.runtime.parity.side import ModelFacts, Side
 from ckptx.runtime.parity.staging import small_batches
 from ckptx.runtime.parity.walk import Lane, Pieces, Walk, share
 
 
-def reference_of(side: Side, seen: Seen, batches: Sequence[Inputs], process: Process) -> Running:
+def reference_of(side: Side, seen: ModelFacts, batches: Sequence[Inputs], process: Process) -> Running:
     """The reference as a whole, or in the fewest pieces that take no more memory than they may.
 
     Args:
@@ -54,7 +54,7 @@ def reference_of(side: Side, seen: Seen, batches: Sequence[Inputs], process: Pro
     return InPieces(side, batches, process, cut_into(model, budget.cut(limits.pieces), seen), backward=options.backward)
 
 
-def cut_into(model: nn.Module, stages: StageMap, seen: Seen) -> Pieces:
+def cut_into(model: nn.Module, stages: StageMap, seen: ModelFacts) -> Pieces:
     """What `InPieces` needs to know.
 
     Args:
@@ -151,7 +151,7 @@ class InOnePiece(Running):
             run(model, [inputs], backward=False)
         yield seen, other
 
-    def _is_repeated(self, model: nn.Module, outcome: Outcome) -> bool:
+    def _is_repeated(self, model: nn.Module, outcome: ForwardResult) -> bool:
         """Whether the device gives the same again, bit for bit."""
         differing: list[str] = []
 
@@ -187,7 +187,7 @@ class InPieces(Running):
 
     def forward(self) -> Reference:
         unmoved = self._lanes[0]
-        outcome, moved, seen = Outcome(), [0.0], dict.fromkeys(self._lanes, 0)
+        outcome, moved, seen = ForwardResult(), [0.0], dict.fromkeys(self._lanes, 0)
 
         def see(lane: Lane, logits: Tensor) -> None:
             if lane is unmoved:

@@ -83,7 +83,7 @@ class RunOptions:
     prefix: str | None = None
 
 
-class Seen(NamedTuple):
+class ModelFacts(NamedTuple):
     """What is known of a side before anything has storage.
 
     Attributes:
@@ -181,7 +181,7 @@ class Side:
                 )
             return directory_of_config(other.view.catalog)
 
-    def look(self) -> Seen:
+    def look(self) -> ModelFacts:
         """Builds it on the meta device; refuses what cannot run on this mesh before anything has storage."""
         with self.opened() as source:
             if source.architecture is None or source.config is None:
@@ -191,7 +191,7 @@ class Side:
             model = self.model(source)
             stored = sum(entry.nbytes for entry in source.tensors.values())
         parameters = dict(model.named_parameters())
-        return Seen(
+        return ModelFacts(
             config={**config.to_dict(), "architectures": [name]},
             tokens_used=tokens_used(model),
             windows=windows.shrunk(config),
@@ -224,7 +224,7 @@ class Side:
             assert source.architecture is not None and source.config is not None
             return self.model(source), source.architecture.stacks(source.config)
 
-    def batches(self, seen: Seen, microbatches: int = 1) -> list[Inputs]:
+    def batches(self, seen: ModelFacts, microbatches: int = 1) -> list[Inputs]:
         """Batches for each data-parallel rank, those of the first rank first."""
         dims = self.options.dims
         with self.opened() as source:
@@ -283,7 +283,7 @@ class Side:
         )
 
 
-def both_sides(reference: Path, checkpoint: Path, options: RunOptions) -> tuple[Side, Side, Seen, Seen]:
+def both_sides(reference: Path, checkpoint: Path, options: RunOptions) -> tuple[Side, Side, ModelFacts, ModelFacts]:
     """The reference and the checkpoint with the same parameters, and what is known of each."""
     first, second = Side(reference, reference, options), Side(checkpoint, reference, options)
     seen, other = first.look(), second.look()

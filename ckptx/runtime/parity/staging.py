@@ -17,12 +17,12 @@ from ckptx.runtime.parallel.pipeline.cut import Cut, cut_stacks
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
 from ckptx.runtime.parallel.pipeline.stage import make_stage
 from ckptx.runtime.parity.divergence import Outputs, kept
-from ckptx.runtime.parity.execution import Outcome, arguments, compared, failing, loss_of, whole
+from ckptx.runtime.parity.execution import ForwardResult, arguments, compared, failing, loss_of, whole
 from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
-from ckptx.runtime.parity.side import Built, Seen, Side
+from ckptx.runtime.parity.side import Built, ModelFacts, Side
 
 
-def stage_the(side: Side, seen: Seen, log: Log) -> Cut:
+def stage_the(side: Side, seen: ModelFacts, log: Log) -> Cut:
     """Cuts a side into pipeline stages; every rank calls it.
 
     Args:
@@ -64,7 +64,7 @@ def stage_of(cut: Cut, row: Mapping[str, Any]) -> int | None:
     return last if row["level"] == "forward" else cut.stages.stage_of(row.get("model_name", row["name"]))
 
 
-def small_batches(model: nn.Module, seen: Seen) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
+def small_batches(model: nn.Module, seen: ModelFacts) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
     """Makes inputs of every kind that a model takes, with padding and without, for a small one of its class."""
 
     def batches(small: nn.Module) -> list[dict[str, torch.Tensor]]:
@@ -97,7 +97,7 @@ class Stages:
 
             self.built[number] = side.build(mesh, make)
 
-    def run(self, batches: Sequence[Inputs], *, backward: bool) -> Outcome:
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
         """One step; logits and the loss are there on the ranks that have the last stage."""
         models = {number: built.model for number, built in self.built.items()}
         for model in models.values():
@@ -110,7 +110,7 @@ class Stages:
                 self._pipeline = self._cut.pipeline(models, self._mesh)
             pipeline = self._pipeline
             losses = pipeline.step(given, self._loss) if backward else pipeline.forward(given, self._loss)
-        outcome = Outcome(logits=[self._logits[index] for index in sorted(self._logits)])
+        outcome = ForwardResult(logits=[self._logits[index] for index in sorted(self._logits)])
         outcome.loss = sum(map(float, losses)) if losses else math.nan  # in the order of the reference
         return outcome
 

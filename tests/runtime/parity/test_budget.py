@@ -18,7 +18,7 @@ from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.parity import budget as budget_module
 from ckptx.runtime.parity.budget import Budget
 from ckptx.runtime.parity.reference import InPieces, cut_into
-from ckptx.runtime.parity.side import RunOptions, Seen, Side
+from ckptx.runtime.parity.side import ModelFacts, RunOptions, Side
 from tests.support.models import randomise, transformers
 from tests.support.slow import slow_but
 
@@ -67,7 +67,7 @@ class Live(TorchDispatchMode):  # type: ignore[misc]
         self.now -= nbytes
 
 
-def side_of(path: Path, *, tied: bool) -> tuple[Side, Seen]:
+def side_of(path: Path, *, tied: bool) -> tuple[Side, ModelFacts]:
     config = transformers.LlamaConfig(
         hidden_size=192, intermediate_size=768, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2,
         vocab_size=2000, tie_word_embeddings=tied,
@@ -77,7 +77,7 @@ def side_of(path: Path, *, tied: bool) -> tuple[Side, Seen]:
     return side, side.look()
 
 
-def budget_of(side: Side, seen: Seen, batches: int, **settings: Any) -> Budget:
+def budget_of(side: Side, seen: ModelFacts, batches: int, **settings: Any) -> Budget:
     given = {"backward": True, "both": False, **settings}
     model, stacks = side.stacked()
     return Budget(model, stacks, side.batches(seen, batches), **given)

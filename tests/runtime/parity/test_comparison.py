@@ -19,7 +19,7 @@ from ckptx.runtime.parallel.distributed import Process, process_group
 from ckptx.runtime.parity import comparison, distances
 from ckptx.runtime.parity.comparison import Comparison, Gradient, Held, Reference, difference
 from ckptx.runtime.parity.distances import furthest
-from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.noise import ALLOWED
 
 INF, NAN = math.inf, math.nan
@@ -118,7 +118,9 @@ def forward(
     noise_of_loss: float = 0.125, expected: torch.Tensor = LOGITS, expected_loss: float = 2.0,
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"logits": ("logits",)}, exact)
-    made.forward(Reference(Outcome([expected], expected_loss), noise, noise_of_loss), Outcome([found], loss), 0)
+    made.forward(
+        Reference(ForwardResult([expected], expected_loss), noise, noise_of_loss), ForwardResult([found], loss), 0
+    )
     return made
 
 
@@ -192,10 +194,10 @@ def test_each_rank_has_its_batch_and_the_loss_is_the_mean_of_all(monkeypatch: py
     monkeypatch.setattr(comparison, "everywhere", lambda value: [(3.0, True), (7.0, False), value])
     monkeypatch.setattr(comparison, "broadcast", lambda tensor, shape, dtype, place: next(sent))
     made = Comparison(Process(1, 2, torch.device("cpu")), {}, False)
-    made.forward(None, Outcome([LOGITS + 8], 1.0), 1)
+    made.forward(None, ForwardResult([LOGITS + 8], 1.0), 1)
     assert (made.rows, made.numbers["max_abs"], made.numbers["loss"]) == ([], 0, 2)
     sent = iter(whole)
-    made.forward(None, Outcome([LOGITS + 8], 1.0), 0)
+    made.forward(None, ForwardResult([LOGITS + 8], 1.0), 0)
     assert [(row["rank"], row["max_abs"]) for row in made.rows] == [(1, 8)]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
-from ckptx.runtime.parity.execution import Call, observed, run
+from ckptx.runtime.parity.execution import ModuleCall, observed, run
 from ckptx.runtime.parity.inputs.batch import Inputs
 from tests.support.small import Looped, Scaled, inputs_of
 
@@ -201,8 +201,8 @@ def test_a_gradient_that_is_shown_is_not_kept() -> None:
 # ------------------------------------------------------------------------------------------- modules that are watched
 
 
-def watched(model: nn.Module, inputs: Inputs | None = None) -> dict[Call, list[Any]]:
-    found: dict[Call, list[Any]] = {}
+def watched(model: nn.Module, inputs: Inputs | None = None) -> dict[ModuleCall, list[Any]]:
+    found: dict[ModuleCall, list[Any]] = {}
     observed(model, inputs or inputs_of([[0, 1]]), lambda call, output: found.__setitem__(call, output.tolist()))
     return found
 
@@ -210,7 +210,12 @@ def watched(model: nn.Module, inputs: Inputs | None = None) -> dict[Call, list[A
 def test_every_call_of_a_module_is_seen_in_order() -> None:
     """Embeddings 1..4; the shared layer exchanges two numbers and doubles them."""
     found = watched(Looped())
-    assert list(found) == [Call("embed", 0), Call("shared", 0), Call("shared", 1), Call("last", 0)]
+    assert list(found) == [
+        ModuleCall("embed", 0),
+        ModuleCall("shared", 0),
+        ModuleCall("shared", 1),
+        ModuleCall("last", 0),
+    ]
     assert [each[0] for each in found.values()] == [
         [[1, 2], [3, 4]], [[4, 2], [8, 6]], [[4, 8], [12, 16]], [[4, 8], [12, 16]],
     ]  # fmt: skip

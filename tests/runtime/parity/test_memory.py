@@ -11,15 +11,15 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.parity import memory
 from ckptx.runtime.parity.routing import Routing
-from ckptx.runtime.parity.side import RunOptions, Seen
+from ckptx.runtime.parity.side import ModelFacts, RunOptions
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
 
 
-def seen(nbytes: int, stored: int) -> Seen:
+def seen(nbytes: int, stored: int) -> ModelFacts:
     config = {"architectures": ["LlamaForCausalLM"]}
-    return Seen(config, frozenset(), {}, {}, frozenset(), Routing({}, {}), True, frozenset(), nbytes, stored)
+    return ModelFacts(config, frozenset(), {}, {}, frozenset(), Routing({}, {}), True, frozenset(), nbytes, stored)
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ import torch
 
 from ckptx.runtime.parity.reached import Reached
 from ckptx.runtime.parity.routing import Routing
-from ckptx.runtime.parity.side import Seen
+from ckptx.runtime.parity.side import ModelFacts
 
 
-def seen(*names: str, experts: int = 3) -> Seen:
+def seen(*names: str, experts: int = 3) -> ModelFacts:
     routing = Routing({"mlp.experts": experts}, {})
-    return Seen({}, frozenset(), {}, {}, frozenset(names), routing, True, frozenset(names), 0, 0)
+    return ModelFacts({}, frozenset(), {}, {}, frozenset(names), routing, True, frozenset(names), 0, 0)
 
 
-def unreached(gradients: dict[str, torch.Tensor], known: Seen) -> list[dict[str, Any]]:
+def unreached(gradients: dict[str, torch.Tensor], known: ModelFacts) -> list[dict[str, Any]]:
     """Of gradients that come one by one."""
     found = Reached(known)
     for name, each in gradients.items():

@@ -19,7 +19,7 @@ from ckptx.report.report import Log
 from ckptx.runtime.parallel.distributed import Process, mesh_of, process_group
 from ckptx.runtime.parallel.parallelize import _of_other_dtype
 from ckptx.runtime.parity import forward, reference, side
-from ckptx.runtime.parity.execution import Outcome
+from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.inputs.batch import inputs_for
 from tests.support.corrections import changed
 from tests.support.installed import INSTALLED, has_model
@@ -107,13 +107,13 @@ class Wandering:
     def __init__(self, what: str, by: float) -> None:
         self.what, self.by, self.runs = what, by, 0
 
-    def __call__(self, model: Any, batches: Any, *, backward: bool, see: Any = None) -> Outcome:
+    def __call__(self, model: Any, batches: Any, *, backward: bool, see: Any = None) -> ForwardResult:
         self.runs += 1
         logits, loss, gradient = (self._number(what) for what in ("logits", "loss", "gradient"))
         gradients = {"weight": torch.full((3,), gradient)}
         for name, each in gradients.items() if see is not None else ():
             see(name, each)
-        return Outcome([torch.full((1, 2, 3), logits)], loss, gradients if see is None else {})
+        return ForwardResult([torch.full((1, 2, 3), logits)], loss, gradients if see is None else {})
 
     def _number(self, what: str) -> float:
         return 1 + self.by * self.runs * (what == self.what)
