@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.planted.models import Config, Tensors
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 
 
 class Built(NamedTuple):
@@ -19,7 +19,7 @@ class Built(NamedTuple):
 
     model: nn.Module
     layout: TensorParallelLayout | None
-    ranks: Ranks
+    ranks: TpRanks
 
 
 # In what is stored: tensors and config are changed in place. And in the parallel model, by other forward passes.

@@ -27,13 +27,13 @@ from benchmarks.planted.planting import (
 )
 from ckptx.runtime.parallel.shards import local_of
 from ckptx.runtime.parallel.tensor_parallel import styles
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, copy_in, gather_partial, sum_out
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, copy_in, gather_partial, sum_out
 from ckptx.runtime.parallel.tensor_parallel.styles import swapped
 
 _ATTENTION, _HEAD = "layers.3.self_attn", "lm_head"
 
 
-def _of_other_rank(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def _of_other_rank(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     """The slice of the next rank, of slices of one size."""
     width = x.shape[dim]
     whole = gather_partial(x, dim, width * ranks.size, ranks)

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.planted.defect import Built, Defect
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parity import side
 
 Forward = Callable[..., Any]
@@ -27,7 +27,7 @@ def planted(defect: Defect) -> Iterator[None]:
 
     def parallelize(model: nn.Module, mesh: Any, *args: Any, **kwargs: Any) -> Any:
         done = stock(model, mesh, *args, **kwargs)
-        plant(Built(model, done.layout, Ranks.of(mesh["tp"])))
+        plant(Built(model, done.layout, TpRanks.of(mesh["tp"])))
         return done
 
     side.parallelize = parallelize

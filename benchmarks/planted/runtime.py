@@ -28,13 +28,13 @@ from benchmarks.planted.planting import (
 from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.parallel.shards import local_of
 from ckptx.runtime.parallel.tensor_parallel import styles
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, copy_in, sum_out
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, copy_in, sum_out
 from ckptx.runtime.parallel.tensor_parallel.styles import swapped
 
 # ------------------------------------------------------------------------------------------------------- row-parallel
 
 
-def _row_parallel(index: int | None, compute: Callable[[torch.Tensor, torch.Tensor, Any, Ranks], Any]) -> InRuntime:
+def _row_parallel(index: int | None, compute: Callable[[torch.Tensor, torch.Tensor, Any, TpRanks], Any]) -> InRuntime:
     """Row-parallel modules that compute something else of their input, the own part of the weight, and the bias."""
 
     def plant(built: Built) -> None:
@@ -67,7 +67,7 @@ def bias_dropped(index: int | None = None) -> InRuntime:
 def bias_on_rank_0(index: int | None = None) -> InRuntime:
     """After the sum, the bias is added on one rank alone."""
 
-    def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
         found = sum_out(functions.linear(x, weight), ranks)
         return found if ranks.rank else found + bias
 

@@ -25,7 +25,7 @@ from ckptx.runtime.checkpointing.reading import open_source
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel import styles
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.runtime.parity.inputs.batch import inputs_for
 from ckptx.runtime.parity.noise import ALLOWED, DRAWS, moved_embeddings, rounding
@@ -162,7 +162,7 @@ def _cut(work: Path, name: str, mesh: DeviceMesh) -> Computed:
         materialize(model)
         load_from(model, source, regions=layout.local_regions, tied=source.tied())
     outputs, loss = outputs_of(model.eval(), batch), backward(model, batch, labels)
-    ranks = Ranks.of(mesh["tp"])
+    ranks = TpRanks.of(mesh["tp"])
     gradients = {
         each: whole_gradient(each, parameter, layout, ranks)
         for each, parameter in model.named_parameters()

@@ -28,7 +28,7 @@ from ckptx.model_view.sharder import Sharder, plan_of
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.parallel.tensor_parallel import sequence, styles
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, gather_parts, own_part
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, gather_parts, own_part
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support import models
@@ -111,7 +111,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-30) 
     return float((found - expected).detach().abs().max() / max(float(expected.detach().abs().max()), floor))
 
 
-def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLayout, ranks: Ranks) -> Any:
+def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
     """The gradient of a parameter, put together from the ranks' rectangles."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -122,7 +122,7 @@ def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLay
     return gather_parts(gradient.to_local(), layout.shapes[name], placement.dim, regions, ranks)
 
 
-def gradient_differences(model: nn.Module, cut: nn.Module, layout: TensorParallelLayout, ranks: Ranks) -> Any:
+def gradient_differences(model: nn.Module, cut: nn.Module, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
     """By parameter; also proves that the same parameters have gradients."""
     expected = dict(model.named_parameters())
     # the gradient of a key bias is zero but for rounding: softmax does not see what is added to all keys
@@ -191,7 +191,7 @@ def outcome(
         loss.backward()
         found, found_loss = compute(cut, inputs, **settings)
         found_loss.backward()
-    differences = gradient_differences(model, cut, layout, Ranks.of(mesh))
+    differences = gradient_differences(model, cut, layout, TpRanks.of(mesh))
     is_sharded = isinstance(found, DTensor)
     whole = found.full_tensor() if isinstance(found, DTensor) else found
     by_model = None
@@ -360,7 +360,7 @@ def small(rank: int, world_size: int, tp_plan: dict[str, str]) -> tuple[float, t
     expected, found = model(ids), cut(ids)
     for each in (expected, found):
         each.pow(2).sum().backward()
-    differences = gradient_differences(model, cut, layout, Ranks.of(mesh))
+    differences = gradient_differences(model, cut, layout, TpRanks.of(mesh))
     return max(relative(found, expected), *differences.values()), layout.gathered
 
 
@@ -373,7 +373,7 @@ def losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dtype) -> l
     labels = torch.randint(0, vocabulary, (2, 6), generator=generator)
     labels[0, 2:4], labels[1, 5] = -100, vocabulary - 1
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    ranks = Ranks.of(mesh)
+    ranks = TpRanks.of(mesh)
     found = []
     for options in ({}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": labels.roll(1, 1)}):
         expected_logits = whole.clone().requires_grad_()
@@ -392,7 +392,7 @@ def losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dtype) -> l
     return found
 
 
-def _slice(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _slice(whole: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """This rank's slice of the last dim, cut by torch."""
     chunks = whole.detach().chunk(ranks.size, -1)
     return chunks[ranks.rank].clone() if ranks.rank < len(chunks) else whole[..., :0].clone()
@@ -416,7 +416,7 @@ def parts(rank: int, world_size: int) -> bool:
     full = torch.arange(33.0).reshape(11, 3)
     regions = tp_rectangles((11, 3), Placement(0, (5, 3, 3)), world_size)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    ranks = Ranks.of(mesh)
+    ranks = TpRanks.of(mesh)
     return torch.equal(gather_parts(own_part(full, 0, regions[rank]), (11, 3), 0, regions, ranks), full)
 
 
@@ -480,7 +480,7 @@ def many_small(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[
             loss.backward()
             found, found_loss = compute(cut, tokens())
             found_loss.backward()
-            differences = gradient_differences(model, cut, layout, Ranks.of(mesh))
+            differences = gradient_differences(model, cut, layout, TpRanks.of(mesh))
             whole = found.full_tensor() if isinstance(found, DTensor) else found
             worst[name] = max(relative(whole, logits), *differences.values())
         except Exception as error:  # every rank fails alike: what follows is still in step

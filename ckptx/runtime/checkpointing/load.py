@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
-from ckptx.runtime.checkpointing.load_report import LACKING, NO_PLACE, UNKNOWN, Loaded, LoadLedger
+from ckptx.runtime.checkpointing.load_report import LACKING, NO_PLACE, UNKNOWN, LoadedTensor, LoadLedger
 from ckptx.runtime.checkpointing.reading import Reading, Source, castable, open_source
 from ckptx.runtime.model.layers import canonical_name, has_stubs
 from ckptx.runtime.parallel.shards import LocalShard, pieces_of
@@ -148,7 +148,7 @@ def _config_beside(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
 # ------------------------------------------------------------------------------------------ what to read
 
 
-class Job(NamedTuple):
+class RegionRead(NamedTuple):
     """A region of an entry, and the memory for it."""
 
     entry: TensorEntry
@@ -166,37 +166,37 @@ class _Read:
     local: Tensor
     pieces: list[LocalShard]
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[RegionRead]:
         for piece in self.pieces:
-            yield Job(self.entry, piece.region, _narrowed(self.local, piece.local))
+            yield RegionRead(self.entry, piece.region, _narrowed(self.local, piece.local))
 
 
 @dataclass(slots=True)
-class _Plan:
+class _LoadPlan:
     reads: list[_Read] = field(default_factory=list)
     ties: list[_Read] = field(default_factory=list)
-    loaded: dict[str, Loaded] = field(default_factory=dict)
+    loaded: dict[str, LoadedTensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     initialised: tuple[str, ...] = ()
     used: set[str] = field(default_factory=set)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[RegionRead]:
         """In the order of the files."""
         return sorted((job for read in self.reads for job in read.jobs()), key=_position)
 
 
-def _position(job: Job) -> tuple[str, int]:
+def _position(job: RegionRead) -> tuple[str, int]:
     chunks = job.entry.chunks
     first = next(iter(chunks.archives if isinstance(chunks, ArchivedChunks) else chunks), None)
     return ("", 0) if first is None else (first.file, first.offset)
 
 
-def _plan(model: nn.Module, source: Source, regions: RegionsOf | None, tied: Mapping[str, str]) -> _Plan:
+def _plan(model: nn.Module, source: Source, regions: RegionsOf | None, tied: Mapping[str, str]) -> _LoadPlan:
     """Which entry fills which tensor; everything that can be refused without reading is refused here."""
     names = _names_by_tensor(model)
     families = _families([*(getattr(model, "all_tied_weights_keys", None) or {}).items(), *tied.items()])
     optional, parted = _optional(model), has_stubs(model)
-    plan, missing, computed = _Plan(), [], list(_computed_buffers(model))
+    plan, missing, computed = _LoadPlan(), [], list(_computed_buffers(model))
     for tensor, own in names:
         if tensor.is_meta:
             raise UsageError(f"{own[0]}: is on the meta device, needed storage; call materialize first")
@@ -221,7 +221,7 @@ def _plan(model: nn.Module, source: Source, regions: RegionsOf | None, tied: Map
 
 
 def _add(
-    plan: _Plan, source: Source, tensor: Tensor, own: list[str], stored: list[str], regions: RegionsOf | None
+    plan: _LoadPlan, source: Source, tensor: Tensor, own: list[str], stored: list[str], regions: RegionsOf | None
 ) -> None:
     """Plans one tensor, which may have several names, and be stored under several."""
     name = own[0]
@@ -251,7 +251,7 @@ def _add(
             plan.ties.append(read)
         plan.used.add(each)
     nbytes = local.numel() * local.element_size()
-    plan.loaded[name] = Loaded(source.stored[through], nbytes)
+    plan.loaded[name] = LoadedTensor(source.stored[through], nbytes)
     plan.tied |= dict.fromkeys(own[1:], name)
     if through not in own:
         plan.tied[name] = through
@@ -300,7 +300,7 @@ def _computed_buffers(model: nn.Module) -> Iterator[str]:
                 yield canonical_name(f"{path}.{leaf}" if path else leaf)
 
 
-def _unread(source: Source, plan: _Plan) -> dict[str, str]:
+def _unread(source: Source, plan: _LoadPlan) -> dict[str, str]:
     """Tensors of the checkpoint that went nowhere, with the reason."""
     needed = {stored for name in plan.used for stored in source.stored[name]}
     left = [(name, each) for name, stored in source.stored.items() if name not in plan.used for each in stored]

@@ -14,7 +14,7 @@ OTHER_STATE = "not of the model"
 LACKING = "of a layer that uses the tensors of another layer"
 
 
-class Loaded(NamedTuple):
+class LoadedTensor(NamedTuple):
     """One parameter or buffer that was read.
 
     Attributes:
@@ -40,7 +40,7 @@ class LoadLedger:
         unchecked: Bytes whose checksum was not looked at, as it speaks of bytes of other ranks too.
     """
 
-    loaded: Mapping[str, Loaded]
+    loaded: Mapping[str, LoadedTensor]
     tied: Mapping[str, str]
     initialised: tuple[str, ...]
     unread: Mapping[str, str]

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ckptx.runtime.memory.storage_ledger import CARRIED, StorageLedger
 from ckptx.runtime.parallel.pipeline.carry import Batch
-from ckptx.runtime.parallel.pipeline.payload import Place, rows_of, unpack
+from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, rows_of, unpack
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
 from ckptx.runtime.parallel.pipeline.run import StageRun
 
-Boundaries = dict[int, list[Place | None]]  # what each stage is given by the one before it
+Boundaries = dict[int, list[PayloadSlot | None]]  # what each stage is given by the one before it
 
 
 class _LoneStage(TorchStage):
@@ -70,11 +70,11 @@ class LonePipeline(Pipeline):
         return unpack(payload, self._places[part.number], rows_of(self._boundaries[part.number]))
 
 
-def _place_of(value: Any) -> Place | None:
-    return Place(tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
+def _place_of(value: Any) -> PayloadSlot | None:
+    return PayloadSlot(tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
 
 
-def _made(place: Place | None) -> Any:
+def _made(place: PayloadSlot | None) -> Any:
     if place is None:
         return None
     return torch.empty(place.shape, dtype=place.dtype, requires_grad=place.is_trained)

@@ -64,7 +64,7 @@ class Narrowness:
 
 
 @dataclass(slots=True)
-class _Part:
+class _ConfigPart:
     """A config that describes layers: the whole, or one nested in it.
 
     Attributes:
@@ -174,10 +174,10 @@ def token_ids(config: Any) -> set[int]:
 # ------------------------------------------------------------------------------------------------- what is in a config
 
 
-def _described(part: Any, how: Narrowness) -> _Part:
+def _described(part: Any, how: Narrowness) -> _ConfigPart:
     old = copy.deepcopy({key: value for key, value in vars(part).items() if not isinstance(value, PreTrainedConfig)})
     spec = old.pop("_heterogeneity_spec", None)
-    known = _Part(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
+    known = _ConfigPart(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
     known.heads = _fewer(known.found(sorted(HEADS))) if how.few_heads else {}
     if how.head_dim is not None:
         known.divisor = _divisor(known, how.head_dim)
@@ -218,7 +218,7 @@ def _fewer(counts: Iterable[int]) -> dict[int, int]:
     return dict(zip(ordered, new, strict=True))
 
 
-def _divisor(part: _Part, least: int) -> int:
+def _divisor(part: _ConfigPart, least: int) -> int:
     """The power of two that divides all widths of heads, and what counts their parts, and leaves the widest `least`."""
     widths = part.found(sorted(HEAD_DIMS)) + ([part.width_of_head] if part.width_of_head else [])
     ropes = _rope_dicts(part.old)
@@ -238,9 +238,9 @@ def _divisor(part: _Part, least: int) -> int:
     return divisor
 
 
-def _hidden_sizes(described: Iterable[_Part]) -> dict[int, int]:
+def _hidden_sizes(described: Iterable[_ConfigPart]) -> dict[int, int]:
     """Old hidden size -> new, of all parts: the least that their heads allow and no other has."""
-    by_size: dict[int, list[_Part]] = {}
+    by_size: dict[int, list[_ConfigPart]] = {}
     for part in described:
         if part.hidden is not None:
             by_size.setdefault(part.hidden, []).append(part)
@@ -260,11 +260,11 @@ def _hidden_sizes(described: Iterable[_Part]) -> dict[int, int]:
     return found
 
 
-def _is_tied(part: _Part) -> bool:
+def _is_tied(part: _ConfigPart) -> bool:
     return part.width_of_head is not None and not part.is_expanded
 
 
-def _choices(part: _Part) -> list[int]:
+def _choices(part: _ConfigPart) -> list[int]:
     """Hidden sizes that the heads of a part allow, from the least on."""
     new = [part.heads.get(each, each) for each in part.found(sorted(HEADS))]
     if _is_tied(part):
@@ -278,7 +278,7 @@ def _choices(part: _Part) -> list[int]:
     return [step * times for times in range(first, first + 16) if step * times not in inner]
 
 
-def _adjust_divisor(part: _Part, hidden: Mapping[int, int]) -> None:
+def _adjust_divisor(part: _ConfigPart, hidden: Mapping[int, int]) -> None:
     """Makes widths of heads fit the hidden size that was chosen, where the two hang together."""
     old = part.hidden
     if old is None or not _is_tied(part) or old not in hidden:
@@ -295,7 +295,7 @@ def _ranked(numbers: Iterable[int], first: int, besides: Mapping[int, int]) -> d
 
 
 def _changes(
-    part: _Part, hidden: Mapping[int, int], links: Mapping[int, int], how: Narrowness
+    part: _ConfigPart, hidden: Mapping[int, int], links: Mapping[int, int], how: Narrowness
 ) -> dict[str, Callable[[int], int]]:
     """What happens to the numbers under each kind of key: "heads", "head dims", ..."""
     inner = _ranked(part.found(sorted(FEED_FORWARD)), 32, {})
@@ -315,7 +315,7 @@ def _changes(
     }
 
 
-def _experts_needed(part: _Part) -> int:
+def _experts_needed(part: _ConfigPart) -> int:
     """Twice as many experts as are chosen, and in each group so many that the groups that are chosen have enough."""
     chosen = max((each for each in part.found(CHOSEN) if each > 0), default=1)
     groups = max(part.found(("n_group", "num_expert_group")), default=1) or 1
@@ -339,7 +339,7 @@ _KINDS = {
 }
 
 
-def _mapped(key: str, value: Any, change: Mapping[str, Callable[[int], int]], part: _Part) -> Any:
+def _mapped(key: str, value: Any, change: Mapping[str, Callable[[int], int]], part: _ConfigPart) -> Any:
     """A value as it becomes; lists element by element, what is no whole number as it is."""
     kind = _KINDS.get(key)
     if kind is None and key.endswith(WIDTH_ENDINGS) and not any(word in key for word in NO_WIDTHS):

@@ -86,7 +86,7 @@ class _PartNames(NamedTuple):
     others: frozenset[str]
 
 
-class _Part(NamedTuple):
+class _ChildModule(NamedTuple):
     """A child of a module, under its registered name."""
 
     parent: nn.Module
@@ -236,7 +236,7 @@ def _checkpoint_parts(layer: nn.Module, wanted: Collection[str]) -> bool:
     return bool(parts)
 
 
-def _parts(layer: nn.Module) -> Iterator[_Part]:
+def _parts(layer: nn.Module) -> Iterator[_ChildModule]:
     """The registered children of a layer.
 
     T5 has a list of sublayers in each layer; their children are taken then. A property that shows a child under a
@@ -250,7 +250,7 @@ def _parts(layer: nn.Module) -> Iterator[_Part]:
                 if item is not None:
                     yield from _parts(item)
         else:
-            yield _Part(layer, name, child)
+            yield _ChildModule(layer, name, child)
 
 
 def _is_trainable(layer: Layer) -> bool:

@@ -117,7 +117,7 @@ def _find(model: nn.Module, stages: StageMap, batches: Sequence[Batch], output: 
         parts = [stage_of(fresh, stages, number, forms) for number in range(stages.pp)]
         carried: list[tuple[Slot, ...]] = [()] * stages.pp
         for number in range(stages.pp - 1, -1, -1):
-            part = _Part(parts[number], stages, number, output, Taps(parts[number], stages))
+            part = _StagePart(parts[number], stages, number, output, Taps(parts[number], stages))
             needed = part.needed(batches, recorded)
             passed = part.lacking(batches, recorded, needed, carried[number + 1] if number + 1 < stages.pp else ())
             carried[number] = (*needed, *passed)
@@ -178,7 +178,7 @@ def _kept(values: Any) -> dict[Any, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StagePart:
     """A stage while it is looked at."""
 
     model: nn.Module

@@ -4,7 +4,7 @@ Buffers of a pipeline are made once. What differs between microbatches (features
 that only some have) is padded to the largest, and its true shape is sent along:
 
     header      (values, 1 + dims)      -1 for None, else 1; then the true shape
-    values      each of the shape of its `Place`
+    values      each of the shape of its `PayloadSlot`
 
 All of it is floating-point numbers: before torch 2.13 every buffer of a pipeline gets gradients, which no others have.
 """
@@ -26,7 +26,7 @@ _MOST_DIMS = 8
 _NONE = -1
 
 
-class Place(NamedTuple):
+class PayloadSlot(NamedTuple):
     """The room for one value.
 
     Attributes:
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return torch.float64 if self.dtype.itemsize > 2 else torch.float32
 
 
-def places_of(slots: Sequence[Slot], microbatches: Sequence[Sequence[Place | None]]) -> tuple[Place, ...]:
+def places_of(slots: Sequence[Slot], microbatches: Sequence[Sequence[PayloadSlot | None]]) -> tuple[PayloadSlot, ...]:
     """The room for the values of every microbatch.
 
     Raises:
@@ -56,10 +56,10 @@ def places_of(slots: Sequence[Slot], microbatches: Sequence[Sequence[Place | Non
     return tuple(_largest(slot, found) for slot, found in zip(slots, zip(*microbatches, strict=True), strict=True))
 
 
-def _largest(slot: Slot, found: Sequence[Place | None]) -> Place:
+def _largest(slot: Slot, found: Sequence[PayloadSlot | None]) -> PayloadSlot:
     there = [each for each in found if each is not None]
     if not there:
-        return Place((0,), torch.float32, is_trained=False)
+        return PayloadSlot((0,), torch.float32, is_trained=False)
     if len({(len(each.shape), each.dtype) for each in there}) > 1:
         forms = " and ".join(sorted({f"{each.dtype} of {len(each.shape)} dims" for each in there}))
         raise UnsupportedError(
@@ -67,10 +67,10 @@ def _largest(slot: Slot, found: Sequence[Place | None]) -> Place:
             "or leave out --pp"
         )
     shape = tuple(max(sizes) for sizes in zip(*(each.shape for each in there), strict=True))
-    return Place(shape, there[0].dtype, any(each.is_trained for each in there))
+    return PayloadSlot(shape, there[0].dtype, any(each.is_trained for each in there))
 
 
-def place_of(slot: Slot, value: Any) -> Place | None:
+def place_of(slot: Slot, value: Any) -> PayloadSlot | None:
     """The room that a value needs.
 
     Raises:
@@ -83,17 +83,17 @@ def place_of(slot: Slot, value: Any) -> Place | None:
             f"{slot}: found a {type(value).__name__}, needed a plain tensor to send it between pipeline stages; leave "
             "out --pp"
         )
-    return Place(tuple(value.shape), value.dtype, value.requires_grad)
+    return PayloadSlot(tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def rooms(places: Sequence[Place]) -> tuple[Tensor, ...]:
+def rooms(places: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
     """The payload of these places, on the meta device."""
     header = torch.empty((len(places), 1 + _MOST_DIMS), dtype=torch.float64, device="meta")
     values = (torch.empty(each.shape, dtype=each.wire, device="meta", requires_grad=each.is_trained) for each in places)
     return header, *values
 
 
-def pack(values: Sequence[Any], places: Sequence[Place], device: torch.device) -> tuple[Tensor, ...]:
+def pack(values: Sequence[Any], places: Sequence[PayloadSlot], device: torch.device) -> tuple[Tensor, ...]:
     """The payload of one microbatch: contiguous, and nothing that the sender goes on with."""
     rows, tensors = rows_of(values), []
     for value, place in zip(values, places, strict=True):
@@ -123,7 +123,7 @@ def rows_of(values: Sequence[Any]) -> list[list[int]]:
 
 
 def unpack(
-    payload: Sequence[Tensor], places: Sequence[Place], rows: Sequence[Sequence[float]] | None = None
+    payload: Sequence[Tensor], places: Sequence[PayloadSlot], rows: Sequence[Sequence[float]] | None = None
 ) -> tuple[Any, ...]:
     """The values of one microbatch, as they were packed.
 

@@ -24,7 +24,7 @@ from ckptx.runtime.model.tiny_model import text_for
 from ckptx.runtime.parallel.gradients import OverStages, clip_grad_norm
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.pipeline.carry import Batch, Carry
-from ckptx.runtime.parallel.pipeline.payload import Place, pack, place_of, places_of, rooms, unpack
+from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, pack, place_of, places_of, rooms, unpack
 from ckptx.runtime.parallel.pipeline.run import StageRun
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parallel.pipeline.ties import Tie, check_alike, later_copies, sum_gradients, take_gradients
@@ -86,7 +86,7 @@ class Pipeline:
         self._ties, self._models = ties, dict(models)
         self._batches: Sequence[Batch] = ()
         self._loss: Loss | None = None
-        self._places: dict[int, tuple[Place, ...]] = {}
+        self._places: dict[int, tuple[PayloadSlot, ...]] = {}
         self._prepared: tuple[Any, Any] = (None, None)
         self._mixed = [MixedInputs(part.model) for part in self.parts]
         for part in self.parts:
@@ -157,7 +157,7 @@ class Pipeline:
         stages = OverStages(self._group, self._device, later_copies(self._ties, self._models))
         return clip_grad_norm(self._models.values(), max_norm, norm_type, error_if_nonfinite, stages)
 
-    def walk(self, batch: Batch, see: Callable[[StageRun, Any], None] | None = None) -> list[list[Place | None]]:
+    def walk(self, batch: Batch, see: Callable[[StageRun, Any], None] | None = None) -> list[list[PayloadSlot | None]]:
         """Runs one microbatch forward through all stages, one after another, without a schedule.
 
         Args:
@@ -167,7 +167,7 @@ class Pipeline:
         Returns:
             For each boundary between stages that this rank knows, what its values take; None for the others.
         """
-        found: dict[int, list[Place | None]] = {}
+        found: dict[int, list[PayloadSlot | None]] = {}
         values: tuple[Any, ...] = ()
         for part in self.parts:
             if part.number and self._peer(part.number - 1) != dist.get_rank():

@@ -17,7 +17,7 @@ from torch import Tensor
 Arguments = dict[Any, Any]
 
 
-class Step(NamedTuple):
+class ContainerStep(NamedTuple):
     """One step into a container: a key of a dict (`length` is -1), or an index of a tuple or list of that length."""
 
     key: Any
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
 
     point: str
     call: int
-    steps: tuple[Step, ...]
+    steps: tuple[ContainerStep, ...]
 
     def __str__(self) -> str:
         inner = "".join(f"[{step.key!r}]" for step in self.steps[1:])
@@ -43,19 +43,19 @@ class Slot(NamedTuple):
         return f"{self.point}({self.steps[0].key}{inner}){number}"
 
 
-def leaves(value: Any, steps: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], Any]]:
+def leaves(value: Any, steps: tuple[ContainerStep, ...] = ()) -> Iterator[tuple[tuple[ContainerStep, ...], Any]]:
     """Everything in nested dicts, tuples and lists that is none of these, with its place."""
     if isinstance(value, (dict, UserDict)):
         for key, item in value.items():
-            yield from leaves(item, (*steps, Step(key)))
+            yield from leaves(item, (*steps, ContainerStep(key)))
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from leaves(item, (*steps, Step(index, len(value))))
+            yield from leaves(item, (*steps, ContainerStep(index, len(value))))
     else:
         yield steps, value
 
 
-def get(value: Any, steps: tuple[Step, ...]) -> Any:
+def get(value: Any, steps: tuple[ContainerStep, ...]) -> Any:
     """What lies there; None where nothing does."""
     for key, length in steps:
         if isinstance(value, (dict, UserDict)) if length < 0 else isinstance(value, (tuple, list)):
@@ -65,7 +65,7 @@ def get(value: Any, steps: tuple[Step, ...]) -> Any:
     return value
 
 
-def put(container: Any, steps: tuple[Step, ...], value: Any) -> None:
+def put(container: Any, steps: tuple[ContainerStep, ...], value: Any) -> None:
     """Puts a value there. Dicts are changed in place, for layers share them; tuples and lists are made anew."""
     (key, _), *rest = steps
     if not rest:

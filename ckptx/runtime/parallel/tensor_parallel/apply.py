@@ -23,11 +23,11 @@ from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, tp_rectan
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Decision, decide
 from ckptx.runtime.parallel.tensor_parallel import dropout, sequence, styles
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, own_part
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, own_part
 from ckptx.runtime.parallel.tensor_parallel.loss import use_sharded_loss
 from ckptx.runtime.parallel.tensor_parallel.plans import GATHERING, SPLITTING, Plan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut
-from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS, LocalParameter, Sharding
+from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS, LocalParameter, TpSharding
 from ckptx.runtime.torch_private import StridedShard
 
 
@@ -100,7 +100,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayou
         UnsupportedError: A cut falls inside a head that the forward pass needs whole.
             Or the sequence is to be cut, and a layer is not as its `sequence` row says.
     """
-    ranks = Ranks.of(mesh)
+    ranks = TpRanks.of(mesh)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     decisions = {name: _decision(plan, name, shapes, ranks.size) for name in parameters}
@@ -142,13 +142,13 @@ def _decision(plan: Plan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: 
     return decide(plan.cuts, name, shapes[name], tp, weight)
 
 
-def _cut_of(shape: tuple[int, ...], decision: Decision, tp: int) -> Sharding | None:
+def _cut_of(shape: tuple[int, ...], decision: Decision, tp: int) -> TpSharding | None:
     if decision.placement is None:
         return None
-    return Sharding(shape, decision.placement.dim, tp_rectangles(shape, decision.placement, tp))
+    return TpSharding(shape, decision.placement.dim, tp_rectangles(shape, decision.placement, tp))
 
 
-def _local_parameters(model: nn.Module, cuts: Mapping[int, Sharding | None]) -> Iterator[tuple[str, LocalParameter]]:
+def _local_parameters(model: nn.Module, cuts: Mapping[int, TpSharding | None]) -> Iterator[tuple[str, LocalParameter]]:
     """Every place of a parameter that is cut, with its full name."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -157,7 +157,7 @@ def _local_parameters(model: nn.Module, cuts: Mapping[int, Sharding | None]) -> 
                 yield (f"{path}.{name}" if path else name), LocalParameter(module, name, cut)
 
 
-def _replace(parameters: list[tuple[str, LocalParameter]], ranks: Ranks) -> None:
+def _replace(parameters: list[tuple[str, LocalParameter]], ranks: TpRanks) -> None:
     """Puts DTensors in the place of parameters; what was shared stays shared."""
     made: dict[int, nn.Parameter] = {}
     for _, (module, name, cut) in parameters:
@@ -168,7 +168,7 @@ def _replace(parameters: list[tuple[str, LocalParameter]], ranks: Ranks) -> None
         module._parameters[name] = made[id(parameter)]
 
 
-def _sharded(parameter: nn.Parameter, cut: Sharding, ranks: Ranks) -> nn.Parameter:
+def _sharded(parameter: nn.Parameter, cut: TpSharding, ranks: TpRanks) -> nn.Parameter:
     local = own_part(parameter.detach(), cut.dim, cut.regions[ranks.rank]).contiguous()
     sharded = DTensor.from_local(
         local,
@@ -181,7 +181,7 @@ def _sharded(parameter: nn.Parameter, cut: Sharding, ranks: Ranks) -> nn.Paramet
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _torch_placement(cut: Sharding) -> TorchPlacement:
+def _torch_placement(cut: TpSharding) -> TorchPlacement:
     groups = len(cut.regions[0])  # the first rank has a part of each
     widths = {sum(local[i].sizes[cut.dim] for local in cut.regions if len(local) > i) for i in range(groups)}
     if groups > 1 and len(widths) == 1:
@@ -335,7 +335,7 @@ def _is_below(name: str, paths: Iterable[str]) -> bool:
 def _install(
     model: nn.Module,
     plan: Plan,
-    ranks: Ranks,
+    ranks: TpRanks,
     parameters: list[tuple[str, LocalParameter]],
     gathered: Mapping[str, tuple[str, ...]],
 ) -> None:
@@ -362,7 +362,7 @@ def _install(
 
 
 def _install_style(
-    model: nn.Module, module: nn.Module, plan: Plan, path: str, is_sharded: bool, cut: SequenceCut, ranks: Ranks
+    model: nn.Module, module: nn.Module, plan: Plan, path: str, is_sharded: bool, cut: SequenceCut, ranks: TpRanks
 ) -> None:
     """Puts the style of one module on it, if it has one."""
     style = plan.style_of(path)

@@ -32,7 +32,7 @@ _all_gather = getattr(functional, "all_gather_single", None) or functional.all_g
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
-class Ranks(NamedTuple):
+class TpRanks(NamedTuple):
     """The TP ranks.
 
     Attributes:
@@ -48,17 +48,17 @@ class Ranks(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Ranks:
+    def of(cls, mesh: DeviceMesh) -> TpRanks:
         """Of a mesh of one dim."""
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
-def all_reduce(x: torch.Tensor, op: str, ranks: Ranks) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: str, ranks: TpRanks) -> torch.Tensor:
     """The reduction over ranks, in a new tensor; no gradient."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, ranks.group))
 
 
-def all_gather(x: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+def all_gather(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
     """Slices of ceil-chunks put together along `dim`, which is `total` long; no gradient."""
     chunks = ceil_chunks(total, ranks.size)
     width = chunks[0][1]
@@ -67,7 +67,7 @@ def all_gather(x: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Ten
     return gathered[:total].movedim(0, dim)  # only the end is padding: chunks before a short one are full
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     """This rank's ceil-chunk along `dim` of the sum over ranks; no gradient."""
     chunks = ceil_chunks(x.shape[dim], ranks.size)
     padded = _padded(x.movedim(dim, 0), chunks[0][1] * ranks.size)
@@ -75,7 +75,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
     return own[: chunks[ranks.rank][1]].movedim(0, dim)
 
 
-def own_slice(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def own_slice(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     """This rank's ceil-chunk along `dim`."""
     begin, length = ceil_chunks(x.shape[dim], ranks.size)[ranks.rank]
     return x.narrow(dim, begin, length)
@@ -88,7 +88,7 @@ def own_part(full: torch.Tensor, dim: int, regions: Sequence[Region]) -> torch.T
 
 
 def gather_parts(
-    local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: Ranks
+    local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: TpRanks
 ) -> torch.Tensor:
     """The whole tensor from what the ranks hold of it; no gradient.
 
@@ -123,7 +123,7 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 class _CopyIn(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
         ctx.ranks = ranks
         return x.view_as(x)
 
@@ -134,7 +134,7 @@ class _CopyIn(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
 
 class _SumOut(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
         return all_reduce(x, "sum", ranks)
 
     @staticmethod
@@ -144,7 +144,7 @@ class _SumOut(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, total: int, is_partial: bool, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, total: int, is_partial: bool, ranks: TpRanks) -> torch.Tensor:
         ctx.dim, ctx.is_partial, ctx.ranks = dim, is_partial, ranks
         return all_gather(x, dim, total, ranks)
 
@@ -157,7 +157,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
 
 class _Split(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, is_partial: bool, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, is_partial: bool, ranks: TpRanks) -> torch.Tensor:
         ctx.dim, ctx.total, ctx.ranks = dim, x.shape[dim], ranks
         # a copy: a view made in a custom function may not be changed in place
         return reduce_scatter(x, dim, ranks) if is_partial else own_slice(x, dim, ranks).clone()
@@ -175,7 +175,7 @@ class _GatherParts(torch.autograd.Function):  # type: ignore[misc]  # torch says
         shape: Sequence[int],
         dim: int,
         regions: Sequence[Sequence[Region]],
-        ranks: Ranks,
+        ranks: TpRanks,
     ) -> torch.Tensor:
         ctx.dim, ctx.local_regions = dim, regions[ranks.rank]
         return gather_parts(local, shape, dim, regions, ranks)
@@ -185,7 +185,7 @@ class _GatherParts(torch.autograd.Function):  # type: ignore[misc]  # torch says
         return own_part(grads[0], ctx.dim, ctx.local_regions), None, None, None, None
 
 
-def copy_in(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def copy_in(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """A whole tensor that enters computations that differ by rank: their gradients are summed."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -193,38 +193,38 @@ def copy_in(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return found
 
 
-def sum_out(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def sum_out(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """The sum of what the ranks computed."""
     found: torch.Tensor = _SumOut.apply(x, ranks)
     return found
 
 
-def gather(x: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+def gather(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
     """The slices of all ranks, for computations that are the same on all of them."""
     found: torch.Tensor = _Gather.apply(x, dim, total, False, ranks)
     return found
 
 
-def gather_partial(x: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+def gather_partial(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
     """The slices of all ranks, for computations that differ by rank."""
     found: torch.Tensor = _Gather.apply(x, dim, total, True, ranks)
     return found
 
 
-def split(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def split(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     """This rank's slice."""
     found: torch.Tensor = _Split.apply(x, dim, False, ranks)
     return found
 
 
-def scatter_sum(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def scatter_sum(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     """This rank's slice of the sum of what the ranks computed."""
     found: torch.Tensor = _Split.apply(x, dim, True, ranks)
     return found
 
 
 def whole_parameter(
-    local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: Ranks
+    local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: TpRanks
 ) -> torch.Tensor:
     """The whole of a parameter, for computations that are the same on all ranks: no gradient is summed."""
     found: torch.Tensor = _GatherParts.apply(local, shape, dim, regions, ranks)

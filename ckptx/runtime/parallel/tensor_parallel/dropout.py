@@ -25,7 +25,7 @@ from torch import nn
 from ckptx.errors import UsageError
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.runtime.parallel.randomness import generator_of
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parallel.tensor_parallel.plans import GATHERING, Plan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut, is_in
 from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS
@@ -37,7 +37,7 @@ _DROPS = re.compile("drop|stochastic_depth")
 class Streams:
     """Switches the default generator between the stream that TP ranks share and the rank's own."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: TpRanks) -> None:
         self._rank = ranks.rank
         self._generator: torch.Generator | None = None  # which of them runs the own stream
         self._seed = -1  # of the own stream; another seed in the generator means that somebody put it back
@@ -76,7 +76,7 @@ def install(
     is_sharded: Collection[str],
     gathered: Collection[str],
     cut: SequenceCut,
-    ranks: Ranks,
+    ranks: TpRanks,
 ) -> None:
     """Puts the switches on a model, after all other styles; on one without dropout, none.
 
@@ -216,7 +216,7 @@ def _dropouts_on_slices(modules: Mapping[str, nn.Module], cut: SequenceCut) -> I
             yield module
 
 
-def _compare_first(model: nn.Module, ranks: Ranks) -> None:
+def _compare_first(model: nn.Module, ranks: TpRanks) -> None:
     """Before its first pass in training mode, holds the states of the generators of the TP ranks against each other."""
 
     def compare(module: nn.Module, *_: Any) -> None:

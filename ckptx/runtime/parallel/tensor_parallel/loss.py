@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import UsageError
 from ckptx.layout.placement import ceil_chunks
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, all_reduce
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, all_reduce
 
 
 def causal_lm_loss(
@@ -77,7 +77,7 @@ def _sharded_losses(logits: DTensor, targets: torch.Tensor, ignore_index: int) -
             f"logits: found the placement {placement}, needed Shard({logits.dim() - 1}), the vocabulary; "
             "gather them with full_tensor()"
         )
-    ranks = Ranks.of(logits.device_mesh)
+    ranks = TpRanks.of(logits.device_mesh)
     begin, _ = ceil_chunks(logits.shape[-1], ranks.size)[ranks.rank]
     local = logits.to_local()
     flat = local.reshape(targets.numel(), local.shape[-1]).float()  # -1 says nothing of an empty slice
@@ -90,7 +90,7 @@ class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # torch say
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, begin: int, ignore_index: int, ranks: Ranks
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, begin: int, ignore_index: int, ranks: TpRanks
     ) -> torch.Tensor:
         rows, width = logits.shape
         lowest = logits.new_full((rows,), torch.finfo(logits.dtype).min)

@@ -146,14 +146,14 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
                 )
 
 
-class _Base(NamedTuple):
+class _BasePlan(NamedTuple):
     """The plan below the user's; `decided_by` is "table" or "class"."""
 
     plan: TensorParallelPlan
     decided_by: str
 
 
-def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) -> _Base:
+def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) -> _BasePlan:
     """Overrides and the model's own plan, from the table, else from the class itself.
 
     Raises:
@@ -163,7 +163,7 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
     if architecture is not None:
         plan = architecture.tensor_parallel_plan(config)
         if plan.patterns() and len(_unmatched(plan, names)) < len(plan.patterns()):
-            return _Base(plan, "table")
+            return _BasePlan(plan, "table")
     stated = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     decided_by = f"plan of {type(model).__name__}"
     plan = TensorParallelPlan({pattern: Rule(style, decided_by) for pattern, style in stated.items()})
@@ -172,10 +172,10 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
             f"{qualified_name(type(model))}: none of the {len(stated)} patterns of its tensor parallel plan matches a "
             "parameter; give a plan of your own"
         )
-    return _Base(plan, "class")
+    return _BasePlan(plan, "class")
 
 
-def _running(base: _Base, row: Optimized) -> frozenset[str]:
+def _running(base: _BasePlan, row: Optimized) -> frozenset[str]:
     """Patterns of rules that were made for running."""
     found = set()
     for pattern in base.plan.patterns():

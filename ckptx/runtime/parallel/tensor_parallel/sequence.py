@@ -23,7 +23,7 @@ from torch import nn
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.runtime.parallel.tensor_parallel import styles
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, all_gather, gather, gather_partial, split
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, all_gather, gather, gather_partial, split
 from ckptx.runtime.parallel.tensor_parallel.plans import Plan
 from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS
 
@@ -104,13 +104,13 @@ def cut_sequence(
     return SequenceCut(tuple(found), tuple(passages), tuple(on_slices), plan.sequence.arguments)
 
 
-def sum_gradients(modules: Mapping[str, nn.Module], cut: SequenceCut, ranks: Ranks) -> None:
+def sum_gradients(modules: Mapping[str, nn.Module], cut: SequenceCut, ranks: TpRanks) -> None:
     """For what sees slices: its parameters are whole, and their gradients are not."""
     for path in cut.on_slices:
         sliced(modules[path], ranks)
 
 
-def install(modules: Mapping[str, nn.Module], cut: SequenceCut, ranks: Ranks) -> None:
+def install(modules: Mapping[str, nn.Module], cut: SequenceCut, ranks: TpRanks) -> None:
     """After all other styles: the sequence is whole around whatever they do."""
     for each in cut.passages:
         passage(modules[each.path], each.dim, each.is_summand, ranks)
@@ -124,12 +124,12 @@ def install(modules: Mapping[str, nn.Module], cut: SequenceCut, ranks: Ranks) ->
             arguments(module, cut.arguments, path == cut.layers[0], ranks)
 
 
-def sliced(module: nn.Module, ranks: Ranks) -> None:
+def sliced(module: nn.Module, ranks: TpRanks) -> None:
     """A module with whole parameters that sees a slice of the sequence."""
     styles.partial_gradient(module, ranks)
 
 
-def passage(module: nn.Module, dim: int, is_summand: bool, ranks: Ranks) -> None:
+def passage(module: nn.Module, dim: int, is_summand: bool, ranks: TpRanks) -> None:
     """A module that takes the whole sequence among modules that see a slice.
 
     Args:
@@ -165,7 +165,7 @@ def passage(module: nn.Module, dim: int, is_summand: bool, ranks: Ranks) -> None
     module.forward = forward
 
 
-def first_layer(layer: nn.Module, ranks: Ranks) -> None:
+def first_layer(layer: nn.Module, ranks: TpRanks) -> None:
     """The first layer takes its slice of the sequence [B, S / tp, H].
 
     The length must divide by the number of ranks: then every slice tells how long the whole is, and nothing about a
@@ -184,7 +184,7 @@ def first_layer(layer: nn.Module, ranks: Ranks) -> None:
     layer.forward = forward
 
 
-def last_layer(layer: nn.Module, ranks: Ranks) -> None:
+def last_layer(layer: nn.Module, ranks: TpRanks) -> None:
     """The last layer gives the whole sequence back."""
     stock = layer.forward
 
@@ -197,7 +197,7 @@ def last_layer(layer: nn.Module, ranks: Ranks) -> None:
     layer.forward = forward
 
 
-def arguments(layer: nn.Module, names: tuple[str, ...], is_whole: bool, ranks: Ranks) -> None:
+def arguments(layer: nn.Module, names: tuple[str, ...], is_whole: bool, ranks: TpRanks) -> None:
     """A layer takes its slice of arguments [B, S, ...] that are whole.
 
     Args:

@@ -21,7 +21,7 @@ from ckptx.catalog.region import Region
 from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.parallel.shards import local_of
 from ckptx.runtime.parallel.tensor_parallel.collectives import (
-    Ranks,
+    TpRanks,
     copy_in,
     gather,
     scatter_sum,
@@ -34,7 +34,7 @@ _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, I] and of [B, S, I]
 EXPERTS = ("moe_tp_experts", "all_reduce", "local")  # styles of a module that holds fused experts
 
 
-class Sharding(NamedTuple):
+class TpSharding(NamedTuple):
     """How one parameter is cut: which rectangles each rank holds, one after the other along `dim`."""
 
     shape: tuple[int, ...]
@@ -47,10 +47,10 @@ class LocalParameter(NamedTuple):
 
     module: nn.Module
     name: str
-    cut: Sharding
+    cut: TpSharding
 
 
-def colwise(module: nn.Module, ranks: Ranks, *, output: str = "sharded", on_sequence: bool = False) -> None:
+def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", on_sequence: bool = False) -> None:
     """A Linear with its output features cut.
 
     Args:
@@ -76,7 +76,7 @@ def colwise(module: nn.Module, ranks: Ranks, *, output: str = "sharded", on_sequ
     module.forward = forward
 
 
-def rowwise(module: nn.Module, ranks: Ranks, *, splits_input: bool = False, on_sequence: bool = False) -> None:
+def rowwise(module: nn.Module, ranks: TpRanks, *, splits_input: bool = False, on_sequence: bool = False) -> None:
     """A Linear with its input features cut: what the ranks compute is summed, then the bias is added once.
 
     Args:
@@ -103,7 +103,7 @@ def rowwise(module: nn.Module, ranks: Ranks, *, splits_input: bool = False, on_s
     module.forward = forward
 
 
-def embedding_rowwise(module: nn.Module, ranks: Ranks) -> None:
+def embedding_rowwise(module: nn.Module, ranks: TpRanks) -> None:
     """An embedding with its vocabulary cut: a rank has zeros for the tokens of others, and all are summed.
 
     The module's forward may do anything linear with a row, such as scaling it.
@@ -133,7 +133,7 @@ def embedding_rowwise(module: nn.Module, ranks: Ranks) -> None:
     module.forward = forward
 
 
-def embedding_colwise(module: nn.Module, ranks: Ranks) -> None:
+def embedding_colwise(module: nn.Module, ranks: TpRanks) -> None:
     """An embedding with its vectors cut: the slices are gathered."""
     stock = module.forward
 
@@ -148,7 +148,7 @@ def embedding_colwise(module: nn.Module, ranks: Ranks) -> None:
     module.forward = forward
 
 
-def experts(module: nn.Module, ranks: Ranks, *, on_sequence: bool = False) -> None:
+def experts(module: nn.Module, ranks: TpRanks, *, on_sequence: bool = False) -> None:
     """Fused experts [E, O, I] with the features inside each expert cut: what the ranks compute is summed.
 
     Everything that enters, the routing weights too, gets partial gradients, which are summed.
@@ -174,7 +174,7 @@ def experts(module: nn.Module, ranks: Ranks, *, on_sequence: bool = False) -> No
     module.forward = forward
 
 
-def local_params(module: nn.Module, ranks: Ranks) -> None:
+def local_params(module: nn.Module, ranks: TpRanks) -> None:
     """A module that uses its own parameters as shards, such as one number for each head."""
     stock = module.forward
 
@@ -185,7 +185,7 @@ def local_params(module: nn.Module, ranks: Ranks) -> None:
     module.forward = forward
 
 
-def partial_gradient(module: nn.Module, ranks: Ranks) -> None:
+def partial_gradient(module: nn.Module, ranks: TpRanks) -> None:
     """A module with whole parameters that sees the heads, or the slice of the sequence, of its rank alone.
 
     Its gradients are summed in the graph, not afterwards: a hook on the gradient would sum what was accumulated before
@@ -205,7 +205,7 @@ def partial_gradient(module: nn.Module, ranks: Ranks) -> None:
     module.forward = forward
 
 
-def mla_kv_a_proj(module: nn.Module, ranks: Ranks, rope_dim: int) -> None:
+def mla_kv_a_proj(module: nn.Module, ranks: TpRanks, rope_dim: int) -> None:
     """The latent projection [.., latent + rope]: the rotary part goes to the heads of each rank without another
     projection that would sum its gradient."""
     stock = module.forward
@@ -217,7 +217,7 @@ def mla_kv_a_proj(module: nn.Module, ranks: Ranks, rope_dim: int) -> None:
     module.forward = forward
 
 
-def identity_expert(module: nn.Module, ranks: Ranks) -> None:
+def identity_expert(module: nn.Module, ranks: TpRanks) -> None:
     """An expert without weights among `experts`, where the sum over ranks would count it once for each."""
     stock = module.forward
 
@@ -227,7 +227,7 @@ def identity_expert(module: nn.Module, ranks: Ranks) -> None:
     module.forward = forward
 
 
-def gathered(scope: nn.Module, parameters: Sequence[LocalParameter], ranks: Ranks) -> None:
+def gathered(scope: nn.Module, parameters: Sequence[LocalParameter], ranks: TpRanks) -> None:
     """Gathers parameters around the forward pass of a module that holds them, or reads them: always right.
 
     All ranks then compute the same, and a rank's gradient is its part of a gradient that is whole everywhere.
@@ -255,7 +255,9 @@ def swapped(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[
             module._parameters[name] = parameter
 
 
-def _gathered_now(parameters: Sequence[LocalParameter], ranks: Ranks) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def _gathered_now(
+    parameters: Sequence[LocalParameter], ranks: TpRanks
+) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Whole tensors for what is a shard at this moment; a parameter that two modules share is gathered once."""
     whole: dict[int, torch.Tensor] = {}
     for module, name, cut in parameters:
@@ -271,17 +273,17 @@ def _sharded(module: nn.Module) -> list[tuple[str, DTensor]]:
     return [(name, tensor) for name, tensor in module._parameters.items() if isinstance(tensor, DTensor)]
 
 
-def _own_rows(bias: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _own_rows(bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """The part of a bias that goes with the rows of this rank; it is whole where another module shares it."""
     return local_of(bias) if isinstance(bias, DTensor) else split(bias, 0, ranks)
 
 
-def _entering(value: Any, ranks: Ranks) -> Any:
+def _entering(value: Any, ranks: TpRanks) -> Any:
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return copy_in(value, ranks) if is_float else value
 
 
-def _as_dtensor(y: torch.Tensor, features: int, ranks: Ranks) -> torch.Tensor:
+def _as_dtensor(y: torch.Tensor, features: int, ranks: TpRanks) -> torch.Tensor:
     """Says that a tensor is a slice of [.., features]."""
     shape = torch.Size((*y.shape[:-1], features))
     stride = torch.empty(shape, device="meta").stride()

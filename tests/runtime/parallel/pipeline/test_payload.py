@@ -11,24 +11,24 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.parallel.pipeline.payload import Place, pack, place_of, places_of, rooms, unpack
-from ckptx.runtime.parallel.pipeline.slots import Slot, Step
+from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, pack, place_of, places_of, rooms, unpack
+from ckptx.runtime.parallel.pipeline.slots import ContainerStep, Slot
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.int32, torch.uint8)
 
 
 def slots(count: int) -> list[Slot]:
-    return [Slot(f"layers.{index}", 0, (Step("hidden_states"),)) for index in range(count)]
+    return [Slot(f"layers.{index}", 0, (ContainerStep("hidden_states"),)) for index in range(count)]
 
 
-def places(*microbatches: list[Any]) -> tuple[Place, ...]:
+def places(*microbatches: list[Any]) -> tuple[PayloadSlot, ...]:
     those = slots(len(microbatches[0]))
     found = [[place_of(slot, value) for slot, value in zip(those, each, strict=True)] for each in microbatches]
     return places_of(those, found)
 
 
-def travel(values: list[Any], room: tuple[Place, ...]) -> tuple[Any, ...]:
+def travel(values: list[Any], room: tuple[PayloadSlot, ...]) -> tuple[Any, ...]:
     """What arrives, by way of buffers as a pipeline has them."""
     buffers = [torch.empty(each.shape, dtype=each.dtype) for each in rooms(room)]
     sent = pack(values, room, CPU)
@@ -76,7 +76,7 @@ def test_values_of_any_sizes_arrive_as_they_were(microbatches: list[list[Tensor 
 
 def test_what_is_in_no_microbatch_takes_no_room() -> None:
     room = places([None, torch.ones(2)], [None, torch.ones(3)])
-    assert room == (Place((0,), torch.float32, False), Place((3,), torch.float32, False))
+    assert room == (PayloadSlot((0,), torch.float32, False), PayloadSlot((3,), torch.float32, False))
     assert travel([None, torch.ones(2)], room)[0] is None
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from ckptx.runtime.parallel.pipeline.slots import Slot, Step, get, is_same, leaves, put
+from ckptx.runtime.parallel.pipeline.slots import ContainerStep, Slot, get, is_same, leaves, put
 
 VALUES = some.one_of(some.none(), some.booleans(), some.integers(), some.text(max_size=3))
 KEYS = some.one_of(some.integers(0, 3), some.sampled_from(["hidden_states", "mask", "full_attention"]))
@@ -66,7 +66,7 @@ def test_every_leaf_is_found(arguments: dict[Any, Any]) -> None:
 def test_a_dict_that_layers_share_is_changed_in_place(kind: Any) -> None:
     shared = kind(full=kind(keys=1))
     arguments = {0: "x", "shared_kv_states": shared}
-    put(arguments, (Step("shared_kv_states"), Step("full"), Step("keys")), 2)
+    put(arguments, (ContainerStep("shared_kv_states"), ContainerStep("full"), ContainerStep("keys")), 2)
     assert arguments["shared_kv_states"] is shared
     assert shared["full"]["keys"] == 2
 
@@ -74,44 +74,44 @@ def test_a_dict_that_layers_share_is_changed_in_place(kind: Any) -> None:
 def test_a_tuple_is_made_anew_and_one_that_somebody_else_has_stays() -> None:
     pair = (1, 2)
     arguments = {"position_embeddings": pair, "caches": [pair, pair]}
-    put(arguments, (Step("position_embeddings"), Step(1, 2)), 3)
-    put(arguments, (Step("caches"), Step(0, 2), Step(0, 2)), 4)
+    put(arguments, (ContainerStep("position_embeddings"), ContainerStep(1, 2)), 3)
+    put(arguments, (ContainerStep("caches"), ContainerStep(0, 2), ContainerStep(0, 2)), 4)
     assert arguments == {"position_embeddings": (1, 3), "caches": [(4, 2), (1, 2)]}
     assert pair == (1, 2)
 
 
 def test_a_tuple_below_a_shared_dict_is_put_into_that_dict() -> None:
     shared = {"full": (1, 2)}
-    put({"kv": shared}, (Step("kv"), Step("full"), Step(0, 2)), 3)
+    put({"kv": shared}, (ContainerStep("kv"), ContainerStep("full"), ContainerStep(0, 2)), 3)
     assert shared == {"full": (3, 2)}
 
 
 def test_containers_that_are_lacking_are_made() -> None:
     arguments: dict[Any, Any] = {"kv": None}
-    put(arguments, (Step("kv"), Step("full"), Step(1, 2)), 3)
-    put(arguments, (Step("bias"), Step(0, 1)), 4)
+    put(arguments, (ContainerStep("kv"), ContainerStep("full"), ContainerStep(1, 2)), 3)
+    put(arguments, (ContainerStep("bias"), ContainerStep(0, 1)), 4)
     assert arguments == {"kv": {"full": (None, 3)}, "bias": (4,)}
 
 
 @pytest.mark.parametrize(
     "steps",
     [
-        (Step("absent"),),
-        (Step("pair"), Step(5, 6)),
-        (Step("pair"), Step("key")),
-        (Step("plain"), Step(0, 1)),
-        (Step("plain"), Step("key")),
-        (Step("absent"), Step("key"), Step("key")),
+        (ContainerStep("absent"),),
+        (ContainerStep("pair"), ContainerStep(5, 6)),
+        (ContainerStep("pair"), ContainerStep("key")),
+        (ContainerStep("plain"), ContainerStep(0, 1)),
+        (ContainerStep("plain"), ContainerStep("key")),
+        (ContainerStep("absent"), ContainerStep("key"), ContainerStep("key")),
     ],
 )
-def test_nothing_is_found_where_nothing_is(steps: tuple[Step, ...]) -> None:
+def test_nothing_is_found_where_nothing_is(steps: tuple[ContainerStep, ...]) -> None:
     assert get({"pair": (1, 2), "plain": 7}, steps) is None
 
 
 def test_a_slot_is_written_as_who_reads_code_would() -> None:
-    steps = (Step("shared_kv_states"), Step("full_attention"), Step(1, 2))
+    steps = (ContainerStep("shared_kv_states"), ContainerStep("full_attention"), ContainerStep(1, 2))
     assert str(Slot("layers.3", 0, steps)) == "layers.3(shared_kv_states['full_attention'][1])"
-    assert str(Slot("layers.3", 1, (Step(0),))) == "layers.3(0), call 2"
+    assert str(Slot("layers.3", 1, (ContainerStep(0),))) == "layers.3(0), call 2"
 
 
 def test_values_are_the_same_bit_for_bit_and_nan_is_like_nothing() -> None:

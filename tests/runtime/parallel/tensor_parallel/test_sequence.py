@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.parallel.tensor_parallel import sequence
 from ckptx.runtime.parallel.tensor_parallel.apply import apply
-from ckptx.runtime.parallel.tensor_parallel.collectives import Ranks, gather
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, gather
 from ckptx.runtime.parallel.tensor_parallel.optimized import optimized_for
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut, cut_sequence
@@ -143,7 +143,7 @@ def test_a_passage_that_is_taken_for_another_is_seen(pool: GlooPool, name: str) 
 
 
 def with_wrong_passages(rank: int, world_size: int, name: str) -> worker.Outcome:
-    def gather_whole(x: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+    def gather_whole(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
         return gather(x, dim, total, ranks)
 
     with mock.patch.object(sequence, "gather_partial", gather_whole):
@@ -245,7 +245,7 @@ def stage(rank: int, world_size: int, container: str) -> tuple[float, tuple[str,
     inputs = worker.padded(EVERY["gemma4-shared-kv"].inputs(), world_size)
     for each in (model, cut):
         worker.compute(each, inputs)[1].backward()
-    differences = worker.gradient_differences(model, cut, layout, Ranks.of(mesh))
+    differences = worker.gradient_differences(model, cut, layout, TpRanks.of(mesh))
     return max(differences.values()), cut_sequence(modules, plan, (), ()).layers
 
 
