@@ -32,7 +32,7 @@ _SHOWN = 3  # names in a sentence
 _SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 
 
-class _Comparison(NamedTuple):
+class _CauseInputs(NamedTuple):
     """Everything that a sentence may depend on.
 
     Attributes:
@@ -66,7 +66,7 @@ def likely_causes(verdicts: Sequence[Verdict], before: Items, after: Items) -> l
         Lines for the report; none where nothing differs.
     """
     differences = {each.oracle: each.differences for each in verdicts if each.differences}
-    comparison = _Comparison(differences, before, after)
+    comparison = _CauseInputs(differences, before, after)
     order = sorted((oracle for oracle in differences if oracle in _SENTENCES), key=ORDER.index)
     return [sentence for oracle in order for sentence in _SENTENCES[oracle](differences[oracle], comparison)]
 
@@ -84,14 +84,14 @@ def rank_of(item: str) -> int | None:
 # ------------------------------------------------------------------------------------- a sentence for a kind of state
 
 
-def _of_model(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_model(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     causes = "weights of another step were loaded, shards or rows were swapped, or the weights were cast and cast back"
     if comparison.is_whole("model"):
         causes = f"the model was not loaded, {causes}"
     yield from _of_tensors("parameter", differences, comparison.count("model"), f"possible causes: {causes}")
 
 
-def _of_second_model(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_second_model(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     for root, those in _by_root(differences, comparison).items():
         models = {value for (oracle, _), value in comparison.after.items() if oracle == "model"}
         tensors = [each.found for each in those if each.found is not None and _TENSOR.fullmatch(each.found)]
@@ -103,7 +103,7 @@ def _of_second_model(differences: Sequence[Difference], comparison: _Comparison)
         )
 
 
-def _of_moments(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_moments(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     names = _listed(dict.fromkeys(map(_moment, differences)))
     if comparison.is_whole("moments"):
         cause = "possible causes: the optimizer state was not restored, or it was cast on the way"
@@ -112,18 +112,18 @@ def _of_moments(differences: Sequence[Difference], comparison: _Comparison) -> I
     yield from _of_tensors(f"optimizer state ({names})", differences, comparison.count("moments"), cause)
 
 
-def _of_masters(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_masters(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     cause = "possible causes: they were not restored, or were made anew from the weights of lower precision"
     yield from _of_tensors("master weight", differences, comparison.count("master weights"), cause)
 
 
-def _of_adam_step(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_adam_step(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     cause = "possible causes: they were not restored, or a step was taken to make state to load into"
     count = _count(differences, comparison.count("adam step"))
     yield f"step counts of the optimizer differ ({count}{_example(differences)}); {cause}"
 
 
-def _of_groups(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_groups(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     by_key: dict[str, list[Difference]] = {}
     for each in differences:
         by_key.setdefault(each.item.rpartition(".")[2], []).append(each)
@@ -142,25 +142,25 @@ def _of_groups(differences: Sequence[Difference], comparison: _Comparison) -> It
         yield f"{_settings(others)}; possible causes: {groups} ({filled}), or were made anew from the config"
 
 
-def _of_rates(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_rates(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     said = {each.item for each in comparison.differences.get("group", ())}
     if any(each.item not in said for each in differences):
         yield f"learning rate differs{_change_of(differences)}; possible causes: the scheduler or optimizer state"
 
 
-def _of_scheduler(differences: Sequence[Difference], _: _Comparison) -> Iterator[str]:
+def _of_scheduler(differences: Sequence[Difference], _: _CauseInputs) -> Iterator[str]:
     causes = "it was not restored, was made for another number of steps, or was stepped after it was restored"
     yield f"scheduler state differs{_values(differences)}; possible causes: {causes}"
 
 
-def _of_counter(name: str) -> Callable[[Sequence[Difference], _Comparison], Iterator[str]]:
-    def sentence(differences: Sequence[Difference], _: _Comparison) -> Iterator[str]:
+def _of_counter(name: str) -> Callable[[Sequence[Difference], _CauseInputs], Iterator[str]]:
+    def sentence(differences: Sequence[Difference], _: _CauseInputs) -> Iterator[str]:
         yield f"{name} differs{_values(differences)}; possible causes: it was not restored, or was changed after that"
 
     return sentence
 
 
-def _of_random(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_random(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     missing = [each for each in differences if each.found is None]
     if missing:
         ranks = _ranks_of(missing)
@@ -192,7 +192,7 @@ def _of_random(differences: Sequence[Difference], comparison: _Comparison) -> It
     yield f"RNG state differs{where}{_named(differences)}; possible causes: {', or '.join(causes)}"
 
 
-def _of_data(differences: Sequence[Difference], _: _Comparison) -> Iterator[str]:
+def _of_data(differences: Sequence[Difference], _: _CauseInputs) -> Iterator[str]:
     is_epoch = all(each.item.rpartition(".")[2].lower() in ("epoch", "epochs") for each in differences)
     ranks = _ranks_of(differences)
     where = f" on {_rank_text(ranks)}" if ranks else ""
@@ -201,12 +201,12 @@ def _of_data(differences: Sequence[Difference], _: _Comparison) -> Iterator[str]
     yield f"{name} differs{where}{_values(differences)}; possible causes: {causes}"
 
 
-def _of_other(differences: Sequence[Difference], comparison: _Comparison) -> Iterator[str]:
+def _of_other(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     for root, those in _by_root(differences, comparison).items():
         yield f'other: state under "{root}" was not restored as it was saved{_values(those)}'
 
 
-_SENTENCES: Mapping[str, Callable[[Sequence[Difference], _Comparison], Iterator[str]]] = {
+_SENTENCES: Mapping[str, Callable[[Sequence[Difference], _CauseInputs], Iterator[str]]] = {
     "model": _of_model,
     "second model": _of_second_model,
     "moments": _of_moments,
@@ -317,7 +317,7 @@ def _moment(difference: Difference) -> str:
     return next((word for word in reversed(words) if is_moment(word)), words[-1])
 
 
-def _by_root(differences: Sequence[Difference], comparison: _Comparison) -> dict[str, list[Difference]]:
+def _by_root(differences: Sequence[Difference], comparison: _CauseInputs) -> dict[str, list[Difference]]:
     """Return differences by the first word of their names that not all names have, with the words around it."""
     around = _words_around(_inside_file(name).split(".") for _, name in comparison.before)
     found: dict[str, list[Difference]] = {}
@@ -386,7 +386,7 @@ def _without_rank(item: str) -> str:
     return item if place is None else f"{item[: place.start]}#{item[place.stop :]}"
 
 
-def _states_of_other_ranks(differences: Sequence[Difference], comparison: _Comparison) -> str | None:
+def _states_of_other_ranks(differences: Sequence[Difference], comparison: _CauseInputs) -> str | None:
     """Say which rank has whose state where every RNG state that differs is one that another rank had; else None."""
     had: dict[tuple[str, str], int | None] = {}
     for (oracle, name), value in comparison.before.items():

@@ -41,7 +41,7 @@ from ckptx.robustness_suite.oracles import (
     phase_ok,
     plain_number,
 )
-from ckptx.robustness_suite.reference_files import Snapshot, changes, snapshot
+from ckptx.robustness_suite.reference_files import RunFiles, changes, snapshot
 from ckptx.robustness_suite.stored_items import not_compared, sharding_of
 from ckptx.runtime.training.recipe import ChecksBlock, ForeignBlock, Recipe
 from ckptx.untrusted.printable import one_line
@@ -154,7 +154,7 @@ class _Judge:
         self._log, self._on_phase = log, on_phase
         self._ends: tuple[Items, Items] = ({}, {})
         self._saved: Items = {}
-        self._reference: Snapshot | None = None
+        self._reference: RunFiles | None = None
         self._losses: dict[int, float] = {}
         self._noise = 0.0
         self._changed: Verdict | None = None
@@ -321,7 +321,7 @@ class _Judge:
         self._check_reference(run)
         return run
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> RunFiles:
         """Digest what the straight run wrote."""
         out = self._runs.out_of(STRAIGHT)
         steps = (self.save_at, self.training.steps)

@@ -39,7 +39,7 @@ from ckptx.robustness_suite.oracles import (
     replicas,
     within_noise,
 )
-from ckptx.robustness_suite.runs import Logits, Outcome, Watch, away
+from ckptx.robustness_suite.runs import Logits, RunResult, Watch, away
 from ckptx.robustness_suite.session import DRAWS, Session, of_steps
 from ckptx.robustness_suite.stored_items import items_of
 from ckptx.runtime.training.checkpoints import LATEST
@@ -180,7 +180,7 @@ def other_layouts(session: Session) -> Findings:
     found.notes += notes
     steady = structs.replace(session.recipe, training=structs.replace(session.recipe.training, dropout=0.0))
     checkpoint = session.checkpoint(step)
-    base: Outcome | None = None
+    base: RunResult | None = None
     for number, layout in enumerate(layouts, 1):
         if layout in left:
             continue
@@ -194,7 +194,7 @@ def other_layouts(session: Session) -> Findings:
 
 
 def _on_other_layout(
-    session: Session, layout: LayoutBlock, number: int, base: Outcome, steady: Recipe
+    session: Session, layout: LayoutBlock, number: int, base: RunResult, steady: Recipe
 ) -> Iterator[Verdict]:
     """What was saved, cut for another mesh, loaded there, saved, and trained further."""
     step, words, dims = session.boundary, session.on(layout), layout.dims
@@ -329,7 +329,7 @@ def _merged(found: Findings) -> Findings:
     return replace(found, verdicts=verdicts)
 
 
-def _finite(outcome: Outcome) -> list[Verdict]:
+def _finite(outcome: RunResult) -> list[Verdict]:
     verdicts = [all_finite(items) for items in (outcome.start, *outcome.items.values())]
     losses = [
         Difference("finite", f"loss of step {step}", None, "finite", str(loss))
@@ -339,7 +339,7 @@ def _finite(outcome: Outcome) -> list[Verdict]:
     return [*verdicts, Verdict("finite", len(outcome.losses), losses)]
 
 
-def _sharded(session: Session, outcome: Outcome) -> Verdict:
+def _sharded(session: Session, outcome: RunResult) -> Verdict:
     parts, every = outcome.sharded
     is_sharded, wanted = parts > 0, session.recipe.checks.sharded
     words = {True: "sharded", False: "whole on every rank"}
@@ -351,7 +351,7 @@ def _sharded(session: Session, outcome: Outcome) -> Verdict:
     return Verdict("sharded", every, differences)
 
 
-def _losses(session: Session, reference: Outcome, found: Outcome, noise: float | None) -> Verdict:
+def _losses(session: Session, reference: RunResult, found: RunResult, noise: float | None) -> Verdict:
     steps = sorted(found.losses)
     times = session.recipe.checks.loss_times_noise
     pairs = zip(of_steps(reference.losses, steps), of_steps(found.losses, steps), strict=True)

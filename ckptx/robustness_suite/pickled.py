@@ -44,7 +44,7 @@ _PLAIN = {type(None), bool, int, float}
 _NAN = struct.pack("<d", float("nan"))
 
 
-class Layout(NamedTuple):
+class ContainerForm(NamedTuple):
     """The way in which a value holds its parts, where the names of the parts do not say it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: Words of its name.
-        value: The part, or a `Layout`.
+        value: The part, or a `ContainerForm`.
         place: A sort key that no two parts share.
     """
 
@@ -200,7 +200,7 @@ class Reader:
                 raise InputError(f"{self.where}: holds {fault}; it is damaged, or no state of a training run")
             layouts += self._layout(node)
             if layouts:
-                yield leaf._replace(value=Layout(": ".join(layouts)))
+                yield leaf._replace(value=ContainerForm(": ".join(layouts)))
             above |= {id(node)}
             waiting.extend((each, above) for each in reversed(below))
 
@@ -253,7 +253,7 @@ class Reader:
         Raises:
             InputError: A tensor in it is damaged.
         """
-        if isinstance(value, Layout):
+        if isinstance(value, ContainerForm):
             return value.text
         found = self.meaning(value)
         if _is_shown(found):

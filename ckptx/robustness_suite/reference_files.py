@@ -38,7 +38,7 @@ class _Seen(NamedTuple):
     state: tuple[int, ...] | None = None
 
 
-class Snapshot(NamedTuple):
+class RunFiles(NamedTuple):
     """The files of a run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
     seen: Mapping[str, _Seen]
 
 
-def snapshot(root: Path, followed: Iterable[Path] = (), known: Snapshot | None = None) -> Snapshot:
+def snapshot(root: Path, followed: Iterable[Path] = (), known: RunFiles | None = None) -> RunFiles:
     """Digest everything below a folder.
 
     Args:
@@ -80,10 +80,10 @@ def snapshot(root: Path, followed: Iterable[Path] = (), known: Snapshot | None =
                 waiting.append((label, found, above | {real}))
         if len(seen) > _MOST:
             raise InputError(f"{root}: more than {_MOST:,} files; the folder of a run must hold what that run writes")
-    return Snapshot(root, seen)
+    return RunFiles(root, seen)
 
 
-def changes(before: Snapshot, after: Snapshot) -> Verdict:
+def changes(before: RunFiles, after: RunFiles) -> Verdict:
     """Return the verdict of the oracle `reference`: every name below a folder, and what has become of it."""
     gone = {name: before.seen[name].content for name in before.seen if name not in after.seen}
     new = {name: after.seen[name].content for name in after.seen if name not in before.seen}

@@ -68,7 +68,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunResult:
     """What all ranks found in a run.
 
     Attributes:

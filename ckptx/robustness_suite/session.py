@@ -14,8 +14,8 @@ from ckptx.errors import Defect
 from ckptx.report.report import Log
 from ckptx.robustness_suite.oracles import Verdict, distance, largest
 from ckptx.robustness_suite.ranks import Ranks, Residue
-from ckptx.robustness_suite.reference_files import Snapshot, changes, snapshot
-from ckptx.robustness_suite.runs import Event, Logits, Outcome, Run, away
+from ckptx.robustness_suite.reference_files import RunFiles, changes, snapshot
+from ckptx.robustness_suite.runs import Event, Logits, Run, RunResult, away
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 _logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Session:
     residues: list[Residue] = field(default_factory=list)
     taken: tuple[int, int] | None = None
     devices: int | None = None
-    reference: Snapshot | None = None
+    reference: RunFiles | None = None
     _found: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -112,14 +112,14 @@ class Session:
         call = partial(function, *args)
         return self.ask("called", call) if self.ranks.is_launched else call()
 
-    def train(self, name: str, run: Run, ranks: Ranks | None = None) -> Outcome:
+    def train(self, name: str, run: Run, ranks: Ranks | None = None) -> RunResult:
         """One run of the trainer, under a name that its losses and its faults go by."""
         run = replace(run, events=self.planted.events.get(name, {}), lines=self.out / f"{name}.jsonl")
         if name in self.planted.altered:
             run = self.planted.altered[name](run)
         layout = run.layout or run.recipe.layout
         outcome = self.ask("train", run, world_size=layout.dims.world_size, ranks=ranks)
-        assert isinstance(outcome, Outcome)
+        assert isinstance(outcome, RunResult)
         self.losses[name] = outcome.losses
         for line in outcome.said:
             _logger.info("%s: %s", name, line)
@@ -171,7 +171,7 @@ class Session:
         return sorted({*training.save_at, min(self.boundary + 1, training.steps), training.steps})
 
     @property
-    def straight(self) -> Outcome:
+    def straight(self) -> RunResult:
         """The run that does not stop; everything else is held against it."""
         if "straight" not in self._found:
             saves = {step: self.saved("straight", step) for step in self.stops}
@@ -179,16 +179,16 @@ class Session:
             self._found["straight"] = self.train("straight", run)
             self.reference = self.once(snapshot, self.folder("straight"))
         found = self._found["straight"]
-        assert isinstance(found, Outcome)
+        assert isinstance(found, RunResult)
         return found
 
     @property
-    def again(self) -> Outcome:
+    def again(self) -> RunResult:
         """The same once more, without saving."""
         if "again" not in self._found:
             self._found["again"] = self.train("again", self.run_of(looks=self.stops, probes=True))
         found = self._found["again"]
-        assert isinstance(found, Outcome)
+        assert isinstance(found, RunResult)
         return found
 
     @property
@@ -234,7 +234,7 @@ class Session:
         return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
-def _differences(reference: Outcome, found: Outcome) -> dict[str, float]:
+def _differences(reference: RunResult, found: RunResult) -> dict[str, float]:
     losses = [distance(reference.losses[step], found.losses[step]) for step in reference.losses]
     logits = away(reference.logits or (), found.logits or ())
     return {"loss": largest(losses), "logits": logits}

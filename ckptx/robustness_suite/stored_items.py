@@ -61,7 +61,7 @@ from ckptx.robustness_suite.file_contents import (
 from ckptx.robustness_suite.item_names import oracles_of
 from ckptx.robustness_suite.json_values import values_of_json
 from ckptx.robustness_suite.oracles import Items
-from ckptx.robustness_suite.pickled import Layout, Leaf, Reader
+from ckptx.robustness_suite.pickled import ContainerForm, Leaf, Reader
 from ckptx.robustness_suite.state_kinds import StoredItem, is_generator_state, oracles_of_items
 from ckptx.robustness_suite.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool, head_of, read_small
@@ -75,7 +75,7 @@ _FINITE = frozenset({"model", "second model", "moments", "master weights"})
 _NEVER_NOISE = _FINITE | {"adam step", "group", "rate"}
 
 
-class Sharding(NamedTuple):
+class LayoutOfRun(NamedTuple):
     """Whether the ranks of a run each had a part of the parameters, and what says so.
 
     Attributes:
@@ -136,7 +136,7 @@ def is_of_bytes(value: str | None) -> bool:
     return value is not None and value.startswith(FILE)
 
 
-def sharding_of(path: Path) -> Sharding:
+def sharding_of(path: Path) -> LayoutOfRun:
     """Whether a run was sharded, from what it wrote.
 
     Raises:
@@ -155,16 +155,18 @@ def sharding_of(path: Path) -> Sharding:
             writers = [int(found[1]) for name in catalog.files if (found := re.match(r"__(\d+)_\d+\.distcp", name))]
             world_size = world_size or (max(writers) + 1 if writers and max(writers) < RANKS else None)
             how = f"{cut} of {len(model)} parameters are in several pieces in {place.path.name}/{METADATA}"
-            return Sharding(cut > 0, how, world_size)
+            return LayoutOfRun(cut > 0, how, world_size)
     names = sorted(
         place.path.name for place in found_places if place.is_of("model") and place.kind in (SAFETENSORS, PICKLE)
     )
     gathered = [name for name in names if "fsdp" in name]
     if gathered:
-        return Sharding(True, f"{gathered[0]} is what accelerate writes where FSDP gathered the parameters", world_size)
+        return LayoutOfRun(
+            True, f"{gathered[0]} is what accelerate writes where FSDP gathered the parameters", world_size
+        )
     listed = ", ".join(names[:3]) or "no file"
     how = f"{listed} has whole parameters, and no DCP or pytorch_model_fsdp file lies beside it"
-    return Sharding(False, how, world_size)
+    return LayoutOfRun(False, how, world_size)
 
 
 def _content(path: Path) -> str:
@@ -323,7 +325,7 @@ def _add_leaves(
     ]
     for path in names:
         whole_name = place.name(".".join(filter(None, (name, *path, "state"))))
-        named.append((whole_name, Leaf((), Layout("parameters by number, shown by name"), ())))
+        named.append((whole_name, Leaf((), ContainerForm("parameters by number, shown by name"), ())))
     first: dict[str, int] = {}
     for index, (whole_name, _) in enumerate(named):
         first.setdefault(whole_name, index)

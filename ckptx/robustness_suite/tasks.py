@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ckptx.robustness_suite.kills import killing, rehearse
 from ckptx.robustness_suite.moments import held_whole, items_of
-from ckptx.robustness_suite.runs import Logits, Outcome, Run, Watch, away
+from ckptx.robustness_suite.runs import Logits, Run, RunResult, Watch, away
 from ckptx.robustness_suite.survivors import Survivors, survivors
 from ckptx.runtime.memory.measured import Taken, measured
 from ckptx.runtime.model.build import read_config
@@ -65,7 +65,7 @@ def called(place: Process, call: Callable[[], object]) -> Any:
     return told(found)
 
 
-def train(place: Process, run: Run) -> Outcome:
+def train(place: Process, run: Run) -> RunResult:
     """One run, from its beginning or from a checkpoint."""
     dataset = opened(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
@@ -75,7 +75,7 @@ def train(place: Process, run: Run) -> Outcome:
         trainer.release()
 
 
-def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Outcome:
+def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> RunResult:
     if run.resumed is not None:
         with together():
             trainer.resume(run.resumed)
@@ -115,7 +115,7 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ou
     trainer.settle()
     sharded = everywhere(_sharded(trainer))
     logits = probed(trainer, dataset) if run.probes else None
-    return Outcome(
+    return RunResult(
         losses=losses,
         said=said,
         start=start,
