@@ -9,9 +9,9 @@ import difflib
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from msgspec import structs
 
@@ -29,25 +29,25 @@ class Fault:
 
     Attributes:
         says: What it does, in a sentence.
-        oracle: The one that has to name it.
-        phase: Where.
-        run: In which run: straight, resumed (in new processes), resumed-2, ...
-        event: At which moment of it.
-        plant: What it does there, on every rank, to the trainer.
-        alter: Or how it changes the run.
-        published: Or what it does to the folder of the run when that is over.
+        oracle: The oracle that has to name it.
+        phase: Number of the phase that has to fail.
+        run: The run in which it is planted.
+        event: The event at which `plant` is called.
         needs: Sizes of the mesh without which there is nothing to plant it in.
+        plant: Changes the trainer, on every rank; None for another kind of fault.
+        alter: Changes the run before it starts; None for another kind.
+        published: Changes the folder of the run when it is over; None for another kind.
     """
 
     says: str
     oracle: str
-    phase: int = 6
-    run: str = "resumed"
-    event: str = "resumed"
-    plant: Event | None = None
-    alter: Callable[[Run], Run] | None = None
-    published: Callable[[Path], None] | None = None
-    needs: Mapping[str, int] = field(default_factory=dict)
+    phase: int
+    run: str
+    event: str
+    needs: Mapping[str, int]
+    plant: Event | None
+    alter: Callable[[Run], Run] | None
+    published: Callable[[Path], None] | None
 
     def planted(self) -> Planted:
         """For a session."""
@@ -56,6 +56,45 @@ class Fault:
             altered={self.run: self.alter} if self.alter is not None else {},
             published={self.run: self.published} if self.published is not None else {},
         )
+
+
+FAULTS: dict[str, Fault] = {}  # by name, in the order in which they are declared
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def fault(
+    says: str,
+    *,
+    oracle: str,
+    on: Literal["trainer", "run", "files"] = "trainer",
+    phase: int = 6,
+    run: str = "resumed",
+    event: str = "resumed",
+    needs: Mapping[str, int] | None = None,
+) -> Callable[[F], F]:
+    """Declare a function as a fault of its name.
+
+    Args:
+        says: What it does, in a sentence.
+        oracle: The oracle that has to name it.
+        on: What the function changes: the trainer at an event, on every rank; the run before it starts; or the files
+            in the folder of a run that is over.
+        phase: Number of the phase that has to fail.
+        run: The run in which it is planted: straight, resumed (in new processes), resumed-2, ...
+        event: The event at which the trainer is changed.
+        needs: Sizes of the mesh without which there is nothing to plant it in.
+    """
+
+    def declared(function: F) -> F:
+        FAULTS[function.__name__] = Fault(
+            says=says, oracle=oracle, phase=phase, run=run, event=event, needs=needs or {},
+            plant=function if on == "trainer" else None,
+            alter=function if on == "run" else None,
+            published=function if on == "files" else None,
+        )  # fmt: skip
+        return function
+
+    return declared
 
 
 # ------------------------------------------------------------------------------------------ the optimizer
@@ -75,55 +114,66 @@ def _local(tensor: Any) -> Any:
     return local_tensor(tensor).detach()
 
 
+@fault("one first moment is zeros after a resume", oracle="moments")
 def one_moment_lost(trainer: Any) -> None:
     _local(_states(trainer)[-1]["exp_avg"]).zero_()
 
 
+@fault("all moments are zeros after a resume", oracle="moments")
 def all_moments_lost(trainer: Any) -> None:
     for state in _states(trainer):
         _local(state["exp_avg"]).zero_()
         _local(state["exp_avg_sq"]).zero_()
 
 
+@fault("the optimizer begins anew", oracle="moments")
 def optimizer_fresh(trainer: Any) -> None:
     trainer.optimizer.state.clear()
 
 
+@fault("Adam counts its steps from 0 again", oracle="adam step")
 def adam_step_reset(trainer: Any) -> None:
     for state in _states(trainer):
         state["step"].zero_()
 
 
+@fault("Adam is one step ahead", oracle="adam step")
 def adam_step_off_by_one(trainer: Any) -> None:
     for state in _states(trainer):
         state["step"].add_(1)
 
 
+@fault("moments went through bfloat16", oracle="moments")
 def moments_through_bf16(trainer: Any) -> None:
     for state in _states(trainer):
         for name in ("exp_avg", "exp_avg_sq"):
             _local(state[name]).copy_(_local(state[name]).bfloat16())
 
 
+@fault("one number of a moment is NaN", oracle="finite")
 def nan_in_a_moment(trainer: Any) -> None:
     value = next(each for each in (_local(state["exp_avg"]) for state in _states(trainer)) if each.numel())
     value.view(-1)[0] = float("nan")
 
 
+@fault("weight decay is 0 after a resume", oracle="group")
 def weight_decay_lost(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["weight_decay"] = 0.0
 
 
+@fault("the next rate is 5 % higher", oracle="rate")
 def rate_wrong(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["lr"] *= 1.05
 
 
+@fault("the scheduler is a step ahead", oracle="scheduler")
 def scheduler_off_by_one(trainer: Any) -> None:
     trainer.scheduler.last_epoch += 1
 
 
+@fault("the scheduler begins anew", oracle="scheduler")
 def scheduler_reset(trainer: Any) -> None:
     trainer.scheduler.last_epoch = 0
 
@@ -131,15 +181,12 @@ def scheduler_reset(trainer: Any) -> None:
 # -------------------------------------------------------------------------------------------- the counters
 
 
+@fault("the step is counted from 0 again", oracle="step")
 def step_reset(trainer: Any) -> None:
     trainer.done = 0
 
 
-def data_counted_by_rank(trainer: Any) -> None:
-    """A loader that counts what its rank has seen, at another number of data ranks."""
-    trainer.sampler.samples //= 2
-
-
+@fault("the data begins anew", oracle="samples")
 def data_restarted(trainer: Any) -> None:
     trainer.sampler.samples = 0
 
@@ -157,10 +204,12 @@ class _Moved:
         return self._dataset[(index + self._by) % len(self._dataset)]
 
 
+@fault("every sample is the one after it", oracle="batch")
 def data_off_by_one(trainer: Any) -> None:
     trainer.dataset = _Moved(trainer.dataset, 1)
 
 
+@fault("data ranks see each other's samples", oracle="batch", needs={"dp": 2})
 def data_ranks_swapped(trainer: Any) -> None:
     """Each data rank sees what the next one should."""
     trainer.data_rank = (trainer.data_rank + 1) % trainer.recipe.layout.dims.dp
@@ -169,6 +218,7 @@ def data_ranks_swapped(trainer: Any) -> None:
 # -------------------------------------------------------------------------------------------- random numbers
 
 
+@fault("random numbers are those of the first step", oracle="rng")
 def rng_stale(trainer: Any) -> None:
     """Those of the first step."""
     from ckptx.runtime.parallel.randomness import seed
@@ -176,12 +226,14 @@ def rng_stale(trainer: Any) -> None:
     seed(trainer.recipe.training.seed, trainer.assembled.mesh)
 
 
+@fault("every rank has the random numbers of rank 0", oracle="rng", needs={"dp": 2})
 def rng_of_rank_0(trainer: Any) -> None:
     from ckptx.runtime.parallel.distributed import told
 
     trainer.random.load_state_dict(told(trainer.random.state_dict()))
 
 
+@fault("an iterator is made after random numbers were restored", oracle="rng")
 def rng_before_the_iterator(trainer: Any) -> None:
     """One draw after it was restored, as `iter` of a DataLoader makes."""
     import torch
@@ -202,11 +254,13 @@ def _matrix(trainer: Any) -> Any:
     return found[len(found) // 2]
 
 
+@fault("two rows of a matrix are swapped", oracle="model")
 def rows_swapped(trainer: Any) -> None:
     values = _matrix(trainer)
     values[[0, 1]] = values[[1, 0]].clone()
 
 
+@fault("two ranks have each other's part of a matrix", oracle="model", needs={"ranks": 2})
 def shards_swapped(trainer: Any) -> None:
     """Neighbours in the world exchange what they have of one matrix."""
     from ckptx.runtime.parallel.distributed import everywhere
@@ -227,11 +281,13 @@ def _older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
             values.copy_(own)
 
 
+@fault("one rank has the weights of the beginning", oracle="model")
 def one_rank_old(trainer: Any) -> None:
     last = trainer.place.rank == trainer.place.world_size - 1
     _older(trainer, trainer.source, lambda _: last)
 
 
+@fault("one rank has the weights of a step before", oracle="model", run="resumed-2")
 def one_rank_one_step_old(trainer: Any) -> None:
     steps = sorted(trainer.resumed_from.parent.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
     before = steps[steps.index(trainer.resumed_from) - 1]
@@ -239,26 +295,38 @@ def one_rank_one_step_old(trainer: Any) -> None:
     _older(trainer, before, lambda _: last)
 
 
+@fault("the head is that of the beginning", oracle="model")
 def head_stale(trainer: Any) -> None:
     names = [name for name, each in _parameters(trainer) if each.dim() == 2]
     heads = [name for name in names if "lm_head" in name] or names[-1:]
     _older(trainer, trainer.source, lambda name: name in heads)
 
 
+@fault("one norm is that of the beginning", oracle="model")
 def norm_stale(trainer: Any) -> None:
     norms = [name for name, each in _parameters(trainer) if each.dim() == 1 and "norm" in name]
     _older(trainer, trainer.source, lambda name: name in norms[-1:])
 
 
+@fault("weights went through bfloat16", oracle="model")
 def weights_through_bf16(trainer: Any) -> None:
     for _, each in _parameters(trainer):
         _local(each).copy_(_local(each).bfloat16())
 
 
+@fault("a row of a matrix is NaN", oracle="finite")
 def nan_in_a_row(trainer: Any) -> None:
     _matrix(trainer)[0] = float("nan")
 
 
+@fault(
+    "what TP ranks hold alike drifts apart while training",
+    oracle="replicas",
+    phase=2,
+    run="straight",
+    event="stepped",
+    needs={"tp": 2},
+)
 def replicas_drifted(trainer: Any) -> None:
     """What TP ranks hold whole is trained on in one of them as it should not be."""
     if trainer.assembled.mesh["tp"].get_local_rank():
@@ -275,11 +343,13 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted((each for step in steps for each in step.glob("*.distcp")), key=lambda each: -each.stat().st_size)
 
 
+@fault("files of tensors end too early", oracle="readable", on="files", phase=3, run="straight")
 def shard_truncated(folder: Path) -> None:
     for each in _data_files(folder):
         os.truncate(each, each.stat().st_size // 2)
 
 
+@fault("one bit of each file of tensors is another", oracle="readable", on="files", phase=3, run="straight")
 def byte_changed(folder: Path) -> None:
     """One bit in the middle of each file of tensors."""
     for each in _data_files(folder):
@@ -290,9 +360,16 @@ def byte_changed(folder: Path) -> None:
             stream.write(bytes([byte[0] ^ 1]))
 
 
+@fault("saved steps lack their metadata", oracle="readable", on="files", phase=3, run="straight")
 def metadata_missing(folder: Path) -> None:
     for each in folder.glob("step-*/.metadata"):
         each.unlink()
+
+
+@fault("at another number of data ranks the data goes on elsewhere", oracle="samples", phase=5, run="layout-1")
+def data_counted_by_rank(trainer: Any) -> None:
+    """A loader that counts what its rank has seen, at another number of data ranks."""
+    trainer.sampler.samples //= 2
 
 
 def _unfinished(root: Path) -> tuple[Path, int]:
@@ -301,21 +378,31 @@ def _unfinished(root: Path) -> tuple[Path, int]:
     return hidden, int(hidden.name.split(".")[1].partition("-")[2])
 
 
+@fault("latest moves before the step is published", oracle="readable", on="files", phase=7, run="killed-1")
 def latest_too_early(root: Path) -> None:
     """`latest` names the step that was being saved."""
     (root / "latest").write_text(f"step-{_unfinished(root)[1]}\n", encoding="utf-8")
 
 
+@fault("a step that was not finished lies where loaders look", oracle="readable", on="files", phase=7, run="killed-1")
 def half_published(root: Path) -> None:
     """What there was of the step lies where loaders look."""
     hidden, step = _unfinished(root)
     shutil.copytree(hidden / "tree", root / f"step-{step}")
 
 
+@fault("retention removes the only complete step", oracle="readable", on="files", phase=7, run="killed-1")
 def only_good_step_removed(root: Path) -> None:
     shutil.rmtree(next(root.glob("step-*")))
 
 
+@fault(
+    "a step that was there is overwritten in place, and that is cut short",
+    oracle="readable",
+    on="files",
+    phase=7,
+    run="killed-1",
+)
 def overwritten_in_part(root: Path) -> None:
     """One file of the last good step is that of the step after it: sound in itself, and of the same size."""
     step = next(root.glob("step-*"))
@@ -327,6 +414,7 @@ def overwritten_in_part(root: Path) -> None:
 # -------------------------------------------------------------------------------------------- the mesh, the process
 
 
+@fault("every rank trains the whole model", oracle="sharded", on="run", phase=1, run="straight", needs={"dp_shard": 2})
 def unsharded(run: Run) -> Run:
     """Every rank holds all of it."""
     layout = run.recipe.layout
@@ -334,10 +422,12 @@ def unsharded(run: Run) -> Run:
     return replace(run, layout=whole)
 
 
+@fault("something keeps the model after it was released", oracle="memory", phase=1, run="straight", event="stepped")
 def model_pinned(trainer: Any) -> None:
     _kept.append((trainer.assembled.models, [each.detach() for _, each in _parameters(trainer)]))
 
 
+@fault("a group of processes is never ended", oracle="memory", phase=1, run="straight", event="loaded")
 def group_leaked(trainer: Any) -> None:
     """A group of processes that nobody ends."""
     import torch.distributed as dist
@@ -346,94 +436,6 @@ def group_leaked(trainer: Any) -> None:
 
     store = dist.PrefixStore("leaked", default_store())
     _kept.append(dist.ProcessGroupGloo(store, trainer.place.rank, trainer.place.world_size))
-
-
-FAULTS: Mapping[str, Fault] = {
-    "one_moment_lost": Fault(says="one first moment is zeros after a resume", oracle="moments", plant=one_moment_lost),
-    "all_moments_lost": Fault(says="all moments are zeros after a resume", oracle="moments", plant=all_moments_lost),
-    "optimizer_fresh": Fault(says="the optimizer begins anew", oracle="moments", plant=optimizer_fresh),
-    "adam_step_reset": Fault(says="Adam counts its steps from 0 again", oracle="adam step", plant=adam_step_reset),
-    "adam_step_off_by_one": Fault(says="Adam is one step ahead", oracle="adam step", plant=adam_step_off_by_one),
-    "moments_through_bf16": Fault(
-        says="moments went through bfloat16", oracle="moments", plant=moments_through_bf16
-    ),
-    "nan_in_a_moment": Fault(says="one number of a moment is NaN", oracle="finite", plant=nan_in_a_moment),
-    "weight_decay_lost": Fault(says="weight decay is 0 after a resume", oracle="group", plant=weight_decay_lost),
-    "rate_wrong": Fault(says="the next rate is 5 % higher", oracle="rate", plant=rate_wrong),
-    "scheduler_off_by_one": Fault(says="the scheduler is a step ahead", oracle="scheduler", plant=scheduler_off_by_one),
-    "scheduler_reset": Fault(says="the scheduler begins anew", oracle="scheduler", plant=scheduler_reset),
-    "step_reset": Fault(says="the step is counted from 0 again", oracle="step", plant=step_reset),
-    "data_restarted": Fault(says="the data begins anew", oracle="samples", plant=data_restarted),
-    "data_off_by_one": Fault(says="every sample is the one after it", oracle="batch", plant=data_off_by_one),
-    "data_ranks_swapped": Fault(
-        says="data ranks see each other's samples", oracle="batch", plant=data_ranks_swapped, needs={"dp": 2}
-    ),
-    "rng_stale": Fault(says="random numbers are those of the first step", oracle="rng", plant=rng_stale),
-    "rng_of_rank_0": Fault(
-        says="every rank has the random numbers of rank 0", oracle="rng", plant=rng_of_rank_0, needs={"dp": 2}
-    ),
-    "rng_before_the_iterator": Fault(
-        says="an iterator is made after random numbers were restored", oracle="rng", plant=rng_before_the_iterator
-    ),
-    "rows_swapped": Fault(says="two rows of a matrix are swapped", oracle="model", plant=rows_swapped),
-    "shards_swapped": Fault(
-        says="two ranks have each other's part of a matrix", oracle="model", plant=shards_swapped, needs={"ranks": 2}
-    ),
-    "one_rank_old": Fault(says="one rank has the weights of the beginning", oracle="model", plant=one_rank_old),
-    "one_rank_one_step_old": Fault(
-        says="one rank has the weights of a step before", oracle="model", run="resumed-2", plant=one_rank_one_step_old
-    ),
-    "head_stale": Fault(says="the head is that of the beginning", oracle="model", plant=head_stale),
-    "norm_stale": Fault(says="one norm is that of the beginning", oracle="model", plant=norm_stale),
-    "weights_through_bf16": Fault(says="weights went through bfloat16", oracle="model", plant=weights_through_bf16),
-    "nan_in_a_row": Fault(says="a row of a matrix is NaN", oracle="finite", plant=nan_in_a_row),
-    "replicas_drifted": Fault(
-        says="what TP ranks hold alike drifts apart while training", oracle="replicas", phase=2, run="straight",
-        event="stepped", plant=replicas_drifted, needs={"tp": 2},
-    ),
-    "shard_truncated": Fault(
-        says="files of tensors end too early", oracle="readable", phase=3, run="straight", published=shard_truncated
-    ),
-    "byte_changed": Fault(
-        says="one bit of each file of tensors is another", oracle="readable", phase=3, run="straight",
-        published=byte_changed,
-    ),
-    "metadata_missing": Fault(
-        says="saved steps lack their metadata", oracle="readable", phase=3, run="straight", published=metadata_missing
-    ),
-    "data_counted_by_rank": Fault(
-        says="at another number of data ranks the data goes on elsewhere", oracle="samples", phase=5, run="layout-1",
-        plant=data_counted_by_rank,
-    ),
-    "latest_too_early": Fault(
-        says="latest moves before the step is published", oracle="readable", phase=7, run="killed-1",
-        published=latest_too_early,
-    ),
-    "half_published": Fault(
-        says="a step that was not finished lies where loaders look", oracle="readable", phase=7, run="killed-1",
-        published=half_published,
-    ),
-    "only_good_step_removed": Fault(
-        says="retention removes the only complete step", oracle="readable", phase=7, run="killed-1",
-        published=only_good_step_removed,
-    ),
-    "overwritten_in_part": Fault(
-        says="a step that was there is overwritten in place, and that is cut short", oracle="readable", phase=7,
-        run="killed-1", published=overwritten_in_part,
-    ),
-    "unsharded": Fault(
-        says="every rank trains the whole model", oracle="sharded", phase=1, run="straight", alter=unsharded,
-        needs={"dp_shard": 2},
-    ),
-    "model_pinned": Fault(
-        says="something keeps the model after it was released", oracle="memory", phase=1, run="straight",
-        event="stepped", plant=model_pinned,
-    ),
-    "group_leaked": Fault(
-        says="a group of processes is never ended", oracle="memory", phase=1, run="straight", event="loaded",
-        plant=group_leaked,
-    ),
-}  # fmt: skip
 
 
 def find_fault(name: str, recipe: Recipe) -> Fault:
