@@ -28,6 +28,7 @@ from ckptx.report.report import Log
 from ckptx.robustness_suite.causes import IN_NO_CHECKPOINT, likely_causes
 from ckptx.robustness_suite.command_runs import CommandRun, CommandRuns
 from ckptx.robustness_suite.file_noise import following_steps, lines_on_files, noisy_files, not_compared_line
+from ckptx.robustness_suite.judge import Findings, phase_row, rows_of_differences
 from ckptx.robustness_suite.losses import Losses
 from ckptx.robustness_suite.oracles import (
     Difference,
@@ -38,7 +39,6 @@ from ckptx.robustness_suite.oracles import (
     failing,
     largest,
     measured,
-    phase_ok,
     plain_number,
 )
 from ckptx.robustness_suite.reference_files import RunFiles, changes, snapshot
@@ -235,9 +235,7 @@ class _Judge:
     def saved_again(self) -> None:
         """Z against A at the step it was saved: names what was not restored."""
         if not self.block.zero_steps:
-            row = self._empty(SAVED_AGAIN)
-            row["notes"] = [_COULD_NOT_BE_NAMED]
-            self._add(row)
+            self._add(SAVED_AGAIN, Findings(skipped=_COULD_NOT_BE_NAMED), 0.0)
             return
         source, repeated = (
             self._runs.checkpoint_path(self._runs.out_of(STRAIGHT), self.save_at),
@@ -389,33 +387,13 @@ class _Judge:
         self, name: str, verdicts: Sequence[Verdict], notes: Sequence[str], seconds: float, failed: bool = False,
         cause: str = "",
     ) -> None:  # fmt: skip
-        bad = [*failing(verdicts)]
-        for verdict in bad:
-            self.outcome.differing += [
-                {
-                    "phase": name,
-                    "oracle": each.oracle,
-                    "item": each.item,
-                    "reference": each.reference,
-                    "found": each.found,
-                }
-                for each in verdict.differences
-            ]
-        row = self._empty(name)
-        ok = False if failed else phase_ok(verdicts)
-        row |= {"ok": ok, "seconds": seconds, "notes": [*notes]}
-        if ok is False:
-            row["cause"] = cause or _unknown(bad)
-        row["oracles"] = [verdict.row() for verdict in verdicts]
-        self._add(row)
+        self._add(name, Findings([*verdicts], [*notes], has_failed=failed), seconds, cause)
 
-    def _empty(self, name: str) -> dict[str, Any]:
-        return {
-            "name": name, "title": _TITLES[name], "ok": None, "seconds": 0.0, "oracles": [], "notes": [],
-            "memory": None, "cause": None,
-        }  # fmt: skip
-
-    def _add(self, row: dict[str, Any]) -> None:
+    def _add(self, name: str, found: Findings, seconds: float, cause: str = "") -> None:
+        bad = [*failing(found.verdicts)]
+        self.outcome.differing += rows_of_differences(name, bad, are_by_rank=False)
+        row = phase_row(name, _TITLES[name], found, seconds)
+        row["cause"] = (cause or _unknown(bad)) if found.ok is False else None
         self.outcome.phases.append(row)
         if row["ok"] is False:
             self._log.note(*(f"{row['name']}: {note}" for note in row["notes"]))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options import Names
+from ckptx.robustness_suite.judge import Findings
 from ckptx.robustness_suite.kills import kill_points
 from ckptx.robustness_suite.oracles import (
     Difference,
@@ -47,31 +48,6 @@ from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
 
 _DEFAULTS = ChecksBlock()
 _OF_NO_RANK = ("scheduler", "step", "samples", "rate")  # what is the same on every mesh
-
-
-@dataclass(slots=True)
-class Findings:
-    """What a phase found.
-
-    Attributes:
-        verdicts: Of its oracles.
-        notes: What the user should know.
-        skipped: Why it did not run, or None.
-    """
-
-    verdicts: list[Verdict] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    skipped: str | None = None
-
-    @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Around what reads a checkpoint: one that cannot be read is a finding."""
-        try:
-            yield
-        except InputError as error:
-            self.verdicts.append(Verdict("readable", 1, [Difference("readable", what, None, "loads", str(error))]))
-        else:
-            self.verdicts.append(Verdict("readable", 1))
 
 
 class Phase(NamedTuple):

@@ -19,9 +19,10 @@ from ckptx.report.environment import environment
 from ckptx.report.numbers import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
 from ckptx.report.robustness_words import first_cause
+from ckptx.robustness_suite.judge import phase_row, rows_of_differences
 from ckptx.robustness_suite.memory import Memory, forecast_memory, with_measured
-from ckptx.robustness_suite.oracles import Difference, Verdict, phase_ok, plain_number
-from ckptx.robustness_suite.phases import Findings, Phase, chosen
+from ckptx.robustness_suite.oracles import Difference, Verdict, plain_number
+from ckptx.robustness_suite.phases import Phase, chosen
 from ckptx.robustness_suite.ranks import Ranks, Residue
 from ckptx.robustness_suite.session import Planted, Session
 from ckptx.runtime.parity.arguments import CHOICES
@@ -226,11 +227,10 @@ def judged(session: Session, phase: Phase, baseline: Residue) -> tuple[dict[str,
     if reference is not None:
         found.verdicts.insert(0, reference)
     found.verdicts.append(_memory(session, baseline))
-    row = _row(phase, found, time.perf_counter() - begin, _most(session.residues), baseline)
+    seconds, residue = round(time.perf_counter() - begin, 3), _most(session.residues)
     session.residues.clear()
-    return row, [
-        {"phase": phase.number, **each._asdict()} for verdict in found.verdicts for each in verdict.differences
-    ]
+    row = phase_row(phase.name, phase.title, found, seconds, number=phase.number, memory=memory_of(residue, baseline))
+    return row, rows_of_differences(phase.number, found.verdicts, are_by_rank=True)
 
 
 def baseline_of(session: Session) -> Residue:
@@ -245,24 +245,15 @@ def baseline_of(session: Session) -> Residue:
     return found
 
 
-def _row(phase: Phase, found: Findings, seconds: float, residue: Residue, baseline: Residue) -> dict[str, Any]:
-    is_run = found.skipped is None
+def memory_of(residue: Residue, baseline: Residue) -> dict[str, int]:
+    """Return what a phase left in the ranks, and what a run of two steps leaves, in bytes and numbers."""
     return {
-        "name": phase.name,
-        "number": phase.number,
-        "title": phase.title,
-        "ok": phase_ok(found.verdicts) if is_run else None,
-        "seconds": round(seconds, 3),
-        "oracles": [each.row() for each in found.verdicts],
-        "notes": [*found.notes, *([found.skipped] if found.skipped else [])],
-        "memory": {
-            "tensor_bytes": residue.tensor_bytes,
-            "parameters": residue.parameters,
-            "threads": residue.threads,
-            "baseline_tensor_bytes": baseline.tensor_bytes,
-            "baseline_parameters": baseline.parameters,
-            "baseline_threads": baseline.threads,
-        },
+        "tensor_bytes": residue.tensor_bytes,
+        "parameters": residue.parameters,
+        "threads": residue.threads,
+        "baseline_tensor_bytes": baseline.tensor_bytes,
+        "baseline_parameters": baseline.parameters,
+        "baseline_threads": baseline.threads,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from ckptx.robustness_suite.judge import Findings, phase_row
 
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import robustness_text, robustness_verdict
@@ -17,7 +18,6 @@ from ckptx.report.robustness_html import robustness_page
 from ckptx.report.robustness_words import CAUSES, cause_text, first_cause, oracle_text
 from ckptx.robustness_suite import robustness
 from ckptx.robustness_suite.oracles import ORDER, Difference, Verdict, measured, phase_ok, replicas
-from ckptx.robustness_suite.run import _row
 from tests.report.made import oracle, phase, robust
 from tests.robustness_suite.test_foreign_trainer import run
 
@@ -100,12 +100,7 @@ def test_replicas_of_a_sharded_model_are_not_checked() -> None:
 
 
 def test_a_phase_of_nothing_but_such_is_not_ok() -> None:
-    from ckptx.robustness_suite.phases import PHASES, Findings
-    from ckptx.robustness_suite.ranks import Residue
-
-    nothing = Residue(0, 0, 0)
-    row = _row(PHASES[2], Findings([Verdict("replicas", 0)]), 0.0, nothing, nothing)
-    assert row["ok"] is None
+    assert phase_row("replicas", "replicas are equal", Findings([Verdict("replicas", 0)]), 0.0)["ok"] is None
 
 
 # -------------------------------------------------------------------------------------------------- the first cause

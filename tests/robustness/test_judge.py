@@ -1,0 +1,53 @@
+"""Rows of the report, from what a phase found: the same for our trainer and for a command."""
+
+from __future__ import annotations
+
+import pytest
+from ckptx.robustness_suite.judge import Findings, phase_row, rows_of_differences
+
+from ckptx.errors import InputError
+from ckptx.robustness_suite.oracles import Difference, Verdict
+
+GOOD, NOTHING = Verdict("model", 3), Verdict("replicas", 0)
+BAD = Verdict("moments", 2, [Difference("moments", "w.exp_avg", 1, "a", "b")])
+
+
+@pytest.mark.parametrize(
+    ("found", "ok"),
+    [
+        (Findings([GOOD]), True),
+        (Findings([GOOD, NOTHING]), True),
+        (Findings([NOTHING]), None),
+        (Findings([GOOD, BAD]), False),
+        (Findings([GOOD], has_failed=True), False),
+        (Findings(skipped="no other layouts"), None),
+    ],
+)
+def test_a_phase_is_ok_if_nothing_failed_and_something_was_compared(found: Findings, ok: bool | None) -> None:
+    assert found.ok is ok and phase_row("resume", "same end", found, 1.5)["ok"] is ok
+
+
+def test_a_row_has_a_number_only_where_the_phase_has_one() -> None:
+    ours = phase_row("resume", "same end", Findings([BAD], ["note"]), 1.5, number=6, memory={"threads": 2})
+    assert list(ours) == ["name", "number", "title", "ok", "seconds", "oracles", "notes", "memory"]
+    assert (ours["number"], ours["notes"], ours["memory"]) == (6, ["note"], {"threads": 2})
+    assert ours["oracles"] == [BAD.row()]
+    external = phase_row("resumed", "same end", Findings(skipped="cannot resume"), 0.0)
+    assert "number" not in external and external["memory"] is None and external["notes"] == ["cannot resume"]
+
+
+def test_items_of_a_command_are_of_no_rank() -> None:
+    (ours,) = rows_of_differences(6, [GOOD, BAD], are_by_rank=True)
+    assert ours == {"phase": 6, "oracle": "moments", "item": "w.exp_avg", "rank": 1, "reference": "a", "found": "b"}
+    (external,) = rows_of_differences("resumed", [BAD], are_by_rank=False)
+    assert external == {**{key: value for key, value in ours.items() if key != "rank"}, "phase": "resumed"}
+
+
+def test_what_cannot_be_read_is_a_finding() -> None:
+    found = Findings()
+    with found.reading("step-2"):
+        pass
+    with found.reading("step-3"):
+        raise InputError("step-3: is truncated")
+    assert [each.ok for each in found.verdicts] == [True, False]
+    assert found.verdicts[1].differences[0].found == "step-3: is truncated"
