@@ -94,7 +94,7 @@ def imported_of_package(tree: ast.AST) -> Iterator[str]:
 
 
 def private_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Private attributes of what the module did not define itself, by dots or by `getattr`.
+    """Find private attributes that the module did not define itself, read by dots or by `getattr`.
 
     Operators (`torch.ops.aten._softmax`) are named by a registry, not by an attribute.
     """
@@ -122,7 +122,7 @@ def private_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def private_names(source: str, file: str) -> list[str]:
-    """What a module uses that is private to a library."""
+    """List the private names of libraries that a module uses."""
     if file == TORCH:
         return []
     tree = ast.parse(source)

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other when one of them fails or is killed."""
+"""Ranks tell a peer that failed, or was killed, from an error of their own."""
 
 from __future__ import annotations
 

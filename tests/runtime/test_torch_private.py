@@ -66,7 +66,7 @@ def test_an_attribute_that_torch_lacks_is_named(read: Callable[[Any], Any], miss
 
 
 def shards(rank: int, world_size: int) -> tuple[list[int], list[int], bool, bool]:
-    """What `local_tensor` and `dtensor_spec` say of a DTensor on each rank, and the store of the group."""
+    """Return the shard of a DTensor on this rank, its shape, and checks of identity and of the store of the group."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     whole = torch.arange(8.0).reshape(4, 2)
     cut = distribute_tensor(whole, mesh, [Shard(0)])
@@ -133,7 +133,7 @@ def test_a_mode_sees_operations_but_not_without_dispatch() -> None:
 
 
 def unseen(rank: int, world_size: int) -> list[tuple[int, ...]]:
-    """The shapes that a mode sees while a DTensor is multiplied."""
+    """Return the shapes that a mode sees while a DTensor is multiplied."""
     mesh = init_device_mesh("cpu", (world_size,))
     left = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
     right = distribute_tensor(torch.ones(4, 10), mesh, [Replicate()])
