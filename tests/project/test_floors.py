@@ -74,8 +74,8 @@ def imports_of(source: str, file: str) -> Iterator[Import]:
 def package_of(file: str) -> str:
     """catalog/region.py -> catalog, errors.py -> errors; packages of the runtime have layers of their own."""
     parts = Path(file).parts
-    if parts[0] == "runtime" and len(parts) > 2:
-        return f"runtime/{parts[1]}"
+    if parts[0] == "runtime" and parts[1] != "__init__.py":
+        return f"runtime/{parts[1].removesuffix('.py')}"
     return parts[0].removesuffix(".py")
 
 
@@ -84,7 +84,7 @@ def package_of_module(name: str) -> str:
     parts = name.split(".")[1:]
     if not parts or parts[0] == "__version__":
         return "__init__"
-    is_part = len(parts) > 1 and (ROOT / "runtime" / parts[1]).is_dir()
+    is_part = len(parts) > 1 and any((ROOT / "runtime" / name).exists() for name in (parts[1], f"{parts[1]}.py"))
     return f"runtime/{parts[1]}" if parts[0] == "runtime" and is_part else parts[0]
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from ckptx.robustness_suite.judge import Findings, phase_row
 
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
 from ckptx.report.robustness_words import CAUSES, cause_text, first_cause, oracle_text
 from ckptx.robustness_suite import robustness
+from ckptx.robustness_suite.judge import Findings, phase_row
 from ckptx.robustness_suite.oracles import ORDER, Difference, Verdict, measured, phase_ok, replicas
 from tests.report.made import oracle, phase, robust
 from tests.robustness_suite.test_foreign_trainer import run

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from ckptx.errors import CkptxError, UsageError
 from ckptx.runtime.checkpointing.save import publish
+from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
 from ckptx.runtime.checkpointing.snapshot import Snapshot, take
 from ckptx.runtime.parallel.distributed import everywhere
-from ckptx.runtime.save_request import SaveOptions, SaveRequest
 
 if TYPE_CHECKING:  # Python 3.10 has it there alone
     from typing_extensions import Unpack

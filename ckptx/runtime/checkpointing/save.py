@@ -28,11 +28,11 @@ from ckptx.errors import CkptxError, Defect, InputError, UsageError
 from ckptx.publishing.replacing import refuse_foreign
 from ckptx.publishing.staging import Staging
 from ckptx.runtime.checkpointing.save_planner import AliasWriter, SavePlanner
+from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
 from ckptx.runtime.checkpointing.snapshot import GROUPS, STATE, Names, Snapshot, local_regions_of, parameters_of, take
 from ckptx.runtime.checkpointing.stored_state import StoredState, open_state
 from ckptx.runtime.parallel.distributed import together
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
-from ckptx.runtime.save_request import SaveOptions, SaveRequest
 from ckptx.storage.files import unwritable
 from ckptx.storage.staged import staged
 

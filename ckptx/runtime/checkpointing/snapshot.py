@@ -20,12 +20,12 @@ from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.formats.sidecars import look_around
 from ckptx.runtime.checkpointing.save_planner import Shards
+from ckptx.runtime.checkpointing.save_request import SaveRequest
 from ckptx.runtime.checkpointing.training_state import ROOT, STEP, collect
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.activation_checkpointing.wrap import configs_as_given
 from ckptx.runtime.parallel.distributed import everywhere, together
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
-from ckptx.runtime.save_request import SaveRequest
 from ckptx.storage.files import read_small
 
 _MODEL, _OPTIMIZER = "model", "optim"

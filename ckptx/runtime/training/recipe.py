@@ -15,11 +15,11 @@ from ckptx.layout.parallel_dims import ParallelDims
 Freezable = Literal["embeddings", "vision", "audio", "language"]
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RecipeBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A mapping of a recipe file: each field is a key, and its type says what the key may hold."""
 
 
-class ModelBlock(Block, kw_only=True, frozen=True):
+class ModelBlock(RecipeBlock, kw_only=True, frozen=True):
     """The model that is trained.
 
     Attributes:
@@ -48,7 +48,7 @@ class ModelBlock(Block, kw_only=True, frozen=True):
     trust_remote_code: bool = False
 
 
-class DataBlock(Block, kw_only=True, frozen=True):
+class DataBlock(RecipeBlock, kw_only=True, frozen=True):
     """What it is trained on.
 
     Attributes:
@@ -66,7 +66,7 @@ class DataBlock(Block, kw_only=True, frozen=True):
     sequence_length: int = 32
 
 
-class TrainingBlock(Block, kw_only=True, frozen=True):
+class TrainingBlock(RecipeBlock, kw_only=True, frozen=True):
     """How long, and in which portions.
 
     Attributes:
@@ -92,7 +92,7 @@ class TrainingBlock(Block, kw_only=True, frozen=True):
     clip: float | None = 1.0
 
 
-class OptimizerBlock(Block, kw_only=True, frozen=True):
+class OptimizerBlock(RecipeBlock, kw_only=True, frozen=True):
     """torch's Adam or AdamW.
 
     Attributes:
@@ -110,7 +110,7 @@ class OptimizerBlock(Block, kw_only=True, frozen=True):
     weight_decay: float = 0.01
 
 
-class ScheduleBlock(Block, kw_only=True, frozen=True):
+class ScheduleBlock(RecipeBlock, kw_only=True, frozen=True):
     """The learning rate over the steps.
 
     Attributes:
@@ -124,7 +124,7 @@ class ScheduleBlock(Block, kw_only=True, frozen=True):
     min_lr: float = 0.0
 
 
-class LayoutBlock(Block, kw_only=True, frozen=True):
+class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
     """The mesh, as `ckptx verify --run` takes it.
 
     Attributes:
@@ -160,7 +160,7 @@ class LayoutBlock(Block, kw_only=True, frozen=True):
         )  # fmt: skip
 
 
-class CheckpointBlock(Block, kw_only=True, frozen=True):
+class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
     """How it saves.
 
     Attributes:
@@ -172,7 +172,7 @@ class CheckpointBlock(Block, kw_only=True, frozen=True):
     keep: int | None = None
 
 
-class ForeignBlock(Block, kw_only=True, frozen=True):
+class ForeignBlock(RecipeBlock, kw_only=True, frozen=True):
     """A trainer that is not ours, and where it leaves what it did.
 
     Attributes:
@@ -207,7 +207,7 @@ class ForeignBlock(Block, kw_only=True, frozen=True):
     environment: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-class ChecksBlock(Block, kw_only=True, frozen=True):
+class ChecksBlock(RecipeBlock, kw_only=True, frozen=True):
     """What robustness does with it.
 
     Attributes:
@@ -223,7 +223,7 @@ class ChecksBlock(Block, kw_only=True, frozen=True):
     logits_times_noise: float = 8.0
 
 
-class RecipeKeys(Block, kw_only=True, frozen=True):
+class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
     """The content of a recipe file.
 
     Attributes:

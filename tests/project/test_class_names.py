@@ -10,7 +10,7 @@ from pathlib import Path
 import ckptx
 
 ROOT = Path(ckptx.__file__).parent
-SCRIPTS = ROOT / "training" / "recipes" / "scripts"  # programs of users, which nothing imports
+SCRIPTS = ROOT / "runtime" / "training" / "recipes" / "scripts"  # programs of users, which nothing imports
 
 
 def used_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ckptx.robustness_suite.judge import Findings, phase_row, rows_of_differences
 
 from ckptx.errors import InputError
+from ckptx.robustness_suite.judge import Findings, phase_row, rows_of_differences
 from ckptx.robustness_suite.oracles import Difference, Verdict
 
 GOOD, NOTHING = Verdict("model", 3), Verdict("replicas", 0)
