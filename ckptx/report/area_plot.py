@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ckptx.report.page import escape
-from ckptx.report.plots import HIGH, WIDE, framed
+from markupsafe import Markup
+
+from ckptx.report.plots import HIGH, WIDE, Label, Mark, Plot, path, rect
 from ckptx.report.report import human_bytes
+from ckptx.untrusted.printable import one_line
 
 _MOST_SLOTS = 600
 _HEADROOM = 1.22  # above the peak there is room for its label
@@ -77,13 +79,13 @@ class Scale(NamedTuple):
         """How far down it is drawn."""
         return HIGH * (1 - size / self.top)
 
-    def marks(self) -> list[tuple[float, str]]:
-        """Round sizes, and how far down they are."""
+    def marks(self) -> list[Mark]:
+        """Return round sizes, and how far down they are."""
         unit, name = next((each for each in _UNITS if self.top >= each[0]), (1, "B"))
         most = self.top / unit
         step = next((each for each in _STEPS if most / each <= _MOST_MARKS), most)
         numbers = [step * index for index in range(1, int(most / step) + 1)]
-        return [(self.down(0), "0"), *((self.down(each * unit), f"{each:g} {name}") for each in numbers)]
+        return [Mark(self.down(0), "0"), *(Mark(self.down(each * unit), f"{each:g} {name}") for each in numbers)]
 
 
 def slots_of(course: Sequence[Sequence[Any]]) -> list[StepPart]:
@@ -135,8 +137,8 @@ def area_plot(
     peak: str,
     said: Callable[[StepPart], str],
     pass_names: Callable[[str, int], Sequence[str]],
-) -> Iterator[str]:
-    """The drawing.
+) -> Plot:
+    """Return the drawing.
 
     Args:
         slots: At least one.
@@ -149,25 +151,21 @@ def area_plot(
     wide = WIDE / len(slots)
     at = max(range(len(slots)), key=lambda index: _most(slots[index]))
     shapes = [*_passes(slots, wide), *_reserved(scale), *_areas(slots, areas, scale, wide), *_memory(scale)]
-    shapes += [
-        f'<rect class="slot" x="{index * wide:.2f}" y="0" width="{wide:.2f}" height="{HIGH}">'
-        f"<title>{escape(said(slot))}</title></rect>"
-        for index, slot in enumerate(slots)
-    ]
+    shapes += [rect("slot", index * wide, 0, wide, HIGH, one_line(said(slot))) for index, slot in enumerate(slots)]
     x, y = (at + 0.5) * wide, scale.down(_most(slots[at]))
-    shapes += [f'<path class="peak" d="M{x:.1f} 0V{HIGH}"/>', f'<path class="dot" d="M{x:.1f} {y:.1f}h0"/>']
+    shapes += [path("peak", f"M{x:.1f} 0V{HIGH}"), path("dot", f"M{x:.1f} {y:.1f}h0")]
     over = [_label(x / WIDE, peak)]
     if scale.memory is not None:
         far = "right" if WIDE / 2 <= x < 0.7 * WIDE or x < 0.2 * WIDE else "left"  # away from the label of the peak
         place = f"top:{100 * scale.down(scale.memory) / HIGH:.2f}%;{far}:6px"
         free = f"{human_bytes(scale.reserved)} kept free"
-        over.append(f'<span class="memory" style="{place}">GPU memory {human_bytes(scale.memory)}, {free}</span>')
-    yield from framed("memory of a step over its course", scale.marks(), _names(slots, wide, pass_names), shapes, over)
+        over.append(Label(f"GPU memory {human_bytes(scale.memory)}, {free}", place, "memory"))
+    return Plot("memory of a step over its course", scale.marks(), list(_names(slots, wide, pass_names)), shapes, over)
 
 
-def _label(x: float, said: str) -> str:
+def _label(x: float, said: str) -> Label:
     side = f"left:{100 * x:.2f}%" if x < 0.5 else f"right:{100 - 100 * x:.2f}%"
-    return f'<span class="peak {"after" if x < 0.5 else "before"}" style="{side}">{escape(said)}</span>'
+    return Label(said, side, f"peak {'after' if x < 0.5 else 'before'}")
 
 
 def _groups(slots: Sequence[StepPart]) -> Iterator[tuple[str, int, int, int]]:
@@ -179,13 +177,13 @@ def _groups(slots: Sequence[StepPart]) -> Iterator[tuple[str, int, int, int]]:
         begin += count
 
 
-def _passes(slots: Sequence[StepPart], wide: float) -> Iterator[str]:
+def _passes(slots: Sequence[StepPart], wide: float) -> Iterator[Markup]:
     for part, _, begin, count in _groups(slots):
         if part == "backward":
-            yield f'<rect class="pass" x="{begin * wide:.2f}" y="0" width="{count * wide:.2f}" height="{HIGH}"/>'
+            yield rect("pass", begin * wide, 0, count * wide, HIGH)
 
 
-def _areas(slots: Sequence[StepPart], areas: Sequence[Area], scale: Scale, wide: float) -> Iterator[str]:
+def _areas(slots: Sequence[StepPart], areas: Sequence[Area], scale: Scale, wide: float) -> Iterator[Markup]:
     low = [0] * len(slots)
     for area in areas:
         high = [below + slot.sizes[area.at] for below, slot in zip(low, slots, strict=True)]
@@ -196,25 +194,25 @@ def _areas(slots: Sequence[StepPart], areas: Sequence[Area], scale: Scale, wide:
             lower = "".join(
                 f"V{scale.down(low[index]):.1f}H{index * wide:.2f}" for index in reversed(range(len(slots)))
             )  # fmt: skip
-            yield f'<path class="area c{area.color}" d="M0 {scale.down(low[0]):.1f}{upper}{lower}Z"/>'
+            yield path(f"area c{area.color}", f"M0 {scale.down(low[0]):.1f}{upper}{lower}Z")
         low = high
 
 
-def _reserved(scale: Scale) -> Iterator[str]:
+def _reserved(scale: Scale) -> Iterator[Markup]:
     if scale.memory is not None:
         top, bottom = scale.down(scale.memory), scale.down(max(0, scale.memory - scale.reserved))
-        yield f'<rect class="reserved" x="0" y="{top:.1f}" width="{WIDE}" height="{bottom - top:.1f}"/>'
+        yield rect("reserved", 0, top, WIDE, bottom - top)
 
 
-def _memory(scale: Scale) -> Iterator[str]:
+def _memory(scale: Scale) -> Iterator[Markup]:
     if scale.memory is not None:
-        yield f'<path class="memory" d="M0 {scale.down(scale.memory):.1f}H{WIDE}"/>'
+        yield path("memory", f"M0 {scale.down(scale.memory):.1f}H{WIDE}")
 
 
-def _names(slots: Sequence[StepPart], wide: float, names: Callable[[str, int], Sequence[str]]) -> Iterator[str]:
+def _names(slots: Sequence[StepPart], wide: float, names: Callable[[str, int], Sequence[str]]) -> Iterator[Label]:
     for part, turn, begin, count in _groups(slots):
         known = names(part, turn)
         room = 100 * count * wide / WIDE
         shown = next((name for name in known if len(name) * _PERCENT_A_LETTER <= room), "")
         place = f"left:{100 * begin * wide / WIDE:.2f}%;width:{room:.2f}%"
-        yield f'<span class="pass" style="{place}" title="{escape(known[0])}">{escape(shown)}</span>'
+        yield Label(shown, place, "pass", known[0])

@@ -1,12 +1,13 @@
 """The report of `forecast` as one HTML page: the memory of a step over its course, and what it is at its peak.
 
-Nothing in it runs, and it asks for nothing outside of itself. Names of modules and of models are anybody's text and go
-through `escape`.
+This module says what the page shows, in rows; `templates/forecast.html` says how. Nothing in the page runs, and it asks
+for nothing outside of itself. Names of modules and of models are anybody's text; the template escapes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptx.report.area_plot import Area, Scale, StepPart, area_plot, slots_of
@@ -25,7 +26,8 @@ from ckptx.report.forecast_words import (
     verdict,
     worst_of,
 )
-from ckptx.report.page import escape, page
+from ckptx.report.page import page
+from ckptx.report.plots import Plot
 from ckptx.report.report import Report, counted, human_bytes
 
 _STYLES = ("report.css", "forecast.css")
@@ -35,81 +37,164 @@ _STACKED = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """The head of the page.
+
+    Attributes:
+        title: The class of the model.
+        path: The model as it was asked for; "" where the title says it.
+        kind: "ok", "bad", or "known" where no GPU memory was given.
+        word: FITS, DOES NOT FIT, ...
+        said: The rest of the verdict.
+        facts: Terms with values.
+    """
+
+    title: str
+    path: str
+    kind: str
+    word: str
+    said: str
+    facts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of tensors: its bytes at the peak and between steps, and its color in the drawing."""
+
+    name: str
+    color: int
+    at_peak: int
+    between_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class LargeTensor:
+    """A tensor at the peak.
+
+    Attributes:
+        nbytes: Its size.
+        kind: Its kind.
+        said: Its shape and dtype.
+        op: The operation that made it.
+        place: The module it belongs to.
+    """
+
+    nbytes: int
+    kind: str
+    said: str
+    op: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage.
+
+    Attributes:
+        title: Its name.
+        peak: Bytes at the peak.
+        between_steps: Bytes between steps.
+        is_too_large: Whether it does not fit.
+        facts: What else is known, in words.
+        plot: Its memory over a step; None where nothing was recorded.
+        kinds: Kinds of tensors in the order of the drawing.
+        largest: The largest tensors at the peak.
+    """
+
+    title: str
+    peak: int
+    between_steps: int
+    is_too_large: bool
+    facts: str
+    plot: Plot | None
+    kinds: Sequence[Kind]
+    largest: Sequence[LargeTensor]
+
+
 def forecast_page(report: Report, subject: str) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        report: Of `forecast`; a plain report is that of a step that could not be forecast, and the page says why.
-        subject: The model, as it was asked for.
+        report: The report of `forecast`; a plain report is that of a step that could not be forecast, and the page says
+            why.
+        subject: The model as it was asked for.
     """
-    if not isinstance(report, ForecastReport):
-        return page(f"{escape(subject)} - forecast", _STYLES, _failure(report, subject))
-    body = [*_header(report, subject), "<main>", *_stages(report), *_assumptions(report), "</main>"]
-    return page(f"{escape(report.architecture)} - forecast", _STYLES, body)
+    stages: Sequence[Stage] = ()
+    assumptions: Sequence[str] | None = None
+    note = ""
+    if isinstance(report, ForecastReport):
+        scale = Scale.of(int(worst_of(report)["peak"]), report.gpu_memory, report.reserved)
+        heading, assumptions = _heading(report, subject), report.assumptions
+        stages = [_stage(report, row, scale) for row in report.by_stage]
+        if report.gpu_memory is not None and scale.memory is None:
+            note = f"GPU memory, {human_bytes(report.gpu_memory)}, is far above what is drawn."
+    else:
+        heading = Heading(subject, "", "bad", "NOT FORECAST", report.error or "no reason was given", [])
+    return page(
+        "forecast.html",
+        f"{heading.title} - forecast",
+        _STYLES,
+        heading=heading,
+        stages=stages,
+        note=note,
+        assumptions=assumptions,
+        warnings=report.warnings,
+    )
 
 
-def _failure(report: Report, subject: str) -> Iterator[str]:
-    yield "<header><p class=eyebrow>memory of a training step</p>"
-    yield f"<h1>{escape(subject)}</h1>"
-    yield f'<p class="verdict bad"><b>NOT FORECAST</b> {escape(report.error or "no reason was given")}</p>'
-    yield "</header><main>"
-    yield from _notes(report.warnings)
-    yield "</main>"
-
-
-def _header(report: ForecastReport, subject: str) -> Iterator[str]:
+def _heading(report: ForecastReport, subject: str) -> Heading:
     word, _, said = verdict(report).partition(": ")
-    kind = {True: "ok", False: "bad", None: "known"}[report.fits]
-    yield "<header><p class=eyebrow>memory of a training step</p>"
-    yield f"<h1>{escape(report.architecture)}</h1><p class=path>{escape(subject)}</p>"
-    yield f'<p class="verdict {kind}"><b>{word}</b> {escape(said)}</p>'
     facts = [
         ("mesh", mesh(report)),
-        ("a step of each data rank", rows_text(report)),
+        ("per data-parallel rank", rows_text(report)),
         ("parameters", f"{report.parameters:,}"),
         ("all ranks", flops_text(report)),
         ("settings", settings_text(report)),
     ]
-    yield f"<dl>{''.join(f'<div><dt>{term}</dt><dd>{escape(value)}</dd></div>' for term, value in facts)}</dl>"
-    yield "</header>"
+    kind = {True: "ok", False: "bad", None: "known"}[report.fits]
+    return Heading(report.architecture, subject, kind, word, said, facts)
 
 
-def _stages(report: ForecastReport) -> Iterator[str]:
-    scale = Scale.of(int(worst_of(report)["peak"]), report.gpu_memory, report.reserved)
-    for number, row in enumerate(report.by_stage):
-        yield f'<section aria-labelledby="stage{number}">'
-        yield from _heading(report, row, number)
-        yield from _chart(report, row, scale)
-        yield "<div class=under>"
-        yield from _kinds(report, row)
-        yield from _largest(row)
-        yield "</div></section>"
-    if report.gpu_memory is not None and scale.memory is None:
-        yield f"<p class=note>GPU memory, {human_bytes(report.gpu_memory)}, is far above what is drawn.</p>"
-
-
-def _heading(report: ForecastReport, row: Mapping[str, Any], number: int) -> Iterator[str]:
-    yield f'<h2 id="stage{number}">{escape(called(report, row).capitalize())}</h2>'
-    said = [f"{human_bytes(row['between_steps'])} between steps", flops_text(row)]
+def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Stage:
+    facts = [f"{human_bytes(row['between_steps'])} between steps", flops_text(row)]
     if row["wrapped_layers"]:
-        said.append(f"{counted(row['wrapped_layers'], 'layer')} checkpointed")
+        facts.append(f"{counted(row['wrapped_layers'], 'layer')} checkpointed")
     if row["sent"]:
-        said.append(sent_text(row))
-    peak = f"peak {human_bytes(row['peak'])}"
-    peak = f"<b{' class=red' if row['fits'] is False else ''}>{peak}</b>"
-    yield f"<p class=lead>{peak}, {escape(', '.join(said))}</p>"
+        facts.append(sent_text(row))
+    drawn = zip(*(each[3:] for each in row["course"]), strict=True)
+    has = {kind for kind, sizes in zip(report.kinds, drawn, strict=True) if any(sizes)}
+    return Stage(
+        title=called(report, row).capitalize(),
+        peak=row["peak"],
+        between_steps=row["between_steps"],
+        is_too_large=row["fits"] is False,
+        facts=", ".join(facts),
+        plot=_chart(report, row, scale),
+        kinds=[
+            Kind(kind, _STACKED[kind], row["by_kind"][kind], row["between_by_kind"][kind])
+            for kind in reversed(_STACKED)
+            if kind in has
+        ],
+        largest=[
+            LargeTensor(
+                each["nbytes"], str(each["kind"]), tensor_text(each), str(each["op"]), place_text(each["module"])
+            )
+            for each in row["largest"]
+        ],
+    )
 
 
-def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Iterator[str]:
+def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot | None:
     slots = slots_of(row["course"])
     if not slots:
-        return
+        return None
     kinds = list(report.kinds)
 
     def said(slot: StepPart) -> str:
         parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.sizes, strict=True) if size]
         place = pass_text(report, slot.part, slot.turn)
-        return f"{place}, {slot.unit or 'around the layers'}: {human_bytes(sum(slot.sizes))}: {', '.join(parts)}"
+        return f"{place}, {slot.unit or 'outside layers'}: {human_bytes(sum(slot.sizes))}: {', '.join(parts)}"
 
     def names(part: str, turn: int) -> Sequence[str]:
         letter = part[0].upper()
@@ -122,39 +207,4 @@ def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Iter
         peak = f"{peak}: {moment_text(report, row['at'])}"
     order = [kind for kind in _STACKED if kind in kinds]
     areas = [Area(kinds.index(kind), _STACKED[kind]) for kind in order]
-    yield from area_plot(slots, areas, scale, peak=peak, said=said, pass_names=names)
-
-
-def _kinds(report: ForecastReport, row: Mapping[str, Any]) -> Iterator[str]:
-    """Also the legend of the drawing, from above to below as there."""
-    yield "<table class=kinds><thead><tr><th>bytes</th><th>at the peak</th><th>between steps</th></tr></thead><tbody>"
-    drawn = zip(*(each[3:] for each in row["course"]), strict=True)
-    has = {kind for kind, sizes in zip(report.kinds, drawn, strict=True) if any(sizes)}
-    for kind in (each for each in reversed(_STACKED) if each in has):
-        numbers = (human_bytes(row[key][kind]) for key in ("by_kind", "between_by_kind"))
-        cells = "".join(f"<td>{each}</td>" for each in numbers)
-        yield f'<tr><td><i class="c{_STACKED[kind]}"></i>{kind}</td>{cells}</tr>'
-    yield f"<tr><th>sum</th><td>{human_bytes(row['peak'])}</td><td>{human_bytes(row['between_steps'])}</td></tr>"
-    yield "</tbody></table>"
-
-
-def _largest(row: Mapping[str, Any]) -> Iterator[str]:
-    yield "<div class=scroll><table><thead><tr>"
-    yield "".join(f"<th>{term}</th>" for term in ("largest at the peak", "kind", "tensor", "made by", "where"))
-    yield "</tr></thead><tbody>"
-    for each in row["largest"]:
-        cells = [human_bytes(each["nbytes"]), each["kind"], tensor_text(each), each["op"], place_text(each["module"])]
-        yield f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
-    yield "</tbody></table></div>"
-
-
-def _assumptions(report: ForecastReport) -> Iterator[str]:
-    yield '<section aria-labelledby="assumed"><h2 id="assumed">What the numbers assume</h2>'
-    yield f"<ul class=assumed>{''.join(f'<li>{escape(each)}</li>' for each in report.assumptions)}</ul>"
-    yield from _notes(report.warnings)
-    yield "</section>"
-
-
-def _notes(notes: Sequence[str]) -> Iterator[str]:
-    for note in notes:
-        yield f"<p class=note>{escape(note)}</p>"
+    return area_plot(slots, areas, scale, peak=peak, said=said, pass_names=names)

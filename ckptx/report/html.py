@@ -1,19 +1,23 @@
-"""The layout of a checkpoint as one HTML page: mesh, bytes of each rank, and how each tensor is cut.
+"""The layout of a checkpoint as one HTML page: mesh, bytes of each rank, and how each tensor is sharded.
 
-The page asks for nothing outside of itself and says so in its Content-Security-Policy; what it shows stands in it
-without scripts, which add search and the drawing of a tensor to scale. Names in a checkpoint are anybody's text: here
-they go through `escape`, in the data through `embedded`, and in the script into text nodes alone.
+This module says what the page shows, in rows; `templates/layout.html` says how. The page asks for nothing outside of
+itself and says so in its Content-Security-Policy; what it shows stands in it without scripts, which add search and the
+drawing of a tensor to scale. Names in a checkpoint are anybody's text: the template escapes them, in the data they go
+through `embedded`, and in the script into text nodes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from urllib.parse import quote
+
+from markupsafe import Markup
 
 from ckptx.model_view.rank_layout import Holder, Layout, TensorGroup, spans, spans_text
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
-from ckptx.report.page import asset, escape, page
+from ckptx.report.page import asset, page
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
 from ckptx.untrusted.printable import one_line, shown
@@ -27,232 +31,381 @@ _MOST_TP = 32  # cells side by side; more go on in the next line
 _MOST_OUTSIDE = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """The head of the page.
+
+    Attributes:
+        title: The name of the checkpoint.
+        path: Its path.
+        facts: Terms with values.
+        dtypes: Names of dtypes with the number of their tensors.
+        note: Set if the page is about a part of the checkpoint; else "".
+    """
+
+    title: str
+    path: str
+    facts: Sequence[tuple[str, str]]
+    dtypes: Sequence[tuple[str, str]]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A rank, or a file, in its stage.
+
+    Attributes:
+        index: Its number among all holders.
+        line: The label of the line that begins with it; None inside a line.
+        label: The number of the rank, or the name of the file.
+        nbytes: Bytes of tensor data.
+        part: `nbytes` relative to the largest holder.
+        said: What it is, in words.
+        hue: Of its color, in degrees of OKLCH.
+        light: The lightness of its color.
+    """
+
+    index: int
+    line: str | None
+    label: str
+    nbytes: int
+    part: str
+    said: str
+    hue: int
+    light: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage, or files that belong to no rank.
+
+    Attributes:
+        title: Its name.
+        nbytes: Bytes of tensor data.
+        layers: Its layers, in words.
+        outside: Modules outside of the layers.
+        cells_kind: The class of the list of its cells; None if they are too many to draw.
+        columns: What stands above the columns of cells.
+        cells: The cells, row by row.
+    """
+
+    title: str
+    nbytes: int
+    layers: str
+    outside: Sequence[str]
+    cells_kind: str | None
+    columns: Sequence[str]
+    cells: Sequence[Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The mesh and its stages.
+
+    Attributes:
+        title: "Mesh" or "Files".
+        sentence: What the drawing shows.
+        note: Set if ranks are too many to draw; else "".
+        is_roomy: Whether each cell has room for a number of bytes.
+        line: Cells side by side.
+        stages: The stages.
+    """
+
+    title: str
+    sentence: Markup
+    note: str
+    is_roomy: bool
+    line: int
+    stages: Sequence[Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The bytes of a holder, or the most of several, in a chart that is 100 high.
+
+    Attributes:
+        x: Its left edge; a holder is 1 wide.
+        y: Its upper edge.
+        width: Its width.
+        height: Its height.
+        index: The number of the holder; None for several.
+        hue: As in `Cell`.
+        light: As in `Cell`.
+    """
+
+    x: str
+    y: str
+    width: str
+    height: str
+    index: int | None
+    hue: int
+    light: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Bytes of each holder.
+
+    Attributes:
+        kind: "rank" or "file".
+        said: How balanced they are, in words.
+        top: Bytes of the largest.
+        mean: How far down the mean is.
+        bars: A bar for each holder, or for each few of them.
+        first: The label of the first bar.
+        last: The label of the last bar.
+    """
+
+    kind: str
+    said: str
+    top: int
+    mean: float
+    bars: Sequence[Bar]
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A pattern in the list of tensors.
+
+    Attributes:
+        index: Its number among all groups.
+        target: The name of its first tensor, quoted for an address.
+        symbol: The id of its small picture.
+        pattern: The pattern.
+        count: How many tensors it stands for.
+        dtype: Their dtype.
+        shape: Their shape.
+        cut: How they are sharded, in words.
+    """
+
+    index: int
+    target: Markup
+    symbol: str
+    pattern: str
+    count: int
+    dtype: str
+    shape: str
+    cut: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The list of tensors.
+
+    Attributes:
+        lead: What it has.
+        rows: Patterns, those that are listed without a search.
+        note: Set if there are more; else "".
+    """
+
+    lead: str
+    rows: Sequence[Row]
+    note: str
+
+
 def layout_page(report: InspectionReport, layout: Layout) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        report: Of `inspect`.
+        report: The report of `inspect`.
         layout: Who holds what; a part of the checkpoint when a glob narrowed it.
     """
+    listed = _listed(layout)
+    heading = _heading(report, layout)
     return page(
-        f"{_title(report)} - layout",
+        "layout.html",
+        f"{heading.title} - layout",
         ["layout.css"],
-        [
-            thumbnails(layout, [group for _, group in _listed(layout)]),
-            *_header(report, layout),
-            "<main>",
-            *_mesh(layout),
-            *_bytes(layout),
-            *_tensors(layout),
-            "</main>",
-            f'<script type="application/json" id="data">{embedded(shown(page_data(layout), longest=0))}</script>',
-        ],
         asset("layout.js"),
+        heading=heading,
+        mesh=_mesh(layout),
+        chart=_chart(layout),
+        tensors=_tensors(layout, listed),
+        thumbnails=thumbnails(layout, [group for _, group in listed]),
+        data=Markup(embedded(shown(page_data(layout), longest=0))),
     )
 
 
-def _title(report: InspectionReport) -> str:
-    """The name of a checkpoint, for a heading."""
-    return escape(str(report.path).rstrip("/").rpartition("/")[2] or "checkpoint")
-
-
-def _header(report: InspectionReport, layout: Layout) -> Iterator[str]:
-    title = _title(report)
-    dtypes = " ".join(
-        f"<span class=chip>{escape(name)} <b>{count:,}</b></span>" for name, count in report.dtypes["before"].items()
-    )
+def _heading(report: InspectionReport, layout: Layout) -> Heading:
     facts = [
-        ("format", escape(report.format)),
-        ("architecture", escape(report.architecture or "unknown")),
+        ("format", report.format),
+        ("architecture", report.architecture or "unknown"),
         ("tensors", f"{report.tensors:,}"),
         ("parameters", f"{report.parameters:,}"),
         ("size", human_bytes(report.bytes)),
-        ("dtypes", dtypes),
     ]
-    yield "<header>"
-    yield "<p class=eyebrow>checkpoint layout</p>"
-    yield f"<h1>{title}</h1>"
-    if (path := escape(str(report.path))) != title:
-        yield f"<p class=path>{path}</p>"
-    yield f"<dl>{''.join(f'<div><dt>{term}</dt><dd>{value}</dd></div>' for term, value in facts)}</dl>"
-    shown = sum(group.count for group in layout.groups)
-    if shown < report.tensors:
-        yield f"<p class=note>This page is about {shown:,} of the {counted(report.tensors, 'tensor')}.</p>"
-    yield "</header>"
+    drawn = sum(group.count for group in layout.groups)
+    return Heading(
+        title=str(report.path).rstrip("/").rpartition("/")[2] or "checkpoint",
+        path=str(report.path),
+        facts=facts,
+        dtypes=[(name, f"{count:,}") for name, count in report.dtypes["before"].items()],
+        note=f"This page is about {drawn:,} of the {counted(report.tensors, 'tensor')}."
+        if drawn < report.tensors
+        else "",
+    )
 
 
-def _mesh(layout: Layout) -> Iterator[str]:
-    yield '<section aria-labelledby="mesh">'
-    yield f'<h2 id="mesh">{"Mesh" if layout.by_rank else "Files"}</h2>'
-    yield f"<p class=lead>{_mesh_sentence(layout)}</p>"
-    bands = layout.bands()
-    if len(layout.holders) > _MOST_CELLS:
-        yield f"<p class=note>More than {_MOST_CELLS:,} ranks are not drawn one by one; --ranks --json lists them.</p>"
+def _mesh(layout: Layout) -> Mesh:
     tp = 1 if layout.dims is None else layout.dims.tp
-    is_roomy = len(layout.holders) <= _ROOMY and tp <= _ROOMY_TP
-    yield f'<div class="stages{"" if is_roomy else " dense"}" style="--tp:{_line(tp)}">'
-    for stage, holders in bands:
-        yield from _band(layout, stage, holders)
-    yield "</div>"
-    yield '<p class=readout id="holder" role="status"></p>'
-    yield "</section>"
+    many = f"More than {_MOST_CELLS:,} ranks are not drawn one by one; --ranks --json lists them."
+    return Mesh(
+        title="Mesh" if layout.by_rank else "Files",
+        sentence=_mesh_sentence(layout),
+        note=many if len(layout.holders) > _MOST_CELLS else "",
+        is_roomy=len(layout.holders) <= _ROOMY and tp <= _ROOMY_TP,
+        line=_line(tp),
+        stages=[_stage(layout, stage, holders) for stage, holders in layout.bands()],
+    )
 
 
 def _line(tp: int) -> int:
-    """Cells in a line of a stage: those of all TP ranks, or as many lines of equal length as they need."""
+    """Return how many cells stand in a line: those of all TP ranks, or as many lines of equal length as they need."""
     lines = -(-tp // _MOST_TP)
     return -(-tp // lines)
 
 
-def _mesh_sentence(layout: Layout) -> str:
+def _mesh_sentence(layout: Layout) -> Markup:
     if not layout.by_rank:
         said = "No file belongs to a rank"
-        return f"{said}; nothing is cut: each tensor lies whole in one file." if not layout.cut_tensors else f"{said}."
+        return Markup("{}.").format(said if layout.cut_tensors else f"{said}; each tensor is stored whole in one file")
     dims = layout.dims
     if dims is None:
-        sentence = (
-            f"<b>{counted(len(layout.holders), 'rank')}</b> by the names of the files. The mesh is unknown without a "
-            "ckptx.json; ranks that hold layers in common are shown as one stage."
-        )
+        sentence = Markup(
+            "<b>{}</b> by the names of the files. The mesh is unknown without a ckptx.json; ranks that hold layers in "
+            "common are shown as one stage."
+        ).format(counted(len(layout.holders), "rank"))
     else:
-        sentence = (
-            f"<b>tp {dims.tp} &times; dp_shard {dims.dp_shard} &times; pp {dims.pp}</b> = "
-            f"{counted(dims.world_size, 'rank')}. In a stage, columns are tp and rows dp"
-            f"{'; hue tells tp, shade dp.' if dims.tp > 1 and dims.dp_shard > 1 else '.'}"
-        )
-    return sentence if layout.cut_tensors else f"{sentence} No tensor is cut: each lies whole on one rank."
+        sentence = Markup(
+            "<b>tp {} &times; dp_shard {} &times; pp {}</b> = {}. In a stage, columns are TP ranks and rows are DP "
+            "ranks{}"
+        ).format(
+            dims.tp, dims.dp_shard, dims.pp, counted(dims.world_size, "rank"),
+            "; hue shows TP, shade DP." if dims.tp > 1 and dims.dp_shard > 1 else ".",
+        )  # fmt: skip
+    return sentence if layout.cut_tensors else sentence + " No tensor is sharded: each is stored whole on one rank."
 
 
-def _band(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> Iterator[str]:
+def _stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> Stage:
     dims = layout.dims
-    title = "files" if not layout.by_rank else "no stage" if stage is None else f"stage {stage}"
     found = spans(layer for holder in holders for layer in holder.layers)
     outside = layout.outside.get(stage, [])
-    names = [escape(name) for name in outside[:_MOST_OUTSIDE]]
+    names = list(outside[:_MOST_OUTSIDE])
     if len(outside) > _MOST_OUTSIDE:
         names.append(f"{len(outside) - _MOST_OUTSIDE:,} more")
-    total = sum(holder.nbytes for holder in holders)
-    yield "<article class=stage>"
-    yield f"<h3>{title} <span>{human_bytes(total)}</span></h3>"
-    yield f"<p class=layers>{escape(spans_text(found)) if found else 'no layers'}</p>"
-    if names:
-        yield f"<p class=outside>{'<br>'.join(names)}</p>"
-    if len(layout.holders) <= _MOST_CELLS:
-        if dims is None:
-            yield f'<div class="cells {"loose" if layout.by_rank else "names"}">'
-        else:
-            yield "<div class=cells>"
-            line = _line(dims.tp)
-            if line == dims.tp:
-                yield "<i></i>" + "".join(f"<i>{'tp ' if tp == 0 else ''}{tp}</i>" for tp in range(dims.tp))
-        most = max(holder.nbytes for holder in layout.holders) or 1
-        colors = colors_of(layout)
-        first = layout.holders.index(holders[0])
-        for index, holder in enumerate(holders, start=first):
-            if dims is not None and holder.tp is not None and holder.tp % line == 0:
-                yield f"<i class=line>{_line_label(holder, is_whole=line == dims.tp)}</i>"
-            hue, light = colors[index % len(colors)]
-            yield _cell(holder, index, f"--h:{hue};--l:{light};--b:{holder.nbytes / most:.3f}")
-        yield "</div>"
-    yield "</article>"
+    is_drawn = len(layout.holders) <= _MOST_CELLS
+    kind = "cells" if dims is not None else "cells loose" if layout.by_rank else "cells names"
+    columns = [f"{'tp ' if tp == 0 else ''}{tp}" for tp in range(dims.tp)] if dims is not None else []
+    return Stage(
+        title="files" if not layout.by_rank else "no stage" if stage is None else f"stage {stage}",
+        nbytes=sum(holder.nbytes for holder in holders),
+        layers=spans_text(found) if found else "no layers",
+        outside=names,
+        cells_kind=kind if is_drawn else None,
+        columns=columns if is_drawn and dims is not None and _line(dims.tp) == dims.tp else [],
+        cells=list(_cells(layout, holders)) if is_drawn else [],
+    )
+
+
+def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[Cell]:
+    dims, colors = layout.dims, colors_of(layout)
+    most = max(holder.nbytes for holder in layout.holders) or 1
+    for index, holder in enumerate(holders, start=layout.holders.index(holders[0])):
+        begins = dims is not None and holder.tp is not None and holder.tp % _line(dims.tp) == 0
+        hue, light = colors[index % len(colors)]
+        place = "".join(
+            f", {axis} {value}"
+            for axis, value in (("stage", holder.stage), ("dp", holder.dp), ("tp", holder.tp))
+            if value is not None
+        )
+        yield Cell(
+            index=index,
+            line=_line_label(holder, is_whole=_line(dims.tp) == dims.tp) if dims is not None and begins else None,
+            label=holder.label if holder.rank is None else str(holder.rank),
+            nbytes=holder.nbytes,
+            part=f"{holder.nbytes / most:.3f}",
+            said=f"{holder.label}{place}: {human_bytes(holder.nbytes)}, {counted(holder.tensors, 'tensor')}",
+            hue=hue,
+            light=light,
+        )
 
 
 def _line_label(holder: Holder, *, is_whole: bool) -> str:
-    """What stands before a line of cells: its dp; and where lines go on, the TP rank it begins with."""
+    """Return what stands before a line of cells: its DP rank; and where lines go on, the TP rank it begins with."""
     if is_whole:
         return f"{'dp ' if holder.dp == 0 else ''}{holder.dp}"
     return f"dp {holder.dp} tp {holder.tp}"
 
 
-def _cell(holder: Holder, index: int, style: str) -> str:
-    size = human_bytes(holder.nbytes)
-    place = "".join(
-        f", {axis} {value}"
-        for axis, value in (("stage", holder.stage), ("dp", holder.dp), ("tp", holder.tp))
-        if value is not None
-    )
-    said = escape(f"{holder.label}{place}: {size}, {counted(holder.tensors, 'tensor')}")
-    return (
-        f'<a class=cell href="#rank={index}" data-h={index} style="{style}" title="{said}" aria-label="{said}">'
-        f"<b>{escape(holder.label if holder.rank is None else str(holder.rank))}</b><span>{size}</span></a>"
-    )
-
-
-def _bytes(layout: Layout) -> Iterator[str]:
+def _chart(layout: Layout) -> Chart | None:
+    """Return the chart; None without tensor data."""
     balance = layout.balance()
     if balance is None:
-        return
-    kind = "rank" if layout.by_rank else "file"
+        return None
     sizes = [holder.nbytes for holder in layout.holders]
     step = -(-len(sizes) // _MOST_BARS)
-    bars = [max(sizes[at : at + step]) for at in range(0, len(sizes), step)]
+    largest = [max(sizes[at : at + step]) for at in range(0, len(sizes), step)]
     colors = colors_of(layout)
-    gap = 0.12 if len(bars) <= 256 else 0.0
+    gap = 0.12 if len(largest) <= 256 else 0.0
     top = balance["max"]
-    said = escape(balance_text(balance))
-    yield '<section aria-labelledby="bytes">'
-    yield f'<h2 id="bytes">Bytes per {kind}</h2>'
-    yield f"<p class=lead>{said}</p>"
-    yield f"<div class=chart><span class=top>{human_bytes(top)}</span>"
-    yield (
-        f'<svg viewBox="0 0 {len(bars)} 100" preserveAspectRatio="none" role="img" '
-        f'aria-label="Bytes of tensor data per {kind}: {said}">'
-    )
-    for index, size in enumerate(bars):
+    bars = []
+    for index, size in enumerate(largest):
         hue, light = colors[index * step % len(colors)]
         height = round(100 * size / top, 2)
-        mark = f" data-h={index}" if step == 1 else ""
-        yield (
-            f'<rect x="{index + gap:g}" y="{100 - height:g}" width="{1 - 2 * gap:g}" height="{height:g}"{mark} '
-            f'style="--h:{hue};--l:{light}"/>'
+        bars.append(
+            Bar(
+                x=f"{index + gap:g}",
+                y=f"{100 - height:g}",
+                width=f"{1 - 2 * gap:g}",
+                height=f"{height:g}",
+                index=index if step == 1 else None,
+                hue=hue,
+                light=light,
+            )
         )
-    mean = round(100 - 100 * balance["mean"] / top, 2)
-    yield f'<line x1="0" x2="{len(bars)}" y1="{mean}" y2="{mean}"/></svg>'
-    last = layout.holders[-1]
-    ends = (layout.holders[0].label, last.label) if layout.by_rank else ("first file", "last file")
-    yield f"<span class=ends><span>{escape(ends[0])}</span><span>line: mean</span><span>{escape(ends[1])}</span></span>"
-    yield "</div></section>"
+    ends = (layout.holders[0].label, layout.holders[-1].label) if layout.by_rank else ("first file", "last file")
+    return Chart(
+        kind="rank" if layout.by_rank else "file",
+        said=balance_text(balance),
+        top=top,
+        mean=round(100 - 100 * balance["mean"] / top, 2),
+        bars=bars,
+        first=ends[0],
+        last=ends[1],
+    )
 
 
-def _tensors(layout: Layout) -> Iterator[str]:
+def _tensors(layout: Layout, listed: Sequence[tuple[int, TensorGroup]]) -> Tensors:
     groups = layout.groups
     patterns = counted(len({group.pattern for group in groups}), "pattern")
-    yield '<section aria-labelledby="tensors">'
-    yield '<h2 id="tensors">Tensors</h2>'
-    yield (
-        f"<p class=lead>{counted(sum(g.count for g in groups), 'tensor')} of {patterns}; "
-        f"{f'{layout.cut_tensors:,}' if layout.cut_tensors else 'none'} in more than one piece. Pick one to see where "
-        "it lies.</p>"
+    sharded = f"{layout.cut_tensors:,}" if layout.cut_tensors else "none"
+    more = len(groups) - _MOST_ROWS
+    return Tensors(
+        lead=f"{counted(sum(group.count for group in groups), 'tensor')} of {patterns}; {sharded} in more than one "
+        "shard. Select one to see its shards.",
+        rows=[_row(layout, index, group) for index, group in listed],
+        note=f"{counted(more, 'more pattern')}; search finds them." if more > 0 else "",
     )
-    yield '<div class=panes><div class=list><label id="search" hidden>Search names'
-    yield '<input type="search" placeholder="layers.3 q_proj" spellcheck="false" autocomplete="off"></label>'
-    yield '<nav id="rows" aria-label="tensors by pattern">'
-    for index, group in _listed(layout):
-        yield _row(layout, index, group)
-    yield "</nav>"
-    if len(groups) > _MOST_ROWS:
-        yield f"<p class=note>{counted(len(groups) - _MOST_ROWS, 'more pattern')}; search finds them.</p>"
-    yield "</div>"
-    yield '<div class=detail id="detail">'
-    yield "<noscript>Each row shows its cut in small; scripts draw it to scale.</noscript>"
-    yield "</div></div></section>"
 
 
 def _listed(layout: Layout) -> list[tuple[int, TensorGroup]]:
-    """Groups and their indices, those of one pattern one after another, as many as are listed without a search."""
+    """Return groups with their indices, those of one pattern together, as many as are listed without a search."""
     order = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
     return sorted(enumerate(layout.groups), key=lambda item: order[item[1].pattern])[:_MOST_ROWS]
 
 
-def _row(layout: Layout, index: int, group: TensorGroup) -> str:
+def _row(layout: Layout, index: int, group: TensorGroup) -> Row:
     first, members = next(iter(group.members.items()))
     cut = layout.cuts[group.cut]
-    pattern = ".".join("<em>*</em>" if part == "*" else escape(part) for part in group.pattern.split("."))
-    count = f"<b>{group.count:,}&times;</b> " if group.count > 1 else ""
-    said = f"{count}{escape(group.dtype.name)} [{', '.join(map(str, cut.shape))}]"
-    target = quote(one_line(name_of(group.pattern, members[0]), longest=0), safe="")
-    return (
-        f'<a class=row href="#tensor={target}" data-g={index}><svg viewBox="0 0 48 32" aria-hidden="true">'
-        f'<use href="#{symbol_id(layout, group.cut, first)}"/></svg><span class=name>{pattern}</span>'
-        f"<span class=meta>{said} <span>{escape(cut_text(cut))}</span></span></a>"
+    return Row(
+        index=index,
+        target=Markup(quote(one_line(name_of(group.pattern, members[0]), longest=0), safe="")),
+        symbol=symbol_id(layout, group.cut, first),
+        pattern=group.pattern,
+        count=group.count,
+        dtype=group.dtype.name,
+        shape=", ".join(map(str, cut.shape)),
+        cut=cut_text(cut),
     )

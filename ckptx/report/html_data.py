@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -121,43 +122,74 @@ def symbol_id(layout: Layout, cut: int, first: int) -> str:
     return f"c{cut}-{first % len(colors_of(layout)) if layout.dims is not None else first}"
 
 
-def thumbnails(layout: Layout, groups: Iterable[TensorGroup]) -> str:
-    """The small pictures of these tensors, each once, to be used by reference."""
-    known: dict[str, str] = {}
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A shard in a small picture.
+
+    Attributes:
+        x: Its left edge.
+        y: Its upper edge.
+        width: Its width.
+        height: Its height.
+        hue: The hue of its first holder, in degrees of OKLCH.
+        light: The lightness of its first holder.
+        is_replicated: Whether several holders have it.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    hue: int
+    light: float
+    is_replicated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Thumbnail:
+    """The small picture of how a tensor is sharded, used by reference.
+
+    Attributes:
+        id: What refers to it.
+        width: The width of the picture.
+        height: Its height.
+        said: What stands in place of shards that are too many to draw, or none; None where they are drawn.
+        boxes: The shards.
+    """
+
+    id: str
+    width: int
+    height: int
+    said: str | None
+    boxes: Sequence[Box]
+
+
+def thumbnails(layout: Layout, groups: Iterable[TensorGroup]) -> list[Thumbnail]:
+    """Return the small pictures of these tensors, each once."""
+    known: dict[str, Thumbnail] = {}
     for group in groups:
         first = next(iter(group.members))
         key = symbol_id(layout, group.cut, first)
         if key not in known:
-            known[key] = "".join(_thumbnail(layout, layout.cuts[group.cut], first))
-    symbols = "".join(
-        f'<symbol id="{key}" viewBox="0 0 {_WIDTH} {_HEIGHT}">{shapes}</symbol>' for key, shapes in known.items()
-    )
-    hatch = (
-        '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect width="1.6" height="5" class="stripe"/></pattern>'
-    )
-    return f'<svg class=defs aria-hidden="true"><defs>{hatch}</defs>{symbols}</svg>'
+            known[key] = _thumbnail(key, layout, layout.cuts[group.cut], first)
+    return list(known.values())
 
 
-def _thumbnail(layout: Layout, cut: Sharding, first: int) -> Iterator[str]:
+def _thumbnail(key: str, layout: Layout, cut: Sharding, first: int) -> Thumbnail:
     colors, axes = colors_of(layout), axes_of(cut)
     held = distinct(cut)
     if held:
         facet = _others(held[0][0], axes)
         held = [item for item in held if _others(item[0], axes) == facet]
     if not held or len(held) > _MOST_THUMBNAIL:
-        said = f"{len(held):,}" if held else "empty"
-        yield f'<rect class="many" width="{_WIDTH}" height="{_HEIGHT}" rx="2"/>'
-        yield f'<text x="{_WIDTH // 2}" y="20" text-anchor="middle">{said}</text>'
-        return
+        return Thumbnail(key, _WIDTH, _HEIGHT, f"{len(held):,}" if held else "empty", [])
+    boxes = []
     for region, holders in held:
         x, width = _span(cut, region, axes.across, _WIDTH)
         y, height = _span(cut, region, axes.down, _HEIGHT)
-        place = f'x="{x}" y="{y}" width="{width}" height="{height}"'
         hue, light = colors[(first + holders[0]) % len(colors)]
-        yield f'<rect {place} style="--h:{hue};--l:{light}"/>'
-        if len(holders) > 1:
-            yield f'<rect {place} class="hatch"/>'
+        boxes.append(Box(x, y, width, height, hue, light, len(holders) > 1))
+    return Thumbnail(key, _WIDTH, _HEIGHT, None, boxes)
 
 
 def _others(region: Region, axes: Axes) -> tuple[tuple[int, int], ...]:

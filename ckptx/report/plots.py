@@ -1,22 +1,85 @@
 """Plots as inline SVG: runs over their steps, how far each is from the first, in decades, and the frame of any plot.
 
-The SVG is stretched to the width there is, so lines keep their width by `non-scaling-stroke`, dots are lines without
-length and a round end, and words stand beside it in HTML, where they can be read on a phone.
+This module computes shapes; the macro `plot` in `templates/parts.html` writes them with the words beside them. The SVG
+is stretched to the width there is, so lines keep their width by `non-scaling-stroke`, and dots are lines without length
+and a round end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import floor, isfinite, log10
 from typing import NamedTuple
 
-from ckptx.report.page import escape
+from markupsafe import Markup
 
 WIDE, HIGH = 1000, 400  # units of the drawing
 _MOST_TICKS = 9
 _MOST_DOTS = 60  # of a run; a longer one is a line alone
 _LEAST_DECADE = -12
 _NONE, _ROOM_FOR_NONE = 12, 46  # where numbers that are none are drawn, and how far below it the others begin
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What stands beside a plot.
+
+    Attributes:
+        down: How far down, in units of the drawing.
+        text: The words.
+    """
+
+    down: float
+    text: str
+
+    @property
+    def top(self) -> str:
+        """How far down, in percent."""
+        return f"{100 * self.down / HIGH:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What stands on a plot, or below it.
+
+    Attributes:
+        text: The words.
+        style: Its place, as CSS.
+        kind: Its class; "" for none.
+        title: What it says in full; "" for no more than `text`.
+    """
+
+    text: str
+    style: str
+    kind: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A drawing with what is written around it.
+
+    Attributes:
+        label: What is drawn.
+        marks: The marks of its vertical axis.
+        below: The labels of its horizontal axis.
+        shapes: SVG.
+        over: Labels that lie on the drawing.
+    """
+
+    label: str
+    marks: Sequence[Mark]
+    below: Sequence[Label]
+    shapes: Sequence[Markup]
+    over: Sequence[Label] = ()
+    width: int = WIDE
+    height: int = HIGH
+
+    @property
+    def grid(self) -> str:
+        """The path of the lines at the marks."""
+        return "".join(f"M0 {mark.down:.1f}H{WIDE}" for mark in self.marks)
 
 
 class RunCurve(NamedTuple):
@@ -40,12 +103,12 @@ class Band(NamedTuple):
     limit: float | None
 
 
-def runs_plot(runs: Sequence[RunCurve]) -> Iterator[str]:
-    """Numbers over steps, the first run broad, the others thin upon it."""
+def runs_plot(runs: Sequence[RunCurve]) -> Plot | None:
+    """Return numbers over steps, the first run broad, the others thin upon it; None if there is no number."""
     steps = _steps(runs)
     numbers = [number for run in runs for _, number in run.points if isfinite(number)]
     if not steps or not numbers:
-        return
+        return None
     low, high = min(numbers), max(numbers)
     room = (high - low) * 0.08 or abs(high) * 0.01 or 1.0
     low, high = low - room, high + room
@@ -56,18 +119,21 @@ def runs_plot(runs: Sequence[RunCurve]) -> Iterator[str]:
         return top + (HIGH - top) * (high - value) / (high - low)
 
     values = [(low + (high - low) * part / 4) for part in range(5)]
-    marks = [*([(_NONE, "nan")] if has_none else []), *((down(value), f"{value:.4g}") for value in values)]
+    marks = [*([Mark(_NONE, "nan")] if has_none else []), *(Mark(down(value), f"{value:.4g}") for value in values)]
     shapes = [shape for index, run in enumerate(runs) for shape in _line(run, steps, down, is_first=index == 0)]
-    yield from framed(f"loss over steps of {', '.join(run.name for run in runs)}", marks, _below(steps), shapes)
+    return Plot(f"loss over steps of {', '.join(run.name for run in runs)}", marks, _below(steps), shapes)
 
 
-def distances_plot(runs: Sequence[RunCurve], band: Band) -> Iterator[str]:
-    """How far runs are away from another, by decades; at the bottom what is equal, above the top what is no number."""
+def distances_plot(runs: Sequence[RunCurve], band: Band) -> Plot | None:
+    """Return the differences of runs from another, by decades; None if there are no steps.
+
+    Equal numbers are drawn at the bottom, and what is no number above the top.
+    """
     steps = _steps(runs)
     known = [band.noise, band.limit, *(number for run in runs for _, number in run.points)]
     sizes = [value for value in known if value is not None and isfinite(value) and value > 0]
     if not steps:
-        return
+        return None
     first = max(_LEAST_DECADE, floor(log10(min(sizes)))) if sizes else -1
     last = max(first + 1, floor(log10(max(sizes))) + 1) if sizes else 0
     decades = last - first
@@ -81,18 +147,30 @@ def distances_plot(runs: Sequence[RunCurve], band: Band) -> Iterator[str]:
     shapes = []
     for name, value in (("limit", band.limit), ("noise", band.noise)):
         if value is not None and isfinite(value) and value > 0:
-            shapes.append(f'<rect class="{name}" x="0" y="{down(value):.1f}" width="{WIDE}" height="{HIGH}"/>')
-            shapes.append(f'<path class="{name}" d="M0 {down(value):.1f}H{WIDE}"/>')
+            shapes.append(rect(name, 0, down(value), WIDE, HIGH))
+            shapes.append(path(name, f"M0 {down(value):.1f}H{WIDE}"))
     for run in runs:
         shapes += _line(run, steps, down, is_first=False)
     every = -(-decades // 5)
-    marks = [(down(10.0**power), f"1e{power}") for power in range(first, last + 1, every)]
-    marks.append((down(0.0), "equal"))
+    marks = [Mark(down(10.0**power), f"1e{power}") for power in range(first, last + 1, every)]
+    marks.append(Mark(down(0.0), "equal"))
     if _has_none(runs):
-        marks.append((_NONE, "nan"))
-    yield from framed(
-        f"distance of {', '.join(run.name for run in runs)} from the first run", marks, _below(steps), shapes
-    )
+        marks.append(Mark(_NONE, "nan"))
+    names = ", ".join(run.name for run in runs)
+    return Plot(f"difference of {names} from the first run", marks, _below(steps), shapes)
+
+
+def path(kind: str, d: str) -> Markup:
+    """Return a path of SVG."""
+    return Markup('<path class="{}" d="{}"/>').format(kind, d)
+
+
+def rect(kind: str, x: float, y: float, width: float, height: float, title: str = "") -> Markup:
+    """Return a rectangle of SVG; `title` is shown under the pointer."""
+    place = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
+    if not title:
+        return Markup('<rect class="{}" {}/>').format(kind, Markup(place))
+    return Markup('<rect class="{}" {}><title>{}</title></rect>').format(kind, Markup(place), title)
 
 
 def _steps(runs: Sequence[RunCurve]) -> list[float]:
@@ -108,59 +186,27 @@ def _across(step: float, steps: Sequence[float]) -> float:
     return WIDE / 2 if not room else 20 + (WIDE - 40) * (step - steps[0]) / room
 
 
-def _line(run: RunCurve, steps: Sequence[float], down: Callable[[float], float], *, is_first: bool) -> Iterator[str]:
+def _line(run: RunCurve, steps: Sequence[float], down: Callable[[float], float], *, is_first: bool) -> Iterator[Markup]:
     """A run as a line with a gap where a number is none, and its dots; what is no number is a dot at the top."""
-    path, dots, is_drawing = "", "", False
+    line, dots, is_drawing = "", "", False
     for step, number in run.points:
         if not isfinite(number):
-            yield f'<path class="dot nan" d="M{_across(step, steps):.1f} {_NONE}h0"/>'
+            yield path("dot nan", f"M{_across(step, steps):.1f} {_NONE}h0")
             is_drawing = False
             continue
         place = f"{_across(step, steps):.1f} {down(number):.1f}"
-        path += f"{'L' if is_drawing else 'M'}{place}"
+        line += f"{'L' if is_drawing else 'M'}{place}"
         dots += f"M{place}h0"
         is_drawing = True
     kind = f"{'first' if is_first else 'run'} c{run.color}"
-    if path:
-        yield f'<path class="{kind}" d="{path}"/>'
+    if line:
+        yield path(kind, line)
     if len(run.points) <= _MOST_DOTS and dots:
-        yield f'<path class="dot {kind}" d="{dots}"/>'
+        yield path(f"dot {kind}", dots)
 
 
-def framed(
-    label: str,
-    marks: Sequence[tuple[float, str]],
-    below: Iterable[str],
-    shapes: Iterable[str],
-    over: Iterable[str] = (),
-) -> Iterator[str]:
-    """A drawing with what is written beside and below it.
-
-    Args:
-        label: What is drawn.
-        marks: How far down, in units of the drawing, and what stands there.
-        below: HTML, placed by `left` and `width` in percent of the drawing.
-        shapes: SVG.
-        over: HTML that lies on the drawing.
-    """
-    yield "<div class=plot>"
-    yield "<div class=ys>"
-    for y, said in marks:
-        yield f'<span style="top:{100 * y / HIGH:.2f}%">{escape(said)}</span>'
-    yield "</div>"
-    yield f'<svg viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
-    yield f'<path class="grid" d="{"".join(f"M0 {y:.1f}H{WIDE}" for y, _ in marks)}"/>'
-    yield from shapes
-    yield "</svg>"
-    yield f"<div class=over>{''.join(over)}</div>"
-    yield "<div class=xs>"
-    yield from below
-    yield "</div></div>"
-
-
-def _below(steps: Sequence[float]) -> Iterator[str]:
-    for step in _ticks(steps):
-        yield f'<span style="left:{100 * _across(step, steps) / WIDE:.2f}%">{step:g}</span>'
+def _below(steps: Sequence[float]) -> list[Label]:
+    return [Label(f"{step:g}", f"left:{100 * _across(step, steps) / WIDE:.2f}%") for step in _ticks(steps)]
 
 
 def _ticks(steps: Sequence[float]) -> list[float]:

@@ -1,19 +1,21 @@
 """The report of `robustness` as one HTML page: verdicts, losses, memory, what differs, and what it ran with.
 
-Nothing in it runs, and it asks for nothing outside of itself. Names of tensors, recipes and trainers are anybody's text
-and go through `escape`.
+This module says what the page shows, in rows; `templates/robustness.html` says how. Nothing in the page runs, and it
+asks for nothing outside of itself. Names of tensors, recipes and trainers are anybody's text; the template escapes
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
 
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.numbers import peak_memory_text
-from ckptx.report.page import escape, page
-from ckptx.report.plots import Band, RunCurve, distances_plot, runs_plot
+from ckptx.report.page import page
+from ckptx.report.plots import Band, Plot, RunCurve, distances_plot, runs_plot
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_words import (
     called,
@@ -38,154 +40,287 @@ from ckptx.report.robustness_words import (
     widened_text,
 )
 
-_MARKS = {True: ("ok", "&#10003;", "ok"), False: ("bad", "&#10007;", "failed"), None: ("left", "&ndash;", "not run")}
+_KINDS = {True: "ok", False: "bad", None: "left"}
 _STYLES = ("report.css", "robustness.css")
 _MOST_ROWS = 400
 _MOST_RUNS = 6  # drawn, beside the first
 _MOST_FOUND = 12  # items named below an oracle
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A line in the head of the page.
+
+    Attributes:
+        kind: "ok" or "bad".
+        word: PASSED, FAILED, ...
+        said: The rest of the sentence.
+    """
+
+    kind: str
+    word: str
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """The head of the page.
+
+    Attributes:
+        title: The name of the recipe.
+        verdicts: The verdict, and what explains it.
+        facts: Terms with values.
+    """
+
+    title: str
+    verdicts: Sequence[Verdict]
+    facts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """The result of an oracle.
+
+    Attributes:
+        name: Its name.
+        said: The result, in words.
+        is_failed: Whether it found a difference.
+        is_widened: Whether the recipe widened its tolerance.
+        items: What differs, the first of it.
+        cause: Why it may have failed; "" if nothing is known or it did not fail.
+    """
+
+    name: str
+    said: str
+    is_failed: bool
+    is_widened: bool
+    items: Sequence[str] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The result of a phase.
+
+    Attributes:
+        kind: "ok", "bad" or "left" (not run).
+        name: Its name.
+        title: What it proves.
+        time: Its duration, or "not run".
+        oracles: Its oracles, those that failed first.
+        memory_faults: What it did not release.
+        notes: What the user should know.
+    """
+
+    kind: str
+    name: str
+    title: str
+    time: str
+    oracles: Sequence[Oracle]
+    memory_faults: Sequence[str]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Losses of the runs, and their differences from the first.
+
+    Attributes:
+        lead: The noise.
+        runs: The runs that are drawn, the uninterrupted one first.
+        plot: Their losses; None if there are no numbers.
+        differences: The other runs with their differences from the first, where they have steps in common.
+        differences_lead: Which of them are equal.
+        differences_plot: Their differences; None if there are no steps.
+        band: Noise and tolerance.
+        note: Set if runs are left out; else "".
+    """
+
+    lead: str
+    runs: Sequence[RunCurve]
+    plot: Plot | None
+    differences: Sequence[RunCurve]
+    differences_lead: str
+    differences_plot: Plot | None
+    band: Band
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What is still held after a phase.
+
+    Attributes:
+        said: In words.
+        is_over: Whether it is above the baseline.
+        part: In percent of the most of all phases.
+        baseline_part: The baseline, likewise.
+    """
+
+    said: str
+    is_over: bool
+    part: float
+    baseline_part: float
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """Memory and threads after a phase."""
+
+    phase: str
+    tensors: Use
+    threads: Use
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A process that was killed while saving; `kind` is "ok" or "bad"."""
+
+    kind: str
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Everything below the head.
+
+    Attributes:
+        summary: How many phases passed.
+        phases: The phases.
+        losses: None without runs.
+        memory: Empty where none was taken.
+        step_memory: Memory of one step, in words; "" where it was not taken.
+        differences: Cells of the first differences; None for what is not known.
+        differences_count: The number of all differences.
+        kills: Processes that were killed.
+        kills_lead: How many of these ended well.
+        settings: What the run was asked for.
+        environment: Names with versions.
+    """
+
+    summary: str
+    phases: Sequence[Phase]
+    losses: Losses | None
+    memory: Sequence[Retained]
+    step_memory: str
+    differences: Sequence[Sequence[str | None]]
+    differences_count: int
+    kills: Sequence[Kill]
+    kills_lead: str
+    settings: Sequence[tuple[str, str]]
+    environment: Sequence[tuple[str, str]]
+
+
 def robustness_page(report: Report, recipe: str) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        report: Of `robustness`; a plain report is that of a run that could not be judged, and the page says why.
-        recipe: As it was asked for.
+        report: The report of `robustness`; a plain report is that of a run that could not be judged, and the page says
+            why.
+        recipe: The recipe as it was asked for.
     """
-    if not isinstance(report, RobustnessReport):
-        return page(f"{escape(recipe)} - robustness", _STYLES, _failure(report, recipe))
-    return page(
-        f"{escape(report.recipe)} - robustness",
-        _STYLES,
-        [
-            *_header(report),
-            "<main>",
-            *_phases(report),
-            *_losses(report),
-            *_memory(report),
-            *_differing(report),
-            *_kills(report),
-            *_settings(report),
-            "</main>",
-        ],
-    )
+    if isinstance(report, RobustnessReport):
+        heading, content = _heading(report), _content(report)
+    else:
+        why = Verdict("bad", "NOT JUDGED", report.error or "no reason was given")
+        facts = [("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")]
+        heading, content = Heading(recipe, [why], facts), None
+    title = f"{heading.title} - robustness"
+    return page("robustness.html", title, _STYLES, heading=heading, report=content, notes=report.warnings)
 
 
-def _failure(report: Report, recipe: str) -> Iterator[str]:
-    yield "<header><p class=eyebrow>checkpoint robustness</p>"
-    yield f"<h1>{escape(recipe)}</h1>"
-    yield f'<p class="verdict bad"><b>NOT JUDGED</b> {escape(report.error or "no reason was given")}</p>'
-    yield _facts([("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")])
-    yield "</header><main>"
-    yield from _notes(report.warnings)
-    yield "</main>"
-
-
-def _header(report: RobustnessReport) -> Iterator[str]:
+def _heading(report: RobustnessReport) -> Heading:
     word, _, said = verdict(report).partition(": ")
-    yield "<header><p class=eyebrow>checkpoint robustness</p>"
-    yield f"<h1>{escape(report.recipe)}</h1>"
-    yield f'<p class="verdict {"ok" if report.ok else "bad"}"><b>{word}</b> {escape(said)}</p>'
+    verdicts = [Verdict("ok" if report.ok else "bad", word, said)]
     cause = cause_text(report)
     if cause is not None:
-        yield f'<p class="verdict bad"><b>CAUSE</b> {escape(cause.partition(": ")[2])}</p>'
-    for phase, row in widened(report):
-        yield f'<p class="verdict bad"><b>WIDENED</b> by the recipe: {escape(widened_text(phase, row))}</p>'
+        verdicts.append(Verdict("bad", "CAUSE", cause.partition(": ")[2]))
+    verdicts += [
+        Verdict("bad", "WIDENED", f"by the recipe: {widened_text(phase, row)}") for phase, row in widened(report)
+    ]
     facts = [
         ("mesh", mesh(report)),
         ("trainer", report.trainer),
         ("time", f"{report.seconds:.1f} s"),
         peak_memory_text(report),
-        *(("planted fault", each) for each in [report.injected] if each),
+        *(("injected fault", each) for each in [report.injected] if each),
     ]
-    yield _facts([(term, escape(value)) for term, value in facts])
-    yield "</header>"
+    return Heading(report.recipe, verdicts, facts)
 
 
-def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    """Terms with values, both already escaped."""
-    return f"<dl>{''.join(f'<div><dt>{term}</dt><dd>{value}</dd></div>' for term, value in facts)}</dl>"
+def _content(report: RobustnessReport) -> Content:
+    kills = report.kills or ()
+    good = sum(1 for row in kills if row["ok"])
+    settings = {
+        "recipe": report.recipe_file,
+        "written to": report.out or "a temporary folder, removed",
+        **report.settings,
+    }
+    return Content(
+        summary=_summary(report),
+        phases=[_phase(report, phase) for phase in report.phases],
+        losses=_losses(report),
+        memory=list(_memory(report)),
+        step_memory=step_memory_text(report) or "",
+        differences=[_difference(report, row) for row in report.differing[:_MOST_ROWS]],
+        differences_count=len(report.differing),
+        kills=[Kill(_KINDS[bool(row["ok"])], kill_text(row)) for row in kills[:_MOST_ROWS]],
+        kills_lead=f"{counted(len(kills), 'time')}; {good:,} left the last good step and nothing else.",
+        settings=[(str(key), str(said)) for key, said in settings.items()],
+        environment=[(str(key), str(said)) for key, said in report.environment.items()],
+    )
 
 
-def _phases(report: RobustnessReport) -> Iterator[str]:
-    yield '<section aria-labelledby="phases"><h2 id="phases">Phases</h2>'
-    if not report.phases:
-        yield "<p class=lead>No phase was run.</p></section>"
-        return
+def _summary(report: RobustnessReport) -> str:
     failed = sum(phase["ok"] is False for phase in report.phases)
     left = sum(phase["ok"] is None for phase in report.phases)
     parts = [f"{len(report.phases) - failed - left} passed", f"{failed} failed", f"{left} not run"]
-    said = ", ".join(part for part in parts if not part.startswith("0 "))
-    yield f"<p class=lead>{said}. Exact oracles judge, loss confirms.</p>"
-    for phase in report.phases:
-        yield from _phase(report, phase)
-    yield "</section>"
+    return ", ".join(part for part in parts if not part.startswith("0 "))
 
 
-def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> Iterator[str]:
-    kind, mark, said = _MARKS[phase["ok"]]
-    notes = notes_of(phase)
-    took = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"
-    yield f'<article class="phase {kind}">'
-    yield f'<h3><b class=mark title="{said}" role="img" aria-label="{said}">{mark}</b>{escape(called(phase))}'
-    yield f"<span>{took or said}</span></h3>"
-    if phase.get("title"):
-        yield f"<p class=title>{escape(str(phase['title']))}</p>"
-    failing = failing_oracles(phase)
-    good = [row for row in phase.get("oracles") or () if row["ok"] is not False]
-    if failing or good:
-        yield "<ul class=oracles>"
-        for row in (*failing, *good):
-            yield from _oracle(report, phase, row)
-        yield "</ul>"
-    for fault in memory_faults(phase):
-        yield f"<p class=red>memory: {escape(fault)}</p>"
-    for note in notes:
-        yield f"<p class=note>{escape(note)}</p>"
-    yield "</article>"
+def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> Phase:
+    rows = phase.get("oracles") or ()
+    good = [row for row in rows if row["ok"] is not False]
+    return Phase(
+        kind=_KINDS[phase["ok"]],
+        name=called(phase),
+        title=str(phase.get("title") or ""),
+        time="not run" if phase["ok"] is None else f"{phase['seconds']:.1f} s",
+        oracles=[_oracle(report, phase, row) for row in (*failing_oracles(phase), *good)],
+        memory_faults=list(memory_faults(phase)),
+        notes=notes_of(phase),
+    )
 
 
-def _oracle(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]:
-    name = str(row["name"])
-    wide = ' <b class="red">widened</b>' if row.get("widened") else ""
-    if row["ok"] is not False:
-        said = f"{row['compared']:,} alike" if row.get("value") is None else oracle_text(row)
-        said = said if row["ok"] else unchecked_text(row)
-        yield f"<li><b>{escape(name)}</b> <span>{escape(said)}</span>{wide}</li>"
-        return
-    yield f"<li class=bad><b>{escape(name)}</b> <span>{escape(oracle_text(row))}</span>{wide}"
-    items = some(items_of(report, phase, name), _MOST_FOUND)
-    if items:
-        yield f"<ul class=items>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
-    cause = cause_of(report, phase, name)
-    if cause is not None:
-        yield f"<p>{escape(cause)}</p>"
-    yield "</li>"
+def _oracle(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> Oracle:
+    name, is_widened = str(row["name"]), bool(row.get("widened"))
+    if row["ok"] is False:
+        items = list(some(items_of(report, phase, name), _MOST_FOUND))
+        return Oracle(name, oracle_text(row), True, is_widened, items, cause_of(report, phase, name) or "")
+    if not row["ok"]:
+        return Oracle(name, unchecked_text(row), False, is_widened)
+    said = f"{row['compared']:,} identical" if row.get("value") is None else oracle_text(row)
+    return Oracle(name, said, False, is_widened)
 
 
-def _losses(report: RobustnessReport) -> Iterator[str]:
+def _losses(report: RobustnessReport) -> Losses | None:
     runs = _runs(report)
     if not runs:
-        return
-    first, others = runs[0], runs[1:]
-    yield '<section aria-labelledby="losses"><h2 id="losses">Loss</h2>'
+        return None
     noise = noise_text(report, "loss")
-    lead = f"Noise, as measured in this run: {noise}." if noise else "No noise was measured."
-    yield f"<p class=lead>{escape(lead)}</p>"
-    yield from _legend(runs)
-    yield from runs_plot(runs)
-    apart = [_apart(first, run) for run in others]
-    apart = [run for run in apart if run.points]
-    if apart:
-        band = Band(noise_of(report, "loss"), _limit(report))
-        yield f"<h3>Distance from {escape(first.name)}</h3>"
-        yield f"<p class=lead>{escape(_apart_text(apart))}</p>"
-        yield from _legend(apart, band)
-        yield from distances_plot(apart, band)
+    band = Band(noise_of(report, "loss"), _limit(report))
+    differences = [found for run in runs[1:] if (found := _difference_of_runs(runs[0], run)).points]
     left = len(report.losses) - len(runs)
-    if left > 0:
-        yield f"<p class=note>{counted(left, 'more run')} in the document of --json.</p>"
-    yield "</section>"
+    return Losses(
+        lead=f"Noise, as measured in this run: {noise}." if noise else "No noise was measured.",
+        runs=runs,
+        plot=runs_plot(runs),
+        differences=differences,
+        differences_lead=_differences_lead(differences),
+        differences_plot=distances_plot(differences, band),
+        band=band,
+        note=f"{counted(left, 'more run')} in the document of --json." if left > 0 else "",
+    )
 
 
 def _runs(report: RobustnessReport) -> list[RunCurve]:
@@ -202,12 +337,12 @@ def _runs(report: RobustnessReport) -> list[RunCurve]:
 
 
 def _drawn_late(row: Mapping[str, Any]) -> int:
-    """Resumed runs are drawn if any are; those with a moved embedding are what noise is, which is drawn as a band."""
+    """Sort resumed runs first, and last those with a moved embedding: they are the noise, which is drawn as a band."""
     name = str(row["run"])
     return 0 if name.startswith("resumed") else 2 if name.startswith("moved") else 1
 
 
-def _apart(first: RunCurve, run: RunCurve) -> RunCurve:
+def _difference_of_runs(first: RunCurve, run: RunCurve) -> RunCurve:
     known = dict(first.points)
     return run._replace(
         points=[
@@ -218,15 +353,15 @@ def _apart(first: RunCurve, run: RunCurve) -> RunCurve:
     )
 
 
-def _apart_text(runs: Sequence[RunCurve]) -> str:
-    equal = [run.name for run in runs if all(distance == 0 for _, distance in run.points)]
+def _differences_lead(runs: Sequence[RunCurve]) -> str:
+    equal = [run.name for run in runs if all(difference == 0 for _, difference in run.points)]
     if len(equal) == len(runs):
         return "Bit-equal at every step."
     return f"Bit-equal at every step: {', '.join(equal)}." if equal else "No run is bit-equal at every step."
 
 
 def _limit(report: RobustnessReport) -> float | None:
-    """The strictest that a phase allows of the loss where it allows any difference.
+    """Return the strictest tolerance of the loss among the phases that allow any difference.
 
     A row whose limit is the noise itself is where the noise was measured; it allows nothing.
     """
@@ -236,105 +371,25 @@ def _limit(report: RobustnessReport) -> float | None:
     return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
 
 
-def _legend(runs: Sequence[RunCurve], band: Band | None = None) -> Iterator[str]:
-    named = [f'<span><i class="c{run.color}"></i>{escape(run.name)}</span>' for run in runs]
-    if band is not None:
-        named += [
-            f'<span><i class="{kind}"></i>{said} {value:.3g}</span>'
-            for kind, said, value in (("noise", "noise", band.noise), ("limit", "allowed", band.limit))
-            if value is not None
-        ]
-    yield f"<p class=legend>{''.join(named)}</p>"
-
-
-def _memory(report: RobustnessReport) -> Iterator[str]:
+def _memory(report: RobustnessReport) -> Iterator[Retained]:
     rows = [(phase, phase["memory"]) for phase in report.phases if phase.get("memory") and phase["ok"] is not None]
-    if not rows:
-        return
     most = {
-        key: max(1, *(max(memory[key], memory[f"baseline_{key}"]) for _, memory in rows))
+        key: max(1, *(memory[of] for _, memory in rows for of in (key, f"baseline_{key}")))
         for key in ("tensor_bytes", "threads")
+        if rows
     }
-    yield '<section aria-labelledby="memory"><h2 id="memory">Memory and threads</h2>'
-    yield "<p class=lead>What the rank with the most still holds after each phase was released; the stroke is the "
-    yield "baseline.</p><table class=bars>"
-    yield "<thead><tr><th>phase</th><th>live tensors</th><th>threads</th></tr></thead><tbody>"
+
+    def use(memory: Mapping[str, int], key: str, shown: Callable[[int], str]) -> Use:
+        value, baseline = memory[key], memory[f"baseline_{key}"]
+        is_over = value > baseline
+        said = f"{shown(value)}{f', {shown(baseline)} before' if is_over else ''}"
+        return Use(said, is_over, 100 * value / most[key], 100 * baseline / most[key])
+
     for phase, memory in rows:
-        cells = [
-            _bar(memory["tensor_bytes"], memory["baseline_tensor_bytes"], most["tensor_bytes"], human_bytes),
-            _bar(memory["threads"], memory["baseline_threads"], most["threads"], str),
-        ]
-        yield f"<tr><td>{escape(called(phase))}</td>{''.join(cells)}</tr>"
-    yield "</tbody></table>"
-    said = step_memory_text(report)
-    if said is not None:
-        yield f"<p>Tensors of one step, on the rank with the most: {escape(said)}.</p>"
-    yield "</section>"
+        yield Retained(called(phase), use(memory, "tensor_bytes", human_bytes), use(memory, "threads", str))
 
 
-def _bar(value: int, baseline: int, most: int, said: Any) -> str:
-    is_over = value > baseline
-    words = f"{said(value)}{f', {said(baseline)} before' if is_over else ''}"
-    return (
-        f"<td{' class=bad' if is_over else ''}><span>{escape(words)}</span><div class=bar>"
-        f'<i style="width:{100 * value / most:.2f}%"></i><u style="left:{100 * baseline / most:.2f}%"></u></div></td>'
-    )
-
-
-def _differing(report: RobustnessReport) -> Iterator[str]:
-    rows = report.differing
-    if not rows:
-        return
-    yield '<section aria-labelledby="differing"><h2 id="differing">What differs</h2>'
-    yield f"<p class=lead>{counted(len(rows), 'difference')}, one for each item and rank.</p>"
-    yield "<div class=scroll><table><thead><tr>"
-    yield "".join(f"<th>{term}</th>" for term in ("phase", "oracle", "item", "rank", "should be", "is"))
-    yield "</tr></thead><tbody>"
-    for row in rows[:_MOST_ROWS]:
-        phase = next((called(each) for each in report.phases if is_of(row, each)), row.get("phase"))
-        cells = [phase, row.get("oracle"), row.get("item"), row.get("rank")]
-        cells += [row.get("reference"), row.get("found")]
-        yield f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in cells)}</tr>"
-    yield "</tbody></table></div>"
-    if len(rows) > _MOST_ROWS:
-        yield f"<p class=note>{counted(len(rows) - _MOST_ROWS, 'more difference')} in the document of --json.</p>"
-    yield "</section>"
-
-
-def _cell(value: object) -> str:
-    return "&ndash;" if value is None else escape(str(value))
-
-
-def _kills(report: RobustnessReport) -> Iterator[str]:
-    kills = report.kills or ()
-    if not kills:
-        return
-    good = sum(1 for row in kills if row["ok"])
-    yield '<section aria-labelledby="kills"><h2 id="kills">Killed while saving</h2>'
-    yield f"<p class=lead>{counted(len(kills), 'time')}; {good:,} left the last good step and nothing else.</p>"
-    yield "<ul class=kills>"
-    for row in kills[:_MOST_ROWS]:
-        kind, mark, said = _MARKS[bool(row["ok"])]
-        yield f'<li class="{kind}"><b class=mark role="img" aria-label="{said}">{mark}</b>{escape(kill_text(row))}</li>'
-    yield "</ul></section>"
-
-
-def _settings(report: RobustnessReport) -> Iterator[str]:
-    yield '<section aria-labelledby="settings"><h2 id="settings">Settings and environment</h2><div class=pairs>'
-    settings = [
-        ("recipe", report.recipe_file),
-        ("written to", report.out or "a temporary folder, removed"),
-        *report.settings.items(),
-    ]
-    for title, rows in (("Settings", settings), ("Environment", list(report.environment.items()))):
-        if rows:
-            pairs = "".join(f"<tr><th>{escape(str(key))}</th><td>{escape(str(said))}</td></tr>" for key, said in rows)
-            yield f"<div><h3>{title}</h3><table>{pairs}</table></div>"
-    yield "</div>"
-    yield from _notes(report.warnings)
-    yield "</section>"
-
-
-def _notes(notes: Sequence[str]) -> Iterator[str]:
-    for note in notes:
-        yield f"<p class=note>{escape(note)}</p>"
+def _difference(report: RobustnessReport, row: Mapping[str, Any]) -> list[str | None]:
+    phase = next((called(each) for each in report.phases if is_of(row, each)), row.get("phase"))
+    cells = [phase, *(row.get(key) for key in ("oracle", "item", "rank", "reference", "found"))]
+    return [None if cell is None else str(cell) for cell in cells]

@@ -9,6 +9,7 @@ import pytest
 
 from ckptx.report.area_plot import Scale, StepPart, slots_of
 from ckptx.report.forecast_html import forecast_page
+from ckptx.report.plots import Mark
 from ckptx.report.report import Report
 from ckptx.untrusted.printable import one_line
 from tests.report.made import forecasted, too_large
@@ -108,7 +109,7 @@ def test_each_slot_says_what_it_is() -> None:
         "backward of microbatch 0, layers.0: 20.00 MiB: parameters 4.00 MiB, gradients 4.00 MiB, "
         "optimizer 8.00 MiB, activations 2.00 MiB, temporaries 2.00 MiB"
     )
-    assert titles[3].startswith("the optimizer, around the layers: 12.00 MiB")
+    assert titles[3].startswith("the optimizer, outside layers: 12.00 MiB")
 
 
 def test_gpu_memory_is_a_line_where_it_is_near() -> None:
@@ -126,8 +127,8 @@ def test_gpu_memory_is_a_line_where_it_is_near() -> None:
 def test_marks_are_few_and_below_the_top(peak: int) -> None:
     scale = Scale.of(peak, None, 0)
     marks = scale.marks()
-    assert marks[0] == (400.0, "0") and 2 <= len(marks) <= 1000
-    assert all(0 <= down <= 400 for down, _ in marks)
+    assert marks[0] == Mark(400.0, "0") and 2 <= len(marks) <= 1000
+    assert all(0 <= mark.down <= 400 for mark in marks)
     assert len(marks) <= 8 or peak > 1 << 50
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from jinja2 import UndefinedError
 
 from ckptx.report.page import page
 from ckptx.report.plots import Band, RunCurve, distances_plot, runs_plot
@@ -124,7 +125,7 @@ def test_resumed_runs_are_drawn_before_those_that_are_noise() -> None:
     phases = [phase("straight", True, exact), phase("layouts", True, noisy)]
     text = robustness_page(robust(losses=losses, phases=phases), "small")
     legend = Page(text).all("p", "legend")[1].text
-    assert legend.startswith("resumedresumed-2againmoved-0") and legend.endswith("allowed 3.84e-06")
+    assert legend.startswith("resumedresumed-2againmoved-0") and legend.endswith("tolerance 3.84e-06")
 
 
 def test_long_lists_are_cut_and_counted() -> None:
@@ -145,11 +146,13 @@ def heights(shapes: str) -> dict[float, float]:
 
 def test_distances_lie_in_decades_above_what_is_equal() -> None:
     run = RunCurve("resumed", 1, [(1, 0.0), (2, 1e-6), (3, 1e-4), (4, 1e-2), (5, float("nan"))])
-    text = "".join(distances_plot([run], Band(1e-6, 8e-6)))
+    plot = distances_plot([run], Band(1e-6, 8e-6))
+    assert plot is not None
+    text = "".join(plot.shapes)
     places = list(heights(text).values())
     assert len(places) == 4 and places == sorted(places, reverse=True)
     assert places[1] - places[2] == pytest.approx(places[2] - places[3], abs=0.2)
-    assert 'class="dot nan"' in text and ">nan</span>" in text and ">equal</span>" in text
+    assert 'class="dot nan"' in text and {"nan", "equal"} <= {mark.text for mark in plot.marks}
     noise, limit = (float(re.findall(rf'<path class="{name}" d="M0 ([\d.]+)H', text)[0]) for name in ("noise", "limit"))
     assert noise == pytest.approx(places[1], abs=0.1) and places[2] < limit < noise
 
@@ -157,16 +160,23 @@ def test_distances_lie_in_decades_above_what_is_equal() -> None:
 def test_a_run_is_drawn_to_scale_with_a_gap_where_there_is_no_number() -> None:
     first = RunCurve("straight", 0, [(1, 4.0), (2, 3.0), (3, 2.0)])
     second = RunCurve("resumed", 1, [(1, 4.0), (2, float("nan")), (3, 2.0)])
-    text = "".join(runs_plot([first, second]))
+    plot = runs_plot([first, second])
+    assert plot is not None
+    text = "".join(plot.shapes)
     assert re.search(r'class="run c1" d="M[\d. ]+M[\d. ]+"', text)
     assert re.search(r'class="first c0" d="M[\d. ]+L[\d. ]+L[\d. ]+"', text)
 
 
 def test_nothing_is_drawn_of_nothing() -> None:
-    assert list(runs_plot([])) == list(runs_plot([RunCurve("a", 0, [(1, float("nan"))])])) == []
-    assert list(distances_plot([], Band(None, None))) == []
+    assert runs_plot([]) is None and runs_plot([RunCurve("a", 0, [(1, float("nan"))])]) is None
+    assert distances_plot([], Band(None, None)) is None
 
 
 def test_a_page_has_its_policy_whether_it_has_a_script_or_not() -> None:
-    assert "script-src" not in page("t", ["robustness.css"], [])
-    assert "script-src 'sha256-" in page("t", ["robustness.css"], [], "1")
+    assert "script-src" not in page("page.html", "t", ["robustness.css"])
+    assert "script-src 'sha256-" in page("page.html", "t", ["robustness.css"], "1")
+
+
+def test_a_template_that_prints_what_is_not_there_is_refused() -> None:
+    with pytest.raises(UndefinedError, match="heading"):
+        page("robustness.html", "t", [], report=None)

@@ -67,7 +67,7 @@ def test_the_page_draws_the_limit_of_what_is_judged() -> None:
         phases=[phase("again", True, rows[0]), phase("resumed", True, rows[1])],
         noise={"loss": {"repeated": 1e-9, "moved": None}},
     )
-    assert "allowed 8e-09" in re.sub("<[^>]*>", "", robustness_page(report, "small"))
+    assert "tolerance 8e-09" in re.sub("<[^>]*>", "", robustness_page(report, "small"))
 
 
 # ------------------------------------------------------------------------------------------ nothing was compared
