@@ -15,7 +15,7 @@ _LOADED = """
 import json, sys
 from pathlib import Path
 import ckptx
-heavy = "torch", "transformers", "huggingface_hub", "safetensors", "numpy", "tqdm"
+heavy = "torch", "transformers", "huggingface_hub", "safetensors", "numpy", "tqdm", "msgspec", "jinja2"
 before = sorted(set(heavy) & set(sys.modules))
 assert not before, before
 here = Path(sys.argv[1])
