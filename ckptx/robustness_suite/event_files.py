@@ -37,6 +37,21 @@ class Scalar(NamedTuple):
     value: float
 
 
+def require_tensorboard(subject: str) -> None:
+    """Check that event files can be read.
+
+    Args:
+        subject: What needs it, for the error.
+
+    Raises:
+        EnvironmentProblem: TensorBoard is not installed.
+    """
+    try:
+        import tensorboard.compat.proto.event_pb2  # noqa: F401
+    except ImportError as error:
+        raise missing_package(subject, error) from error
+
+
 def scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
     """Yield the scalars of a file in its order.
 
@@ -48,11 +63,10 @@ def scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
         InputError: The file is damaged.
         EnvironmentProblem: TensorBoard is not installed.
     """
-    try:
-        from google.protobuf.message import DecodeError
-        from tensorboard.compat.proto.event_pb2 import Event
-    except ImportError as error:
-        raise missing_package(str(path), error) from error
+    require_tensorboard(str(path))
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
     for at, data in _records(path, notes):
         try:
             event = Event.FromString(data)

@@ -27,6 +27,7 @@ from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.causes import IN_NO_CHECKPOINT, likely_causes
 from ckptx.robustness_suite.command_runs import CommandRun, CommandRuns
+from ckptx.robustness_suite.event_files import require_tensorboard
 from ckptx.robustness_suite.file_noise import following_steps, lines_on_files, noisy_files, not_compared_line
 from ckptx.robustness_suite.judge import Findings, phase_row, rows_of_differences
 from ckptx.robustness_suite.losses import Losses
@@ -167,6 +168,8 @@ class _Judge:
             raise UsageError(
                 f"training.save_at: {self.save_at}, needed a step before the last, {steps}: what follows it is compared"
             )
+        if self.block.losses_kind == "tensorboard":
+            require_tensorboard("train.losses_kind tensorboard")
         self._runs.check()
 
     # ------------------------------------------------------------------------------------------------- the phases

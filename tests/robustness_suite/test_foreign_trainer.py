@@ -203,6 +203,14 @@ def test_a_recipe_that_cannot_be_run_is_refused_before_anything_is(tmp_path: Pat
     assert not any(tmp_path.iterdir())
 
 
+def test_without_tensorboard_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "tensorboard.compat.proto.event_pb2", raising=False)
+    with pytest.raises(EnvironmentProblem, match=r"needs tensorboard.*pip install 'ckptx\[tensorboard\]'"):
+        run(tmp_path, losses_kind="tensorboard")
+    assert not any(tmp_path.iterdir())
+
+
 def test_steps_that_leave_nothing_to_compare(tmp_path: Path) -> None:
     for save_at in ((), (5,), (0,)):
         training = TrainingBlock(steps=5, save_at=save_at)
