@@ -1,4 +1,8 @@
-"""From the JSON of a corrections file to its rows: what is no row is refused, with the names of file and row."""
+"""From the JSON of a corrections file to its rows: what is no row is refused, with the names of file and row.
+
+This is written by hand although recipes are decoded with msgspec: `inspect` reads a file of corrections in 0.5 ms, and
+importing msgspec takes 15 ms.
+"""
 
 from __future__ import annotations
 
