@@ -8,6 +8,7 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks
 from ckptx.catalog.manifest import RANK_ORDER, SCHEMA, OriginalFiles
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.model_view.sharder import ShardedModel
 from ckptx.version import __version__
 
@@ -73,6 +74,7 @@ class _CutTable:
         self.rows: list[dict[str, Any]] = []
         self._files = {name: index for index, name in enumerate(layout.files)}
         self._numbers: dict[tuple[int, int], int] = {}
+        self._ids = ObjectIds()
 
     def place(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
         """What a row says of a tensor with these chunks: "file" and its number for one in one piece, else "cut"."""
@@ -81,7 +83,7 @@ class _CutTable:
             return "file", self._files[chunk.file]
         if len(chunks.blocks) == 1:
             return "file", self._files[chunks.files[0]]
-        key = (id(chunks.blocks), id(chunks.files))
+        key = (self._ids(chunks.blocks), self._ids(chunks.files))
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.rows)

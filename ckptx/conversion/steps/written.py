@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.conversion.outputs.dcp_parts import DcpOutput
 from ckptx.errors import Defect, InputError
@@ -151,6 +152,7 @@ class _Planned:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._numbers: dict[int, dict[str, int]] = {}
+        self._ids = ObjectIds()
         self._found = 0
 
     def find(self, tensor: HeaderTensor, offsets: Shape | None, file: str) -> None:
@@ -179,10 +181,10 @@ class _Planned:
         chunks = entry.chunks
         if type(chunks) is not CutChunks:
             return next((chunk for chunk in chunks if chunk.file == file), None)
-        numbers = self._numbers.get(id(chunks.files))
+        key = self._ids(chunks.files)
+        numbers = self._numbers.get(key)
         if numbers is None:
-            numbers = {name: number for number, name in enumerate(chunks.files)}
-            self._numbers[id(chunks.files)] = numbers
+            numbers = self._numbers[key] = {name: number for number, name in enumerate(chunks.files)}
         return chunks[numbers[file]] if file in numbers else None
 
     def require_all(self) -> None:
