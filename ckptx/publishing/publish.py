@@ -16,6 +16,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks
 from ckptx.catalog.manifest import emit_manifest
 from ckptx.catalog.manifest_parser import parse_manifest, read_manifest
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
@@ -376,12 +377,12 @@ def is_complete(target: Path, job: Job) -> bool:
 
 def _layout(plan: CopyPlan) -> str:
     """A digest of everything the plan writes where."""
-    known: dict[tuple[int, int], bytes] = {}
+    ids, known = ObjectIds(), dict[tuple[int, int], bytes]()
 
     def places(chunks: Sequence[Chunk]) -> bytes:
         if type(chunks) is not CutChunks:
             return repr([(*chunk.region, *chunk[1:]) for chunk in chunks]).encode()
-        key = (id(chunks.files), id(chunks.blocks))  # which tensors that are cut alike share
+        key = (ids(chunks.files), ids(chunks.blocks))  # which tensors that are cut alike share
         if key not in known:
             known[key] = leaf_digest(repr((chunks.files, chunks.blocks)).encode())
         return known[key] + chunks.offsets.tobytes()
