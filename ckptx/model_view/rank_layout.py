@@ -17,6 +17,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import CutChunks, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
+from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.mapping.names import pattern_of
@@ -315,13 +316,14 @@ class _ShardingTable:
         self._holder_of = holder_of
         self._numbers: dict[Sharding, int] = {}
         self._known: dict[object, tuple[int, int]] = {}
+        self._ids = ObjectIds()
 
     def place(self, entry: TensorEntry) -> tuple[int, int]:
         """The number of the cut of a tensor, and its first holder."""
         chunks = entry.chunks
         key: object
         if isinstance(chunks, CutChunks):
-            key = (id(chunks.blocks), id(chunks.files))
+            key = (self._ids(chunks.blocks), self._ids(chunks.files))
         else:
             key = (entry.shape, *[chunk[:2] for chunk in chunks], None, *[chunk[:2] for chunk in entry.replicas])
         known = self._known.get(key)
