@@ -38,7 +38,7 @@ _STACKED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ForecastHeading:
     """The head of the page.
 
     Attributes:
@@ -59,7 +59,7 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class MemoryKind:
     """A kind of tensors: its bytes at the peak and between steps, and its color in the drawing."""
 
     name: str
@@ -88,7 +88,7 @@ class LargeTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageRow:
     """A pipeline stage.
 
     Attributes:
@@ -108,7 +108,7 @@ class Stage:
     is_too_large: bool
     facts: str
     plot: Plot | None
-    kinds: Sequence[Kind]
+    kinds: Sequence[MemoryKind]
     largest: Sequence[LargeTensor]
 
 
@@ -120,7 +120,7 @@ def forecast_page(report: Report, subject: str) -> str:
             why.
         subject: The model as it was asked for.
     """
-    stages: Sequence[Stage] = ()
+    stages: Sequence[StageRow] = ()
     assumptions: Sequence[str] | None = None
     note = ""
     if isinstance(report, ForecastReport):
@@ -130,7 +130,7 @@ def forecast_page(report: Report, subject: str) -> str:
         if report.gpu_memory is not None and scale.memory is None:
             note = f"GPU memory, {human_bytes(report.gpu_memory)}, is far above what is drawn."
     else:
-        heading = Heading(subject, "", "bad", "NOT FORECAST", report.error or "no reason was given", [])
+        heading = ForecastHeading(subject, "", "bad", "NOT FORECAST", report.error or "no reason was given", [])
     return page(
         "forecast.html",
         f"{heading.title} - forecast",
@@ -143,7 +143,7 @@ def forecast_page(report: Report, subject: str) -> str:
     )
 
 
-def _heading(report: ForecastReport, subject: str) -> Heading:
+def _heading(report: ForecastReport, subject: str) -> ForecastHeading:
     word, _, said = verdict(report).partition(": ")
     facts = [
         ("mesh", mesh(report)),
@@ -153,10 +153,10 @@ def _heading(report: ForecastReport, subject: str) -> Heading:
         ("settings", settings_text(report)),
     ]
     kind = {True: "ok", False: "bad", None: "known"}[report.fits]
-    return Heading(report.architecture, subject, kind, word, said, facts)
+    return ForecastHeading(report.architecture, subject, kind, word, said, facts)
 
 
-def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Stage:
+def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageRow:
     facts = [f"{human_bytes(row['between_steps'])} between steps", flops_text(row)]
     if row["wrapped_layers"]:
         facts.append(f"{counted(row['wrapped_layers'], 'layer')} checkpointed")
@@ -164,7 +164,7 @@ def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Stag
         facts.append(sent_text(row))
     drawn = zip(*(each[3:] for each in row["course"]), strict=True)
     has = {kind for kind, sizes in zip(report.kinds, drawn, strict=True) if any(sizes)}
-    return Stage(
+    return StageRow(
         title=called(report, row).capitalize(),
         peak=row["peak"],
         between_steps=row["between_steps"],
@@ -172,7 +172,7 @@ def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Stag
         facts=", ".join(facts),
         plot=_chart(report, row, scale),
         kinds=[
-            Kind(kind, _STACKED[kind], row["by_kind"][kind], row["between_by_kind"][kind])
+            MemoryKind(kind, _STACKED[kind], row["by_kind"][kind], row["between_by_kind"][kind])
             for kind in reversed(_STACKED)
             if kind in has
         ],

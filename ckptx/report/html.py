@@ -32,7 +32,7 @@ _MOST_OUTSIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class LayoutHeading:
     """The head of the page.
 
     Attributes:
@@ -51,7 +51,7 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class RankCell:
     """A rank, or a file, in its stage.
 
     Attributes:
@@ -76,7 +76,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class MeshStage:
     """A pipeline stage, or files that belong to no rank.
 
     Attributes:
@@ -95,7 +95,7 @@ class Stage:
     outside: Sequence[str]
     cells_kind: str | None
     columns: Sequence[str]
-    cells: Sequence[Cell]
+    cells: Sequence[RankCell]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Mesh:
     note: str
     is_roomy: bool
     line: int
-    stages: Sequence[Stage]
+    stages: Sequence[MeshStage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorRow:
     """A pattern in the list of tensors.
 
     Attributes:
@@ -201,7 +201,7 @@ class Tensors:
     """
 
     lead: str
-    rows: Sequence[Row]
+    rows: Sequence[TensorRow]
     note: str
 
 
@@ -228,7 +228,7 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
     )
 
 
-def _heading(report: InspectionReport, layout: Layout) -> Heading:
+def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
     facts = [
         ("format", report.format),
         ("architecture", report.architecture or "unknown"),
@@ -237,7 +237,7 @@ def _heading(report: InspectionReport, layout: Layout) -> Heading:
         ("size", human_bytes(report.bytes)),
     ]
     drawn = sum(group.count for group in layout.groups)
-    return Heading(
+    return LayoutHeading(
         title=str(report.path).rstrip("/").rpartition("/")[2] or "checkpoint",
         path=str(report.path),
         facts=facts,
@@ -288,7 +288,7 @@ def _mesh_sentence(layout: Layout) -> Markup:
     return sentence if layout.cut_tensors else sentence + " No tensor is sharded: each is stored whole on one rank."
 
 
-def _stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> Stage:
+def _stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> MeshStage:
     dims = layout.dims
     found = spans(layer for holder in holders for layer in holder.layers)
     outside = layout.outside.get(stage, [])
@@ -298,7 +298,7 @@ def _stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> Stag
     is_drawn = len(layout.holders) <= _MOST_CELLS
     kind = "cells" if dims is not None else "cells loose" if layout.by_rank else "cells names"
     columns = [f"{'tp ' if tp == 0 else ''}{tp}" for tp in range(dims.tp)] if dims is not None else []
-    return Stage(
+    return MeshStage(
         title="files" if not layout.by_rank else "no stage" if stage is None else f"stage {stage}",
         nbytes=sum(holder.nbytes for holder in holders),
         layers=spans_text(found) if found else "no layers",
@@ -309,7 +309,7 @@ def _stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> Stag
     )
 
 
-def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[Cell]:
+def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
     dims, colors = layout.dims, colors_of(layout)
     most = max(holder.nbytes for holder in layout.holders) or 1
     for index, holder in enumerate(holders, start=layout.holders.index(holders[0])):
@@ -320,7 +320,7 @@ def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[Cell]:
             for axis, value in (("stage", holder.stage), ("dp", holder.dp), ("tp", holder.tp))
             if value is not None
         )
-        yield Cell(
+        yield RankCell(
             index=index,
             line=_line_label(holder, is_whole=_line(dims.tp) == dims.tp) if dims is not None and begins else None,
             label=holder.label if holder.rank is None else str(holder.rank),
@@ -396,10 +396,10 @@ def _listed(layout: Layout) -> list[tuple[int, TensorGroup]]:
     return sorted(enumerate(layout.groups), key=lambda item: order[item[1].pattern])[:_MOST_ROWS]
 
 
-def _row(layout: Layout, index: int, group: TensorGroup) -> Row:
+def _row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
     first, members = next(iter(group.members.items()))
     cut = layout.cuts[group.cut]
-    return Row(
+    return TensorRow(
         index=index,
         target=Markup(quote(one_line(name_of(group.pattern, members[0]), longest=0), safe="")),
         symbol=symbol_id(layout, group.cut, first),

@@ -48,7 +48,7 @@ _MOST_FOUND = 12  # items named below an oracle
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerdictRow:
     """A line in the head of the page.
 
     Attributes:
@@ -63,7 +63,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class RobustnessHeading:
     """The head of the page.
 
     Attributes:
@@ -73,7 +73,7 @@ class Heading:
     """
 
     title: str
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[VerdictRow]
     facts: Sequence[tuple[str, str]]
 
 
@@ -99,7 +99,7 @@ class Oracle:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseRow:
     """The result of a phase.
 
     Attributes:
@@ -122,7 +122,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
+class LossPlots:
     """Losses of the runs, and their differences from the first.
 
     Attributes:
@@ -181,7 +181,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class PageContent:
     """Everything below the head.
 
     Attributes:
@@ -199,8 +199,8 @@ class Content:
     """
 
     summary: str
-    phases: Sequence[Phase]
-    losses: Losses | None
+    phases: Sequence[PhaseRow]
+    losses: LossPlots | None
     memory: Sequence[Retained]
     step_memory: str
     differences: Sequence[Sequence[str | None]]
@@ -222,21 +222,21 @@ def robustness_page(report: Report, recipe: str) -> str:
     if isinstance(report, RobustnessReport):
         heading, content = _heading(report), _content(report)
     else:
-        why = Verdict("bad", "NOT JUDGED", report.error or "no reason was given")
+        why = VerdictRow("bad", "NOT JUDGED", report.error or "no reason was given")
         facts = [("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")]
-        heading, content = Heading(recipe, [why], facts), None
+        heading, content = RobustnessHeading(recipe, [why], facts), None
     title = f"{heading.title} - robustness"
     return page("robustness.html", title, _STYLES, heading=heading, report=content, notes=report.warnings)
 
 
-def _heading(report: RobustnessReport) -> Heading:
+def _heading(report: RobustnessReport) -> RobustnessHeading:
     word, _, said = verdict(report).partition(": ")
-    verdicts = [Verdict("ok" if report.ok else "bad", word, said)]
+    verdicts = [VerdictRow("ok" if report.ok else "bad", word, said)]
     cause = cause_text(report)
     if cause is not None:
-        verdicts.append(Verdict("bad", "CAUSE", cause.partition(": ")[2]))
+        verdicts.append(VerdictRow("bad", "CAUSE", cause.partition(": ")[2]))
     verdicts += [
-        Verdict("bad", "WIDENED", f"by the recipe: {widened_text(phase, row)}") for phase, row in widened(report)
+        VerdictRow("bad", "WIDENED", f"by the recipe: {widened_text(phase, row)}") for phase, row in widened(report)
     ]
     facts = [
         ("mesh", mesh(report)),
@@ -245,10 +245,10 @@ def _heading(report: RobustnessReport) -> Heading:
         peak_memory_text(report),
         *(("injected fault", each) for each in [report.injected] if each),
     ]
-    return Heading(report.recipe, verdicts, facts)
+    return RobustnessHeading(report.recipe, verdicts, facts)
 
 
-def _content(report: RobustnessReport) -> Content:
+def _content(report: RobustnessReport) -> PageContent:
     kills = report.kills or ()
     good = sum(1 for row in kills if row["ok"])
     settings = {
@@ -256,7 +256,7 @@ def _content(report: RobustnessReport) -> Content:
         "written to": report.out or "a temporary folder, removed",
         **report.settings,
     }
-    return Content(
+    return PageContent(
         summary=_summary(report),
         phases=[_phase(report, phase) for phase in report.phases],
         losses=_losses(report),
@@ -278,10 +278,10 @@ def _summary(report: RobustnessReport) -> str:
     return ", ".join(part for part in parts if not part.startswith("0 "))
 
 
-def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> Phase:
+def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
     rows = phase.get("oracles") or ()
     good = [row for row in rows if row["ok"] is not False]
-    return Phase(
+    return PhaseRow(
         kind=_KINDS[phase["ok"]],
         name=called(phase),
         title=str(phase.get("title") or ""),
@@ -303,7 +303,7 @@ def _oracle(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str
     return Oracle(name, said, False, is_widened)
 
 
-def _losses(report: RobustnessReport) -> Losses | None:
+def _losses(report: RobustnessReport) -> LossPlots | None:
     runs = _runs(report)
     if not runs:
         return None
@@ -311,7 +311,7 @@ def _losses(report: RobustnessReport) -> Losses | None:
     band = Band(noise_of(report, "loss"), _limit(report))
     differences = [found for run in runs[1:] if (found := _difference_of_runs(runs[0], run)).points]
     left = len(report.losses) - len(runs)
-    return Losses(
+    return LossPlots(
         lead=f"Noise, as measured in this run: {noise}." if noise else "No noise was measured.",
         runs=runs,
         plot=runs_plot(runs),
