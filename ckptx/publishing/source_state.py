@@ -52,7 +52,7 @@ class FileIdentities:
                 found = Identity.of(os.stat(path))
             except OSError as error:
                 raise unreadable(path, error) from error
-            if not found.is_but_for_ctime(identity):
+            if not found.has_same_contents(identity):
                 raise changed(path)
             if found != identity:
                 touched[path] = found

@@ -11,15 +11,18 @@ import fcntl
 import os
 import resource
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, SpaceError
+from ckptx.storage.interface import FileIdentity, Location
+
+_Location = TypeVar("_Location", bound=Location)
 
 
-def inside(root: Path, name: str) -> Path:
+def inside(root: _Location, name: str) -> _Location:
     """The path of `name` below `root`.
 
     Raises:
@@ -28,7 +31,7 @@ def inside(root: Path, name: str) -> Path:
     pure = PurePosixPath(name)
     if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
         raise InputError(f'{root}: file name "{name}" leads out of the checkpoint directory; refused')
-    return root / pure
+    return cast("_Location", root / str(pure))  # what is joined to a location is one of the same storage
 
 
 class Identity(NamedTuple):
@@ -49,9 +52,19 @@ class Identity(NamedTuple):
         """That of a file from what `stat` says."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
-    def is_but_for_ctime(self, other: Identity) -> bool:
-        """True for the same file of the same size and modification time."""
-        return self[:4] == other[:4]
+    @property
+    def version(self) -> tuple[int, int]:
+        """Size and modification time, which every machine that mounts the disk sees alike."""
+        return self[2:4]
+
+    @property
+    def holder(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self[:2]
+
+    def has_same_contents(self, other: FileIdentity) -> bool:
+        """Return True for the same file of the same size and modification time."""
+        return isinstance(other, Identity) and self[:4] == other[:4]
 
 
 def identities(root: Path, names: Iterable[str]) -> dict[str, Identity]:
@@ -65,7 +78,7 @@ def identities(root: Path, names: Iterable[str]) -> dict[str, Identity]:
     return found
 
 
-def changed(path: Path) -> InputError:
+def changed(path: Location) -> InputError:
     """The refusal for a file that is not what it was when the checkpoint was opened."""
     return InputError(f"{path}: changed while it was being read; wait for its writer, then run again")
 
@@ -73,7 +86,7 @@ def changed(path: Path) -> InputError:
 class FilePool:
     """Read-only file descriptors by name below one root, opened on first use and kept; safe to share by threads."""
 
-    def __init__(self, root: Path, recorded: Mapping[str, Identity] | None = None) -> None:
+    def __init__(self, root: Path, recorded: Mapping[str, FileIdentity] | None = None) -> None:
         """Opens nothing yet.
 
         Args:
@@ -109,7 +122,7 @@ class FilePool:
             path = inside(self.root, name)
             descriptor = open_regular(path)
             is_recorded = name in self._recorded
-            if is_recorded and not Identity.of(os.fstat(descriptor)).is_but_for_ctime(self._recorded[name]):
+            if is_recorded and not Identity.of(os.fstat(descriptor)).has_same_contents(self._recorded[name]):
                 os.close(descriptor)
                 raise changed(path)
             descriptor = self._keep(name, descriptor)
@@ -129,13 +142,24 @@ class FilePool:
         """What tells the file that is open as `name` from any other."""
         return Identity.of(os.fstat(self.fd(name)))
 
+    def expect(self, name: str, spans: Sequence[tuple[int, int]]) -> None:
+        """Ignore the hint: the kernel reads ahead by itself."""
+
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
         """Fills `views` one after the other from `offset` of `name` on; the number of bytes that were there."""
-        return os.preadv(self.fd(name), views, offset)
+        descriptor = self.fd(name)
+        try:
+            return os.preadv(descriptor, views, offset)
+        except OSError as error:
+            raise unreadable(self.root / name, error) from error
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
         """What there is of `nbytes` bytes of `name` from `offset` on."""
-        return os.pread(self.fd(name), nbytes, offset)
+        descriptor = self.fd(name)
+        try:
+            return os.pread(descriptor, nbytes, offset)
+        except OSError as error:
+            raise unreadable(self.root / name, error) from error
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes of `name` from `offset` on.
@@ -143,9 +167,9 @@ class FilePool:
         Raises:
             InputError: The file ends before.
         """
-        data = os.pread(self.fd(name), nbytes, offset)
+        data = self.read_up_to(name, offset, nbytes)
         while len(data) < nbytes:
-            more = os.pread(self.fd(name), nbytes - len(data), offset + len(data))
+            more = self.read_up_to(name, offset + len(data), nbytes - len(data))
             if not more:
                 raise InputError(
                     f"{self.root / name}: ends at byte {offset + len(data)}, needed up to {offset + nbytes}; "

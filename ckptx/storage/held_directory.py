@@ -173,6 +173,24 @@ class HeldDirectory:
         self._held[name] = descriptor
         return OpenFile(descriptor, self.path / name)
 
+    def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> OpenFile:
+        """Make a file of the output, or with `keep` open what an interrupted run left of it; see `OutputTree`.
+
+        Args:
+            name: Relative to this directory.
+            nbytes: Size it will have; what lies behind is cut off, and the descriptor is kept. None for a file that
+                the caller closes.
+            keep: As in `create`.
+
+        Raises:
+            InputError, OutputError, SpaceError: As `create`.
+        """
+        if nbytes is None:
+            return self.make(name, keep=keep)
+        file = self.hold(name, keep=keep)
+        file.cut_to(nbytes)
+        return file
+
     def make(self, name: str, *, keep: bool = False) -> OpenFile:
         """As `create`; the caller closes it."""
         return OpenFile(self.create(name, keep=keep), self.path / name)

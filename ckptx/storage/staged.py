@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ckptx.storage.interface import Location
 
-def is_being_written(path: Path) -> bool:
+
+def is_being_written(path: Location) -> bool:
     """True for a staging directory, or anything inside one."""
-    return any(part.startswith(".") and part.endswith(".ckptx-partial") for part in path.resolve().parts)
+    location: Location = path.resolve() if isinstance(path, Path) else path
+    while location.parent != location:
+        if location.name.startswith(".") and location.name.endswith(".ckptx-partial"):
+            return True
+        location = location.parent
+    return False
 
 
 def staged(target: Path) -> tuple[Path, Path]:

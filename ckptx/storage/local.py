@@ -1,0 +1,159 @@
+"""A directory on a local disk as a `Source`."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ckptx.errors import InputError
+from ckptx.storage import files
+from ckptx.storage.files import FilePool, unreadable
+from ckptx.storage.interface import FileIdentity, Location, local_path
+from ckptx.storage.listing import Kind, Listing
+from ckptx.untrusted.limits import LISTED_NAMES, REMEMBERED_NAMES
+
+
+class LocalSource:
+    """A directory on a local disk, or a file that was passed in the place of one.
+
+    Links are followed, as every loader does: the Hub's cache is made of them.
+    """
+
+    def __init__(self, location: str | Path, listings: _Listings | None = None) -> None:
+        """Look at nothing yet.
+
+        Args:
+            location: The directory.
+            listings: What was listed already of this disk; None lists anew.
+        """
+        self._path = Path(location)
+        self._listings = _Listings() if listings is None else listings
+
+    def __repr__(self) -> str:
+        return f"LocalSource({str(self._path)!r})"
+
+    @property
+    def location(self) -> Path:
+        """The directory."""
+        return self._path
+
+    def at(self, location: Location) -> LocalSource:
+        """Return the source of another directory, which shares what was listed."""
+        return LocalSource(local_path(location), self._listings)
+
+    def fresh(self) -> LocalSource:
+        """Return the source of the same directory, with nothing listed yet."""
+        return LocalSource(self._path)
+
+    def spellings(self, name: str = "") -> tuple[Path, ...]:
+        """Return the absolute path of a file, or of the directory, and its real path if that is another."""
+        path = self._path / name
+        return tuple(dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path)))))
+
+    def kind(self) -> Kind | None:
+        """Return what is at the path, links followed.
+
+        Raises:
+            InputError: It cannot be looked at.
+        """
+        try:
+            return _kind_of_mode(os.stat(self._path).st_mode)
+        except (OSError, ValueError):
+            return Kind.DANGLING if os.path.islink(self._path) else None
+
+    def listing(self) -> Listing:
+        """Return the names in the directory.
+
+        Raises:
+            InputError: It cannot be listed, or has too many names.
+        """
+        return self._listings.of(self._path)
+
+    def open(self, recorded: Mapping[str, FileIdentity] | None = None) -> FilePool:
+        """Return the files; a descriptor is opened when a file is first read."""
+        return FilePool(self._path, recorded)
+
+    def identities(self, names: Iterable[str]) -> dict[str, FileIdentity]:
+        """Return those of the regular files among names."""
+        return dict(files.identities(self._path, names))
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        return files.size_of(self._path / name)
+
+    def head(self, name: str, nbytes: int) -> bytes:
+        """Return the first bytes of a file."""
+        return files.head_of(self._path / name, nbytes)
+
+    def read_small(self, name: str, limit: int) -> bytes:
+        """Return all bytes of a file of at most `limit` bytes."""
+        return files.read_small(self._path / name, limit)
+
+    def refuse_large(self, name: str, limit: int) -> None:
+        """Refuse what `read_small` would refuse by its kind and size."""
+        files.refuse_large(self._path / name, limit)
+
+
+class _Listings:
+    """The directories of a disk that were listed, as long as they are not too many."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, Listing] = {}
+        self._count = 0
+
+    def of(self, path: Path) -> Listing:
+        """List a directory, or return what is remembered of it.
+
+        Raises:
+            InputError: It cannot be listed, or has too many names.
+        """
+        listing = self._known.get(path)
+        if listing is None:
+            kinds = _scan(path)
+            if self._count + len(kinds) > REMEMBERED_NAMES:
+                self._known, self._count = {}, 0
+            listing = Listing(kinds, lambda name: _follow(path / name), lambda name: self.of(path / name))
+            self._known[path] = listing
+            self._count += len(kinds)
+        return listing
+
+
+def _scan(path: Path) -> dict[str, Kind]:
+    """Return the kind of each name in a directory, sorted; links are not followed."""
+    found: list[tuple[str, Kind]] = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if len(found) == LISTED_NAMES:
+                    raise InputError(
+                        f"{path}: holds more than {LISTED_NAMES:,} files, allowed at most that; pass the directory of "
+                        "a checkpoint"
+                    )
+                found.append((entry.name, _own_kind(entry)))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    found.sort(key=lambda row: row[0])
+    return dict(found)
+
+
+def _own_kind(entry: os.DirEntry[str]) -> Kind:
+    if entry.is_file(follow_symlinks=False):
+        return Kind.FILE
+    if entry.is_dir(follow_symlinks=False):
+        return Kind.DIRECTORY
+    return Kind.LINK if entry.is_symlink() else Kind.OTHER
+
+
+def _follow(path: Path) -> Kind:
+    try:
+        return _kind_of_mode(os.stat(path).st_mode)
+    except OSError:
+        return Kind.DANGLING
+
+
+def _kind_of_mode(mode: int) -> Kind:
+    if stat.S_ISREG(mode):
+        return Kind.FILE
+    return Kind.DIRECTORY if stat.S_ISDIR(mode) else Kind.OTHER
