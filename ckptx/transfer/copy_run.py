@@ -17,8 +17,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import CutChunks, Frame
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape, whole
-from ckptx.storage.held_directory import HeldDirectory
-from ckptx.storage.open_file import OpenFile
+from ckptx.storage.interface import OutputFile, OutputTree
 from ckptx.transfer import digest
 from ckptx.transfer.block_writers import BlockWriter, Direct, Tiles
 from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
@@ -64,11 +63,11 @@ class CopyContext:
     """
 
     plan: CopyPlan
-    tree: HeldDirectory
-    journal: HeldDirectory
+    tree: OutputTree
+    journal: OutputTree
     resumed: bool
     split: dict[tuple[int, int], SplitTensor]
-    files: dict[int, OpenFile]
+    files: dict[int, OutputFile]
     file_digests: dict[int, FileDigests]
     digests: dict[str, str]
     losses: LossesByTensor
@@ -135,7 +134,7 @@ class CopyRun:
     def run(self) -> None:
         """Copies what an interrupted run has not finished."""
         steps = self._group.steps[self._run.first : self._run.stop]
-        self._journal = self._copy.journal.make(self._journal_name, keep=self._copy.resumed)
+        self._journal = self._copy.journal.open_output(self._journal_name, None, keep=self._copy.resumed)
         try:
             done, self._journal_at = self._resume(steps)
             if self._run.first == 0 and self._run.rows is None:
@@ -150,7 +149,7 @@ class CopyRun:
 
     # ------------------------------------------------------------------------------------------------------- files
 
-    def _file(self, name: str) -> OpenFile:
+    def _file(self, name: str) -> OutputFile:
         return self._copy.files[self._group.files[self._numbers[name]]]
 
     def _out(self, name: str, position: int) -> OutFile:
@@ -411,7 +410,7 @@ class CopyRun:
             self._join(step, cut, leaves, parts, records)
         return True
 
-    def _read_back(self, file: OpenFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
+    def _read_back(self, file: OutputFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
         """Digests of blocks, hash and CRC-32 of bytes in the target; short when the file is."""
         tree, hashed, crc, at = TreeDigest(), block_digest(), 0, 0
         buffer = self._buffers.get(0)

@@ -15,9 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ckptx.errors import OutputError
-from ckptx.storage.files import FilePool
-from ckptx.storage.held_directory import HeldDirectory
-from ckptx.storage.open_file import OpenFile
+from ckptx.storage.interface import OutputFile, OutputTree, SourceFiles
 from ckptx.transfer import digest
 from ckptx.transfer.cast_losses import LossesByTensor
 from ckptx.transfer.copy_run import BLOCK, Buffers, Cancelled, CopyContext, CopyRun
@@ -73,9 +71,9 @@ class CopyResult:
 
 def execute(
     plan: CopyPlan,
-    source: FilePool,
-    tree: HeldDirectory,
-    journal: HeldDirectory,
+    source: SourceFiles,
+    tree: OutputTree,
+    journal: OutputTree,
     *,
     workers: int,
     max_memory: int,
@@ -111,9 +109,9 @@ class Copy:
     def __init__(
         self,
         plan: CopyPlan,
-        source: FilePool,
-        tree: HeldDirectory,
-        journal: HeldDirectory,
+        source: SourceFiles,
+        tree: OutputTree,
+        journal: OutputTree,
         workers: int,
         max_memory: int,
         resumed: bool,
@@ -128,7 +126,7 @@ class Copy:
         self.memory_each = max_memory // self.workers
         self.outcome = CopyResult()
         self.file_digests = {index: FileDigests() for index in self.files}
-        self.targets: dict[int, OpenFile] = {}
+        self.targets: dict[int, OutputFile] = {}
         self.errors: list[BaseException] = []
         self.stop = threading.Event()
         self.written = [0] * self.workers
@@ -154,8 +152,8 @@ class Copy:
         sys.setswitchinterval(_SWITCH)
         try:
             for index in self.files:
-                target = self.targets[index] = self.tree.hold(self.plan.files[index].name, keep=self.resumed)
-                target.cut_to(self.plan.files[index].nbytes)  # what is in front is looked at below
+                name, nbytes = self.plan.files[index].name, self.plan.files[index].nbytes
+                self.targets[index] = self.tree.open_output(name, nbytes, keep=self.resumed)
             threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(self.workers)]
             for thread in threads:
                 thread.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptx.storage.open_file import OpenFile
+from ckptx.storage.interface import OutputFile
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest
 
@@ -45,7 +45,7 @@ class OutFile:
 
     def __init__(
         self,
-        file: OpenFile,
+        file: OutputFile,
         nbytes: int,
         buffer: memoryview,
         digests: FileDigests,

@@ -16,7 +16,7 @@ from ckptx.catalog.entry import ArchivedChunks, Chunk, Frame, Record, TensorEntr
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.columns import weave_rows
 from ckptx.transfer.digest import crc32
 from ckptx.transfer.grid import Cell, Grid, grid_of, is_grid
@@ -99,7 +99,7 @@ class TensorReader:
         unrecorded: Records met whose writer left no CRC.
     """
 
-    def __init__(self, files: FilePool, max_memory: int = 64 << 20) -> None:
+    def __init__(self, files: SourceFiles, max_memory: int = 64 << 20) -> None:
         self.files = files
         self.bytes_read = 0
         self.unrecorded = 0
