@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.installed import IS_ASKED
+from tests.support.memory import MemoryPath
 from tests.support.pool import SELDOM, GlooPool
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,6 +75,14 @@ def no_note_on_the_version() -> Iterator[None]:
         if not IS_ASKED:
             patch.setattr("ckptx.architecture.installed.version_note", lambda class_name: None)
         yield
+
+
+@pytest.fixture
+def place() -> MemoryPath:
+    """An empty directory in memory, for tests of what reads or writes through the interface of a storage."""
+    place = MemoryPath("/run/here")
+    place.mkdir()
+    return place
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.entry import BytesEntry, Sidecar, TensorEntry
 from ckptx.catalog.form import BIN, FORMS, Form
-from ckptx.storage.files import Identity
+from ckptx.storage.interface import FileIdentity, Location, Source, local_path
+from ckptx.storage.local import LocalSource
 
 
 class Part(NamedTuple):
@@ -37,8 +37,8 @@ class Catalog:
             shared storages in a `.bin`) are entries of their own with equal chunks.
         objects: Pickled objects of a DCP, never opened.
         files: Size in bytes of every file that holds tensor data.
-        identities: Device, inode, size and times of every file that was read or will be, as they were before: those of
-            tensor files come from the descriptor their header was read from.
+        identities: Identity of every file that was read or will be, as it was before; that of a tensor file comes from
+            the open file its header was read from.
         sidecars: Files that travel with the weights.
         config: The parsed `config.json`, or None.
         verbatim: Texts that only their own format understands and a way back may need: safetensors headers and
@@ -46,22 +46,29 @@ class Catalog:
         planner_data: `planner_data` of a DCP in one part, carried over as it is.
         parts: The directories of a DCP in two parts; empty for everything else.
         notes: What the reader wants the user to know ("consolidated.safetensors ignored: not in the index").
-        opened_from: Path that was opened; None for a catalog that was not read from disk.
+        opened_from: Location that was opened; None for a catalog that was not read from a storage.
+        storage: Source that it was opened from; None for a catalog that was not. `source` reads either.
     """
 
-    root: Path
+    root: Location
     format: str
     tensors: dict[str, TensorEntry]
     objects: dict[str, BytesEntry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
-    identities: dict[str, Identity] = field(default_factory=dict)
+    identities: dict[str, FileIdentity] = field(default_factory=dict)
     sidecars: tuple[Sidecar, ...] = ()
     config: dict[str, Any] | None = None
     verbatim: dict[str, str] = field(default_factory=dict)
     planner_data: Mapping[str, Any] | None = None
     parts: tuple[Part, ...] = ()
     notes: list[str] = field(default_factory=list)
-    opened_from: Path | None = None
+    opened_from: Location | None = None
+    storage: Source | None = None
+
+    @property
+    def source(self) -> Source:
+        """The files at `root`."""
+        return self.storage if self.storage is not None else LocalSource(local_path(self.root))
 
     @property
     def form(self) -> Form:

@@ -23,7 +23,7 @@ from ckptx.model_view.view import ModelView, compare_replicas, locate_all, locat
 from ckptx.options import default_workers
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest import LEAF
 from ckptx.transfer.digest_sink import digest_of, stream_as
@@ -68,7 +68,7 @@ def verify(
     for view in (first, second):
         fit_noted(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
-    with FilePool(first.catalog.root) as files_a, FilePool(second.catalog.root) as files_b:
+    with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
         with_state = with_state and has_state(first) and has_state(second)
         a, b = _located(first, files_a, log, with_state), _located(second, files_b, log, with_state)
         first, second = in_common_names(a, b)
@@ -110,7 +110,7 @@ def verify(
     return stopwatch.stop(report)
 
 
-def _located(view: ModelView, files: FilePool, log: Log, with_state: bool) -> ModelView:
+def _located(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
     """The view with every block of its model located, and of its state if asked; what is stored twice is compared."""
     view = locate_all(view, files) if with_state and view.catalog.form.has_archives else locate_payloads(view, files)
     compare_replicas(view.catalog, files)
@@ -211,7 +211,7 @@ class _Comparison:
     """Compares pairs in threads; rows come out in the order of the pairs."""
 
     pairs: list[_Pair]
-    files: tuple[FilePool, FilePool]
+    files: tuple[SourceFiles, SourceFiles]
     max_memory: int
     bytes_read: int = 0
     unrecorded: int = 0

@@ -14,7 +14,7 @@ from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.comparison.headers import TiedNames, difference_of
 from ckptx.mapping.state_names import Owners, State
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
 
 _PIECE = 1 << 20  # bytes of an object that are read at once
@@ -69,7 +69,7 @@ def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: b
 
 
 def notes_on_objects(
-    a: Mapping[str, BytesEntry], b: Mapping[str, BytesEntry], files: tuple[FilePool, FilePool]
+    a: Mapping[str, BytesEntry], b: Mapping[str, BytesEntry], files: tuple[SourceFiles, SourceFiles]
 ) -> list[str]:
     """Which pickled objects are other bytes, or are on one side alone. Equal values may be pickled otherwise."""
     other = [name for name in a if name in b and not _are_equal(a[name], b[name], files)]
@@ -128,7 +128,7 @@ def not_compared(view: ModelView) -> str:
     )
 
 
-def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[FilePool, FilePool]) -> bool:
+def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[SourceFiles, SourceFiles]) -> bool:
     if a.nbytes != b.nbytes:
         return False
     for at in range(0, a.nbytes, _PIECE):

@@ -31,7 +31,7 @@ from ckptx.publishing.publish import Job, publish
 from ckptx.publishing.replacing import refuse_foreign
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.planner import plan_copy
 
@@ -154,7 +154,7 @@ def convert_opened(
 def _published(
     job: Job,
     dst: Path,
-    files: FilePool,
+    files: SourceFiles,
     options: ConvertOptions,
     processes: Processes | None,
     base: Base,

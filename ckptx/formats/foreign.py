@@ -6,13 +6,12 @@ did, and says which files next to real weights are another framework's weights a
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple
 
-from ckptx.errors import UnsupportedError
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.storage.interface import Location, Source
 
 _SHOWN = 2
 
@@ -171,7 +170,7 @@ def kind_among(names: Collection[str]) -> tuple[ForeignKind, list[str]] | None:
     return None
 
 
-def refuse_file(path: Path) -> None:
+def refuse_file(source: Source, name: str) -> None:
     """Refuses a file that is known by its name to be no checkpoint ckptx reads.
 
     A file that may be whole by itself is let through when no other of its kind lies beside it.
@@ -179,17 +178,15 @@ def refuse_file(path: Path) -> None:
     Raises:
         UnsupportedError: It is of a foreign kind.
     """
-    kind = kind_of_name(path.name)
+    kind = kind_of_name(name)
     if kind is None:
         return
-    if kind.whole_alone:
-        beside = [entry.name for entry in path.parent.iterdir() if kind_of_name(entry.name) is kind]
-        if beside == [path.name]:
-            return
-    raise UnsupportedError(f"{path}: {kind.what} is not read; {kind.next_step}")
+    if kind.whole_alone and [each for each in source.listing() if kind_of_name(each) is kind] == [name]:
+        return
+    raise UnsupportedError(f"{source.location / name}: {kind.what} is not read; {kind.next_step}")
 
 
-def refuse_directory(path: Path, names: Collection[str]) -> None:
+def refuse_directory(path: Location, names: Collection[str]) -> None:
     """Refuses a directory in which a name is known, and says which.
 
     Raises:
@@ -205,20 +202,20 @@ def refuse_directory(path: Path, names: Collection[str]) -> None:
     )
 
 
-def refuse_below(path: Path, depth: int) -> None:
-    """Refuses `path` when it, or a directory at most `depth` below, is of a foreign kind; the nearest one is named.
+def refuse_below(source: Source, depth: int) -> None:
+    """Refuses a directory when it, or one at most `depth` below, is of a foreign kind; the nearest one is named.
 
     Raises:
         UnsupportedError: One of them is.
     """
-    level = [path]
+    level = [source.location]
     for _ in range(depth + 1):
-        below: list[Path] = []
+        below: list[Location] = []
         for directory in level:
             try:
-                entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-            except OSError:
+                listing = source.at(directory).listing()
+            except InputError:
                 continue  # what cannot be listed tells nothing
-            refuse_directory(directory, [entry.name for entry in entries])
-            below += [Path(entry.path) for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+            refuse_directory(directory, listing.names)
+            below += [directory / name for name in listing.directories() if not name.startswith(".")]
         level = below

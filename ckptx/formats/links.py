@@ -7,26 +7,34 @@ on. So what came through one is named.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+
+from ckptx.storage.interface import Location, Source
 
 
-def leading_out(root: Path, names: Iterable[str]) -> list[tuple[str, Path]]:
+def leading_out(source: Source, names: Iterable[str]) -> list[tuple[str, Location]]:
     """The files of a checkpoint that lie outside of it, each with where it lies.
 
     Args:
-        root: Directory of the checkpoint.
+        source: Directory of the checkpoint.
         names: Of files in it; a directory on the way may be the link.
 
     Returns:
         In the order of `names`. The `blobs` of the Hub cache that a snapshot belongs to are no other place.
     """
-    home = Path(os.path.realpath(root))
+    home = source.spellings()[-1]
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     found = []
     for name in names:
-        real = Path(os.path.realpath(home / name))
-        if home not in real.parents and (blobs is None or blobs not in real.parents):
+        real = source.spellings(name)[-1]
+        above = tuple(_above(real))
+        if home not in above and (blobs is None or blobs not in above):
             found.append((name, real))
     return found
+
+
+def _above(location: Location) -> Iterator[Location]:
+    """Return the directories that a location lies in."""
+    while location.parent != location:
+        location = location.parent
+        yield location

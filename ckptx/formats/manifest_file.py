@@ -6,45 +6,40 @@ over silently, because it would have given the original files back.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from ckptx.catalog.manifest import Manifest
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.storage.files import refuse_large
+from ckptx.storage.interface import Source
 from ckptx.untrusted.limits import MANIFEST_BYTES
 
 
-def manifest_in(root: Path, notes: list[str]) -> Manifest | None:
+def manifest_in(source: Source, notes: list[str]) -> Manifest | None:
     """Read the manifest in a directory.
 
     Args:
-        root: The directory.
+        source: The directory.
         notes: Receives one line if there is a manifest that cannot be read, or that is none.
 
     Returns:
         None if there is none, or if it is ignored.
     """
-    path = root / MANIFEST
-    if not os.path.lexists(path):
+    if not source.listing().has(MANIFEST):
         return None
-    from ckptx.catalog.manifest_parser import read_manifest  # takes as long to import as most headers take to read
+    from ckptx.catalog.manifest_parser import parse_manifest  # takes as long to import as most headers take to read
 
     try:
-        return read_manifest(path)
+        return parse_manifest(source.read_small(MANIFEST, MANIFEST_BYTES), str(source.location / MANIFEST))
     except (InputError, UnsupportedError) as error:
         notes.append(_note(error))
         return None
 
 
-def note_no_file(root: Path, notes: list[str]) -> None:
+def note_no_file(source: Source, notes: list[str]) -> None:
     """Add the note of `manifest_in` for a manifest that is no regular file of a plausible size, without reading it."""
-    path = root / MANIFEST
-    if not os.path.lexists(path):
+    if not source.listing().has(MANIFEST):
         return
     try:
-        refuse_large(path, MANIFEST_BYTES)
+        source.refuse_large(MANIFEST, MANIFEST_BYTES)
     except InputError as error:
         notes.append(_note(error))
 

@@ -11,27 +11,27 @@ may be parts (`rank_names`), the headers of their tensors whether they are:
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.region import Shape
-from ckptx.errors import CkptxError, UnsupportedError
+from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.rank_names import Family, family_of, has_rank, is_rank_alone, may_be_part, world_size_in
 from ckptx.mapping.names import pattern_of
-from ckptx.storage.files import read_small
+from ckptx.storage.interface import Location, Source
+from ckptx.storage.listing import Listing
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import CONFIG_BYTES
 
 Shapes = Mapping[str, Shape]
-ShapesIn = Callable[[Path], Shapes | None]
+ShapesIn = Callable[[Location], Shapes | None]
 """Opens a file or directory and returns the shapes of its tensors, or None if it cannot be opened."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _NAMED = 4
 _LOOKED_INTO = 8
+_LOOKED_INTO_BELOW, _DEPTH = 16, 8  # directories of one directory, and levels, that are searched for weights
 _WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
 _NEXT_STEP = (
     "save a DCP or the whole model where it was trained, and pass that (if each rank holds a whole model, put its "
@@ -39,65 +39,78 @@ _NEXT_STEP = (
 )
 
 
-def without_part_files(root: Path, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
+def without_part_files(source: Source, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
     """Return the weight files of a directory that are checkpoints by themselves.
 
     Raises:
         UnsupportedError: None is: they are parts of one checkpoint.
     """
-    families = _families(root, names, shapes_in, directories=False)
+    families = _families(source, names, shapes_in, directories=False)
     parts = {name for family in families for name in family.names}
     left = [name for name in names if name not in parts]
     if not left:
-        raise _parts_error(root, families[0])
+        raise _parts_error(source.location, families[0])
     return left
 
 
-def without_part_directories(path: Path, roots: Sequence[Path], shapes_in: ShapesIn) -> list[Path]:
-    """Return those of several directories below `path` that are checkpoints by themselves.
+def without_part_directories(source: Source, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
+    """Return those of several directories below a source that are checkpoints by themselves.
+
+    Args:
+        source: A directory.
+        names: The directories, relative to it.
+        shapes_in: Opens one of them, or another.
 
     Raises:
         UnsupportedError: None is: they are parts of one checkpoint.
     """
-    siblings: dict[tuple[Path, Path], set[str]] = {}
-    for root in roots:
-        parts = root.relative_to(path).parts
+    siblings: dict[tuple[str, str], set[str]] = {}
+    for path in names:
+        parts = path.split("/")
         for at, name in enumerate(parts):
-            siblings.setdefault((path.joinpath(*parts[:at]), Path(*parts[at + 1 :])), set()).add(name)
-    refused: dict[Path, tuple[Path, Family]] = {}
-    for (where, rest), names in siblings.items():
-        for family in _families(where, sorted(names), _below(rest, shapes_in), directories=True):
-            refused.update((where / name / rest, (where, family)) for name in family.names)
-    left = [root for root in roots if root not in refused]
+            siblings.setdefault(("/".join(parts[:at]), "/".join(parts[at + 1 :])), set()).add(name)
+    refused: dict[str, tuple[Location, Family]] = {}
+    for (above, below), together in siblings.items():
+        where = source.at(source.location / above) if above else source
+        for family in _families(where, sorted(together), _below(below, shapes_in), directories=True):
+            refused.update((_joined(above, name, below), (where.location, family)) for name in family.names)
+    left = [name for name in names if name not in refused]
     if not left:
-        raise _parts_error(*refused[roots[0]])
+        raise _parts_error(*refused[names[0]])
     return left
 
 
-def refuse_parts_below(path: Path, depth: int, shapes_in: ShapesIn) -> None:
+def _joined(*parts: str) -> str:
+    return "/".join(filter(None, parts))
+
+
+def refuse_parts_below(source: Source, depth: int, shapes_in: ShapesIn) -> None:
     """Refuse weight files that ranks wrote in a directory, or at most `depth` below.
 
     Raises:
         UnsupportedError: There are some.
     """
     try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-    except OSError:
+        listing = source.listing()
+    except InputError:
         return  # nothing is known of a directory that cannot be listed
-    names = [entry.name for entry in entries if entry.name.endswith(WEIGHTS)]
-    families = _families(path, names, shapes_in, directories=False)
+    names = [name for name in listing if name.endswith(WEIGHTS)]
+    families = _families(source, names, shapes_in, directories=False)
     if families:
-        raise _parts_error(path, families[0])
-    for entry in entries:
-        if depth and entry.is_dir() and not entry.name.startswith("."):
-            refuse_parts_below(Path(entry.path), depth - 1, shapes_in)
+        raise _parts_error(source.location, families[0])
+    for name in listing.directories() if depth else ():
+        if not name.startswith("."):
+            refuse_parts_below(source.at(source.location / name), depth - 1, shapes_in)
 
 
-def refuse_part_file(path: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]) -> None:
+def refuse_part_file(
+    source: Source, name: str, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]
+) -> None:
     """Refuse a weight file that is one rank's part of a checkpoint.
 
     Args:
-        path: The file.
+        source: The directory of the file.
+        name: Its name.
         shapes: The shapes of its tensors.
         shapes_in: Opens the files beside it.
         metadata: Metadata of its header; a world size in it counts.
@@ -105,23 +118,24 @@ def refuse_part_file(path: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: 
     Raises:
         UnsupportedError: It is a part.
     """
-    for file in dict.fromkeys((path, Path(os.path.realpath(path)))):  # a link may have a name that says nothing
-        names = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(WEIGHTS)]
+    for file in source.spellings(name):  # a link may have a name that says nothing
+        beside = source.at(file.parent)
         _refuse(
-            file,
-            names,
+            beside,
+            file.name,
+            [each for each in beside.listing() if each.endswith(WEIGHTS)],
             _knowing(file, shapes, shapes_in),
             metadata,
             directories=False,
-            subject=path,
+            subject=source.location / name,
         )
 
 
-def refuse_part_directory(root: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]) -> None:
+def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]) -> None:
     """Refuse a directory that is one rank's part of a checkpoint, or lies in one that is.
 
     Args:
-        root: The directory of a checkpoint.
+        source: The directory of a checkpoint.
         shapes: The shapes of its tensors.
         shapes_in: Opens the directories beside it.
         metadata: See `refuse_part_file`.
@@ -129,70 +143,73 @@ def refuse_part_directory(root: Path, shapes: Shapes, shapes_in: ShapesIn, metad
     Raises:
         UnsupportedError: It is a part.
     """
-    for absolute in dict.fromkeys((Path(os.path.abspath(root)), Path(os.path.realpath(root)))):
-        _refuse_part_at(root, absolute, shapes, shapes_in, metadata)
+    for absolute in source.spellings():
+        _refuse_part_at(source, absolute, shapes, shapes_in, metadata)
 
 
 def _refuse_part_at(
-    root: Path, absolute: Path, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]
+    source: Source, absolute: Location, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]
 ) -> None:
     """Refuse a directory by its own name, and by the names above it that are those of ranks."""
-    directory, above = absolute, 0
+    directory, below, above = absolute, "", 0
     while directory.name and (not above or (is_rank_alone(directory.name) and above < _ABOVE)):
         if may_be_part(directory.name):
-            below = absolute.relative_to(directory)
-            config = read_config(absolute, directory.parent) or {}
+            beside = source.at(directory.parent)
+            config = read_config(source.at(absolute), beside) or {}
             _refuse(
-                directory,
-                [entry.name for entry in os.scandir(directory.parent) if entry.is_dir()],
+                beside,
+                directory.name,
+                beside.listing().directories(),
                 _knowing(directory, shapes, _below(below, shapes_in)),
                 {**metadata, **config},
                 directories=True,
-                subject=root,
+                subject=source.location,
             )
-        directory, above = directory.parent, above + 1
+        directory, below, above = directory.parent, _joined(directory.name, below), above + 1
 
 
 _ABOVE = 3  # directories for tp, pp and dp inside of each other
 
 
-def _below(below: Path, shapes_in: ShapesIn) -> ShapesIn:
+def _below(below: str, shapes_in: ShapesIn) -> ShapesIn:
     """Return what opens a path below each of several directories."""
-    return lambda path: shapes_in(path / below)
+    return lambda location: shapes_in(location / below if below else location)
 
 
-def _knowing(known: Path, shapes: Shapes, shapes_in: ShapesIn) -> ShapesIn:
+def _knowing(known: Location, shapes: Shapes, shapes_in: ShapesIn) -> ShapesIn:
     """Return what opens every path but one, whose shapes are known."""
     return lambda path: shapes if path == known else shapes_in(path)
 
 
 def _refuse(
-    path: Path,
+    where: Source,
+    name: str,
     names: Sequence[str],
     shapes_in: ShapesIn,
     metadata: Mapping[str, Any],
     *,
     directories: bool,
-    subject: Path | None = None,
+    subject: Location,
 ) -> None:
-    family = family_of(path.name, names, directories=directories)
+    family = family_of(name, names, directories=directories)
     if family is not None and family.kind != "index of":
-        if _are_parts(path.parent, family, path.name, shapes_in, directories):
-            others = [name for name in family.names if name != path.name]
+        if _are_parts(where, family, name, shapes_in, directories):
+            others = [each for each in family.names if each != name]
             raise UnsupportedError(
-                f"{subject or path}: was written by rank, without a record of how its tensors are sharded, and is a "
+                f"{subject}: was written by rank, without a record of how its tensors are sharded, and is a "
                 f"part of one checkpoint with {_listed(others)}; {_NEXT_STEP}"
             )
         return
-    world_size = world_size_in(path.name) or _world_size(metadata)
-    if has_rank(path.name) and world_size > 1 and not _is_whole(shapes_in(path), read_config(path, path.parent)):
+    world_size = world_size_in(name) or _world_size(metadata)
+    path = where.location / name
+    if has_rank(name) and world_size > 1 and not _is_whole(shapes_in(path), read_config(where.at(path), where)):
         raise UnsupportedError(
-            f"{subject or path}: was written by rank, without a record of how its tensors are sharded, and is one of "
+            f"{subject}: was written by rank, without a record of how its tensors are sharded, and is one of "
             f"{world_size} parts, of which the others are not there; {_NEXT_STEP}"
         )
 
 
-def _parts_error(where: Path, family: Family) -> UnsupportedError:
+def _parts_error(where: Location, family: Family) -> UnsupportedError:
     """Return the refusal for a directory that holds a family."""
     if family.kind == "index of":
         return UnsupportedError(
@@ -205,7 +222,7 @@ def _parts_error(where: Path, family: Family) -> UnsupportedError:
     )
 
 
-def _families(where: Path, names: Sequence[str], shapes_in: ShapesIn, *, directories: bool) -> list[Family]:
+def _families(where: Source, names: Sequence[str], shapes_in: ShapesIn, *, directories: bool) -> list[Family]:
     """Return the families among names in one directory whose members are parts of one checkpoint."""
     found: list[Family] = []
     seen: set[str] = set()
@@ -219,39 +236,39 @@ def _families(where: Path, names: Sequence[str], shapes_in: ShapesIn, *, directo
     return found
 
 
-def read_config(*directories: Path) -> dict[str, Any] | None:
+def read_config(*directories: Source) -> dict[str, Any] | None:
     """Return the first config.json that can be read; what is wrong with another is reported where it is used."""
     for directory in directories:
-        path = directory / "config.json"
-        if os.path.lexists(path):
-            try:
-                found = parse_json(read_small(path, CONFIG_BYTES).decode("utf-8"), path)
-            except (CkptxError, UnicodeDecodeError):
-                continue
-            if isinstance(found, dict):
-                return found
+        try:
+            text = directory.read_small("config.json", CONFIG_BYTES).decode("utf-8")
+            found = parse_json(text, directory.location / "config.json")
+        except (CkptxError, UnicodeDecodeError):
+            continue
+        if isinstance(found, dict):
+            return found
     return None
 
 
-def _are_parts(where: Path, family: Family, name: str, shapes_in: ShapesIn, directories: bool) -> bool:
+def _are_parts(where: Source, family: Family, name: str, shapes_in: ShapesIn, directories: bool) -> bool:
     """Decide whether the members of a family are parts of one checkpoint; `name` is one of them."""
     if family.kind == "index of":
         return True
-    config = read_config(where / name, where) if directories else read_config(where)
+    root = where.location
+    config = read_config(where.at(root / name), where) if directories else read_config(where)
     if family.kind == "rank":
         starts = family.first == 0 or (family.first == 1 and "shard" in name.lower())
-        if not starts or (directories and sum(_has_weights(where / each) for each in family.names) < 2):
+        if not starts or (directories and sum(_has_weights(where.at(root / each)) for each in family.names) < 2):
             return False
-        if config is None or not _is_whole(shapes_in(where / name), config):
+        if config is None or not _is_whole(shapes_in(root / name), config):
             return True
         return _split_by_name(where, family, name, shapes_in)
     if family.first > 1 or not family.is_gapless:
         return False
-    shapes = shapes_in(where / name)
+    shapes = shapes_in(root / name)
     if shapes is None:
         return False
     if not _is_whole(shapes, config):
-        others = (shapes_in(where / each) for each in _some_others(family, name))
+        others = (shapes_in(root / each) for each in _some_others(family, name))
         if any(shapes.keys() & other.keys() for other in others if other is not None):
             return family.first == 0
     return _split_by_name(where, family, name, shapes_in)
@@ -261,16 +278,16 @@ def _some_others(family: Family, name: str) -> list[str]:
     return [each for each in family.names if each != name][:_LOOKED_INTO]
 
 
-def _split_by_name(where: Path, family: Family, name: str, shapes_in: ShapesIn) -> bool:
+def _split_by_name(where: Source, family: Family, name: str, shapes_in: ShapesIn) -> bool:
     """Return True if a member has layers of the same model as another, and no tensor in common with it.
 
     Every layer may have a tensor in such a part, and all sizes of the config: two whole models have names in common.
     """
-    shapes = shapes_in(where / name)
+    shapes = shapes_in(where.location / name)
     if shapes is None:
         return False
     for each in _some_others(family, name):
-        others = shapes_in(where / each)
+        others = shapes_in(where.location / each)
         if others is not None and not shapes.keys() & others.keys() and _modules(shapes) & _modules(others):
             return True
     return False
@@ -281,12 +298,25 @@ def _modules(names: Iterable[str]) -> set[str]:
     return {".".join(pattern_of(name).split(".")[:2]) for name in names}
 
 
-def _has_weights(directory: Path) -> bool:
-    """Return True if a file of weights lies in the directory or in one below it."""
-    for _, below, names in os.walk(directory):
-        if any(name.endswith((*WEIGHTS, ".distcp")) for name in names):
-            return True
-        below[:] = below[:16]
+def _has_weights(source: Source) -> bool:
+    """Return True if a file of weights lies in the directory or in one below it; links are not followed there."""
+    try:
+        return _lists_weights(source.listing(), _DEPTH)
+    except InputError:
+        return False  # a directory that cannot be listed
+
+
+def _lists_weights(listing: Listing, depth: int) -> bool:
+    directories = listing.directories()
+    if any(name.endswith((*WEIGHTS, ".distcp")) for name in listing.names - set(directories)):
+        return True
+    inner = [name for name in directories if not listing.is_link(name)]
+    for name in inner[:_LOOKED_INTO_BELOW] if depth else ():
+        try:
+            if _lists_weights(listing.below(name), depth - 1):
+                return True
+        except InputError:
+            continue
     return False
 
 

@@ -7,20 +7,23 @@ formats than HF safetensors are imported for a checkpoint that has them.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptx.catalog.catalog import Catalog, Part
 from ckptx.catalog.entry import StoredChunks, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError, UnsupportedError
+from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
-from ckptx.formats.foreign import kind_of_name, refuse_below, refuse_directory, refuse_file
+from ckptx.formats.foreign import refuse_below, refuse_directory, refuse_file
+from ckptx.formats.hf import detect as hf
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata
+from ckptx.formats.located import Detect, Located
 from ckptx.formats.manifest_file import note_no_file
 from ckptx.formats.rank_files import (
     Shapes,
@@ -28,89 +31,86 @@ from ckptx.formats.rank_files import (
     refuse_part_file,
     refuse_parts_below,
     without_part_directories,
-    without_part_files,
 )
+from ckptx.formats.sharded import detect as sharded
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.formats.sharding_info import that_record_offsets
 from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
 from ckptx.mapping.names import is_optimizer, is_trainer_state
-from ckptx.storage.files import identities, read_small, unreadable
+from ckptx.storage.interface import Location, Source
+from ckptx.storage.listing import EntryKind
+from ckptx.storage.local import LocalSource
 from ckptx.storage.staged import is_being_written
-from ckptx.untrusted.limits import INDEX_BYTES, NAME_LENGTH, TENSORS
+from ckptx.untrusted.limits import NAME_LENGTH, TENSORS
 from ckptx.untrusted.remote_name import refuse_remote
 
+# In the order in which they are asked: a `.metadata` counts before any weights beside it, shards by name before files
+# that are shards by their header alone.
+DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf.weights_in)
+
 _METADATA = ".metadata"
-_BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
-_FSDP_BIN = "pytorch_model_fsdp.bin"  # the whole state dict, as accelerate saves it with FULL_STATE_DICT
 # Refused before anything below the directory is looked for: what lies there is not what was passed.
 _ITSELF = re.compile(r"__\d+\.metadata|adapter_config\.json|adapter_model\..+")
-
-# Directories that trainers write side by side and that are one checkpoint: model first, optimizer second.
-_PARTS = (
-    ("model", "optim"), ("model", "optimizer"), ("pytorch_model_fsdp_0", "optimizer_0"), ("weights", "optimizer"),
-)  # fmt: skip
+_LEVELS = 2  # of directories below the one that was passed in which a checkpoint is looked for
 
 
-class Located(NamedTuple):
-    """A checkpoint found: its directory, its kind, and what names its weights there.
+def open_checkpoint(place: str | Path | Source) -> Catalog:
+    """Opens the checkpoint that a place means; reads headers only.
 
-    `weights` is a file name for "huggingface" and "bin", and the parts (directories) of a "dcp" or "sharded".
-    """
-
-    root: Path
-    kind: str
-    weights: tuple[str, ...]
-
-
-def open_checkpoint(path: str | Path) -> Catalog:
-    """Opens the checkpoint that `path` means; reads headers only.
+    Args:
+        place: A path on a local disk, or a source of any storage.
 
     Raises:
         InputError: There is none, several, or it is corrupt or incomplete.
-        UnsupportedError: It is of a kind ckptx does not read, or `path` is a URL.
+        UnsupportedError: It is of a kind ckptx does not read, or a URL.
     """
-    refuse_remote(path)
-    located = locate(Path(path))
-    if is_being_written(located.root):
+    if isinstance(place, str | Path):
+        refuse_remote(place)
+        place = LocalSource(place)
+    place = place.fresh()
+    located = locate(place)
+    source = located.source
+    if is_being_written(source.spellings()[-1]):
         raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
-    before = identities(located.root, (*located.weights, "config.json", MANIFEST))
+    listing = source.listing()
+    before = source.identities(name for name in (*located.weights, "config.json", MANIFEST) if listing.has(name))
     located, catalog = _catalog_of(located)
     if not catalog.tensors:
         raise InputError(f"{located.root}: holds no tensors")
     _refuse_absurd(catalog)
     _refuse_part(located, catalog)
-    note_no_file(catalog.root, catalog.notes)
+    note_no_file(source, catalog.notes)
     _add_surroundings(catalog, located)
-    around = identities(located.root, (sidecar.name for sidecar in catalog.sidecars))
-    catalog.identities = {**around, **before, **catalog.identities}
-    catalog.opened_from = Path(path)
+    catalog.identities = {**before, **catalog.identities}
+    catalog.opened_from = place.location
     return catalog
 
 
 def _catalog_of(located: Located) -> tuple[Located, Catalog]:
     """Open what was found, without the files beside it; headers may say that it is of another kind than it seemed."""
+    source = located.source
     if located.kind == "dcp":
         catalog = _open_parts(located)
     elif located.kind == "sharded":
-        catalog = _open_shards(located.root)
+        catalog = _open_shards(source)
     elif located.kind == "bin":
         from ckptx.formats.hf.torch_bin import open_bin
 
-        catalog = open_bin(located.root, list(located.weights))
-        catalog.notes.extend(huggingface.stray_notes(located.root, {*catalog.files, *located.weights}, (".bin",)))
+        catalog = open_bin(source, list(located.weights))
+        used = {*catalog.files, *located.weights}
+        catalog.notes.extend(huggingface.stray_notes(source.listing(), used, (".bin",)))
     else:
-        found = huggingface.open_huggingface(located.root, located.weights[0])
+        found = huggingface.open_huggingface(source, located.weights[0])
         if found is None:
-            located = Located(located.root, "sharded", (".",))
-        catalog = _open_shards(located.root) if found is None else found
+            located = Located(source, "sharded", (".",))
+        catalog = _open_shards(source) if found is None else found
     return located, catalog
 
 
-def _shapes_in(path: Path) -> Shapes | None:
+def _shapes_in(source: Source, location: Location) -> Shapes | None:
     """The shapes of a file or directory that may be a part of a checkpoint, or None where it cannot be opened."""
     try:
-        located = _locate_file(path) if path.is_file() else locate(path)
-        return {name: entry.shape for name, entry in _catalog_of(located)[1].tensors.items()}
+        return {name: entry.shape for name, entry in _catalog_of(locate(source.at(location)))[1].tensors.items()}
     except (CkptxError, OSError):
         return None
 
@@ -121,11 +121,12 @@ def _refuse_part(located: Located, catalog: Catalog) -> None:
     Raises:
         UnsupportedError: It is one.
     """
+    source, shapes_in = located.source, partial(_shapes_in, located.source)
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
     metadata = _metadata_of(catalog, located.weights[0])
     if located.kind in ("huggingface", "bin") and not located.weights[0].endswith(".index.json"):
-        refuse_part_file(located.root / located.weights[0], shapes, _shapes_in, metadata)
-    refuse_part_directory(located.root, shapes, _shapes_in, metadata)
+        refuse_part_file(source, located.weights[0], shapes, shapes_in, metadata)
+    refuse_part_directory(source, shapes, shapes_in, metadata)
 
 
 def _metadata_of(catalog: Catalog, weights: str) -> dict[str, Any]:
@@ -148,43 +149,40 @@ def _refuse_absurd(catalog: Catalog) -> None:
 
 
 def _add_surroundings(catalog: Catalog, located: Located) -> None:
-    root = located.root
+    source = located.source
     beside = find_hf_metadata(catalog)
     catalog.config = None if beside is None else config_in(beside)
     if catalog.config is not None:
         return  # what travels with the weights lies there, too
-    if os.path.lexists(root / "config.json"):  # not `is_file`: what is no file is refused there, not passed over
-        catalog.config = huggingface.read_json(root / "config.json")
+    catalog.config = config_in(source)
     used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
-    is_megatron = located.kind == "dcp" and is_torch_dist(root)
+    is_megatron = located.kind == "dcp" and is_torch_dist(source)
     if located.kind != "dcp" or catalog.config is not None:
-        around = look_around(root, used) if _has_own_directory(located) else beside_one_file(root)
+        around = look_around(source, used) if _has_own_directory(located) else beside_one_file(source)
         catalog.sidecars = around.carried
+        catalog.identities = {**around.identities, **catalog.identities}
         named = {note.split(" ", 1)[0] for note in catalog.notes}
         left = [name for name in around.left if name not in named and not (is_megatron and name == COMMON_FILE)]
         if left:
             listed = ", ".join(left[:5]) + (f", and {len(left) - 5} more" if len(left) > 5 else "")
             catalog.notes.append(f"not carried: {listed}")
     if is_megatron:
-        known = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(root))}
+        known = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(source))}
         catalog.sidecars = tuple(known[name] for name in sorted(known))
+        catalog.identities = {**source.identities(known), **catalog.identities}
         catalog.notes.append("Megatron torch_dist: tensors have Megatron's own names and layout")
 
 
 def _has_own_directory(located: Located) -> bool:
     """False for a weight file with a name of its own: what else lies in its directory may be anything."""
     weights = located.weights[0]
-    return (
-        located.kind in ("dcp", "sharded")
-        or weights in (huggingface.SINGLE, _BIN, _FSDP_BIN)
-        or weights.endswith(".index.json")
-    )
+    return located.kind in ("dcp", "sharded") or weights in hf.USUAL_NAMES or weights.endswith(".index.json")
 
 
-def _open_shards(root: Path) -> Catalog:
+def _open_shards(source: Source) -> Catalog:
     from ckptx.formats.sharded.reader import open_sharded
 
-    return open_sharded(root)
+    return open_sharded(source)
 
 
 def _open_parts(located: Located) -> Catalog:
@@ -194,13 +192,14 @@ def _open_parts(located: Located) -> Catalog:
     """
     from ckptx.formats.dcp.reader import open_dcp
 
+    source = located.source
     if located.weights == (".",):
-        return open_dcp(located.root)
+        return open_dcp(source)
     parts = [
-        (part, open_dcp(root) if (root / _METADATA).is_file() else _open_shards(root))
-        for part, root in ((part, located.root / part) for part in located.weights)
+        (part, open_dcp(below) if source.listing().is_file(f"{part}/{_METADATA}") else _open_shards(below))
+        for part, below in ((part, source.at(source.location / part)) for part in located.weights)
     ]
-    merged = Catalog(located.root, "dcp", {})
+    merged = Catalog(located.root, "dcp", {}, storage=source)
     for part, catalog in parts:
         is_second, below = part == located.weights[1], _Below(part)
         names: dict[str, str] = {}
@@ -255,155 +254,82 @@ def _optimizer_name(name: str) -> str:
     return name if is_optimizer(name) or is_trainer_state(name) else f"optimizer.{name}"
 
 
-def locate(path: Path) -> Located:
-    """Finds the checkpoint without opening it.
+def locate(source: Source) -> Located:
+    """Finds the checkpoint at a location, which may be a file, without opening it.
 
     Raises:
         InputError: Nothing, or more than one candidate; they are listed.
         UnsupportedError: A kind that is recognised but not read.
     """
-    if os.path.islink(path) and not os.path.exists(path):
-        raise unreadable(path, FileNotFoundError())
-    if not os.path.exists(path):
+    path = source.location
+    kind = source.kind()
+    if kind is EntryKind.DANGLING:
+        source.at(path.parent).size(path.name)  # raises, and says where the link leads
+    if kind is None or kind is EntryKind.DANGLING:
         raise InputError(f"{path}: no such file or directory")
-    if path.is_file():
-        return _locate_file(path)
-    here = _locate_directory(path)
+    if kind is EntryKind.FILE:
+        return _locate_file(source.at(path.parent), path.name)
+    shapes_in = partial(_shapes_in, source)
+    here = _locate_directory(source)
     if here is not None:
         return here
     refusals: list[UnsupportedError] = []
-    below = list(_candidates(path, 2, refusals))
+    below = dict(_candidates(source, "", _LEVELS, refusals))
     if len(below) == 1:
-        return below[0]
+        return next(iter(below.values()))
     if below:
-        left = without_part_directories(path, [located.root for located in below], _shapes_in)
-        listed = ", ".join(map(str, left[:8]))
+        left = without_part_directories(source, list(below), shapes_in)
+        listed = ", ".join(str(path / name) for name in left[:8])
         more = f" and {len(left) - 8} more" if len(left) > 8 else ""
         raise InputError(f"{path}: holds {len(below)} checkpoints, needed one; pass one of: {listed}{more}")
-    refuse_below(path, 2)
+    refuse_below(source, _LEVELS)
     if refusals:
         raise refusals[0]
-    refuse_parts_below(path, 2, _shapes_in)
-    found = "it is empty" if not any(path.iterdir()) else "no .metadata, *.safetensors or pytorch_model*.bin in it"
+    refuse_parts_below(source, _LEVELS, shapes_in)
+    found = "no .metadata, *.safetensors or pytorch_model*.bin in it" if len(source.listing()) else "it is empty"
     raise InputError(f"{path}: no checkpoint found, {found}")
 
 
-def _locate_file(path: Path) -> Located:
-    name = path.name
+def _locate_file(source: Source, name: str) -> Located:
     if is_shard(name):
-        return Located(path.parent, "sharded", (".",))
-    if not (name.endswith(".safetensors") and that_record_offsets(path.parent, [name])):
-        refuse_file(path)
+        return Located(source, "sharded", (".",))
+    if not (name.endswith(".safetensors") and that_record_offsets(source, [name])):
+        refuse_file(source, name)
     if name.endswith((".safetensors", ".safetensors.index.json")):
-        return _located_by_header(path.parent, name)
-    if name == ".metadata":
-        return Located(path.parent, "dcp", (".",))
+        return hf.located_by_header(source, name)
+    if name == _METADATA:
+        return Located(source, "dcp", (".",))
     if name.endswith((".bin", ".bin.index.json", ".pt", ".pth")):
-        return Located(path.parent, "bin", (name,))
-    raise InputError(f"{path}: is no weight file or index; pass the directory of the checkpoint")
+        return Located(source, "bin", (name,))
+    raise InputError(f"{source.location / name}: is no weight file or index; pass the directory of the checkpoint")
 
 
-def _locate_directory(path: Path) -> Located | None:
-    try:
-        names = {entry.name for entry in os.scandir(path)}
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if _METADATA in names:
-        return Located(path, "dcp", (".",))
-    for parts in _PARTS:
-        model, optimizer = (path / part for part in parts)
-        if (optimizer / _METADATA).is_file() and ((model / _METADATA).is_file() or _has_shards(model)):
-            return Located(path, "dcp", parts)
-    if any(map(is_shard, names)):
-        return Located(path, "sharded", (".",))
-    weights = _weights_in(path, names)
-    if weights is not None:
-        return weights
-    refuse_directory(path, [name for name in names if _ITSELF.fullmatch(name)])
-    if any(name.endswith(".distcp") for name in names):
-        raise InputError(
-            f"{path}: has .distcp files but no .metadata; the save was interrupted or still runs, use another one"
-        )
+def _locate_directory(source: Source) -> Located | None:
+    shapes_in = partial(_shapes_in, source)
+    for detect in DETECTORS:
+        located = detect(source, shapes_in)
+        if located is not None:
+            return located
+    refuse_directory(source.location, [name for name in source.listing() if _ITSELF.fullmatch(name)])
+    dcp.refuse_interrupted(source)
     return None
 
 
-def _has_shards(path: Path) -> bool:
-    if not path.is_dir():
-        return False
-    names = set(os.listdir(path))
-    if any(map(is_shard, names)):
-        return True
-    weights = _weights_in(path, names)
-    return weights is not None and weights.kind == "sharded"
-
-
-def _weights_in(path: Path, names: set[str]) -> Located | None:
-    """HF weights in a directory, in the order in which transformers prefers them."""
-    single, index = huggingface.SINGLE in names, huggingface.INDEX in names
-    if single and index and huggingface.SINGLE not in _text_of_index(path):
-        raise InputError(
-            f"{path}: has both {huggingface.SINGLE} and {huggingface.INDEX}, and loaders disagree on which counts; "
-            "pass the one you mean as SRC"
-        )
-    if index:
-        return Located(path, "huggingface", (huggingface.INDEX,))
-    if single:
-        return _located_by_header(path, huggingface.SINGLE)
-    if _BIN_INDEX in names:
-        return Located(path, "bin", (_BIN_INDEX,))
-    for name in (_BIN, _FSDP_BIN):
-        if name in names:
-            return Located(path, "bin", (name,))
-    indexes = sorted(name for name in names if name.endswith(".safetensors.index.json"))
-    if len(indexes) == 1:
-        return Located(path, "huggingface", (indexes[0],))
-    files = sorted(name for name in names if name.endswith(".safetensors"))
-    if not indexes and that_record_offsets(path, files):
-        return Located(path, "sharded", (".",))
-    found = indexes or [name for name in files if kind_of_name(name) is None]
-    if not found:
-        return None
-    if len(found) > 1:
-        found = without_part_files(path, found, _shapes_in)
-        raise InputError(f"{path}: no model.safetensors or index, but {', '.join(found[:8])}; pass one as SRC")
-    return Located(path, "huggingface", (found[0],))
-
-
-def _located_by_header(root: Path, weights: str) -> Located:
-    """What one weight file or index stands for: itself, or all shards of its directory when its header makes it one.
-
-    A file that records offsets is still one of whole tensors where its name or an index says so, unless other files
-    that record some lie beside it without being in the index.
-    """
-    by_itself = Located(root, "huggingface", (weights,))
-    if weights.endswith(".json") or not that_record_offsets(root, [weights]):
-        return by_itself
-    beside = sorted(entry.name for entry in os.scandir(root) if entry.name != weights)
-    for index in beside:
-        if index.endswith(".safetensors.index.json"):
-            listed = huggingface.parse_index(huggingface.read_text(root / index, INDEX_BYTES), root / index).values()
-            if weights in listed and huggingface.open_huggingface(root, index) is not None:
-                return by_itself
-    if weights != huggingface.SINGLE or that_record_offsets(root, [n for n in beside if n.endswith(".safetensors")]):
-        return Located(root, "sharded", (".",))
-    return by_itself
-
-
-def _text_of_index(path: Path) -> str:
-    return read_small(path / huggingface.INDEX, INDEX_BYTES).decode("utf-8", "replace")
-
-
-def _candidates(path: Path, depth: int, refusals: list[UnsupportedError]) -> Iterator[Located]:
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        if not entry.is_dir() or entry.name.startswith("."):
+def _candidates(
+    source: Source, lead: str, depth: int, refusals: list[UnsupportedError]
+) -> Iterator[tuple[str, Located]]:
+    """Checkpoints in the directories below, by name; a checkpoint is not searched for others."""
+    for name in source.listing().directories():
+        if name.startswith("."):
             continue
+        below = source.at(source.location / name)
         try:
-            located = _locate_directory(Path(entry.path))
+            located = _locate_directory(below)
         except (InputError, UnsupportedError) as error:
             if isinstance(error, UnsupportedError):
                 refusals.append(error)
             continue  # a broken neighbour is no candidate; passed by name it says why
         if located is not None:
-            yield located
+            yield lead + name, located
         elif depth > 1:
-            yield from _candidates(Path(entry.path), depth - 1, refusals)
+            yield from _candidates(below, f"{lead}{name}/", depth - 1, refusals)

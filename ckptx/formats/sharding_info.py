@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import MAX_HEADER, Header
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Source
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
@@ -109,7 +108,7 @@ def holds_parts(header: Header, where: str) -> bool:
     return found
 
 
-def that_record_offsets(root: Path, names: Iterable[str]) -> list[str]:
+def that_record_offsets(source: Source, names: Iterable[str]) -> list[str]:
     """Those of the safetensors files `names` whose headers speak of offsets; nothing is parsed.
 
     A file too damaged to tell records none: whoever opens it says what is wrong with it.
@@ -119,7 +118,7 @@ def that_record_offsets(root: Path, names: Iterable[str]) -> list[str]:
     """
     found = []
     for name in names:
-        with FilePool(root) as files:
+        with source.open() as files:
             length = int.from_bytes(files.read_up_to(name, 0, 8), "little")
             if length <= min(MAX_HEADER, files.size(name)) and SHARDING_INFO.encode() in files.read_up_to(
                 name, 8, length

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
 from ckptx.formats.foreign import is_foreign_weights
-from ckptx.storage.files import read_small, unreadable
+from ckptx.storage.files import changed
+from ckptx.storage.interface import FileIdentity, Source
+from ckptx.storage.listing import EntryKind, Listing
 from ckptx.untrusted.file_name import name_fault
 from ckptx.untrusted.limits import CONFIG_BYTES
 
@@ -54,36 +55,43 @@ def is_known_sidecar(base: str) -> bool:
 
 
 class Surroundings(NamedTuple):
-    """What lies beside the weights: files to carry, and files that are left behind."""
+    """The files beside the weights.
+
+    Attributes:
+        carried: Files that travel with the weights.
+        left: Names of files that are left behind.
+        identities: Identity of each file in `carried`.
+    """
 
     carried: tuple[Sidecar, ...]
     left: tuple[str, ...]
+    identities: Mapping[str, FileIdentity]
 
 
-def look_around(root: Path, used: frozenset[str]) -> Surroundings:
-    """Lists the sidecars below `root`.
+def look_around(source: Source, used: frozenset[str]) -> Surroundings:
+    """Lists the sidecars of a checkpoint.
 
     A directory that holds weights of its own (`onnx/`, `original/`) is left behind, unless `modules.json` says that the
     model is built from it, as sentence-transformers does. So is a file whose name has no place in an output.
 
     Args:
-        root: The directory of the checkpoint.
+        source: The directory of the checkpoint.
         used: Names of the weight files that are part of the checkpoint.
 
     Raises:
         InputError: A link leads nowhere: a cache or a copy that is incomplete would lose its tokenizer in silence.
     """
-    modules = _modules(root)
-    homes = {str(Path(name).parent) for name in used}
+    modules = _modules(source)
+    homes = {_parent(name) for name in used}
     carried: list[str] = []
     left: list[str] = []
-    for directory, names in _walk(root, 0):
-        inside = [name for name in names if name not in used and Path(name).name not in _OWN]
-        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES) or is_foreign_weights(Path(name).name)]
+    for directory, names in _walk(source, source.listing(), 0):
+        inside = [name for name in names if name not in used and _base(name) not in _OWN]
+        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES) or is_foreign_weights(_base(name))]
         if directory == ".":
             carried.extend(name for name in inside if name not in weights)
             left.extend(weights)
-        elif Path(directory).parts[0] in modules:
+        elif directory.partition("/")[0] in modules:
             carried.extend(inside)
         elif weights or directory in homes:
             left.extend(inside)
@@ -91,40 +99,52 @@ def look_around(root: Path, used: frozenset[str]) -> Surroundings:
             carried.extend(name for name in inside if name.endswith(_TEXTS))
             left.extend(name for name in inside if not name.endswith(_TEXTS))
     left.extend(name for name in carried if name_fault(name) is not None)
-    return Surroundings(_sidecars(root, carried), tuple(sorted(left)))
+    return _surroundings(source, carried, tuple(sorted(left)))
 
 
-def beside_one_file(root: Path) -> Surroundings:
+def beside_one_file(source: Source) -> Surroundings:
     """The sidecars of one weight file with a name of its own, in a directory that may hold anything."""
-    names = [entry.name for entry in os.scandir(root) if entry.is_file() and _KNOWN.fullmatch(entry.name)]
-    return Surroundings(_sidecars(root, names), ())
+    listing = source.listing()
+    names = [name for name in listing if _KNOWN.fullmatch(name) and listing.is_file(name)]
+    return _surroundings(source, names, ())
 
 
-def _sidecars(root: Path, names: list[str]) -> tuple[Sidecar, ...]:
-    """Those of the names that a manifest may hold, too."""
-    return tuple(Sidecar(name, os.stat(root / name).st_size) for name in sorted(names) if name_fault(name) is None)
+def _surroundings(source: Source, names: list[str], left: tuple[str, ...]) -> Surroundings:
+    """Carry those of the names that a manifest may hold, too."""
+    names = [name for name in sorted(names) if name_fault(name) is None]
+    identities = source.identities(names)
+    carried = (Sidecar(name, identities[name].nbytes if name in identities else source.size(name)) for name in names)
+    return Surroundings(tuple(carried), left, identities)
 
 
-def _walk(root: Path, depth: int, below: str = ".") -> Iterator[tuple[str, list[str]]]:
-    """Directories and the files in them, as names relative to `root`."""
-    listed = (entry for entry in os.scandir(root / below) if entry.name not in _OWN)
-    entries = sorted(listed, key=lambda entry: entry.name)
-    for entry in entries:
-        if entry.is_symlink() and not os.path.exists(entry.path):
-            raise unreadable(Path(entry.path), FileNotFoundError())
-    yield below, [str(Path(below, entry.name)) for entry in entries if entry.is_file()]
+def _walk(source: Source, listing: Listing, depth: int, below: str = ".") -> Iterator[tuple[str, list[str]]]:
+    """Directories and the files in them, as names relative to the source."""
+    lead = "" if below == "." else f"{below}/"
+    names = [name for name in listing if name not in _OWN]
+    for name in names:
+        if listing.kind(name) is EntryKind.DANGLING:
+            source.size(lead + name)  # raises, and says where the link leads
+            raise changed(source.location / (lead + name))
+    yield below, [lead + name for name in names if listing.is_file(name)]
     if depth < _MAX_DEPTH:
-        for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield from _walk(root, depth + 1, str(Path(below, entry.name)))
+        for name in names:
+            if listing.is_directory(name) and not name.startswith("."):
+                yield from _walk(source, listing.below(name), depth + 1, lead + name)
 
 
-def _modules(root: Path) -> frozenset[str]:
-    path = root / "modules.json"
-    if not path.is_file():
+def _parent(name: str) -> str:
+    return str(PurePosixPath(name).parent)
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _modules(source: Source) -> frozenset[str]:
+    if not source.listing().is_file("modules.json"):
         return frozenset()
     try:
-        listed = json.loads(read_small(path, CONFIG_BYTES).decode("utf-8"))
+        listed = json.loads(source.read_small("modules.json", CONFIG_BYTES).decode("utf-8"))
         return frozenset(module["path"].split("/")[0] for module in listed if module.get("path"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return frozenset()  # absent, or somebody else's modules.json

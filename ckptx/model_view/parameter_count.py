@@ -112,14 +112,13 @@ def _leaders(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
 def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
     """The names, those together whose rows are equal; where rows cannot be read, the config is believed."""
     from ckptx.formats.dcp.reader import open_payloads  # few models have names that are tied and stored apart
-    from ckptx.storage.files import FilePool
     from ckptx.transfer.stream import TensorReader
 
     catalog = view.catalog
     entries = {name: view.tensors[name] for name in names}
     found: dict[object, list[str]] = {}
     try:
-        with FilePool(catalog.root) as files:
+        with catalog.source.open() as files:
             if catalog.form.has_archives:
                 part = replace(catalog, tensors={entry.name: entry for entry in entries.values()})
                 located = open_payloads(part, files).tensors

@@ -27,13 +27,11 @@ from ckptx.mapping.names import Roles, Unwrapped, pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
 from ckptx.mapping.rules import NameRules
-from ckptx.storage.files import FilePool, read_small
+from ckptx.storage.interface import Location, SourceFiles
 from ckptx.untrusted.limits import METADATA_BYTES
 from ckptx.wording import counted, first_of
 
 if TYPE_CHECKING:  # what looks at headers alone pays for nothing that reads tensors, nor for readers of other formats
-    from pathlib import Path
-
     from ckptx.architecture.tied import TieDecision
     from ckptx.catalog.manifest import Manifest
     from ckptx.transfer.stream import TensorReader
@@ -130,7 +128,9 @@ def view_model(
         config = _with_class(config, catalog, notes)
     if config is not None:
         architecture = find_architecture(
-            config, config_dir=directory_of_config(catalog), trust_remote_code=trust_remote_code
+            config,
+            config_dir=directory_of_config(catalog) if trust_remote_code else None,
+            trust_remote_code=trust_remote_code,
         )
     found = _names_of_model(catalog, architecture, config, prefix, notes)
     published, architecture = architecture, found.architecture
@@ -197,7 +197,7 @@ def view_model_under(
 class SeveralModels(InputError):
     """A checkpoint holds several complete models, and nothing says which is meant."""
 
-    def __init__(self, root: Path, prefixes: tuple[str, ...]) -> None:
+    def __init__(self, root: Location, prefixes: tuple[str, ...]) -> None:
         how = ' (--prefix "" takes the names without one)' if "" in prefixes else ""
         super().__init__(f"{root}: {_said_of_several(prefixes)}; choose one with --prefix{how}")
 
@@ -321,7 +321,7 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
         source: A DCP or sharded safetensors.
         notes: Receives one line if there is a manifest that is ignored: it is damaged, or describes other files.
     """
-    manifest = manifest_in(source.root, notes) if source.form.has_manifest else None
+    manifest = manifest_in(source.source, notes) if source.form.has_manifest else None
     if manifest is None or manifest.form is not source.form:
         return None
     from ckptx.catalog.manifest import FileRecord
@@ -331,9 +331,9 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
     recorded = manifest.files
     markers = [f"{part.directory}/{METADATA}" for part in source.parts] or [METADATA]
     for name in markers if source.form.has_archives else ():
-        if not (source.root / name).is_file():  # a part in sharded safetensors, which ckptx does not write
+        if not source.source.listing().is_file(name):  # a part in sharded safetensors, which ckptx does not write
             return None
-        data = read_small(source.root / name, METADATA_BYTES)
+        data = source.source.read_small(name, METADATA_BYTES)
         if recorded.get(name) != FileRecord(len(data), digest_bytes(data)):
             notes.append(f"{MANIFEST} describes another {name}; ignored")
             return None
@@ -343,7 +343,7 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
     return manifest
 
 
-def locate_payloads(view: ModelView, files: FilePool, *, later: bool = False) -> ModelView:
+def locate_payloads(view: ModelView, files: SourceFiles, *, later: bool = False) -> ModelView:
     """The view with every block of its tensors located; archives of other tensors are not looked into.
 
     `later` is as in `open_payloads`.
@@ -361,7 +361,7 @@ def locate_payloads(view: ModelView, files: FilePool, *, later: bool = False) ->
     return replace(view, tensors=tensors, catalog=replace(view.catalog, tensors=view.catalog.tensors | located.tensors))
 
 
-def locate_all(view: ModelView, files: FilePool, *, later: bool = False) -> ModelView:
+def locate_all(view: ModelView, files: SourceFiles, *, later: bool = False) -> ModelView:
     """The view with every block of its checkpoint located, those of optimizer state too."""
     from ckptx.formats.dcp.reader import open_payloads
 
@@ -370,7 +370,7 @@ def locate_all(view: ModelView, files: FilePool, *, later: bool = False) -> Mode
     return replace(view, tensors=tensors, catalog=located)
 
 
-def compare_replicas(catalog: Catalog, files: FilePool) -> None:
+def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
     """Holds blocks that several ranks stored against each other.
 
     Raises:
@@ -400,7 +400,7 @@ def compare_replicas(catalog: Catalog, files: FilePool) -> None:
             )
 
 
-def settle_duplicates(view: ModelView, files: FilePool, *, with_state: bool) -> ModelView:
+def settle_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool) -> ModelView:
     """Compares what is in the checkpoint under two names; the view has a note on what is one tensor.
 
     Two names are those of one tensor when they differ in nothing but wrappers and the prefix, or when the rules of the
@@ -459,7 +459,7 @@ def _difference(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | N
 
 
 def decide_ties(
-    view: ModelView, files: FilePool, *, tie_missing: bool = False, accepted: list[str] | None = None
+    view: ModelView, files: SourceFiles, *, tie_missing: bool = False, accepted: list[str] | None = None
 ) -> list[TieDecision]:
     """Resolves every tied pair of the architecture against what is on disk; bytes are read only for pairs on disk.
 

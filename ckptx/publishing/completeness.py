@@ -6,13 +6,12 @@ A manifest lies beside the files it describes, and whoever changed these could c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.reader import open_payloads
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.executor import CopyResult
@@ -20,26 +19,26 @@ from ckptx.transfer.plan import CopyPlan, Step
 from ckptx.transfer.stream import TensorReader
 
 
-def outcome_of_written(target: Path, plan: CopyPlan, source: FilePool, max_memory: int) -> CopyResult | None:
+def outcome_of_written(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
     """Find out about files that are there what a copy would have found out.
 
     Reads all of the source, and all of the files as a loader reads them.
 
     Args:
-        target: A directory.
+        target: The directory of the files.
         plan: What would be written there.
         source: Files of the source.
         max_memory: Bytes of buffers.
 
     Returns:
-        None when the files of `plan` below `target` have other bytes than the source.
+        None when the files of `plan` in `target` have other bytes than the source.
 
     Raises:
         InputError: The source is corrupt.
     """
     reader = TensorReader(source, max_memory // 2)
     digests, losses = {}, LossesByTensor()
-    with FilePool(target) as written:
+    with target.open() as written:
         try:
             if any(written.read_up_to(file.name, 0, len(file.prologue)) != file.prologue for file in plan.files):
                 return None
@@ -59,7 +58,7 @@ def outcome_of_written(target: Path, plan: CopyPlan, source: FilePool, max_memor
     return CopyResult(digests, was_complete=True, overflows=losses.overflows, underflows=losses.underflows)
 
 
-def _leaves(step: Step, written: FilePool, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:
+def _leaves(step: Step, written: SourceFiles, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:
     """Digests of a tensor as it was written, once more for each way in which replicas put it together."""
     reader = TensorReader(written, max_memory)
     entry = step.target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,8 +13,8 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks
-from ckptx.catalog.manifest import emit_manifest
-from ckptx.catalog.manifest_parser import parse_manifest, read_manifest
+from ckptx.catalog.manifest import Manifest, emit_manifest
+from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.reader import stray_notes
@@ -23,14 +22,16 @@ from ckptx.formats.sidecars import MANIFEST
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import Processes
 from ckptx.publishing.completeness import outcome_of_written
+from ckptx.publishing.publisher import Claim, Publisher
 from ckptx.publishing.source_contents import require_unchanged
 from ckptx.publishing.source_state import FileIdentities, agreement, is_agreed, seen_of
 from ckptx.publishing.staging import Staging, open_staged
-from ckptx.storage.files import FilePool, size_of
-from ckptx.storage.held_directory import Expected, HeldDirectory, refuse_clashes
+from ckptx.storage.held_directory import refuse_clashes
+from ckptx.storage.interface import ExpectedFile, OutputTree, Source, SourceFiles, StoredFile
 from ckptx.transfer.digest import LEAF, digest_bytes, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
+from ckptx.untrusted.limits import MANIFEST_BYTES
 
 # A file with such a name beside an output would be read in its place, or with it.
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".distcp", ".metadata")
@@ -56,13 +57,13 @@ class Job:
 
     plan: CopyPlan
     source: Catalog
-    sidecars: dict[str, Path | bytes]
+    sidecars: dict[str, StoredFile | bytes]
     options: dict[str, Any]
     manifest: Callable[[CopyResult], dict[str, Any]]
     opened: Catalog
     is_decision_unchanged: Callable[[], bool]
     refuse: Callable[[CopyResult], None]
-    check: Callable[[Path, CopyResult], None] = lambda tree, outcome: None
+    check: Callable[[Source, CopyResult], None] = lambda tree, outcome: None
     markers: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,13 +83,13 @@ class Job:
 
     def sidecar_sizes(self) -> dict[str, int]:
         """Bytes of each sidecar."""
-        return {name: len(data) if isinstance(data, bytes) else size_of(data) for name, data in self.sidecars.items()}
+        return {name: len(data) if isinstance(data, bytes) else data.size for name, data in self.sidecars.items()}
 
 
 def publish(
     job: Job,
     target: Path,
-    files: FilePool,
+    files: SourceFiles,
     *,
     workers: int,
     max_memory: int,
@@ -98,6 +99,7 @@ def publish(
     processes: Processes | None = None,
     beside: Iterable[Catalog] = (),
     may_replace: Callable[[Path], None] = lambda target: None,
+    claim: Claim = Staging,
 ) -> CopyResult | None:
     """Writes and publishes.
 
@@ -115,6 +117,7 @@ def publish(
         processes: The other processes that make the same output.
         beside: Other checkpoints that the output is made from.
         may_replace: Raises OutputError for a directory that must not be replaced.
+        claim: Claims the target in its storage.
 
     Returns:
         What the copy found out. When `resume` found the output complete already, it wrote nothing.
@@ -127,9 +130,9 @@ def publish(
     if processes is not None and processes.rank:
         return _assist(job, target, files, workers, max_memory, on_progress, processes, seen)
     together = processes.failing_together() if processes is not None else nullcontext()
-    with Staging(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
+    with claim(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
         seen.touched()
-        done = _done(target, job, files, seen, max_memory) if resume else None
+        done = _done(staging, job, files, seen, max_memory) if resume else None
         if done is not None:
             staging.discard()
             if processes is not None:
@@ -191,7 +194,7 @@ def manifest_size(job: Job) -> int:
     return len(_manifest_bytes(job, CopyResult(defaultdict(lambda: digest)), files, sidecars))
 
 
-def _begin(job: Job, staging: Staging, seen: FileIdentities, resume: bool) -> bool:
+def _begin(job: Job, staging: Publisher, seen: FileIdentities, resume: bool) -> bool:
     """Prepares the staging directory; True when an interrupted run of the same job is continued."""
     plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
     resumed = staging.begin(plan, resume)
@@ -204,7 +207,7 @@ def _begin(job: Job, staging: Staging, seen: FileIdentities, resume: bool) -> bo
 def _assist(
     job: Job,
     target: Path,
-    files: FilePool,
+    files: SourceFiles,
     workers: int,
     max_memory: int,
     on_progress: Callable[[int], None],
@@ -244,7 +247,7 @@ def _assist(
     return outcome
 
 
-def _check(job: Job, outcome: CopyResult, staging: Staging, expected: Mapping[str, Expected]) -> None:
+def _check(job: Job, outcome: CopyResult, staging: Publisher, expected: Mapping[str, ExpectedFile]) -> None:
     """Looks at the finished tensor files; that somebody else changed them is said rather than what follows from it."""
 
     def require_untouched() -> None:
@@ -253,22 +256,22 @@ def _check(job: Job, outcome: CopyResult, staging: Staging, expected: Mapping[st
 
     require_untouched()
     try:
-        job.check(staging.tree, outcome)
+        job.check(staging.written, outcome)
     except CkptxError:
         require_untouched()
         raise
 
 
-def _agreed(job: Job, files: FilePool) -> dict[str, str]:
+def _agreed(job: Job, files: SourceFiles) -> dict[str, str]:
     """What all ranks must see alike before any of them writes."""
     return agreement(job.source, files, _layout(job.plan), repr(sorted(job.options.items())))
 
 
-def _write_rest(output: HeldDirectory, job: Job, outcome: CopyResult, seen: FileIdentities) -> dict[str, Expected]:
+def _write_rest(output: OutputTree, job: Job, outcome: CopyResult, seen: FileIdentities) -> dict[str, ExpectedFile]:
     """Writes what is no tensor file: sidecars, markers, and the manifest at last."""
-    written: dict[str, Expected] = {}
+    written: dict[str, ExpectedFile] = {}
 
-    def write(name: str, data: Path | bytes) -> dict[str, Any]:
+    def write(name: str, data: StoredFile | bytes) -> dict[str, Any]:
         leaves: list[bytes] = []
         nbytes = 0
 
@@ -279,8 +282,8 @@ def _write_rest(output: HeldDirectory, job: Job, outcome: CopyResult, seen: File
                 nbytes += len(block)
                 yield block
 
-        identity = output.write(name, blocks())
-        written[name] = Expected(nbytes, identity, lambda file: file_digest(file) == tree_digest(leaves))
+        holder = output.write(name, blocks())
+        written[name] = ExpectedFile(nbytes, holder, lambda file: file_digest(file) == tree_digest(leaves))
         return {"bytes": nbytes, "digest": tree_digest(leaves).hex()}
 
     sidecars = {name: write(name, data) for name, data in sorted(job.sidecars.items())}
@@ -315,7 +318,7 @@ def _watching(on_progress: Callable[[int], None], processes: Processes | None) -
     return watch
 
 
-def _done(target: Path, job: Job, files: FilePool, seen: FileIdentities, max_memory: int) -> CopyResult | None:
+def _done(staging: Publisher, job: Job, files: SourceFiles, seen: FileIdentities, max_memory: int) -> CopyResult | None:
     """Return the outcome of a copy whose target is complete already; None if it is not.
 
     Its manifest counts, what is on disk, and what the manifest of a fresh run would say.
@@ -323,55 +326,61 @@ def _done(target: Path, job: Job, files: FilePool, seen: FileIdentities, max_mem
     Raises:
         InputError: The source is corrupt, changed meanwhile, or its numbers cannot be cast.
     """
-    if not is_complete(target, job) or not is_intact(target, job, seen):
+    manifest = _manifest_at(staging)
+    if manifest is None or not is_complete(staging.published, manifest, job):
         return None
-    outcome = outcome_of_written(target, job.plan, files, max_memory)
+    if not is_intact(staging, manifest, job, seen):
+        return None
+    outcome = outcome_of_written(staging.published, job.plan, files, max_memory)
     if outcome is None:
         return None
     job.refuse(outcome)
     require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
-    found = read_manifest(target / MANIFEST)
-    rows, sidecars = ({name: row._asdict() for name, row in each.items()} for each in (found.files, found.sidecars))
+    rows, sidecars = (
+        {name: row._asdict() for name, row in each.items()} for each in (manifest.files, manifest.sidecars)
+    )
     for row in (*rows.values(), *sidecars.values()):
         row["bytes"] = row.pop("nbytes")
     if set(sidecars) != set(job.sidecars):
         return None
-    fresh = parse_manifest(_manifest_bytes(job, outcome, rows, sidecars), found.where)
-    return outcome if fresh == found else None
+    fresh = parse_manifest(_manifest_bytes(job, outcome, rows, sidecars), manifest.where)
+    return outcome if fresh == manifest else None
 
 
-def is_intact(target: Path, job: Job, seen: FileIdentities) -> bool:
-    """True when tensor files, markers and sidecars on disk have the bytes that they should; reads all of them."""
+def _manifest_at(staging: Publisher) -> Manifest | None:
+    """The manifest at the target, or None if there is none that can be read."""
     try:
-        wanted = {name: row.digest for name, row in read_manifest(target / MANIFEST).files.items()}
+        data = staging.published.read_small(MANIFEST, MANIFEST_BYTES)
+        return parse_manifest(data, str(staging.published.location / MANIFEST))
+    except CkptxError:
+        return None
+
+
+def is_intact(staging: Publisher, manifest: Manifest, job: Job, seen: FileIdentities) -> bool:
+    """True when tensor files, markers and sidecars at the target have the bytes they should; reads all of them."""
+    try:
+        wanted = {name: row.digest for name, row in manifest.files.items()}
         wanted |= {name: digest_bytes(data) for name, data in job.markers}
         for name, data in job.sidecars.items():
             wanted[name] = tree_digest(leaf_digest(block) for block in seen.blocks(data, LEAF)).hex()
-        with HeldDirectory.at(Path(os.path.realpath(target))) as held:
-            return all(_digest_in(held, name) == digest for name, digest in wanted.items())
+        return all(staging.digest_of_published(name) == digest for name, digest in wanted.items())
     except (CkptxError, OSError):
         return False
 
 
-def _digest_in(held: HeldDirectory, name: str) -> str:
-    with held.reading(name) as file:
-        return file_digest(file).hex()
-
-
-def is_complete(target: Path, job: Job) -> bool:
+def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
     """True when `target` already holds what the job would write, as far as names, dtypes, sizes and markers tell."""
     wanted = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
     try:
-        manifest = read_manifest(target / MANIFEST)
         files, tensors = manifest.files, manifest.tensors
         return (
             {name: row.nbytes for name, row in files.items()} == wanted
-            and not stray_notes(target, {*wanted, *job.sidecars}, _WEIGHTS)
-            and all((target / name).stat().st_size == nbytes for name, nbytes in wanted.items())
+            and not stray_notes(target.listing(), {*wanted, *job.sidecars}, _WEIGHTS)
+            and all(target.size(name) == nbytes for name, nbytes in wanted.items())
             and all(files[name].digest == digest_bytes(data) for name, data in job.markers)
             and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.framed)
         )
-    except (CkptxError, OSError, KeyError):
+    except (CkptxError, KeyError):
         return False
 
 

@@ -22,6 +22,7 @@ from ckptx.formats.sidecars import MANIFEST, is_known_sidecar
 from ckptx.publishing.output_place import refuse_files_inside
 from ckptx.publishing.report_file import is_earlier_output
 from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.interface import local_path
 from ckptx.transfer.digest import file_digest
 from ckptx.untrusted.printable import one_line
 
@@ -90,12 +91,12 @@ def refuse_files_of(catalog: Catalog, target: Path) -> None:
         OutputError: It does.
     """
     names = {*catalog.identities, *catalog.files, *(sidecar.name for sidecar in catalog.sidecars), *catalog.verbatim}
-    refuse_files_inside((catalog.root / name for name in sorted(names)), target)
+    refuse_files_inside((local_path(catalog.root / name) for name in sorted(names)), target)
 
 
 def _opens(root: Path) -> bool:
     try:
-        return open_checkpoint(root).root.samefile(root)
+        return local_path(open_checkpoint(root).root).samefile(root)
     except (CkptxError, OSError):
         return False
 

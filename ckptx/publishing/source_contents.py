@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.errors import CkptxError
-from ckptx.formats.hf.hf_metadata import directory_of_config
-from ckptx.formats.hf.reader import read_json
+from ckptx.formats.hf.hf_metadata import source_of_config
+from ckptx.formats.hf.reader import json_in
 from ckptx.formats.registry import open_checkpoint
 from ckptx.publishing.source_state import FileIdentities, header_texts
-from ckptx.storage.files import FilePool, changed
+from ckptx.storage.files import changed
+from ckptx.storage.interface import SourceFiles, StoredFile, name_below
 from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.stream import TensorReader
@@ -30,7 +30,7 @@ def require_unchanged(
     seen: FileIdentities,
     plan: CopyPlan,
     digests: Mapping[str, str],
-    files: FilePool,
+    files: SourceFiles,
     opened: Catalog,
     is_decision_unchanged: Callable[[], bool],
     max_memory: int,
@@ -54,11 +54,11 @@ def require_unchanged(
         return
     _logger.info("read again, as their change time is another: %s", ", ".join(map(str, touched)))
     first = next(iter(touched))
-    names = {str(path.relative_to(opened.root)) for path in touched if path.is_relative_to(opened.root)}
+    names = {name for path in touched if (name := name_below(opened.root, path)) is not None}
     carried = {catalog.root / sidecar.name for catalog in seen.catalogs for sidecar in catalog.sidecars}
     for path in touched:
-        is_known = path.is_relative_to(opened.root) or path in carried
-        if not is_known or (path.name == "config.json" and not _is_config_as_read(path, seen.catalogs)):
+        is_known = name_below(opened.root, path) is not None or path in carried
+        if not is_known or (path.name == "config.json" and not _is_config_as_read(seen.files[path], seen.catalogs)):
             raise changed(path)
     if names and not (_has_same_catalog(opened) and is_decision_unchanged()):
         raise changed(first)
@@ -74,16 +74,17 @@ def require_unchanged(
     seen.accept(touched)
 
 
-def _is_config_as_read(path: Path, catalogs: tuple[Catalog, ...]) -> bool:
+def _is_config_as_read(config: StoredFile, catalogs: tuple[Catalog, ...]) -> bool:
     """True when every checkpoint that took its config from this file would read the same today."""
-    owners = [each for each in catalogs if each.config is not None and directory_of_config(each) == path.parent]
-    return all(read_json(path) == each.config for each in owners)
+    directory = config.location.parent
+    owners = [each for each in catalogs if each.config is not None and source_of_config(each).location == directory]
+    return all(json_in(*config) == each.config for each in owners)
 
 
 def _has_same_catalog(opened: Catalog) -> bool:
     """True when a checkpoint that is opened once more has the same headers."""
     try:
-        again = open_checkpoint(opened.opened_from or opened.root)
+        again = open_checkpoint(opened.source.at(opened.opened_from or opened.root).fresh())
     except CkptxError:
         return False
     return list(header_texts(again)) == list(header_texts(opened))

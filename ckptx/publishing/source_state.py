@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import ArchivedChunks
-from ckptx.storage.files import FilePool, Identity, changed, open_regular, unreadable
-from ckptx.storage.open_file import OpenFile
+from ckptx.storage.files import changed
+from ckptx.storage.interface import FileIdentity, Location, SourceFiles, StoredFile
 from ckptx.transfer.digest import leaf_digest, tree_digest
 
 # Bytes of tensors that ranks compare before they begin: enough to tell two steps of one training run apart, and read in
@@ -25,18 +25,20 @@ class FileIdentities:
 
     Attributes:
         catalogs: The checkpoints; the first is the source.
-        recorded: Identity by path.
+        files: The files, by location.
+        recorded: Identity by location.
     """
 
     catalogs: tuple[Catalog, ...]
-    recorded: dict[Path, Identity]
+    files: Mapping[Location, StoredFile]
+    recorded: dict[Location, FileIdentity]
 
     @property
     def source(self) -> Catalog:
         """The checkpoint that tensors are read from."""
         return self.catalogs[0]
 
-    def touched(self) -> dict[Path, Identity]:
+    def touched(self) -> dict[Location, FileIdentity]:
         """Look at every file again.
 
         Returns:
@@ -47,31 +49,32 @@ class FileIdentities:
             InputError: One is gone, or is not what it was.
         """
         touched = {}
-        for path, identity in self.recorded.items():
-            try:
-                found = Identity.of(os.stat(path))
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if not found.has_same_contents(identity):
-                raise changed(path)
+        for location, identity in self.recorded.items():
+            source, name = self.files[location]
+            found = source.identities((name,)).get(name)
+            if found is None:
+                source.size(name)  # raises for a file that is gone
+            if found is None or not found.has_same_contents(identity):
+                raise changed(location)
             if found != identity:
-                touched[path] = found
+                touched[location] = found
         return touched
 
-    def accept(self, touched: Mapping[Path, Identity]) -> None:
+    def accept(self, touched: Mapping[Location, FileIdentity]) -> None:
         """Record present identities, of files whose contents were found to be what they were."""
         self.recorded.update(touched)
 
-    def states(self) -> list[tuple[str, int, int, int]]:
-        """Name, size, time and inode of each tensor file; where they are others, a resumed run starts afresh.
+    def states(self) -> list[tuple[str, tuple[int | str, ...], tuple[int | str, ...]]]:
+        """Name, version and inode of each tensor file; where they are others, a resumed run starts afresh.
 
         Where they are equal, the contents of what is taken over are compared: none of these tells of a file that was
         rewritten in place.
         """
         rows = ((name, self.source.identities[name]) for name in self.source.files)
-        return [(name, found.nbytes, found.mtime_ns, found.inode) for name, found in rows]
+        # Without the number of the device, which may be another one when a disk is mounted again.
+        return [(name, found.version, found.holder[1:]) for name, found in rows]
 
-    def blocks(self, data: Path | bytes, size: int) -> Iterator[bytes]:
+    def blocks(self, data: StoredFile | bytes, size: int) -> Iterator[bytes]:
         """Bytes, or those of a file, `size` at a time.
 
         Raises:
@@ -81,26 +84,28 @@ class FileIdentities:
             for at in range(0, len(data), size):
                 yield data[at : at + size]
             return
-        descriptor = open_regular(data)
-        try:
-            if data in self.recorded and Identity.of(os.fstat(descriptor)) != self.recorded[data]:
-                raise changed(data)
-            yield from OpenFile(descriptor, data).blocks(size)
-        except OSError as error:
-            raise unreadable(data, error) from error
-        finally:
-            os.close(descriptor)
+        source, name = data
+        with source.open() as files:
+            identity = files.identity(name)
+            if self.recorded.get(data.location, identity) != identity:
+                raise changed(data.location)
+            at = 0
+            while block := files.read_up_to(name, at, size):
+                yield block
+                at += len(block)
 
 
 def seen_of(source: Catalog, *others: Catalog) -> FileIdentities:
     """What the catalogs recorded when they were opened."""
-    recorded = {
-        catalog.root / name: identity for catalog in (source, *others) for name, identity in catalog.identities.items()
+    catalogs = (source, *others)
+    files = {
+        catalog.root / name: StoredFile(catalog.source, name) for catalog in catalogs for name in catalog.identities
     }
-    return FileIdentities((source, *others), recorded)
+    recorded = {catalog.root / name: identity for catalog in catalogs for name, identity in catalog.identities.items()}
+    return FileIdentities(catalogs, files, recorded)
 
 
-def agreement(source: Catalog, files: FilePool, *more: str) -> dict[str, str]:
+def agreement(source: Catalog, files: SourceFiles, *more: str) -> dict[str, str]:
     """What the ranks of one run compare before they begin.
 
     Args:
@@ -112,11 +117,11 @@ def agreement(source: Catalog, files: FilePool, *more: str) -> dict[str, str]:
         `digest` of headers, sizes, times and some of the bytes; `place` that is the same for ranks that see the same
         file systems, and `files` which is then the same, too.
     """
-    states = [(name, source.identities[name][2:4]) for name in source.files]
+    states = [(name, source.identities[name].version) for name in source.files]
     leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *more)]
     leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in header_texts(source)]
     leaves += [leaf_digest(sample) for sample in _samples(source, files)]
-    held = [(name, source.identities[name][:2]) for name in source.files]
+    held = [(name, source.identities[name].holder) for name in source.files]
     return {
         "digest": tree_digest(leaves).hex(),
         "place": _place(),
@@ -141,7 +146,7 @@ def header_texts(source: Catalog) -> Iterator[str]:
     yield from (repr(row) for row in sorted(source.verbatim.items()))
 
 
-def _samples(source: Catalog, files: FilePool) -> Iterator[bytes]:
+def _samples(source: Catalog, files: SourceFiles) -> Iterator[bytes]:
     each = max(3, _SAMPLES // max(1, len(source.files)))
     for name, nbytes in source.files.items():
         for at in _positions(nbytes, each):

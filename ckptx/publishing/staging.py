@@ -22,9 +22,12 @@ from pathlib import Path
 from ckptx.errors import OutputError, SpaceError
 from ckptx.publishing.output_place import free_space, refuse_existing
 from ckptx.storage.files import take_lock, unwritable
-from ckptx.storage.held_directory import PROBE, Expected, HeldDirectory
+from ckptx.storage.held_directory import PROBE, HeldDirectory
+from ckptx.storage.interface import ExpectedFile
+from ckptx.storage.local import LocalSource
 from ckptx.storage.open_file import OpenFile
 from ckptx.storage.staged import staged
+from ckptx.transfer.digest import file_digest
 
 _RENAME_EXCHANGE = 2
 _TRIES = 100  # to claim a directory that another run is just giving up
@@ -201,6 +204,21 @@ class Staging:
             self.discard()
         self._leave()
 
+    @property
+    def written(self) -> LocalSource:
+        """The files of `tree`, for those who read them back."""
+        return LocalSource(self.tree)
+
+    @property
+    def published(self) -> LocalSource:
+        """The files at the target."""
+        return LocalSource(self.target)
+
+    def digest_of_published(self, name: str) -> str:
+        """Return the digest of a file at the target; a link on the way is refused."""
+        with HeldDirectory.at(self.target) as held, held.reading(name) as file:
+            return file_digest(file).hex()
+
     def refuse_target_unless(self, overwrite: bool) -> None:
         """Refuses a target that exists, for a resumed run whose target turned out not to be what it makes."""
         refuse_existing(self.target, overwrite)
@@ -234,7 +252,7 @@ class Staging:
         if free < nbytes:
             raise SpaceError(f"{self.target}: needs {nbytes} bytes, the file system has {free} free; free some space")
 
-    def publish(self, expected: Mapping[str, Expected] | None = None) -> None:
+    def publish(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
         """Makes `tree` the target, durably, in one step.
 
         Args:

@@ -18,6 +18,7 @@ from ckptx.errors import InputError
 from ckptx.formats.dcp.reader import open_dcp
 from ckptx.robustness_suite.item_names import word_of_file
 from ckptx.storage.files import FilePool, head_of, unreadable
+from ckptx.storage.local import LocalSource
 from ckptx.untrusted.limits import CONFIG_BYTES, PICKLE_BYTES
 
 METADATA = ".metadata"
@@ -112,7 +113,7 @@ def _places_in(folder: Path, above: tuple[str, ...], looked_through: frozenset[t
         looked_through |= {(state.st_dev, state.st_ino)}
         of_dcp: set[str] = set()
         if any(each.name == METADATA and each.is_file() for each in entries):
-            catalog, word = open_dcp(folder), word_of_file(above[-1]) if above else None
+            catalog, word = open_dcp(LocalSource(folder)), word_of_file(above[-1]) if above else None
             yield Place(folder, "/".join(above), word, DCP, catalog=catalog)
             of_dcp = {METADATA, *catalog.files}
         if not entries and above:

@@ -11,7 +11,7 @@ import fcntl
 import os
 import resource
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar, cast
@@ -54,7 +54,7 @@ class Identity(NamedTuple):
 
     @property
     def version(self) -> tuple[int, int]:
-        """Size and modification time, which every machine that mounts the disk sees alike."""
+        """Size and modification time, equal on all machines that mount the disk."""
         return self[2:4]
 
     @property
@@ -142,7 +142,7 @@ class FilePool:
         """What tells the file that is open as `name` from any other."""
         return Identity.of(os.fstat(self.fd(name)))
 
-    def expect(self, name: str, spans: Sequence[tuple[int, int]]) -> None:
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Ignore the hint: the kernel reads ahead by itself."""
 
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:

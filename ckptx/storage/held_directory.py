@@ -11,13 +11,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptx.errors import CkptxError, InputError, OutputError
 from ckptx.storage.files import unwritable
+from ckptx.storage.interface import ExpectedFile
 from ckptx.storage.open_file import OpenFile
 from ckptx.untrusted.file_name import colliding_name, name_fault
 from ckptx.untrusted.printable import one_line
@@ -64,20 +64,6 @@ def refuse_clashes(names: Iterable[str]) -> None:
         raise InputError(
             f'file name "{one_line(twice)}" is taken by another file of the output; the input names it twice'
         )
-
-
-class Expected(NamedTuple):
-    """What a file must be when the output is finished.
-
-    Attributes:
-        nbytes: Its size.
-        identity: Device and inode of the descriptor that wrote it; None when another process did.
-        reads_as: Reads it again and says whether the bytes are right.
-    """
-
-    nbytes: int
-    identity: tuple[int, int] | None = None
-    reads_as: Callable[[OpenFile], bool] | None = None
 
 
 class HeldDirectory:
@@ -318,7 +304,7 @@ class HeldDirectory:
 
     # ------------------------------------------------------------------------------------------------------- the end
 
-    def settle(self, expected: Mapping[str, Expected] | None = None) -> None:
+    def settle(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
         """Brings all that is below to the disk, and holds it against what it must be.
 
         Args:
@@ -363,14 +349,14 @@ class HeldDirectory:
             except OSError as error:
                 raise unwritable(self.path / name, error) from error
 
-    def expect(self, sizes: Mapping[str, int]) -> dict[str, Expected]:
+    def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
         """What the files of these names and sizes must be: those that this process wrote are known by their inode."""
         return {
-            name: Expected(nbytes, self.identity(name) if name in self._held else None)
+            name: ExpectedFile(nbytes, self.identity(name) if name in self._held else None)
             for name, nbytes in sizes.items()
         }
 
-    def require(self, expected: Mapping[str, Expected]) -> None:
+    def require(self, expected: Mapping[str, ExpectedFile]) -> None:
         """Holds files against what they must be, by a look at their names.
 
         Raises:
@@ -386,8 +372,8 @@ class HeldDirectory:
                 raise self._changed(name, "was replaced")
             self._hold_against(name, found, what)
 
-    def _hold_against(self, name: str, found: os.stat_result, expected: Expected) -> None:
-        if expected.identity is not None and (found.st_dev, found.st_ino) != expected.identity:
+    def _hold_against(self, name: str, found: os.stat_result, expected: ExpectedFile) -> None:
+        if expected.holder is not None and (found.st_dev, found.st_ino) != expected.holder:
             raise self._changed(name, "was replaced")
         if found.st_size != expected.nbytes:
             raise self._changed(name, f"has {found.st_size} bytes, {expected.nbytes} were written")

@@ -13,13 +13,13 @@ Names are relative to the location of a source or tree and use `/`. Sizes and of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from ckptx.errors import UnsupportedError
-from ckptx.storage.listing import Kind, Listing
+from ckptx.storage.listing import EntryKind, Listing
 
 
 class Location(Protocol):
@@ -74,14 +74,14 @@ class FileIdentity(Protocol):
 
     @property
     def version(self) -> tuple[int | str, ...]:
-        """What changes with the contents and is the same on every machine: size and time, or an entity tag."""
+        """Size and modification time, or an entity tag: equal on all machines that see these contents."""
 
     @property
     def holder(self) -> tuple[int | str, ...]:
-        """Which file of this machine has the contents: device and inode; empty where a version says all."""
+        """Device and inode, in this order, of the file on this machine; empty where versions are unique."""
 
     def has_same_contents(self, other: FileIdentity) -> bool:
-        """Return False if the contents are others; True if they are the same as far as can be told without reading."""
+        """Return False if the contents differ; True if they are equal as far as can be known without reading."""
 
 
 class SourceFiles(Protocol):
@@ -129,8 +129,14 @@ class SourceFiles(Protocol):
             InputError: As `size`; or the file ends before.
         """
 
-    def expect(self, name: str, spans: Sequence[tuple[int, int]]) -> None:
-        """Take a hint: these (offset, nbytes) of `name` will be read soon, in this order. A local disk ignores it."""
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Take a hint on what one thread is about to read.
+
+        Args:
+            spans: Name, offset and number of bytes, in the order of the reads; more may be read, or less. A storage
+                that reads ahead iterates over them, from any thread and as far as it likes; a local disk does not,
+                and then they are not even computed.
+        """
 
 
 class Source(Protocol):
@@ -153,7 +159,7 @@ class Source(Protocol):
     def spellings(self, name: str = "") -> tuple[Location, ...]:
         """Return the absolute location of a file, or of the source, and where its links lead if that is another."""
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> EntryKind | None:
         """Return what is at the location, links followed; None if nothing is there.
 
         Raises:
@@ -210,7 +216,7 @@ class StoredFile(NamedTuple):
 
     @property
     def location(self) -> Location:
-        """Where it is."""
+        """Location of the file."""
         return self.source.location / self.name
 
     @property
@@ -238,6 +244,9 @@ class OutputFile(Protocol):
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill a buffer from `offset` on, and return how many bytes were there."""
 
+    def blocks(self, size: int) -> Iterator[bytes]:
+        """Return all of the file, `size` bytes at a time."""
+
     def write(self, data: memoryview | bytes, offset: int) -> None:
         """Write all of `data` at `offset`.
 
@@ -248,6 +257,20 @@ class OutputFile(Protocol):
 
     def close(self) -> None:
         """Release what was opened."""
+
+
+class ExpectedFile(NamedTuple):
+    """The state a file must have when its output is finished.
+
+    Attributes:
+        nbytes: Its size in bytes.
+        holder: `FileIdentity.holder` of the file that was written; None if another process wrote it.
+        reads_as: Reads the file again and returns True if its bytes are right; None if size and holder say enough.
+    """
+
+    nbytes: int
+    holder: tuple[int | str, ...] | None = None
+    reads_as: Callable[[OutputFile], bool] | None = None
 
 
 class OutputTree(Protocol):
@@ -270,4 +293,23 @@ class OutputTree(Protocol):
             InputError: The name leads out of the tree.
             OutputError: Something is there that may not be written.
             SpaceError: The storage is full.
+        """
+
+    def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int | str, ...]:
+        """Make a whole file of blocks, and return its holder. Raises as `open_output`, or what `blocks` raises."""
+
+    def allocated(self) -> int:
+        """Return how many bytes of the storage the files take so far."""
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Remove every other file that an interrupted run left."""
+
+    def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
+        """Return what files of these sizes must be; those that this process wrote are known by their holder."""
+
+    def require(self, expected: Mapping[str, ExpectedFile]) -> None:
+        """Check files by size and holder; `reads_as` is left to `Publisher.publish`.
+
+        Raises:
+            OutputError: A file is missing, is another, or has another size.
         """

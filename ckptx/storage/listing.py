@@ -1,4 +1,4 @@
-"""What lies in a directory of a source: names and kinds, looked up once.
+"""The names in a directory of a source and their kinds, looked up once.
 
 A listing answers questions about lower directories, too (`is_file("model/.metadata")`), and lists one of them only when
 the answer is in it: a checkpoint beside a million other files or above a deep tree costs one directory.
@@ -12,8 +12,8 @@ from enum import Enum
 from ckptx.errors import CkptxError
 
 
-class Kind(Enum):
-    """What a name stands for."""
+class EntryKind(Enum):
+    """The kind of thing that a name refers to."""
 
     FILE = "regular file"
     DIRECTORY = "directory"
@@ -26,17 +26,17 @@ class Listing:
     """The names in one directory."""
 
     def __init__(
-        self, kinds: Mapping[str, Kind], follow: Callable[[str], Kind], below: Callable[[str], Listing]
+        self, kinds: Mapping[str, EntryKind], follow: Callable[[str], EntryKind], below: Callable[[str], Listing]
     ) -> None:
         """Take the names of a directory.
 
         Args:
-            kinds: Kind by name, in the order of names.
+            kinds: EntryKind by name, in the order of names.
             follow: Returns the kind of what a link leads to.
             below: Lists a directory in this one.
         """
         self._kinds, self._follow, self._below = kinds, follow, below
-        self._followed: dict[str, Kind] = {}
+        self._followed: dict[str, EntryKind] = {}
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -49,7 +49,7 @@ class Listing:
         """The names in this directory, sorted."""
         return self._kinds.keys()
 
-    def kind(self, name: str) -> Kind | None:
+    def kind(self, name: str) -> EntryKind | None:
         """Return what a name stands for, links followed; None if nothing is there.
 
         Args:
@@ -58,13 +58,13 @@ class Listing:
         """
         first, _, rest = name.partition("/")
         kind = self._kinds.get(first)
-        if kind is Kind.LINK:
+        if kind is EntryKind.LINK:
             kind = self._followed.get(first)
             if kind is None:
                 kind = self._followed[first] = self._follow(first)
         if not rest:
             return kind
-        if kind is not Kind.DIRECTORY:
+        if kind is not EntryKind.DIRECTORY:
             return None
         try:
             return self._below(first).kind(rest)
@@ -77,15 +77,15 @@ class Listing:
 
     def is_file(self, name: str) -> bool:
         """Return True for a regular file, or a link to one."""
-        return self.kind(name) is Kind.FILE
+        return self.kind(name) is EntryKind.FILE
 
     def is_directory(self, name: str) -> bool:
         """Return True for a directory, or a link to one."""
-        return self.kind(name) is Kind.DIRECTORY
+        return self.kind(name) is EntryKind.DIRECTORY
 
     def is_link(self, name: str) -> bool:
         """Return True for a link in this directory, wherever it leads."""
-        return self._kinds.get(name) in (Kind.LINK, Kind.DANGLING)
+        return self._kinds.get(name) in (EntryKind.LINK, EntryKind.DANGLING)
 
     def files(self) -> list[str]:
         """Return the regular files in this directory, and the links to some, sorted."""

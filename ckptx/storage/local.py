@@ -11,7 +11,7 @@ from ckptx.errors import InputError
 from ckptx.storage import files
 from ckptx.storage.files import FilePool, unreadable
 from ckptx.storage.interface import FileIdentity, Location, local_path
-from ckptx.storage.listing import Kind, Listing
+from ckptx.storage.listing import EntryKind, Listing
 from ckptx.untrusted.limits import LISTED_NAMES, REMEMBERED_NAMES
 
 
@@ -30,6 +30,10 @@ class LocalSource:
         """
         self._path = Path(location)
         self._listings = _Listings() if listings is None else listings
+
+    def __reduce__(self) -> tuple[type[LocalSource], tuple[Path]]:
+        """Go to another process, or into a copy, without what was listed."""
+        return LocalSource, (self._path,)
 
     def __repr__(self) -> str:
         return f"LocalSource({str(self._path)!r})"
@@ -52,16 +56,12 @@ class LocalSource:
         path = self._path / name
         return tuple(dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path)))))
 
-    def kind(self) -> Kind | None:
-        """Return what is at the path, links followed.
-
-        Raises:
-            InputError: It cannot be looked at.
-        """
+    def kind(self) -> EntryKind | None:
+        """Return what is at the path, links followed; None also for a path that the system cannot look at."""
         try:
             return _kind_of_mode(os.stat(self._path).st_mode)
         except (OSError, ValueError):
-            return Kind.DANGLING if os.path.islink(self._path) else None
+            return EntryKind.DANGLING if os.path.islink(self._path) else None
 
     def listing(self) -> Listing:
         """Return the names in the directory.
@@ -120,9 +120,9 @@ class _Listings:
         return listing
 
 
-def _scan(path: Path) -> dict[str, Kind]:
+def _scan(path: Path) -> dict[str, EntryKind]:
     """Return the kind of each name in a directory, sorted; links are not followed."""
-    found: list[tuple[str, Kind]] = []
+    found: list[tuple[str, EntryKind]] = []
     try:
         with os.scandir(path) as entries:
             for entry in entries:
@@ -138,22 +138,22 @@ def _scan(path: Path) -> dict[str, Kind]:
     return dict(found)
 
 
-def _own_kind(entry: os.DirEntry[str]) -> Kind:
+def _own_kind(entry: os.DirEntry[str]) -> EntryKind:
     if entry.is_file(follow_symlinks=False):
-        return Kind.FILE
+        return EntryKind.FILE
     if entry.is_dir(follow_symlinks=False):
-        return Kind.DIRECTORY
-    return Kind.LINK if entry.is_symlink() else Kind.OTHER
+        return EntryKind.DIRECTORY
+    return EntryKind.LINK if entry.is_symlink() else EntryKind.OTHER
 
 
-def _follow(path: Path) -> Kind:
+def _follow(path: Path) -> EntryKind:
     try:
         return _kind_of_mode(os.stat(path).st_mode)
     except OSError:
-        return Kind.DANGLING
+        return EntryKind.DANGLING
 
 
-def _kind_of_mode(mode: int) -> Kind:
+def _kind_of_mode(mode: int) -> EntryKind:
     if stat.S_ISREG(mode):
-        return Kind.FILE
-    return Kind.DIRECTORY if stat.S_ISDIR(mode) else Kind.OTHER
+        return EntryKind.FILE
+    return EntryKind.DIRECTORY if stat.S_ISDIR(mode) else EntryKind.OTHER

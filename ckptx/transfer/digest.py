@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from ckptx.storage.open_file import OpenFile
+from ckptx.storage.interface import OutputFile
 
 try:  # ten times faster than zlib, same polynomial
     from isal.isal_zlib import crc32
@@ -50,7 +50,7 @@ def digest_bytes(data: bytes) -> str:
     return tree_digest(leaf_digest(data[at : at + LEAF]) for at in range(0, len(data), LEAF)).hex()
 
 
-def file_digest(file: OpenFile) -> bytes:
+def file_digest(file: OutputFile) -> bytes:
     """The digest of an open file, read from its begin to its end."""
     return tree_digest(map(leaf_digest, file.blocks(LEAF)))
 

@@ -11,9 +11,10 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
+from ckptx.catalog.region import Region, whole
 from ckptx.errors import OutputError
 from ckptx.storage.interface import OutputFile, OutputTree, SourceFiles
 from ckptx.transfer import digest
@@ -187,6 +188,7 @@ class Copy:
                 except IndexError:
                     break
                 _logger.debug("worker %d: %s", worker, run)
+                self.source.expect(_spans(self.plan, run))
                 CopyRun(self._context, run, reader, buffers, worker).run()
         except Cancelled:
             pass
@@ -248,6 +250,19 @@ class Copy:
                 (digests.leaves[leaf],) = tree.leaves
         except BaseException as error:  # handed to the calling thread
             self.errors.append(error)
+
+
+def _spans(plan: CopyPlan, run: StepRange) -> Iterator[tuple[str, int, int]]:
+    """The chunks that a run reads: file, offset and number of bytes, in order."""
+    for step in plan.groups[run.group].steps[run.first : run.stop]:
+        entry = step.source
+        region = whole(entry.shape)
+        if run.rows is not None:
+            first, stop = run.rows
+            region = Region((first, *region.offsets[1:]), (stop - first, *region.sizes[1:]))
+        for chunk in entry.chunks:
+            if chunk.region.intersect(region) is not None:
+                yield chunk.file, chunk.offset, chunk.nbytes
 
 
 def _split_steps(runs: list[StepRange]) -> dict[tuple[int, int], SplitTensor]:

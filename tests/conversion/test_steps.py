@@ -30,6 +30,7 @@ from ckptx.conversion.steps.target import Target, share
 from ckptx.conversion.steps.training_state import carry_state
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.storage.interface import StoredFile
 from tests.conversion.steps import CONFIG, TIED, decided, find_base, frozen, source, viewed
 from tests.support.writers import llama, value, write_dcp, write_hf
 
@@ -357,7 +358,8 @@ def test_config_is_written_anew_where_it_changes(tmp_path: Path) -> None:
     with source(tmp_path / "hf") as ready:
         base = find_base(ready, "config")
     plain = carry(base, names, [])
-    assert plain.files == {name: tmp_path / "hf" / name for name in names} and plain.edits == ()
+    copied = {name: file.location for name, file in plain.files.items() if isinstance(file, StoredFile)}
+    assert copied == {name: tmp_path / "hf" / name for name in names} and plain.edits == ()
     assert len(plain.notes) == 1 and "tokenizer.json" in plain.notes[0]
     edit = {"key": "quantization_config", "before": {"bits": 4}, "after": None}
     edited = carry(base, names, [edit])

@@ -17,6 +17,7 @@ from ckptx.conversion.outputs import sharded as to_sharded
 from ckptx.errors import Defect, OutputError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.storage.interface import Source, local_path
 from tests.support.writers import framed, llama, names_in, write_hf
 
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
@@ -60,8 +61,8 @@ def spoiled_before(monkeypatch: pytest.MonkeyPatch, module: Any, check: str, spo
     """Runs `spoil` on what a check is given, before the check."""
     real = getattr(module, check)
 
-    def spoiled(tree: Path, planned: Any) -> None:
-        changed = spoil(tree, planned)
+    def spoiled(tree: Source, planned: Any) -> None:
+        changed = spoil(local_path(tree.location), planned)
         real(tree, planned if changed is None else changed)
 
     monkeypatch.setattr(module, check, spoiled)

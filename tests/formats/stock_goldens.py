@@ -19,7 +19,7 @@ from ckptx.catalog.region import whole
 from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata
 from ckptx.formats.dcp.metadata_writer import emit_metadata
 from ckptx.formats.torch_archive.archive import archive_head, archive_tail
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 
 GOLDENS = Path(__file__).resolve().parents[2] / "fixtures" / "dcp"
 
@@ -34,11 +34,11 @@ def golden_values(name: str) -> Values:
 
 def values(catalog: Catalog) -> Values:
     """The same of a catalog whose chunks are located, gathered with numpy strides."""
-    with FilePool(catalog.root) as files:
+    with catalog.source.open() as files:
         return {name: (entry.dtype.name, entry.shape, _gather(entry, files)) for name, entry in catalog.tensors.items()}
 
 
-def _gather(entry: TensorEntry, files: FilePool) -> bytes:
+def _gather(entry: TensorEntry, files: SourceFiles) -> bytes:
     pack, itemsize = entry.dtype.pack, entry.dtype.itemsize
 
     def packed(sizes: tuple[int, ...]) -> tuple[int, ...]:

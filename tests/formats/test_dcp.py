@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 import subprocess
 import sys
 import zlib
@@ -24,7 +23,7 @@ from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMeta
 from ckptx.formats.dcp.metadata_writer import emit_metadata
 from ckptx.formats.dcp.reader import open_dcp, open_payloads
 from ckptx.model_view.parameter_count import aliases_of
-from ckptx.storage.files import FilePool
+from ckptx.storage.local import LocalSource
 from tests.formats.stock_goldens import (
     GOLDENS,
     archive,
@@ -35,15 +34,16 @@ from tests.formats.stock_goldens import (
     write_dcp,
 )
 from tests.support import writers
+from tests.support.memory import MemoryFiles, MemoryPath, source_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/.metadata"))
 
 
-def opened(root: Path) -> Catalog:
-    catalog = open_dcp(root)
-    with FilePool(root) as files:
+def opened(root: Path | MemoryPath) -> Catalog:
+    catalog = open_dcp(source_of(root))
+    with catalog.source.open() as files:
         return open_payloads(catalog, files)
 
 
@@ -55,7 +55,7 @@ def test_a_golden_holds_what_torch_put_into_it(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_checksums_of_goldens_are_those_of_their_records(name: str) -> None:
     catalog = opened(GOLDENS / name)
-    with FilePool(catalog.root) as files:
+    with catalog.source.open() as files:
         for entry in catalog.tensors.values():
             for chunk in entry.chunks:
                 assert chunk.record is not None
@@ -63,7 +63,7 @@ def test_checksums_of_goldens_are_those_of_their_records(name: str) -> None:
 
 
 def test_opening_reads_metadata_alone_and_keeps_the_order_on_disk() -> None:
-    catalog = open_dcp(GOLDENS / "two_files")
+    catalog = open_dcp(LocalSource(GOLDENS / "two_files"))
     places = [(entry.chunks[0].file, entry.chunks[0].offset) for entry in catalog.tensors.values()]
     assert places == sorted(places)
     assert catalog.format == "dcp"
@@ -75,7 +75,7 @@ def test_opening_reads_metadata_alone_and_keeps_the_order_on_disk() -> None:
 
 
 def test_objects_are_counted_and_never_opened() -> None:
-    catalog = open_dcp(GOLDENS / "objects")
+    catalog = open_dcp(LocalSource(GOLDENS / "objects"))
     assert set(catalog.objects) == {"step", "rng.name"}
     assert set(catalog.tensors) == {"weight", "rng.state", "tensors.0", "tensors.1"}
     assert catalog.planner_data is not None
@@ -90,7 +90,7 @@ def test_strides_are_none_only_where_elements_are_row_major() -> None:
 
 
 def test_a_sharded_save_has_a_chunk_per_rank() -> None:
-    catalog = open_dcp(GOLDENS / "sharded")
+    catalog = open_dcp(LocalSource(GOLDENS / "sharded"))
     regions = {name: [str(chunk.region) for chunk in entry.chunks] for name, entry in catalog.tensors.items()}
     assert regions["rows"] == ["[0:3, 0:4]", "[3:6, 0:4]", "[6:7, 0:4]"]
     assert regions["columns"] == ["[0:3, 0:3]", "[0:3, 3:6]", "[0:3, 6:8]"]
@@ -105,11 +105,11 @@ def test_pairs_of_float4_count_double(tmp_path: Path) -> None:
     assert values(opened(tmp_path))["w"][2] == raw_bytes(tensor)
 
 
-def test_our_own_writing_reads_back_with_aliases_sharing_bytes(tmp_path: Path) -> None:
+def test_our_own_writing_reads_back_with_aliases_sharing_bytes(place: MemoryPath) -> None:
     tensors = {"w": raw_tensor("bfloat16", (5, 4)), "s": raw_tensor("float32", ())}
     cuts = {"w": [(slice(0, 5), slice(0, 1)), (slice(0, 2), slice(1, 4)), (slice(2, 5), slice(1, 4))]}
-    write_dcp(tmp_path, tensors, cuts, aliases={"head": "w"})
-    catalog = opened(tmp_path)
+    write_dcp(place, tensors, cuts, aliases={"head": "w"})
+    catalog = opened(place)
     assert catalog.tensors["head"].chunks == catalog.tensors["w"].chunks
     read = values(catalog)
     assert read["w"] == read["head"] == ("BF16", (5, 4), raw_bytes(tensors["w"]))
@@ -118,142 +118,140 @@ def test_our_own_writing_reads_back_with_aliases_sharing_bytes(tmp_path: Path) -
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys; from pathlib import Path; from ckptx.storage.files import FilePool;"
+        "import sys; from pathlib import Path; from ckptx.storage.local import LocalSource;"
         "from ckptx.formats.dcp import reader as dcp; from ckptx.formats.hf import torch_bin;"
-        "root = Path(sys.argv[1]); catalog = dcp.open_dcp(root);"
-        "dcp.open_payloads(catalog, FilePool(root)); assert catalog.tensors;"
+        "root = Path(sys.argv[1]); catalog = dcp.open_dcp(LocalSource(root));"
+        "dcp.open_payloads(catalog, catalog.source.open()); assert catalog.tensors;"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(GOLDENS / "sharded")], check=True)
 
 
-def edit(root: Path, change: Callable[[DcpMetadata], DcpMetadata]) -> None:
+def edit(root: MemoryPath, change: Callable[[DcpMetadata], DcpMetadata]) -> None:
     metadata = parse_metadata((root / ".metadata").read_bytes(), "x")
     (root / ".metadata").write_bytes(emit_metadata(change(metadata)))
 
 
-def test_a_gap_is_refused(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2))}, {"w": [(slice(0, 3), slice(0, 2))]})
+def test_a_gap_is_refused(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))}, {"w": [(slice(0, 3), slice(0, 2))]})
     with pytest.raises(InputError, match=r'tensor "w" of shape \[4, 2\]: no chunk covers \[3:4, 0:2\]'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_an_overlap_is_refused(tmp_path: Path) -> None:
+def test_an_overlap_is_refused(place: MemoryPath) -> None:
     cuts = {"w": [(slice(0, 3), slice(0, 2)), (slice(2, 4), slice(0, 2))]}
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2))}, cuts)
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))}, cuts)
     with pytest.raises(InputError, match=r'tensor "w" .*more than one chunk covers \[2:3, 0:2\]'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_a_chunk_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2))})
-    edit(tmp_path, lambda m: replace(m, tensors={"w": m.tensors["w"]._replace(size=(3, 2))}))
+def test_a_chunk_outside_of_its_tensor_is_refused(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))})
+    edit(place, lambda m: replace(m, tensors={"w": m.tensors["w"]._replace(size=(3, 2))}))
     with pytest.raises(InputError, match=r'tensor "w" .*a chunk lies outside at \[0:4, 0:2\]'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_a_tensor_without_chunks_is_refused(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2))})
-    edit(tmp_path, lambda m: replace(m, tensors=m.tensors | {"v": TensorMetadata("int8", (2,), ())}))  # type: ignore[operator]
+def test_a_tensor_without_chunks_is_refused(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))})
+    edit(place, lambda m: replace(m, tensors=m.tensors | {"v": TensorMetadata("int8", (2,), ())}))  # type: ignore[operator]
     with pytest.raises(InputError, match=r'tensor "v" .*no chunk covers \[0:2\]'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_a_chunk_without_a_place_is_refused(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2)), "v": raw_tensor("bool", (2,))})
-    edit(tmp_path, lambda m: replace(m, storage={key: m.storage[key] for key in m.storage if key[0] == "v"}))
+def test_a_chunk_without_a_place_is_refused(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2)), "v": raw_tensor("bool", (2,))})
+    edit(place, lambda m: replace(m, storage={key: m.storage[key] for key in m.storage if key[0] == "v"}))
     with pytest.raises(InputError, match=r'chunk \[0:4, 0:2\] of tensor "w" has no place in any file'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_a_place_without_a_chunk_is_refused(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2)), "v": raw_tensor("bool", (2,))})
-    edit(tmp_path, lambda m: replace(m, tensors={"v": m.tensors["v"]}))
+def test_a_place_without_a_chunk_is_refused(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2)), "v": raw_tensor("bool", (2,))})
+    edit(place, lambda m: replace(m, tensors={"v": m.tensors["v"]}))
     with pytest.raises(InputError, match=r'bytes are stored for "w" at \(0, 0\), which no tensor has a chunk for'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_an_object_without_a_place_is_refused(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2))})
-    edit(tmp_path, lambda m: replace(m, objects=("step",)))
+def test_an_object_without_a_place_is_refused(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))})
+    edit(place, lambda m: replace(m, objects=("step",)))
     with pytest.raises(InputError, match='object "step" has no place in any file'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(GOLDENS / "two_files", tmp_path / "c")
-    (tmp_path / "c" / "__0_1.distcp").unlink()
+def test_a_missing_file_is_refused(place: MemoryPath) -> None:
+    (place / "c").copy_from(GOLDENS / "two_files")
+    (place / "c" / "__0_1.distcp").unlink()
     with pytest.raises(InputError, match=r"__0_1\.distcp: no such file"):
-        open_dcp(tmp_path / "c")
+        open_dcp(place / "c")
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(GOLDENS / "two_files", tmp_path / "c")
-    path = tmp_path / "c" / "__0_1.distcp"
+def test_a_truncated_file_is_refused(place: MemoryPath) -> None:
+    (place / "c").copy_from(GOLDENS / "two_files")
+    path = place / "c" / "__0_1.distcp"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InputError, match=r"__0_1\.distcp: has 3153 bytes, \.metadata points up to byte 3154"):
-        open_dcp(tmp_path / "c")
+        open_dcp(place / "c")
 
 
-def test_git_lfs_pointers_are_named(tmp_path: Path) -> None:
+def test_git_lfs_pointers_are_named(place: MemoryPath) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    shutil.copytree(GOLDENS / "two_files", tmp_path / "c")
+    (place / "c").copy_from(GOLDENS / "two_files")
     for name in ("__0_0.distcp", ".metadata"):
-        (tmp_path / "c" / name).write_bytes(pointer)
+        (place / "c" / name).write_bytes(pointer)
         with pytest.raises(InputError, match=f"{name}: a git-lfs pointer"):
-            open_dcp(tmp_path / "c")
+            open_dcp(place / "c")
 
 
 @pytest.mark.parametrize("name", ["../__0_0.distcp", "/etc/passwd", "a/../../b"])
-def test_file_names_that_lead_out_are_refused(name: str, tmp_path: Path) -> None:
-    root = tmp_path / "c"
+def test_file_names_that_lead_out_are_refused(name: str, place: MemoryPath) -> None:
+    root = place / "c"
     write_dcp(root, {"w": raw_tensor("bfloat16", (4, 2))})
     edit(
         root,
-        lambda m: replace(m, storage={key: place._replace(path=name) for key, place in m.storage.items()}),
+        lambda m: replace(m, storage={key: info._replace(path=name) for key, info in m.storage.items()}),
     )
     with pytest.raises(InputError, match="leads out of the checkpoint directory"):
         open_dcp(root)
 
 
-def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2))})
-    edit(tmp_path, lambda m: replace(m, tensors={"w": m.tensors["w"]._replace(dtype="qint8")}))
+def test_an_unknown_dtype_is_named(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))})
+    edit(place, lambda m: replace(m, tensors={"w": m.tensors["w"]._replace(dtype="qint8")}))
     with pytest.raises(UnsupportedError, match='tensor "w" has dtype qint8'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_stream_transforms_are_named(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2))})
+def test_stream_transforms_are_named(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))})
     edit(
-        tmp_path,
-        lambda m: replace(
-            m, storage={k: place._replace(transforms=("stream.zstd",)) for k, place in m.storage.items()}
-        ),
+        place,
+        lambda m: replace(m, storage={k: info._replace(transforms=("stream.zstd",)) for k, info in m.storage.items()}),
     )
     with pytest.raises(UnsupportedError, match=r'tensor "w" went through stream\.zstd'):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def test_an_interrupted_save_is_named(tmp_path: Path) -> None:
-    shutil.copytree(GOLDENS / "two_files", tmp_path / "c")
-    (tmp_path / "c" / ".metadata").unlink()
+def test_an_interrupted_save_is_named(place: MemoryPath) -> None:
+    (place / "c").copy_from(GOLDENS / "two_files")
+    (place / "c" / ".metadata").unlink()
     with pytest.raises(InputError, match="the save was interrupted"):
-        open_dcp(tmp_path / "c")
-    (tmp_path / "c" / "__0.metadata").touch()
+        open_dcp(place / "c")
+    (place / "c" / "__0.metadata").touch()
     with pytest.raises(UnsupportedError, match=r"one \.metadata per rank"):
-        open_dcp(tmp_path / "c")
+        open_dcp(place / "c")
 
 
-def test_a_directory_without_any_dcp_is_an_input_error(tmp_path: Path) -> None:
+def test_a_directory_without_any_dcp_is_an_input_error(place: MemoryPath) -> None:
     with pytest.raises(InputError, match="no such file"):
-        open_dcp(tmp_path)
-    (tmp_path / ".metadata").mkdir()
+        open_dcp(place)
+    (place / ".metadata").mkdir()
     with pytest.raises(InputError, match="needed a regular file"):
-        open_dcp(tmp_path)
+        open_dcp(place)
 
 
-def rewrite(root: Path, name: str, payload: bytes, size: tuple[int, ...], dtype: str) -> None:
+def rewrite(root: MemoryPath, name: str, payload: bytes, size: tuple[int, ...], dtype: str) -> None:
     """A checkpoint of one tensor whose payload is `payload`."""
     (root / "__0_0.distcp").write_bytes(payload)
     metadata = DcpMetadata(
@@ -264,14 +262,14 @@ def rewrite(root: Path, name: str, payload: bytes, size: tuple[int, ...], dtype:
     (root / ".metadata").write_bytes(emit_metadata(metadata))
 
 
-def test_a_payload_of_another_dtype_or_shape_is_refused(tmp_path: Path) -> None:
+def test_a_payload_of_another_dtype_or_shape_is_refused(place: MemoryPath) -> None:
     payload = archive(raw_tensor("bfloat16", (4, 2)))
-    rewrite(tmp_path, "w", payload, (4, 2), "float16")
+    rewrite(place, "w", payload, (4, 2), "float16")
     with pytest.raises(InputError, match=r'tensor "w": payload is bfloat16 \[4, 2\], .metadata says float16 \[4, 2\]'):
-        opened(tmp_path)
-    rewrite(tmp_path, "w", payload, (2, 4), "bfloat16")
+        opened(place)
+    rewrite(place, "w", payload, (2, 4), "bfloat16")
     with pytest.raises(InputError, match=r"payload is bfloat16 \[4, 2\], .metadata says bfloat16 \[2, 4\]"):
-        opened(tmp_path)
+        opened(place)
 
 
 def test_a_conjugate_payload_is_refused(tmp_path: Path) -> None:
@@ -280,31 +278,31 @@ def test_a_conjugate_payload_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_a_safetensors_payload_is_refused(tmp_path: Path) -> None:
+def test_a_safetensors_payload_is_refused(place: MemoryPath) -> None:
     header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
-    rewrite(tmp_path, "w", len(header).to_bytes(8, "little") + header + bytes(8), (2,), "float32")
+    rewrite(place, "w", len(header).to_bytes(8, "little") + header + bytes(8), (2,), "float32")
     with pytest.raises(UnsupportedError, match=r'tensor "w": a safetensors payload'):
-        opened(tmp_path)
+        opened(place)
 
 
-def test_a_damaged_payload_is_refused(tmp_path: Path) -> None:
-    rewrite(tmp_path, "w", bytes(2000), (2,), "float32")
+def test_a_damaged_payload_is_refused(place: MemoryPath) -> None:
+    rewrite(place, "w", bytes(2000), (2,), "float32")
     with pytest.raises(InputError, match=r'tensor "w": no torch archive'):
-        opened(tmp_path)
+        opened(place)
 
 
-def test_planner_data_of_another_planner_is_noted(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": raw_tensor("bfloat16", (4, 2))}, planner_data=["own"])
-    catalog = open_dcp(tmp_path)
+def test_planner_data_of_another_planner_is_noted(place: MemoryPath) -> None:
+    write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))}, planner_data=["own"])
+    catalog = open_dcp(place)
     assert catalog.planner_data is None
     assert catalog.notes == ["planner_data of type list ignored: needed a dict"]
 
 
-class _Counting(FilePool):
+class _Counting(MemoryFiles):
     """Counts its reads."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
+    def __init__(self, root: MemoryPath) -> None:
+        super().__init__(root, None)
         self.reads = 0
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
@@ -316,18 +314,18 @@ class _Counting(FilePool):
         return super().read(name, offset, nbytes)
 
 
-def test_archives_of_a_mixture_of_experts_are_not_read_one_by_one(tmp_path: Path) -> None:
+def test_archives_of_a_mixture_of_experts_are_not_read_one_by_one(place: MemoryPath) -> None:
     shape, count = (8, 8), 2_000
     block = archive(raw_tensor("bfloat16", shape))
-    (tmp_path / "__0_0.distcp").write_bytes(block * count)
+    (place / "__0_0.distcp").write_bytes(block * count)
     names = [f"model.layers.{i // 400}.mlp.experts.{i % 400}.down_proj.weight" for i in range(count)]
     tensor = TensorMetadata("bfloat16", shape, (Region((0, 0), shape),))
     storage: dict[Key, StorageInfo] = {
         (name, (0, 0)): StorageInfo("__0_0.distcp", i * len(block), len(block)) for i, name in enumerate(names)
     }
-    (tmp_path / ".metadata").write_bytes(emit_metadata(DcpMetadata(dict.fromkeys(names, tensor), (), storage)))
-    catalog = open_dcp(tmp_path)
-    with _Counting(tmp_path) as files:
+    (place / ".metadata").write_bytes(emit_metadata(DcpMetadata(dict.fromkeys(names, tensor), (), storage)))
+    catalog = open_dcp(place)
+    with _Counting(place) as files:
         located = open_payloads(catalog, files)
         assert files.reads <= count + 1, "behind the end of one lies the head of the next"
         files.reads = 0
@@ -339,16 +337,16 @@ def test_archives_of_a_mixture_of_experts_are_not_read_one_by_one(tmp_path: Path
         assert open_payloads(later, files).tensors[names[8]].chunks[0] == located.tensors[names[8]].chunks[0]
 
 
-def test_an_archive_of_another_length_is_looked_into_at_once(tmp_path: Path) -> None:
+def test_an_archive_of_another_length_is_looked_into_at_once(place: MemoryPath) -> None:
     tensor = writers.value("F32", 4, 6)
     stream = io.BytesIO()
     torch.save(torch.zeros(4, 12)[:, :6], stream)
-    writers.write_dcp(tmp_path, {"w": tensor, "v": tensor}, payloads={"w": stream.getvalue()})
-    with FilePool(tmp_path) as files:
-        later = open_payloads(open_dcp(tmp_path), files, later=True)
+    writers.write_dcp(place, {"w": tensor, "v": tensor}, payloads={"w": stream.getvalue()})
+    with place.open() as files:
+        later = open_payloads(open_dcp(place), files, later=True)
         found, waiting = later.tensors["w"].chunks, later.tensors["v"].chunks
         assert isinstance(found, tuple) and found[0].strides == (12, 1)
         assert isinstance(waiting, ArchivedChunks)
-        assert waiting[0] == opened(tmp_path).tensors["v"].chunks[0]
-        assert waiting == open_payloads(open_dcp(tmp_path), files, later=True).tensors["v"].chunks
+        assert waiting[0] == opened(place).tensors["v"].chunks[0]
+        assert waiting == open_payloads(open_dcp(place), files, later=True).tensors["v"].chunks
         assert waiting != found

@@ -30,6 +30,7 @@ from ckptx.formats.dcp.reader import open_dcp, open_payloads
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
+from ckptx.storage.local import LocalSource
 from tests.formats.cut_writer import Blocks, along, cuts, grid, halves, once, write_cut_dcp
 from tests.support.writers import archive, part, value
 
@@ -233,7 +234,7 @@ def test_the_size_decides_how_many_files_a_rank_has(stages: list[int], ranks: in
 def test_what_is_written_reads_back(tmp_path: Path, parts: int) -> None:
     catalog = cut(parts).catalog
     write_cut_dcp(tmp_path, catalog, metadata_bytes(catalog, {"twin": "qkv"}), TENSORS, OBJECTS)
-    found = open_dcp(tmp_path)
+    found = open_dcp(LocalSource(tmp_path))
     assert set(found.tensors) == {*TENSORS, "twin"}
     assert found.objects == catalog.objects
     assert found.tensors["twin"].chunks == found.tensors["qkv"].chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import string
 import tempfile
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from ckptx.formats.foreign import FOREIGN_KINDS, ForeignKind, is_foreign_weights
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
 from tests.formats.cut_writer import write_shard
+from tests.support.memory import MemoryPath
 from tests.support.writers import llama, value, write_dcp, write_hf
 
 # What each framework writes, as its own documentation and code call it: files, and what the refusal must say.
@@ -99,14 +101,14 @@ def names_of(kind: ForeignKind) -> st.SearchStrategy[str]:
 KINDS = st.sampled_from(FOREIGN_KINDS).flatmap(lambda kind: st.tuples(st.just(kind), names_of(kind)))
 
 
-def lay(root: Path, *names: str) -> None:
+def lay(root: MemoryPath, *names: str) -> None:
     """Files of these names, and what a directory by itself would hold."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"not looked at")
 
 
-def refusal(path: Path) -> str:
+def refusal(path: MemoryPath) -> str:
     with pytest.raises(UnsupportedError) as refused:
         open_checkpoint(path)
     said = str(refused.value)
@@ -116,23 +118,23 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("writer", WRITTEN)
-def test_what_others_write_is_named(tmp_path: Path, writer: str) -> None:
+def test_what_others_write_is_named(place: MemoryPath, writer: str) -> None:
     names, said = WRITTEN[writer]
-    lay(tmp_path / "run" / "step-1", *names)
-    for path in (tmp_path / "run" / "step-1", tmp_path / "run"):
+    lay(place / "run" / "step-1", *names)
+    for path in (place / "run" / "step-1", place / "run"):
         assert said in refusal(path)
 
 
 @pytest.mark.parametrize("writer", WRITTEN)
-def test_each_file_that_says_so_is_refused_by_itself(tmp_path: Path, writer: str) -> None:
+def test_each_file_that_says_so_is_refused_by_itself(place: MemoryPath, writer: str) -> None:
     names, _ = WRITTEN[writer]
-    lay(tmp_path, *names)
+    lay(place, *names)
     known = [name for name in names if kind_of_name(Path(name).name) is not None]
     assert known
     for name in known:
         kind = kind_of_name(Path(name).name)
         assert kind is not None
-        assert kind.what in refusal(tmp_path / name)
+        assert kind.what in refusal(place / name)
 
 
 @settings(max_examples=200, deadline=None)
@@ -146,26 +148,26 @@ def test_any_name_of_a_kind_names_it_at_any_depth(drawn: tuple[ForeignKind, str]
         assert said.count(kind.what) == 1 and said.endswith(kind.next_step) and name in said
 
 
-def _hf(root: Path) -> None:
+def _hf(root: MemoryPath) -> None:
     write_hf(root, llama())
 
 
-def _hf_in_shards(root: Path) -> None:
+def _hf_in_shards(root: MemoryPath) -> None:
     write_hf(root, llama(), shards=2)
 
 
-def _dcp(root: Path) -> None:
+def _dcp(root: MemoryPath) -> None:
     write_dcp(root, llama())
 
 
-def _sharded(root: Path) -> None:
+def _sharded(root: MemoryPath) -> None:
     write_shard(root, 1, {"w": (value("F32", 2, 2), (0, 0))})
 
 
 @settings(max_examples=150, deadline=None)
 @given(KINDS, st.sampled_from([_hf, _hf_in_shards, _dcp, _sharded]))
 def test_real_weights_win_over_what_lies_beside_them(
-    drawn: tuple[ForeignKind, str], write: Callable[[Path], None]
+    drawn: tuple[ForeignKind, str], write: Callable[[MemoryPath], None]
 ) -> None:
     _, name = drawn
     assume(not (write is _sharded and name.endswith(".safetensors")))  # refused: stock readers would take it in
@@ -187,23 +189,25 @@ def test_what_is_read_or_carried_is_no_foreign_kind(name: str) -> None:
     assert kind_of_name(name) is None
 
 
-def test_a_lone_file_that_may_be_whole_is_opened(tmp_path: Path) -> None:
+def test_a_lone_file_that_may_be_whole_is_opened(place: MemoryPath) -> None:
     torch = pytest.importorskip("torch")
     for name, other in (("checkpoint_0.pt", "checkpoint_1.pt"), ("consolidated.00.pth", "consolidated.01.pth")):
-        root = tmp_path / name
+        root = place / name
         root.mkdir()
-        torch.save({"w": torch.ones(2)}, root / name)
+        torch.save({"w": torch.ones(2)}, file := io.BytesIO())
+        (root / name).write_bytes(file.getvalue())
         assert list(open_checkpoint(root / name).tensors) == ["w"]
         assert "pass the file" in refusal(root)
         lay(root, other)
         refusal(root / name)
 
 
-def test_the_whole_state_dict_of_fsdp_is_read(tmp_path: Path) -> None:
+def test_the_whole_state_dict_of_fsdp_is_read(place: MemoryPath) -> None:
     torch = pytest.importorskip("torch")
-    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
-    lay(tmp_path, "optimizer.bin", "random_states_0.pkl")
-    catalog = open_checkpoint(tmp_path)
+    torch.save({"w": torch.ones(2)}, file := io.BytesIO())
+    (place / "pytorch_model_fsdp.bin").write_bytes(file.getvalue())
+    lay(place, "optimizer.bin", "random_states_0.pkl")
+    catalog = open_checkpoint(place)
     assert (catalog.format, list(catalog.tensors)) == ("bin", ["w"])
     assert {name for note in catalog.notes for name in ("optimizer.bin", "random_states_0.pkl") if name in note}
 

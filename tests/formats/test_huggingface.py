@@ -8,40 +8,41 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.reader import INDEX, index_text, open_huggingface, parse_index, read_json, refuse_adapters
+from ckptx.formats.hf.reader import INDEX, index_text, json_in, open_huggingface, parse_index, refuse_adapters
+from tests.support.memory import MemoryPath
 from tests.support.writers import llama, value, write_hf, write_index, write_safetensors
 
 
-def test_shards_in_the_order_of_the_index(tmp_path: Path) -> None:
+def test_shards_in_the_order_of_the_index(place: MemoryPath) -> None:
     tensors = llama()
-    write_hf(tmp_path, tensors, shards=3)
-    catalog = open_huggingface(tmp_path, INDEX)
+    write_hf(place, tensors, shards=3)
+    catalog = open_huggingface(place, INDEX)
     assert set(catalog.tensors) == set(tensors)
     assert sorted(catalog.files) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert catalog.nbytes == sum(len(data) for _, _, data in tensors.values())
-    assert catalog.verbatim[INDEX] == (tmp_path / INDEX).read_text()
+    assert catalog.verbatim[INDEX] == (place / INDEX).read_text()
 
 
-def test_strays_are_named_and_ignored(tmp_path: Path) -> None:
-    write_hf(tmp_path, llama(), shards=2)
-    write_safetensors(tmp_path / "consolidated.safetensors", {"norm.weight": value("F32", 4)})
-    catalog = open_huggingface(tmp_path, INDEX)
+def test_strays_are_named_and_ignored(place: MemoryPath) -> None:
+    write_hf(place, llama(), shards=2)
+    write_safetensors(place / "consolidated.safetensors", {"norm.weight": value("F32", 4)})
+    catalog = open_huggingface(place, INDEX)
     assert "norm.weight" not in catalog.tensors
     assert catalog.notes == ["consolidated.safetensors ignored: it is not part of the checkpoint"]
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Path:
+def two(place: MemoryPath) -> MemoryPath:
     """Two shards: x and y in the first, z in the second."""
-    write_safetensors(tmp_path / "a.safetensors", {"x": value("F32", 2), "y": value("F32", 2)})
-    write_safetensors(tmp_path / "b.safetensors", {"z": value("F32", 2)})
-    return tmp_path
+    write_safetensors(place / "a.safetensors", {"x": value("F32", 2), "y": value("F32", 2)})
+    write_safetensors(place / "b.safetensors", {"z": value("F32", 2)})
+    return place
 
 
 ALL = {"x": "a.safetensors", "y": "a.safetensors", "z": "b.safetensors"}
 
 
-def test_an_index_that_agrees(two: Path) -> None:
+def test_an_index_that_agrees(two: MemoryPath) -> None:
     write_index(two, ALL)
     assert list(open_huggingface(two, INDEX).tensors) == ["x", "y", "z"]
 
@@ -58,13 +59,13 @@ def test_an_index_that_agrees(two: Path) -> None:
         pytest.param({}, "weight_map is empty", id="empty"),
     ],
 )
-def test_an_index_that_does_not_agree(two: Path, weight_map: dict[str, str], said: str) -> None:
+def test_an_index_that_does_not_agree(two: MemoryPath, weight_map: dict[str, str], said: str) -> None:
     write_index(two, weight_map)
     with pytest.raises(InputError, match=said):
         open_huggingface(two, INDEX)
 
 
-def test_a_tensor_in_two_files(two: Path) -> None:
+def test_a_tensor_in_two_files(two: MemoryPath) -> None:
     write_safetensors(two / "b.safetensors", {"z": value("F32", 2), "x": value("F32", 2)})
     write_index(two, ALL)
     with pytest.raises(InputError, match=r'"x" is in a\.safetensors and in b\.safetensors; which one counts'):
@@ -100,10 +101,10 @@ def test_a_spoiled_index(text: str, said: str) -> None:
         (b"{'a': 1}", "not JSON"),
     ],
 )
-def test_a_spoiled_config(tmp_path: Path, data: bytes, said: str) -> None:
-    (tmp_path / "config.json").write_bytes(data)
+def test_a_spoiled_config(place: MemoryPath, data: bytes, said: str) -> None:
+    (place / "config.json").write_bytes(data)
     with pytest.raises(InputError, match=rf"config\.json: .*{said}"):
-        read_json(tmp_path / "config.json")
+        json_in(place, "config.json")
 
 
 def test_the_text_of_an_index_is_that_of_transformers() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,11 @@ from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.errors import InputError
 from ckptx.formats.hf.original_files import remember, restore
 from ckptx.formats.hf.reader import INDEX, SINGLE, open_huggingface
+from tests.support.memory import MemoryPath
 from tests.support.writers import framed, header, llama, manifest, value, write_hf, write_index, write_safetensors
 
 
-def rewritten(root: Path, weights: str) -> dict[str, bytes]:
+def rewritten(root: MemoryPath, weights: str) -> dict[str, bytes]:
     """Headers and index as `restore` gives them from what `remember` kept, through JSON as a manifest is."""
     source = open_huggingface(root, weights)
     original = remember(source, [])
@@ -34,28 +34,28 @@ def rewritten(root: Path, weights: str) -> dict[str, bytes]:
     return texts
 
 
-def check_restored(root: Path, weights: str) -> None:
+def check_restored(root: MemoryPath, weights: str) -> None:
     for name, data in rewritten(root, weights).items():
         assert (root / name).read_bytes().startswith(data), name
 
 
-def test_usual_files_are_restored_without_keeping_their_headers(tmp_path: Path) -> None:
-    write_hf(tmp_path, llama(), shards=2)
-    check_restored(tmp_path, INDEX)
-    original = remember(open_huggingface(tmp_path, INDEX), [])
+def test_usual_files_are_restored_without_keeping_their_headers(place: MemoryPath) -> None:
+    write_hf(place, llama(), shards=2)
+    check_restored(place, INDEX)
+    original = remember(open_huggingface(place, INDEX), [])
     assert original is not None and original.index is not None
     assert all(file.header is None for file in original.files)
     assert original.index.text is None
 
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt", "x": 'é " \\'}, {"b": "1", "a": "2"}])
-def test_metadata_of_any_kind(tmp_path: Path, metadata: dict[str, str]) -> None:
-    write_safetensors(tmp_path / SINGLE, llama(), metadata)
-    check_restored(tmp_path, SINGLE)
+def test_metadata_of_any_kind(place: MemoryPath, metadata: dict[str, str]) -> None:
+    write_safetensors(place / SINGLE, llama(), metadata)
+    check_restored(place, SINGLE)
 
 
 @pytest.mark.parametrize("how", ["spaces", "order of keys", "unpadded", "metadata last", "escapes"])
-def test_unusual_headers_are_kept_as_they_are(tmp_path: Path, how: str) -> None:
+def test_unusual_headers_are_kept_as_they_are(place: MemoryPath, how: str) -> None:
     tensors = {"a": value("F32", 2), "é": value("F32", 3)}
     rows = header(tensors, {"format": "pt"})
     text = {
@@ -65,49 +65,49 @@ def test_unusual_headers_are_kept_as_they_are(tmp_path: Path, how: str) -> None:
         "metadata last": json.dumps(dict(reversed(rows.items())), ensure_ascii=False),
         "escapes": json.dumps(rows, separators=(",", ":")),
     }[how]
-    (tmp_path / SINGLE).write_bytes(framed(text, b"".join(data for _, _, data in tensors.values())))
-    check_restored(tmp_path, SINGLE)
+    (place / SINGLE).write_bytes(framed(text, b"".join(data for _, _, data in tensors.values())))
+    check_restored(place, SINGLE)
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", ""])
 @pytest.mark.parametrize("indent", [None, 2, 4])
-def test_an_index_of_any_style(tmp_path: Path, indent: int | None, newline: str) -> None:
-    write_hf(tmp_path, llama(), shards=2)
-    index = json.loads((tmp_path / INDEX).read_text())
-    (tmp_path / INDEX).write_bytes((json.dumps(index, indent=indent) + newline).encode())
-    check_restored(tmp_path, INDEX)
+def test_an_index_of_any_style(place: MemoryPath, indent: int | None, newline: str) -> None:
+    write_hf(place, llama(), shards=2)
+    index = json.loads((place / INDEX).read_text())
+    (place / INDEX).write_bytes((json.dumps(index, indent=indent) + newline).encode())
+    check_restored(place, INDEX)
 
 
-def test_the_comparison_would_notice(tmp_path: Path) -> None:
+def test_the_comparison_would_notice(place: MemoryPath) -> None:
     """A planted defect: another index than the one remembered."""
-    write_hf(tmp_path, llama(), shards=2)
-    texts = rewritten(tmp_path, INDEX)
-    assert texts[INDEX] == (tmp_path / INDEX).read_bytes()
-    (tmp_path / INDEX).write_text((tmp_path / INDEX).read_text() + " ")
-    assert texts[INDEX] != (tmp_path / INDEX).read_bytes()
+    write_hf(place, llama(), shards=2)
+    texts = rewritten(place, INDEX)
+    assert texts[INDEX] == (place / INDEX).read_bytes()
+    (place / INDEX).write_text((place / INDEX).read_text() + " ")
+    assert texts[INDEX] != (place / INDEX).read_bytes()
 
 
 @pytest.mark.parametrize("depth", [1, 31, 32, 60])
-def test_an_index_that_is_nested_deeply(tmp_path: Path, depth: int) -> None:
+def test_an_index_that_is_nested_deeply(place: MemoryPath, depth: int) -> None:
     """A manifest may be nested no deeper than any other file, with the index inside of it."""
-    write_hf(tmp_path, llama(), shards=2)
-    index = json.loads((tmp_path / INDEX).read_text())
+    write_hf(place, llama(), shards=2)
+    index = json.loads((place / INDEX).read_text())
     for _ in range(depth):
         index["metadata"] = [index["metadata"]]
-    (tmp_path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    check_restored(tmp_path, INDEX)
+    (place / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    check_restored(place, INDEX)
 
 
 @pytest.mark.parametrize(
     "names", [["a.st", "b.st"], ["./a.safetensors", "b.safetensors"], ["model.safetensors", "b.safetensors"]]
 )
-def test_names_that_are_not_given_back_are_not_remembered(tmp_path: Path, names: list[str]) -> None:
+def test_names_that_are_not_given_back_are_not_remembered(place: MemoryPath, names: list[str]) -> None:
     tensors = {"a": value("F32", 2), "b": value("F32", 3)}
     for name, (tensor, data) in zip(names, tensors.items(), strict=True):
-        write_safetensors(tmp_path / name, {tensor: data})
-    write_index(tmp_path, dict(zip(tensors, names, strict=True)))
+        write_safetensors(place / name, {tensor: data})
+    write_index(place, dict(zip(tensors, names, strict=True)))
     notes: list[str] = []
-    assert remember(open_huggingface(tmp_path, INDEX), notes) is None
+    assert remember(open_huggingface(place, INDEX), notes) is None
     assert "not remembered" in notes[0]
 
 
@@ -128,16 +128,16 @@ def test_names_that_are_not_given_back_are_not_remembered(tmp_path: Path, names:
     ],
 )
 def test_a_header_that_says_something_else_is_refused(
-    tmp_path: Path, spoil: Callable[[dict[str, Any]], object], said: str
+    place: MemoryPath, spoil: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     tensors = {"a": value("F32", 2), "b": value("F32", 3)}
-    write_safetensors(tmp_path / SINGLE, tensors)
-    source = open_huggingface(tmp_path, SINGLE)
+    write_safetensors(place / SINGLE, tensors)
+    source = open_huggingface(place, SINGLE)
     rows = header(tensors, {"format": "pt"})
 
     def restored() -> None:
         original = OriginalFiles((OriginalFile(SINGLE, None, json.dumps(rows)),), None, {"a": 0, "b": 0})
-        restore(tmp_path, original, source.tensors, "x/ckptx.json")
+        restore(place, original, source.tensors, "x/ckptx.json")
 
     restored()
     spoil(rows)
@@ -157,17 +157,17 @@ def test_a_header_that_says_something_else_is_refused(
     ],
 )
 def test_an_index_that_says_something_else_is_refused(
-    tmp_path: Path, spoil: Callable[[dict[str, str]], object]
+    place: MemoryPath, spoil: Callable[[dict[str, str]], object]
 ) -> None:
-    write_hf(tmp_path, llama(), shards=2)
-    source = open_huggingface(tmp_path, INDEX)
-    index = json.loads((tmp_path / INDEX).read_text())
+    write_hf(place, llama(), shards=2)
+    source = open_huggingface(place, INDEX)
+    index = json.loads((place / INDEX).read_text())
     original = remember(source, [])
     assert original is not None
 
     def restored() -> None:
         kept = OriginalFiles(original.files, OriginalIndex(INDEX, None, json.dumps(index)), original.tensors)
-        restore(tmp_path, kept, source.tensors, "x/ckptx.json")
+        restore(place, kept, source.tensors, "x/ckptx.json")
 
     restored()
     spoil(index["weight_map"])

@@ -19,6 +19,7 @@ from ckptx.formats.sharded.layout import ShardedLayout, allocate
 from ckptx.formats.sharded.reader import open_sharded
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
+from ckptx.storage.local import LocalSource
 from tests.formats.cut_writer import Blocks, along, cuts, everywhere, grid, halves, once, write_sharded
 from tests.support.writers import part, value
 
@@ -116,7 +117,7 @@ def test_a_header_says_what_a_writer_of_torch_says() -> None:
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
     layout = laid_out()
     write_sharded(tmp_path, layout.catalog, layout.prologues, TENSORS)
-    catalog = open_sharded(tmp_path)
+    catalog = open_sharded(LocalSource(tmp_path))
     assert catalog.files == layout.catalog.files
     with FilePool(tmp_path) as files:
         for name, (_, blocks) in PLAN.items():

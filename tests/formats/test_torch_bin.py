@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,24 +14,26 @@ import torch
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.torch_bin import open_bin
 from tests.formats.stock_goldens import raw_bytes, raw_tensor, values
+from tests.support.memory import MemoryPath
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-def save(root: Path, value: Any, name: str = SINGLE, **options: Any) -> None:
-    torch.save(value, root / name, **options)
+def save(root: MemoryPath, value: Any, name: str = SINGLE, **options: Any) -> None:
+    torch.save(value, file := io.BytesIO(), **options)
+    (root / name).write_bytes(file.getvalue())
 
 
 def expected(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], bytes]]:
     return {name: (tuple(tensor.shape), raw_bytes(tensor)) for name, tensor in tensors.items()}
 
 
-def read(root: Path, name: str = SINGLE) -> dict[str, tuple[tuple[int, ...], bytes]]:
+def read(root: MemoryPath, name: str = SINGLE) -> dict[str, tuple[tuple[int, ...], bytes]]:
     return {name: (shape, data) for name, (_, shape, data) in values(open_bin(root, [name])).items()}
 
 
 @pytest.mark.parametrize("container", [dict, OrderedDict])
-def test_views_of_one_storage_are_entries_with_their_own_ranges(container: type, tmp_path: Path) -> None:
+def test_views_of_one_storage_are_entries_with_their_own_ranges(container: type, place: MemoryPath) -> None:
     base = raw_tensor("float32", (6, 4))
     tensors = {
         "base": base,
@@ -43,34 +45,34 @@ def test_views_of_one_storage_are_entries_with_their_own_ranges(container: type,
         "scalar": base[5, 3],
         "none": base[:0],
     }
-    save(tmp_path, container(tensors))
-    catalog = open_bin(tmp_path, [SINGLE])
-    assert read(tmp_path) == expected(tensors)
+    save(place, container(tensors))
+    catalog = open_bin(place, [SINGLE])
+    assert read(place) == expected(tensors)
     assert catalog.tensors["base"].chunks == catalog.tensors["tied"].chunks
     assert catalog.tensors["rows"].chunks[0].strides is None
     assert catalog.tensors["columns"].chunks[0].strides == (4, 1)
     records = {entry.chunks[0].record for entry in catalog.tensors.values()}
     assert len(records) == 1
     assert catalog.format == "bin"
-    assert catalog.files == {SINGLE: (tmp_path / SINGLE).stat().st_size}
+    assert catalog.files == {SINGLE: len((place / SINGLE).read_bytes())}
 
 
-def test_every_kind_of_state_dict_value_is_read(tmp_path: Path) -> None:
+def test_every_kind_of_state_dict_value_is_read(place: MemoryPath) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    save(tmp_path, module.state_dict())
-    assert read(tmp_path) == expected(module.state_dict())
+    save(place, module.state_dict())
+    assert read(place) == expected(module.state_dict())
     parameters = dict(module.named_parameters())
-    save(tmp_path, parameters)
-    assert read(tmp_path) == expected(parameters)
+    save(place, parameters)
+    assert read(place) == expected(parameters)
     names = ("bfloat16", "bool", "int64", "float8_e4m3fn", "uint16", "complex64", "float4_e2m1fn_x2")
     odd = {name: raw_tensor(name, (3, 5)) for name in names}
-    save(tmp_path, odd)
-    read_back = values(open_bin(tmp_path, [SINGLE]))
+    save(place, odd)
+    read_back = values(open_bin(place, [SINGLE]))
     assert {name: data for name, (_, _, data) in read_back.items()} == {k: raw_bytes(v) for k, v in odd.items()}
     assert read_back["float4_e2m1fn_x2"][1] == (3, 10)
 
 
-def shards(root: Path, **weight_map: str) -> dict[str, torch.Tensor]:
+def shards(root: MemoryPath, **weight_map: str) -> dict[str, torch.Tensor]:
     """Two shards with tensors a, b and c, and an index that says `weight_map`."""
     tensors = {name: raw_tensor("float32", (2, 3), seed) for seed, name in enumerate("abc")}
     save(root, {"a": tensors["a"], "b": tensors["b"]}, "one.bin")
@@ -79,13 +81,13 @@ def shards(root: Path, **weight_map: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_an_index_names_the_files(tmp_path: Path) -> None:
-    tensors = shards(tmp_path, a="one.bin", b="one.bin", c="two.bin")
-    assert read(tmp_path, INDEX) == expected(tensors)
-    catalog = open_bin(tmp_path, [INDEX])
+def test_an_index_names_the_files(place: MemoryPath) -> None:
+    tensors = shards(place, a="one.bin", b="one.bin", c="two.bin")
+    assert read(place, INDEX) == expected(tensors)
+    catalog = open_bin(place, [INDEX])
     assert list(catalog.files) == ["one.bin", "two.bin"]
-    assert catalog.verbatim[INDEX] == (tmp_path / INDEX).read_text()
-    assert list(open_bin(tmp_path, ["one.bin", "two.bin"]).tensors) == list(catalog.tensors)
+    assert catalog.verbatim[INDEX] == (place / INDEX).read_text()
+    assert list(open_bin(place, ["one.bin", "two.bin"]).tensors) == list(catalog.tensors)
 
 
 @pytest.mark.parametrize(
@@ -101,17 +103,17 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
         ({"a": "../one.bin"}, "leads out of the checkpoint directory"),
     ],
 )
-def test_index_and_files_must_agree(weight_map: dict[str, str], reason: str, tmp_path: Path) -> None:
-    shards(tmp_path, **weight_map)
+def test_index_and_files_must_agree(weight_map: dict[str, str], reason: str, place: MemoryPath) -> None:
+    shards(place, **weight_map)
     with pytest.raises(InputError, match=reason):
-        open_bin(tmp_path, [INDEX])
+        open_bin(place, [INDEX])
 
 
-def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, {"a": torch.zeros(2)}, "one.bin")
-    save(tmp_path, {"a": torch.ones(2)}, "two.bin")
+def test_a_name_in_two_files_is_refused(place: MemoryPath) -> None:
+    save(place, {"a": torch.zeros(2)}, "one.bin")
+    save(place, {"a": torch.ones(2)}, "two.bin")
     with pytest.raises(InputError, match=r'two\.bin: tensor "a" is in one\.bin too'):
-        open_bin(tmp_path, ["one.bin", "two.bin"])
+        open_bin(place, ["one.bin", "two.bin"])
 
 
 class Custom:
@@ -136,40 +138,40 @@ class Custom:
         ),
     ],
 )
-def test_more_than_dense_tensors_by_name_is_refused(value: Any, reason: str, tmp_path: Path) -> None:
-    save(tmp_path, value)
+def test_more_than_dense_tensors_by_name_is_refused(value: Any, reason: str, place: MemoryPath) -> None:
+    save(place, value)
     with pytest.raises(UnsupportedError, match=reason):
-        open_bin(tmp_path, [SINGLE])
+        open_bin(place, [SINGLE])
 
 
-def test_a_pickled_class_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, {"w": torch.zeros(2), "args": Custom()})
+def test_a_pickled_class_is_refused(place: MemoryPath) -> None:
+    save(place, {"w": torch.zeros(2), "args": Custom()})
     with pytest.raises(InputError, match=r"test_torch_bin\.Custom, which has no place in a checkpoint"):
-        open_bin(tmp_path, [SINGLE])
+        open_bin(place, [SINGLE])
 
 
-def test_a_file_from_before_torch_1_6_is_named(tmp_path: Path) -> None:
-    save(tmp_path, {"w": torch.zeros(2)}, _use_new_zipfile_serialization=False)
+def test_a_file_from_before_torch_1_6_is_named(place: MemoryPath) -> None:
+    save(place, {"w": torch.zeros(2)}, _use_new_zipfile_serialization=False)
     with pytest.raises(UnsupportedError, match=r"before 1\.6"):
-        open_bin(tmp_path, [SINGLE])
+        open_bin(place, [SINGLE])
 
 
-def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
-    (tmp_path / SINGLE).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+def test_files_that_are_no_checkpoint_are_refused(place: MemoryPath) -> None:
+    (place / SINGLE).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(InputError, match="git lfs pull"):
-        open_bin(tmp_path, [SINGLE])
-    (tmp_path / SINGLE).write_bytes(b"<!DOCTYPE html>")
+        open_bin(place, [SINGLE])
+    (place / SINGLE).write_bytes(b"<!DOCTYPE html>")
     with pytest.raises(InputError, match="no torch archive"):
-        open_bin(tmp_path, [SINGLE])
-    (tmp_path / SINGLE).unlink()
+        open_bin(place, [SINGLE])
+    (place / SINGLE).unlink()
     with pytest.raises(InputError, match="no such file"):
-        open_bin(tmp_path, [SINGLE])
+        open_bin(place, [SINGLE])
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, {"w": torch.zeros(200)})
-    data = (tmp_path / SINGLE).read_bytes()
+def test_a_truncated_file_is_refused(place: MemoryPath) -> None:
+    save(place, {"w": torch.zeros(200)})
+    data = (place / SINGLE).read_bytes()
     for size in range(0, len(data), 7):
-        (tmp_path / SINGLE).write_bytes(data[:size])
+        (place / SINGLE).write_bytes(data[:size])
         with pytest.raises(InputError):
-            open_bin(tmp_path, [SINGLE])
+            open_bin(place, [SINGLE])

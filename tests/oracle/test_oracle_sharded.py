@@ -31,6 +31,7 @@ from ckptx.formats.sharded.layout import allocate
 from ckptx.formats.sharded.reader import open_sharded, replica_pairs
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
+from ckptx.storage.local import LocalSource
 from tests.formats import cut_ranks
 from tests.formats.cut_writer import Blocks, along, cuts, everywhere, grid, halves, once, write_cut_dcp, write_sharded
 from tests.support import models
@@ -96,7 +97,7 @@ def test_without_a_rank_what_torch_saved_is_refused_where_stock_torch_loads_it(p
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert raw(state["uneven"]) != raw(cut_ranks.tensors_to_save()["uneven"])
     with pytest.raises(InputError, match=rf"no shard covers .*; there is no {shard_name(2, 1, 1)}, copy"):
-        open_sharded(tmp_path)
+        open_sharded(LocalSource(tmp_path))
 
 
 @pytest.mark.sampled(1)
@@ -117,7 +118,7 @@ def test_what_transformers_saves_distributed_is_opened(pool: GlooPool, hf: Path,
 def test_a_file_of_ours_is_the_file_torch_writes(pool: GlooPool, tmp_path: Path) -> None:
     """All but the order of `__metadata__`, which is left to chance there, and blocks without rows, left out here."""
     pool.run(cut_ranks.save_sharded, 2, tmp_path / "saved", "rows")
-    stock = open_sharded(tmp_path / "saved")
+    stock = open_sharded(LocalSource(tmp_path / "saved"))
     values = {name: value_of(tensor) for name, tensor in cut_ranks.tensors_to_save().items()}
     plan: dict[str, tuple[int, Blocks]] = {}
     for name, entry in stock.tensors.items():
@@ -234,7 +235,7 @@ def test_a_wrong_offset_in_our_files_would_be_noticed(pool: GlooPool, hf: Path, 
     with pytest.raises(AssertionError):
         assert pool.run(cut_ranks.load_as_dtensors, 4, root, whole, plan, 2, "sharded") == [[]] * 4
     with pytest.raises(InputError, match=r"both cover \[50:51, 0:32\]"):
-        open_sharded(root)
+        open_sharded(LocalSource(root))
 
 
 def test_stock_torch_loads_a_cut_dcp_whole(hf: Path, tmp_path: Path) -> None:
@@ -327,4 +328,4 @@ def test_stock_torch_loads_any_cut_of_safetensors(tmp_path: Path) -> None:
     layout = allocate(tmp_path, cut, ParallelDims(tp=2, pp=2, dp_shard=2))
     root = write_sharded(tmp_path / "cut", layout.catalog, layout.prologues, values)
     assert_same_tensors(load_whole(root, tensors), tensors)
-    assert_holds(open_sharded(root), tensors)
+    assert_holds(open_sharded(LocalSource(root)), tensors)

@@ -235,6 +235,33 @@ def test_a_planted_call_is_found() -> None:
     assert calls_beside_storage(source, "storage/x.py") == []
 
 
+# What reads checkpoints asks a `Source`; these are the edges at which a path of the user becomes one.
+NO_DISK = ("catalog/", "formats/", "layout/", "mapping/", "transfer/")
+EDGES = ("catalog/manifest_parser.py", "formats/hf/hf_metadata.py", "formats/hf/hub.py", "formats/hf/reader.py",
+         "formats/registry.py")  # fmt: skip
+
+
+def looks_at_a_disk(source: str, file: str) -> list[str]:
+    """Return the imports of the local file system in a module that reads through a `Source`."""
+    if not file.startswith(NO_DISK) or file in EDGES:
+        return []
+    found = []
+    for node in nodes_of(source):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.Import):
+            found += [f"{file}:{node.lineno}: imports {name}" for name in names if name in ("os", "shutil", "glob")]
+        elif isinstance(node, ast.ImportFrom) and node.module == "pathlib" and "Path" in names:
+            found.append(f"{file}:{node.lineno}: imports Path")
+    return found
+
+
+def test_a_planted_look_at_a_disk_is_found() -> None:
+    assert looks_at_a_disk("import os", "formats/x/reader.py") == ["formats/x/reader.py:1: imports os"]
+    assert looks_at_a_disk("from pathlib import Path", "transfer/x.py") == ["transfer/x.py:1: imports Path"]
+    assert looks_at_a_disk("from pathlib import PurePosixPath", "formats/x.py") == []
+    assert looks_at_a_disk("import os", "publishing/staging.py") == []
+
+
 def test_the_document_lists_every_package_once_and_no_other() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert set(LAYER) == {package_of(file) for file in FILES}
@@ -292,7 +319,7 @@ def test_a_planted_name_of_a_model_is_found() -> None:
 
 # The package itself
 
-RULES = (faults_of, calls_beside_storage, comparisons_of_format, names_of_models)
+RULES = (faults_of, calls_beside_storage, looks_at_a_disk, comparisons_of_format, names_of_models)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,16 @@ from typing import Any
 import pytest
 
 from ckptx.errors import CkptxError, InputError, OutputError, SpaceError, UnsupportedError
+from ckptx.formats.registry import open_checkpoint
+from ckptx.model_view.parameter_count import parameters_of
+from ckptx.model_view.view import manifest_beside, view_model
+from ckptx.publishing.source_state import seen_of
 from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.interface import OutputTree, Source, StoredFile, local_path, name_below
-from ckptx.storage.listing import Kind
+from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
 from tests.support.memory import MemoryPath, MemoryTree, Store
+from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
 FILES = {"config.json": b"{}", "model/.metadata": b"meta", "model/a.distcp": bytes(range(256)), "empty": b""}
 
@@ -62,7 +69,7 @@ def test_a_location_joins_prints_and_compares(place: Place) -> None:
 def test_kinds(place: Place) -> None:
     location = place.source.location
     kinds = [place.source.at(each).kind() for each in (location, location / "empty", location / "none")]
-    assert kinds == [Kind.DIRECTORY, Kind.FILE, None]
+    assert kinds == [EntryKind.DIRECTORY, EntryKind.FILE, None]
     assert place.source.at(location / "empty" / "below").kind() is None
 
 
@@ -112,7 +119,7 @@ def test_reads_by_position(place: Place) -> None:
         assert files.read("model/a.distcp", 10, 3) == bytes([10, 11, 12])
         assert files.read_up_to("model/a.distcp", 250, 100) == bytes(range(250, 256))
         assert files.read_up_to("model/a.distcp", 300, 5) == files.read("empty", 0, 0) == b""
-        files.expect("model/a.distcp", [(0, 4), (8, 4)])
+        files.expect([("model/a.distcp", 0, 4), ("empty", 0, 0)])
         first, second = bytearray(4), bytearray(300)
         assert files.read_into("model/a.distcp", 2, [first, memoryview(second)]) == 254
         assert bytes(first) == bytes([2, 3, 4, 5]) and bytes(second[:250]) == bytes(range(6, 256))
@@ -190,6 +197,30 @@ def test_only_a_local_location_has_a_path(tmp_path: Path) -> None:
         local_path(MemoryPath("/x"))
 
 
+def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
+    source = LocalSource(tmp_path)
+    source.listing()
+    (tmp_path / "late").touch()
+    for copied in (pickle.loads(pickle.dumps(source)), copy.deepcopy(source)):
+        assert copied.location == tmp_path and "late" in copied.listing()
+
+
+def test_a_run_is_resumed_though_the_disk_of_its_source_was_mounted_again(tmp_path: Path) -> None:
+    """The number of a device may be another one then; that of another file never is the same."""
+    source = open_checkpoint(write_hf(tmp_path / "hf", llama()))
+    states = seen_of(source).states()
+    (name,) = source.files
+    identity = source.identities[name]
+    for changed, is_same in (
+        ({"device": 1}, True),
+        ({"inode": 1}, False),
+        ({"mtime_ns": 1}, False),
+        ({"nbytes": 1}, False),
+    ):
+        source.identities[name] = identity._replace(**changed)
+        assert (seen_of(source).states() == states) == is_same
+
+
 def test_listings_that_are_many_are_not_all_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a search does not grow with the tree that is searched."""
     monkeypatch.setattr("ckptx.storage.local.REMEMBERED_NAMES", 25)
@@ -211,6 +242,17 @@ def test_a_million_files_below_are_not_looked_at(monkeypatch: pytest.MonkeyPatch
     assert root.listing().is_file("model/.metadata") and root.listing().has("cache")
     assert not root.listing().has("logs/x")
     assert [str(path) for path in root.store.listed] == ["/here", "/here/model"]
+
+
+@pytest.mark.parametrize("written", ["hf", "dcp"])
+def test_a_checkpoint_in_memory_is_seen_as_a_model(written: str) -> None:
+    """Whatever looks at headers alone asks for no path of a local disk."""
+    place = MemoryPath("/run")
+    write = write_hf if written == "hf" else write_dcp
+    write(place, llama(), config=LLAMA)
+    view = view_model(open_checkpoint(place))
+    assert parameters_of(view).count == 1960 and not view.notes
+    assert manifest_beside(view.catalog, []) is None
 
 
 # ------------------------------------------------------------------------------------------------------------- outputs

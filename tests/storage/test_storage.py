@@ -59,6 +59,27 @@ def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert files.read("a", 1, 8) == b"12345678"
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda files: files.read("a", 0, 1),
+        lambda files: files.read_up_to("a", 0, 1),
+        lambda files: files.read_into("a", 0, [bytearray(1)]),
+    ],
+)
+def test_a_disk_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[FilePool], object]
+) -> None:
+    def failing(*given: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "a").write_bytes(b"0123456789")
+    for verb in ("pread", "preadv"):
+        monkeypatch.setattr(storage.os, verb, failing)
+    with FilePool(tmp_path) as files, pytest.raises(InputError, match="a: cannot be read: Input/output error"):
+        read(files)
+
+
 def test_missing_dangling_and_forbidden_files_read_differently(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("gone")
     (tmp_path / "directory").mkdir()

@@ -1,21 +1,26 @@
 """A storage in memory, behind the same interface as a local disk: it proves the interface, and tests need no files.
 
 `MemoryPath` is a `Location`, with the methods of `pathlib.Path` that tests write files with, and the `Source` of what
-lies there: `open_checkpoint(MemoryPath() / "model")`. `MemoryTree` is an `OutputTree` in it.
+lies there: `open_checkpoint(MemoryPath() / "model")`. `MemoryTree` is an `OutputTree` in it, and `MemoryPublisher`
+claims a target as a bucket does it: files have their final names at once, and a claim is an object that only one run
+can create.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptx.errors import InputError, OutputError, SpaceError
 from ckptx.storage.files import changed, inside
-from ckptx.storage.interface import FileIdentity, Location
-from ckptx.storage.listing import Kind, Listing
+from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.interface import ExpectedFile, FileIdentity, Location, Source
+from ckptx.storage.listing import EntryKind, Listing
+from ckptx.storage.local import LocalSource
+from ckptx.transfer.digest import digest_bytes
 from ckptx.untrusted.limits import LISTED_NAMES
 
 _VERSIONS = itertools.count(1)
@@ -43,10 +48,14 @@ class MemoryIdentity(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Bytes and the identity they were written with."""
+    """The bytes of a file, and the number of the write that made it."""
 
     data: bytearray
-    identity: MemoryIdentity
+    number: int
+
+    @property
+    def identity(self) -> MemoryIdentity:
+        return MemoryIdentity(len(self.data), self.number)
 
 
 class Store:
@@ -66,18 +75,18 @@ class Store:
 
     def put(self, path: PurePosixPath, data: bytes) -> None:
         """Make or replace a file; directories on the way are made, as in a bucket."""
-        self.files[path] = Stored(bytearray(data), MemoryIdentity(len(data), next(_VERSIONS)))
+        self.files[path] = Stored(bytearray(data), next(_VERSIONS))
         self.make_directory(path.parent)
 
     def make_directory(self, path: PurePosixPath) -> None:
         """Make a directory and those above it."""
         self.directories.update((path, *path.parents))
 
-    def kind(self, path: PurePosixPath) -> Kind | None:
+    def kind(self, path: PurePosixPath) -> EntryKind | None:
         """Return what is at a name."""
         if path in self.files:
-            return Kind.FILE
-        return Kind.DIRECTORY if path in self.directories else None
+            return EntryKind.FILE
+        return EntryKind.DIRECTORY if path in self.directories else None
 
     def names(self, path: PurePosixPath) -> list[str]:
         """Return the names in a directory, sorted."""
@@ -122,6 +131,9 @@ class MemoryPath:
     def __hash__(self) -> int:
         return hash(self.path)
 
+    def __lt__(self, other: MemoryPath) -> bool:
+        return self.path < other.path
+
     # ------------------------------------------------------------------------------------------ as tests write files
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
@@ -143,6 +155,12 @@ class MemoryPath:
     def unlink(self) -> None:
         del self.store.files[self.path]
 
+    def remove(self) -> None:
+        """Remove a directory and all that is in it."""
+        for place in self.rglob("*"):
+            place.unlink()
+        self.store.directories -= {path for path in self.store.directories if self.path in (path, *path.parents)}
+
     def rename(self, target: MemoryPath) -> MemoryPath:
         for path in [path for path in self.store.files if path == self.path or self.path in path.parents]:
             self.store.put(target.path / path.relative_to(self.path), bytes(self.store.files.pop(path).data))
@@ -153,10 +171,26 @@ class MemoryPath:
         return self.store.kind(self.path) is not None
 
     def is_file(self) -> bool:
-        return self.store.kind(self.path) is Kind.FILE
+        return self.store.kind(self.path) is EntryKind.FILE
 
     def is_dir(self) -> bool:
-        return self.store.kind(self.path) is Kind.DIRECTORY
+        return self.store.kind(self.path) is EntryKind.DIRECTORY
+
+    def touch(self) -> None:
+        self.write_bytes(b"")
+
+    def copy_from(self, directory: Path) -> None:
+        """Copy the files of a directory of a local disk."""
+        for path in directory.rglob("*"):
+            if path.is_file():
+                (self / str(path.relative_to(directory))).write_bytes(path.read_bytes())
+
+    def rglob(self, pattern: str) -> list[MemoryPath]:
+        assert pattern == "*"
+        return [MemoryPath(path, self.store) for path in self.store.files if self.path in path.parents]
+
+    def relative_to(self, root: MemoryPath) -> PurePosixPath:
+        return self.path.relative_to(root.path)
 
     def iterdir(self) -> Iterator[MemoryPath]:
         return (self / name for name in self.store.names(self.path))
@@ -177,21 +211,21 @@ class MemoryPath:
     def spellings(self, name: str = "") -> tuple[MemoryPath, ...]:
         return (self / name,)
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> EntryKind | None:
         return self.store.kind(self.path)
 
     def listing(self) -> Listing:
         listing = None if self._listings is None else self._listings.get(self.path)
         if listing is None:
             kind = self.kind()
-            if kind is not Kind.DIRECTORY:
+            if kind is not EntryKind.DIRECTORY:
                 raise _missing(self) if kind is None else InputError(f"{self}: cannot be read: Not a directory")
             names = self.store.names(self.path)
             if len(names) > LISTED_NAMES:
                 raise InputError(f"{self}: holds more than {LISTED_NAMES:,} files, allowed at most that")
             kinds = {name: self.store.kind(self.path / name) for name in names}
             below = lambda name: self.at(self / name).listing()  # noqa: E731 (as short as its use)
-            listing = Listing(kinds, lambda name: Kind.DANGLING, below)
+            listing = Listing(kinds, lambda name: EntryKind.DANGLING, below)
             if self._listings is not None:
                 self._listings[self.path] = listing
         return listing
@@ -222,7 +256,7 @@ class MemoryPath:
         place = inside(self, name)
         stored = self.store.files.get(place.path)
         if stored is None:
-            if place.kind() is Kind.DIRECTORY:
+            if place.kind() is EntryKind.DIRECTORY:
                 raise InputError(f"{place}: is a directory, pipe or device, needed a regular file")
             raise _missing(place)
         return stored
@@ -238,7 +272,8 @@ class MemoryFiles:
     def __init__(self, root: MemoryPath, recorded: Mapping[str, FileIdentity] | None) -> None:
         self.root, self._recorded = root, recorded or {}
         self._opened: dict[str, Stored] = {}
-        self.expected: list[tuple[str, tuple[tuple[int, int], ...]]] = []
+        self.expected: list[tuple[str, int, int]] = []
+        self.reads: list[tuple[str, int, int]] = []
 
     def __enter__(self) -> MemoryFiles:
         return self
@@ -265,8 +300,8 @@ class MemoryFiles:
     def identity(self, name: str) -> MemoryIdentity:
         return self._open(name).identity
 
-    def expect(self, name: str, spans: Sequence[tuple[int, int]]) -> None:
-        self.expected.append((name, tuple(spans)))
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        self.expected.extend(spans)
 
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
         data = memoryview(self._open(name).data)[offset:]
@@ -275,6 +310,7 @@ class MemoryFiles:
             part = data[at : at + len(view)]
             view[: len(part)] = part
             at += len(part)
+        self.reads.append((name, offset, at))
         return at
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
@@ -320,6 +356,9 @@ class MemoryFile:
         view[: len(part)] = part
         return len(part)
 
+    def blocks(self, size: int) -> Iterator[bytes]:
+        return (self.read(size, at) for at in range(0, self.size, size))
+
     def write(self, data: memoryview | bytes, offset: int) -> None:
         store = self.path.store
         if store.room is not None:
@@ -333,26 +372,152 @@ class MemoryFile:
 
 
 class MemoryTree:
-    """The directory of an output in memory; `finish` turns what was written into files of the store."""
+    """The directory of an output in memory. The holder of a file is the number of the write that made it."""
 
     def __init__(self, path: MemoryPath) -> None:
         self.path = path
-        self._files: dict[str, bytearray] = {}
         self._lock = threading.Lock()
+        self._own: dict[str, tuple[int | str, ...]] = {}
+
+    def __enter__(self) -> MemoryTree:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
 
     def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> MemoryFile:
-        inside(self.path, name)
-        if name in self._files and not keep:
-            raise OutputError(f"{self.path / name}: is in the way; remove it and run again")
-        file = MemoryFile(self.path / name, self._files.setdefault(name, bytearray()), self._lock)
+        path = inside(self.path, name)
+        if not (path.is_file() and keep):
+            if path.exists():
+                raise OutputError(f"{path}: a link, or something else that ckptx did not write, is in the way")
+            path.write_bytes(b"")
+        stored = self.path.store.files[path.path]
+        file = MemoryFile(path, stored.data, self._lock)
         if nbytes is not None:
             file.cut_to(nbytes)
+            self._own[name] = (stored.number,)
         return file
 
-    def put(self, name: str, data: bytes) -> None:
-        self.open_output(name, len(data)).write(data, 0)
+    def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int | str, ...]:
+        file = self.open_output(name, None)
+        for block in blocks:
+            file.write(block, file.size)
+        return (self.path.store.files[file.path.path].number,)
 
-    def finish(self) -> MemoryPath:
-        for name, data in self._files.items():
-            self.path.store.put((self.path / name).path, bytes(data))
-        return self.path
+    def _files(self) -> dict[str, Stored]:
+        return {str(each.relative_to(self.path)): each.store.files[each.path] for each in self.path.rglob("*")}
+
+    def allocated(self) -> int:
+        return sum(len(stored.data) for stored in self._files().values())
+
+    def keep_only(self, names: Collection[str]) -> None:
+        for name in self._files().keys() - set(names):
+            (self.path / name).unlink()
+
+    def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
+        return {name: ExpectedFile(nbytes, self._own.get(name)) for name, nbytes in sizes.items()}
+
+    def require(self, expected: Mapping[str, ExpectedFile]) -> None:
+        files = self._files()
+        for name, wanted in expected.items():
+            if name not in files:
+                raise OutputError(f"{self.path / name}: was removed; nothing was published, run again")
+            data, number = files[name]
+            if len(data) != wanted.nbytes or wanted.holder not in (None, (number,)):
+                raise OutputError(f"{self.path / name}: was replaced; nothing was published, run again")
+
+    def settle(self, expected: Mapping[str, ExpectedFile]) -> None:
+        """Check that there are these files and no others, and read those again that say how."""
+        self.require(expected)
+        for name in self._files():
+            wanted = expected.get(name)
+            if wanted is None:
+                raise OutputError(f"{self.path / name}: appeared, and is no part of the output")
+            if wanted.reads_as is not None and not wanted.reads_as(self.open_output(name, None, keep=True)):
+                raise OutputError(f"{self.path / name}: holds other bytes than were written; nothing was published")
+
+
+def source_of(place: Path | MemoryPath) -> Source:
+    """The source of a place in either storage."""
+    return place if isinstance(place, MemoryPath) else LocalSource(place)
+
+
+def tree_of(place: Path | MemoryPath) -> MemoryTree | HeldDirectory:
+    """The output tree of a place in either storage; the directory is made."""
+    place.mkdir(parents=True, exist_ok=True)
+    return MemoryTree(place) if isinstance(place, MemoryPath) else HeldDirectory.at(place)
+
+
+class MemoryPublisher:
+    """The claim on a target in memory: an object that only one run creates. What is written waits beside the target."""
+
+    def __init__(
+        self, target: MemoryPath, *, overwrite: bool, resume: bool, may_replace: Callable[[MemoryPath], None]
+    ) -> None:
+        self.target, self._overwrite, self._may_replace = target, overwrite, may_replace
+        self._claim, self.staged = target.parent / f".{target.name}.claim", target.parent / f".{target.name}.staged"
+        if self._claim.exists():
+            raise OutputError(f"{target}: another ckptx is writing it")
+        self.refuse_target_unless(overwrite or resume)
+        self._claim.write_bytes(b"")
+        self._has_claim, self.is_locked = True, True
+
+    @property
+    def written(self) -> MemoryPath:
+        return self.output.path.fresh()
+
+    @property
+    def published(self) -> MemoryPath:
+        return self.target.fresh()
+
+    def digest_of_published(self, name: str) -> str:
+        return digest_bytes(self.target.read_small(name, 1 << 30))
+
+    def __enter__(self) -> MemoryPublisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self.discard()
+        self._release()
+
+    def _release(self) -> None:
+        if self._has_claim:
+            self._claim.unlink()
+        self._has_claim = False
+
+    def begin(self, plan: bytes, resume: bool) -> bool:
+        noted = self.staged / "plan"
+        same = resume and noted.is_file() and noted.read_bytes() == plan
+        if not same:
+            self.staged.remove()
+        noted.write_bytes(plan)
+        self.output, self.notes = MemoryTree(self.staged / "tree"), MemoryTree(self.staged / "journal")
+        return same
+
+    def refuse_target_unless(self, overwrite: bool) -> None:
+        if not overwrite and self.target.is_dir() and any(self.target.iterdir()):
+            raise OutputError(f"{self.target}: exists and is not empty; choose another DST or pass --overwrite")
+
+    def require_space(self, nbytes: int) -> None:
+        room = self.target.store.room
+        if room is not None and room < nbytes:
+            raise SpaceError(f"{self.target}: needs {nbytes} bytes, the store has {room} free; free some space")
+
+    def require_own(self) -> None:
+        if not self._claim.exists():
+            raise OutputError(f"{self._claim}: was removed or replaced by somebody else; nothing was published")
+
+    def publish(self, expected: Mapping[str, ExpectedFile]) -> None:
+        self.output.settle(expected)
+        self.require_own()
+        if self.target.is_dir() and any(self.target.iterdir()):
+            assert self._overwrite
+            self._may_replace(self.target)
+            self.target.remove()
+        self.output.path.rename(self.target)
+        self.discard()
+
+    def discard(self) -> None:
+        self.staged.remove()
+        self._release()

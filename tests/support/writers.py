@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -238,4 +237,4 @@ def flip(path: Path, at: int, mask: int = 0x01) -> None:
 
 def names_in(directory: Path) -> list[str]:
     """What lies in a directory, hidden or not."""
-    return sorted(os.listdir(directory))
+    return sorted(path.name for path in directory.iterdir())

@@ -20,8 +20,6 @@ from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
 from ckptx.storage import open_file
-from ckptx.storage.files import FilePool
-from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer import block_writers
 from ckptx.transfer import copy_run as passes_module
 from ckptx.transfer import digest as digest_module
@@ -29,10 +27,13 @@ from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
+from tests.support.memory import MemoryPath, source_of, tree_of
 from tests.support.writers import tree_bytes
 from tests.transfer.test_digest import defined
 from tests.transfer.test_stream import Array, numbers
 from tests.transfer.test_stream import cut as sliced
+
+Place = Path | MemoryPath
 
 # name -> dtype, shape, placement: rows narrow and wide, even and uneven, fused, three-dimensional
 CUTS: dict[str, tuple[str, Shape, Placement | None]] = {
@@ -62,7 +63,7 @@ def data_of(name: str) -> bytes:
     return ARRAYS[name].tobytes()
 
 
-def write_source(root: Path, parts: int = 1, recorded: bool = True) -> Catalog:
+def write_source(root: Place, parts: int = 1, recorded: bool = True) -> Catalog:
     """Every tensor cut on its own longest dim into `parts`, each chunk with the CRC of its bytes."""
     catalog = Catalog(root, "dcp", {})
     body = b""
@@ -135,10 +136,8 @@ def expected(target: Catalog, framed: bool, prologue: bytes = b"") -> dict[str, 
     return files
 
 
-def run(plan: CopyPlan, root: Path, out: Path, workers: int = 1) -> CopyResult:
-    (out / "journal").mkdir(parents=True, exist_ok=True)
-    (out / "tree").mkdir(exist_ok=True)
-    with FilePool(root) as files, HeldDirectory.at(out / "tree") as tree, HeldDirectory.at(out / "journal") as journal:
+def run(plan: CopyPlan, root: Place, out: Place, workers: int = 1) -> CopyResult:
+    with source_of(root).open() as files, tree_of(out / "tree") as tree, tree_of(out / "journal") as journal:
         return execute(plan, files, tree, journal, workers=workers, max_memory=64 << 20, resumed=True)
 
 
@@ -156,12 +155,12 @@ MESHES = [
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("framed", [True, False])
-def test_a_cut_is_what_numpy_cuts(tmp_path: Path, dims: ParallelDims, parts: int, framed: bool) -> None:
-    source = write_source(tmp_path / "in", parts)
+def test_a_cut_is_what_numpy_cuts(place: MemoryPath, dims: ParallelDims, parts: int, framed: bool) -> None:
+    source = write_source(place / "in", parts)
     target = allocate(dims, framed, replicate=not framed)
     plan = planned(source, target, framed)
-    outcome = run(plan, source.root, tmp_path / "out")
-    written = tree_bytes(tmp_path / "out" / "tree")
+    outcome = run(plan, source.root, place / "out")
+    written = tree_bytes(place / "out" / "tree")
     assert written == expected(target, framed)
     assert outcome.digests == {name: defined(data_of(name)) for name in CUTS}
     assert outcome.file_digests == {name: defined(data) for name, data in written.items()}
@@ -172,7 +171,7 @@ def test_a_cut_is_what_numpy_cuts(tmp_path: Path, dims: ParallelDims, parts: int
 @pytest.mark.parametrize("long", [1, 1 << 16, 1 << 30])
 @pytest.mark.parametrize("framed", [True, False])
 def test_pieces_that_are_passed_on_and_pieces_in_buffers_are_the_same_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framed: bool, long: int
+    place: MemoryPath, monkeypatch: pytest.MonkeyPatch, framed: bool, long: int
 ) -> None:
     """Where a piece begins in the buffer of its file, or behind one that was written past it."""
     monkeypatch.setattr(block_writers, "_LONG", long)
@@ -181,10 +180,10 @@ def test_pieces_that_are_passed_on_and_pieces_in_buffers_are_the_same_files(
     monkeypatch.setattr(
         block_writers.BlockWriter, "pass_on", lambda self, view: (passed.append(len(view)), pass_on(self, view))
     )
-    source = write_source(tmp_path / "in", 3)
+    source = write_source(place / "in", 3)
     target = allocate(ParallelDims(tp=2), framed)
-    outcome = run(planned(source, target, framed), source.root, tmp_path / "out")
-    written = tree_bytes(tmp_path / "out" / "tree")
+    outcome = run(planned(source, target, framed), source.root, place / "out")
+    written = tree_bytes(place / "out" / "tree")
     assert written == expected(target, framed)
     assert outcome.file_digests == {name: defined(data) for name, data in written.items()}
     assert bool(passed) == (long < 1 << 30)
@@ -194,29 +193,29 @@ def test_pieces_that_are_passed_on_and_pieces_in_buffers_are_the_same_files(
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("dims", [ParallelDims(tp=2), ParallelDims(3, 1, 2)], ids=str)
 def test_workers_share_a_large_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims, workers: int, leaf: int
+    place: MemoryPath, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims, workers: int, leaf: int
 ) -> None:
     """Runs of 256 KiB over tensors of up to 3 MB: several shares each, that begin in the middle of blocks."""
     monkeypatch.setattr(plan_module, "RUN", 1 << 18)
     monkeypatch.setattr(digest_module, "LEAF", leaf)
     monkeypatch.setattr(passes_module, "BLOCK", 1 << 18)
-    source = write_source(tmp_path / "in", 3)
+    source = write_source(place / "in", 3)
     target = allocate(dims, True)
     plan = planned(source, target, True)
     assert sum(run.rows is not None for run in plan.runs()) >= 6
-    outcome = run(plan, source.root, tmp_path / "out", workers)
-    written = tree_bytes(tmp_path / "out" / "tree")
+    outcome = run(plan, source.root, place / "out", workers)
+    written = tree_bytes(place / "out" / "tree")
     assert written == expected(target, True)
     assert outcome.digests == {name: defined(data_of(name), leaf) for name in CUTS}
     assert outcome.file_digests == {name: defined(data, leaf) for name, data in written.items()}
     assert outcome.bytes_read == plan.bytes_read, "a checksummed record is not read twice"
 
 
-def test_a_prologue_stands_before_the_blocks_of_every_rank(tmp_path: Path) -> None:
-    source, prologue = write_source(tmp_path / "in"), b"header" * 20_000
+def test_a_prologue_stands_before_the_blocks_of_every_rank(place: MemoryPath) -> None:
+    source, prologue = write_source(place / "in"), b"header" * 20_000
     target = allocate(ParallelDims(tp=3), False, True, prologue)
-    run(planned(source, target, False, prologue), source.root, tmp_path / "out")
-    assert tree_bytes(tmp_path / "out" / "tree") == expected(target, False, prologue)
+    run(planned(source, target, False, prologue), source.root, place / "out")
+    assert tree_bytes(place / "out" / "tree") == expected(target, False, prologue)
 
 
 @pytest.mark.parametrize("small_runs", [False, True])
@@ -255,34 +254,36 @@ def test_a_resumed_cut_ends_as_an_undisturbed_one(
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["large", "columns", "norm", "experts"])
 def test_a_flipped_bit_of_the_source_is_found_however_it_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shared: bool
+    place: MemoryPath, monkeypatch: pytest.MonkeyPatch, name: str, shared: bool
 ) -> None:
     if shared:
         monkeypatch.setattr(plan_module, "RUN", 1 << 18)
         monkeypatch.setattr(digest_module, "LEAF", 1 << 18)
-    source = write_source(tmp_path / "in", 3)
+    source = write_source(place / "in", 3)
     chunk = source.tensors[name].chunks[-1]
     body = bytearray((source.root / "src").read_bytes())
     body[chunk.offset + chunk.nbytes // 2] ^= 4
     (source.root / "src").write_bytes(body)
     plan = planned(source, allocate(ParallelDims(tp=2), True), True)
     with pytest.raises(InputError, match=f'tensor "{name}": CRC-32'):
-        run(plan, source.root, tmp_path / "out", 2)
+        run(plan, source.root, place / "out", 2)
 
 
 @pytest.mark.parametrize("name", ["large", "columns", "wide columns", "experts"])
-def test_a_finished_cut_that_rotted_is_made_again(tmp_path: Path, name: str) -> None:
-    source = write_source(tmp_path / "in")
+def test_a_finished_cut_that_rotted_is_made_again(place: MemoryPath, name: str) -> None:
+    source = write_source(place / "in")
     target = allocate(ParallelDims(tp=2), True)
     plan = planned(source, target, True)
-    run(plan, source.root, tmp_path / "out")
+    run(plan, source.root, place / "out")
     chunk = target.tensors[name].chunks[-1]
-    with (tmp_path / "out" / "tree" / chunk.file).open("r+b") as file:
-        file.seek(chunk.offset + chunk.nbytes // 2)
-        file.write(b"\0\xff")
-    run(plan, source.root, tmp_path / "out")
-    assert tree_bytes(tmp_path / "out" / "tree") == expected(target, True)
-    again = run(plan, source.root, tmp_path / "out")
+    rotten = place / "out" / "tree" / chunk.file
+    data = bytearray(rotten.read_bytes())
+    at = chunk.offset + chunk.nbytes // 2
+    data[at : at + 2] = b"\0\xff"
+    rotten.write_bytes(data)
+    run(plan, source.root, place / "out")
+    assert tree_bytes(place / "out" / "tree") == expected(target, True)
+    again = run(plan, source.root, place / "out")
     assert (again.bytes_read, again.bytes_written) == (plan.bytes_read, 0)
 
 
@@ -296,8 +297,8 @@ def spoiled(blocks: Sequence[Block], how: str) -> tuple[Block, ...]:
 
 
 @pytest.mark.parametrize(("how", "said"), [("gap", "gap"), ("twice", "overlap"), ("replica of nothing", "replica")])
-def test_a_wrong_cut_is_caught_before_a_byte_moves(tmp_path: Path, how: str, said: str) -> None:
-    source, target = write_source(tmp_path / "in"), allocate(ParallelDims(tp=2), True)
+def test_a_wrong_cut_is_caught_before_a_byte_moves(place: MemoryPath, how: str, said: str) -> None:
+    source, target = write_source(place / "in"), allocate(ParallelDims(tp=2), True)
     entry = target.tensors["rows"]
     assert isinstance(entry.chunks, CutChunks)
     blocks = spoiled(entry.chunks.blocks, how)
@@ -308,8 +309,8 @@ def test_a_wrong_cut_is_caught_before_a_byte_moves(tmp_path: Path, how: str, sai
         planned(source, target, True)
 
 
-def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "in")
+def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(place: MemoryPath) -> None:
+    source = write_source(place / "in")
     stages = [allocate(ParallelDims(tp=2), True) for _ in range(2)]
     merged, groups = Catalog(Path(), "dcp", {}), []
     for number, stage in enumerate(stages):
@@ -324,18 +325,13 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(tmp_p
     plan = plan_copy(source, merged, origin, frame_of=torch_zip.archive_frame, groups=groups)
     digests: dict[str, str] = {}
     for group in range(2):
-        (tmp_path / "journal").mkdir(exist_ok=True)
-        (tmp_path / "tree").mkdir(exist_ok=True)
-        with (
-            FilePool(source.root) as files,
-            HeldDirectory.at(tmp_path / "tree") as tree,
-            HeldDirectory.at(tmp_path / "journal") as journal,
-        ):
+        tree, journal = tree_of(place / "tree"), tree_of(place / "journal")
+        with source_of(source.root).open() as files:
             outcome = execute(plan, files, tree, journal, workers=2, max_memory=64 << 20, groups=[group])
         assert sorted(outcome.file_digests) == sorted(groups[group])
         digests |= outcome.digests
     assert digests == {name: defined(data_of(origin[name])) for name in merged.tensors}
-    written = tree_bytes(tmp_path / "tree")
+    written = tree_bytes(place / "tree")
     for number, stage in enumerate(stages):
         assert {name: written[f"stage{number}-{name}"] for name in stage.files} == expected(stage, True)
 

@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.storage.files import FilePool
 from ckptx.transfer import segments as segments_module
 from ckptx.transfer import stream as stream_module
 from ckptx.transfer.stream import TensorReader
+from tests.support.memory import MemoryPath
 
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, Any]
@@ -75,7 +74,7 @@ def stored(array: Array, region: Region, order: Sequence[int] = (), step: int = 
 class Files:
     """Writes chunks of one tensor into files, with some bytes between them."""
 
-    def __init__(self, root: Path, dtype: str, shape: Shape, count: int = 1, crc: bool = True) -> None:
+    def __init__(self, root: MemoryPath, dtype: str, shape: Shape, count: int = 1, crc: bool = True) -> None:
         self.root, self.dtype, self.shape, self.count, self.crc = root, BY_NAME[dtype], shape, count, crc
         self.bodies = [bytearray(b"##") for _ in range(count)]
         self.chunks: list[Chunk] = []
@@ -95,7 +94,7 @@ class Files:
 
     def stream(self, region: Region | None = None, max_memory: int = 64 << 20, room: int = 7) -> bytes:
         entry, sink = self.entry(), Collect(room)
-        with FilePool(self.root) as files:
+        with self.root.open() as files:
             TensorReader(files, max_memory).stream(entry, region or whole(self.shape), sink)
         return bytes(sink.data)
 
@@ -131,12 +130,12 @@ many = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCh
 @given(cuts(), st.data())
 @many
 def test_row_major_chunks_give_any_region(
-    tmp_path: Path, tensor: tuple[Shape, list[Region]], data: st.DataObject
+    place: MemoryPath, tensor: tuple[Shape, list[Region]], data: st.DataObject
 ) -> None:
     shape, regions = tensor
     dtype = data.draw(st.sampled_from(sorted(ITEMSIZES)))
     array = numbers(shape, ITEMSIZES[dtype])
-    files = Files(tmp_path, dtype, shape, count=data.draw(st.integers(1, 3)))
+    files = Files(place, dtype, shape, count=data.draw(st.integers(1, 3)))
     for region in regions:
         files.add(region, stored(array, region)[0])
     region = data.draw(regions_of(shape))
@@ -146,11 +145,11 @@ def test_row_major_chunks_give_any_region(
 @given(cuts(most=6), st.data())
 @many
 def test_chunks_with_strides_give_any_region(
-    tmp_path: Path, tensor: tuple[Shape, list[Region]], data: st.DataObject
+    place: MemoryPath, tensor: tuple[Shape, list[Region]], data: st.DataObject
 ) -> None:
     shape, regions = tensor
     array = numbers(shape, 2)
-    files = Files(tmp_path, "BF16", shape, count=2)
+    files = Files(place, "BF16", shape, count=2)
     for region in regions:
         if data.draw(st.booleans()):
             files.add(region, stored(array, region)[0])
@@ -166,12 +165,12 @@ def test_chunks_with_strides_give_any_region(
 @given(cuts(), st.data())
 @many
 def test_narrow_tiles_and_wide_spans_agree(
-    tmp_path: Path, tensor: tuple[Shape, list[Region]], data: st.DataObject
+    place: MemoryPath, tensor: tuple[Shape, list[Region]], data: st.DataObject
 ) -> None:
     """The sizes at which reading changes its ways do not change what is read."""
     shape, regions = tensor
     array = numbers(shape, 2)
-    files = Files(tmp_path, "BF16", shape)
+    files = Files(place, "BF16", shape)
     for region in regions:
         files.add(region, stored(array, region)[0])
     region = data.draw(regions_of(shape))
@@ -181,62 +180,62 @@ def test_narrow_tiles_and_wide_spans_agree(
         assert files.stream(region) == cut(array, region).tobytes()
 
 
-def test_rows_then_columns_then_a_grid(tmp_path: Path) -> None:
+def test_rows_then_columns_then_a_grid(place: MemoryPath) -> None:
     array = numbers((6, 4), 4)
     for regions in (
         [Region((0, 0), (4, 4)), Region((4, 0), (2, 4))],
         [Region((0, 0), (6, 1)), Region((0, 1), (6, 3))],
         [Region((r, c), (3, 2)) for r in (0, 3) for c in (0, 2)],
     ):
-        files = Files(tmp_path, "F32", (6, 4), count=2)
+        files = Files(place, "F32", (6, 4), count=2)
         for region in regions:
             files.add(region, stored(array, region)[0])
         assert files.stream() == array.tobytes()
 
 
-def test_a_large_tensor_cut_along_columns(tmp_path: Path) -> None:
+def test_a_large_tensor_cut_along_columns(place: MemoryPath) -> None:
     """More than one tile, with a last tile of fewer rows."""
     array = numbers((3001, 400), 2)
-    files = Files(tmp_path, "BF16", array.shape, count=2)
+    files = Files(place, "BF16", array.shape, count=2)
     for begin, size in ((0, 150), (150, 1), (151, 249)):
         files.add(Region((0, begin), (3001, size)), stored(array, Region((0, begin), (3001, size)))[0])
     assert files.stream(room=1 << 20) == array.tobytes()
 
 
-def test_a_transposed_matrix(tmp_path: Path) -> None:
+def test_a_transposed_matrix(place: MemoryPath) -> None:
     array = numbers((300, 200), 2)
-    files = Files(tmp_path, "BF16", array.shape)
+    files = Files(place, "BF16", array.shape)
     files.add(whole(array.shape), *stored(array, whole(array.shape), (1, 0)))
     assert files.chunks[0].strides == (1, 300)
     assert files.stream(room=4096) == array.tobytes()
 
 
-def test_channels_last(tmp_path: Path) -> None:
+def test_channels_last(place: MemoryPath) -> None:
     array = numbers((2, 3, 4, 5), 4)
-    files = Files(tmp_path, "F32", array.shape)
+    files = Files(place, "F32", array.shape)
     files.add(whole(array.shape), *stored(array, whole(array.shape), (0, 2, 3, 1)))
     assert files.stream() == array.tobytes()
 
 
-def test_an_expanded_row_is_stored_once(tmp_path: Path) -> None:
+def test_an_expanded_row_is_stored_once(place: MemoryPath) -> None:
     row = numbers((5,), 4)
-    files = Files(tmp_path, "F32", (3, 5))
+    files = Files(place, "F32", (3, 5))
     files.add(whole((3, 5)), row.tobytes(), (0, 1))
     assert files.stream() == row.tobytes() * 3
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0)])
-def test_a_scalar_and_a_tensor_without_elements(tmp_path: Path, shape: Shape) -> None:
+def test_a_scalar_and_a_tensor_without_elements(place: MemoryPath, shape: Shape) -> None:
     array = numbers(shape, 4)
-    files = Files(tmp_path, "F32", shape)
+    files = Files(place, "F32", shape)
     files.add(whole(shape), array.tobytes())
     assert files.stream() == array.tobytes()
 
 
-def test_pairs_of_four_bits(tmp_path: Path) -> None:
+def test_pairs_of_four_bits(place: MemoryPath) -> None:
     """F4: two elements a byte; chunks are cut at whole bytes."""
     packed = numbers((4, 6), 1)
-    files = Files(tmp_path, "F4", (4, 12), count=2)
+    files = Files(place, "F4", (4, 12), count=2)
     for begin, size in ((0, 4), (4, 8)):
         region = Region((0, begin), (4, size))
         files.add(region, cut(packed, Region((0, begin // 2), (4, size // 2))).tobytes())
@@ -244,14 +243,14 @@ def test_pairs_of_four_bits(tmp_path: Path) -> None:
     assert files.stream(Region((1, 2), (2, 8))) == cut(packed, Region((1, 1), (2, 4))).tobytes()
 
 
-def test_a_strided_chunk_keeps_to_its_memory(tmp_path: Path) -> None:
+def test_a_strided_chunk_keeps_to_its_memory(place: MemoryPath) -> None:
     """A transposed matrix far larger than the memory allowed is read some rows at a time."""
     array = numbers((512, 2048), 2)
-    files = Files(tmp_path, "BF16", array.shape)
+    files = Files(place, "BF16", array.shape)
     files.add(whole(array.shape), *stored(array, whole(array.shape), (1, 0)))
     entry, sink = files.entry(), Collect(1 << 16)
     limit = 64 << 10
-    with FilePool(tmp_path) as pool, pytest.MonkeyPatch.context() as patch:
+    with place.open() as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_module, "TILE", 16 << 10)
         reader = TensorReader(pool, limit)
         reader.stream(entry._replace(chunks=(entry.chunks[0]._replace(record=None),)), whole(array.shape), sink)
@@ -259,30 +258,30 @@ def test_a_strided_chunk_keeps_to_its_memory(tmp_path: Path) -> None:
     assert sink.data == array.tobytes()
 
 
-def test_a_few_columns_of_wide_rows_keep_to_their_memory(tmp_path: Path) -> None:
+def test_a_few_columns_of_wide_rows_keep_to_their_memory(place: MemoryPath) -> None:
     """What lies between the rows of a narrow region is read along with them: not all of it at once."""
     array = numbers((1024, 2048), 2)
-    files = Files(tmp_path, "BF16", array.shape)
+    files = Files(place, "BF16", array.shape)
     files.add(whole(array.shape), array.tobytes())
     entry, sink, region = files.entry(), Collect(1 << 16), Region((0, 5), (1024, 3))
-    with FilePool(tmp_path) as pool:
+    with place.open() as pool:
         reader = TensorReader(pool)
         reader.stream(entry, region, sink)
         assert len(reader._strip_buffer(0)) <= 1 << 20
     assert sink.data == cut(array, region).tobytes()
 
 
-def test_a_row_that_spans_more_than_the_memory_is_refused(tmp_path: Path) -> None:
+def test_a_row_that_spans_more_than_the_memory_is_refused(place: MemoryPath) -> None:
     array = numbers((2, 600), 2)
-    files = Files(tmp_path, "BF16", (2, 600))
+    files = Files(place, "BF16", (2, 600))
     files.add(whole((2, 600)), *stored(array, whole((2, 600)), step=4))
     with pytest.raises(UnsupportedError, match=r'f0: tensor "x" is stored with strides .* raise --max-memory'):
         files.stream(max_memory=256)
 
 
-def halves(tmp_path: Path, **second: Any) -> Files:
+def halves(place: MemoryPath, **second: Any) -> Files:
     array = numbers((4, 4), 4)
-    files = Files(tmp_path, "F32", (4, 4), count=2)
+    files = Files(place, "F32", (4, 4), count=2)
     top, bottom = Region((0, 0), (2, 4)), Region((2, 0), (2, 4))
     files.add(top, stored(array, top)[0])
     files.add(bottom, stored(array, bottom)[0], **second)
@@ -297,32 +296,32 @@ def halves(tmp_path: Path, **second: Any) -> Files:
         pytest.param(Region((3, 0), (1, 1)), id="one element"),
     ],
 )
-def test_a_wrong_crc_names_file_and_tensor(tmp_path: Path, region: Region) -> None:
+def test_a_wrong_crc_names_file_and_tensor(place: MemoryPath, region: Region) -> None:
     with pytest.raises(InputError, match=r'f1: tensor "x": CRC-32 of its bytes is [0-9a-f]{8}, .* 00000001'):
-        halves(tmp_path, record_crc=1).stream(region)
+        halves(place, record_crc=1).stream(region)
 
 
-def test_a_wrong_crc_elsewhere_is_not_looked_at(tmp_path: Path) -> None:
-    halves(tmp_path, record_crc=1).stream(Region((0, 0), (2, 4)))
+def test_a_wrong_crc_elsewhere_is_not_looked_at(place: MemoryPath) -> None:
+    halves(place, record_crc=1).stream(Region((0, 0), (2, 4)))
 
 
-def test_a_wrong_crc_of_a_strided_chunk_is_found(tmp_path: Path) -> None:
+def test_a_wrong_crc_of_a_strided_chunk_is_found(place: MemoryPath) -> None:
     array = numbers((4, 4), 4)
-    files = Files(tmp_path, "F32", (4, 4))
+    files = Files(place, "F32", (4, 4))
     files.add(whole((4, 4)), *stored(array, whole((4, 4)), (1, 0)), record_crc=1)
     with pytest.raises(InputError, match="CRC-32"):
         files.stream()
 
 
-def test_a_record_larger_than_the_chunk_is_checked_whole(tmp_path: Path) -> None:
+def test_a_record_larger_than_the_chunk_is_checked_whole(place: MemoryPath) -> None:
     """A view into a storage: the checksum is that of the storage."""
     storage = numbers((10,), 4)
-    (tmp_path / "f0").write_bytes(storage.tobytes())
+    (place / "f0").write_bytes(storage.tobytes())
     right, wrong = (Record(0, 40, crc) for crc in (zlib.crc32(storage.tobytes()), 7))
     for record in (right, wrong):
         entry = TensorEntry("x", BY_NAME["F32"], (2,), (Chunk(whole((2,)), "f0", 12, 8, None, record),))
         sink = Collect()
-        with FilePool(tmp_path) as files:
+        with place.open() as files:
             reader = TensorReader(files)
             if record is wrong:
                 with pytest.raises(InputError, match="CRC-32"):
@@ -332,28 +331,27 @@ def test_a_record_larger_than_the_chunk_is_checked_whole(tmp_path: Path) -> None
                 assert sink.data == storage[3:5].tobytes()
 
 
-def test_a_crc_that_was_not_recorded_is_counted_once(tmp_path: Path) -> None:
-    files = halves(tmp_path, record_crc=None)
+def test_a_crc_that_was_not_recorded_is_counted_once(place: MemoryPath) -> None:
+    files = halves(place, record_crc=None)
     entry = files.entry()
-    with FilePool(tmp_path) as pool:
+    with place.open() as pool:
         reader = TensorReader(pool)
         for _ in range(2):
             reader.stream(entry, whole((4, 4)), Collect())
         assert reader.unrecorded == 1
 
 
-def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
-    files = halves(tmp_path)
+def test_a_file_that_was_cut_short_is_refused(place: MemoryPath) -> None:
+    files = halves(place)
     entry = files.entry()
-    with (tmp_path / "f1").open("r+b") as file:
-        file.truncate(entry.chunks[1].offset + 10)
-    with FilePool(tmp_path) as pool, pytest.raises(InputError, match=r'f1: ends at byte 12 inside tensor "x"'):
+    (place / "f1").write_bytes((place / "f1").read_bytes()[: entry.chunks[1].offset + 10])
+    with place.open() as pool, pytest.raises(InputError, match=r'f1: ends at byte 12 inside tensor "x"'):
         TensorReader(pool).stream(entry, whole((4, 4)), Collect())
 
 
-def test_bytes_read_are_counted(tmp_path: Path) -> None:
-    entry = halves(tmp_path).entry()
-    with FilePool(tmp_path) as pool:
+def test_bytes_read_are_counted(place: MemoryPath) -> None:
+    entry = halves(place).entry()
+    with place.open() as pool:
         reader = TensorReader(pool)
         reader.stream(entry, whole((4, 4)), Collect())
         assert reader.bytes_read == prod((4, 4)) * 4

@@ -22,7 +22,7 @@ from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.model_view.view import ModelView
 from ckptx.options import ConvertOptions
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DcpFormat(OutputFormat):
             prefix + name: kept[other] for name, other in view.duplicates.items() if other in kept and name not in kept
         }
 
-    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: FilePool) -> Allocation:
+    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: SourceFiles) -> Allocation:
         output = _lay_out(dst, contents, options.files)
         return Allocation(
             output.catalog,

@@ -24,7 +24,7 @@ from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.hf_metadata import FILES
 from ckptx.model_view.view import ModelView, has_model_names
 from ckptx.options import ConvertOptions
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted, first_of
 
@@ -57,10 +57,10 @@ class HuggingFaceFormat(OutputFormat):
         if not (asked or base.catalog is not None or options.base == "none" or options.names not in (None, "disk")):
             found = restore_original(view, ties.decisions, options.names)
         if found.found is None and base.config is None and options.base is None:
-            raise no_config(base.source.root)
+            raise no_config(base.source)
         return found
 
-    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: FilePool) -> Allocation:
+    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: SourceFiles) -> Allocation:
         target, restored = contents.sharded.target, contents.restored
         notes: list[str] = []
         if restored is not None:
@@ -72,7 +72,7 @@ class HuggingFaceFormat(OutputFormat):
             layout = huggingface_layout.with_index(layout)
         recorded = {} if restored is None else restored.digests
 
-        def check(tree: Path, outcome: CopyResult) -> None:
+        def check(tree: Source, outcome: CopyResult) -> None:
             check_huggingface(tree, layout)
             check_digests(outcome, recorded)
             if restored is not None and restored.reordered:
@@ -86,7 +86,7 @@ class HuggingFaceFormat(OutputFormat):
 
     def sidecars(self, base: Base) -> list[str]:
         beside = base.files_from
-        names = without_backend(beside.root, beside.sidecars)
+        names = without_backend(beside.source, beside.sidecars)
         return [name for name in names if name == COMMON_FILE] if base.is_none else names
 
     def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:

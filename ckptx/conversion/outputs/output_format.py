@@ -19,7 +19,7 @@ from ckptx.conversion.steps.sharding import Sharded
 from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
 from ckptx.options import ConvertOptions
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.plan import FrameOf
 
@@ -63,7 +63,7 @@ class Allocation:
     """
 
     catalog: Catalog
-    check: Callable[[Path, CopyResult], None]
+    check: Callable[[Source, CopyResult], None]
     groups: Sequence[Sequence[str]] | None = None
     prologues: Mapping[str, bytes] | None = None
     markers: tuple[tuple[str, bytes], ...] = ()
@@ -139,7 +139,7 @@ class OutputFormat(ABC):
         return {}
 
     @abstractmethod
-    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: FilePool) -> Allocation:
+    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: SourceFiles) -> Allocation:
         """Give every block its place.
 
         Args:

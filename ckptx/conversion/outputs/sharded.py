@@ -22,7 +22,7 @@ from ckptx.formats.dcp.megatron import without_backend
 from ckptx.formats.sharded import layout as sharded_layout
 from ckptx.model_view.view import ModelView
 from ckptx.options import ConvertOptions
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ShardedFormat(OutputFormat):
     def default_naming(self, view: ModelView) -> str | None:
         return "model"
 
-    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: FilePool) -> Allocation:
+    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: SourceFiles) -> Allocation:
         target, model = contents.sharded.target, contents.sharded.model
         assert model is not None
         layout = sharded_layout.allocate(
@@ -63,7 +63,7 @@ class ShardedFormat(OutputFormat):
 
     def sidecars(self, base: Base) -> list[str]:
         beside = base.files_from
-        return without_backend(beside.root, beside.sidecars)
+        return without_backend(beside.source, beside.sidecars)
 
     def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         return manifest_of(

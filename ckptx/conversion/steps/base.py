@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,16 +11,16 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import is_torch_dist
-from ckptx.formats.hf.hf_metadata import DIRECTORY, directory_of_config, find_hf_metadata, read_hf_metadata
+from ckptx.formats.hf.hf_metadata import DIRECTORY, config_in, find_hf_metadata, read_hf_metadata, source_of_config
 from ckptx.formats.hf.hub import resolve
-from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST, look_around
 from ckptx.model_view.view import manifest_beside
 from ckptx.options import ConvertOptions
 from ckptx.publishing.output_place import refuse_overlap
 from ckptx.publishing.replacing import refuse_files_of
-from ckptx.storage.files import identities
+from ckptx.storage.interface import local_path
+from ckptx.storage.local import LocalSource
 
 # What a conversion does without a config: go on, go on where a manifest says that there was none, refuse.
 Need = Literal["none", "unless remembered", "config"]
@@ -70,7 +69,7 @@ def find_base(source: Catalog, dst: Path, options: ConvertOptions, need: Need) -
     """
     named = _open_base(options)
     if named is not None:
-        refuse_overlap(named.root, dst)
+        refuse_overlap(local_path(named.root), dst)
         refuse_files_of(named, dst)
         return Base(source, named, named.config, {name: entry.dtype for name, entry in named.tensors.items()})
     if options.base == "none":
@@ -84,12 +83,13 @@ def find_base(source: Catalog, dst: Path, options: ConvertOptions, need: Need) -
         return replace(beside, notes=(*beside.notes, note))
     if need == "unless remembered":
         return _without_config(beside)
-    raise no_config(source.root)
+    raise no_config(source)
 
 
-def no_config(root: Path) -> InputError:
+def no_config(source: Catalog) -> InputError:
     """The error for tensors of an unknown model."""
-    if is_torch_dist(root):
+    root = source.root
+    if is_torch_dist(source.source):
         return InputError(
             f"{root}: has Megatron's own names, which are not mapped to published ones, and no config.json; pass "
             "--base none to write the tensors under their own names"
@@ -112,10 +112,10 @@ def _without_config(base: Base) -> Base:
     notes: list[str] = []
     manifest = manifest_beside(source, notes)
     if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
-        raise no_config(source.root)
-    around = look_around(source.root, frozenset(source.files)).carried
-    sidecars = tuple(sidecar for sidecar in around if sidecar.name in manifest.sidecars)
-    found = identities(source.root, (sidecar.name for sidecar in sidecars))
+        raise no_config(source)
+    around = look_around(source.source, frozenset(source.files))
+    sidecars = tuple(sidecar for sidecar in around.carried if sidecar.name in manifest.sidecars)
+    found = {sidecar.name: around.identities[sidecar.name] for sidecar in sidecars}
     note = f"no config.json: the files are those that {MANIFEST} remembers, ties are unknown"
     return replace(
         base,
@@ -133,12 +133,14 @@ def _base_beside(source: Catalog) -> Base:
     directory = find_hf_metadata(source)
     if directory is None:
         return Base(source, None, source.config)
-    before = identities(directory, os.listdir(directory))
+    before = directory.identities(directory.listing())
     found = read_hf_metadata(directory)
     if found.config is None:
         return Base(source, None, source.config, found.dtypes, found.files)
-    base = Catalog(found.root, "huggingface", {}, config=found.config, sidecars=found.sidecars)
-    base.identities = {**identities(found.root, (sidecar.name for sidecar in found.sidecars)), **before}
+    base = Catalog(
+        directory.location, "huggingface", {}, config=found.config, sidecars=found.sidecars, storage=directory
+    )
+    base.identities = {**directory.identities(sidecar.name for sidecar in found.sidecars), **before}
     note = f"{DIRECTORY} beside the tensors is the base: its config and other files are taken"
     return Base(source, base, source.config, found.dtypes, found.files, notes=(note,))
 
@@ -153,13 +155,14 @@ def _open_base(options: ConvertOptions) -> Catalog | None:
             base = open_checkpoint(root)
         except InputError:
             # Config and tokenizer alone are a base too.
-            base = Catalog(root, "huggingface", {}, identities=identities(root, ("config.json",)))
-            base.config = read_json(root / "config.json")
-            base.sidecars = look_around(root, frozenset()).carried
-            base.identities = {**identities(root, (sidecar.name for sidecar in base.sidecars)), **base.identities}
+            beside = LocalSource(root)
+            before = beside.identities(("config.json",))
+            base = Catalog(root, "huggingface", {}, config=config_in(beside), storage=beside)
+            around = look_around(beside, frozenset())
+            base.sidecars, base.identities = around.carried, {**around.identities, **before}
     else:
         base = open_checkpoint(root)
-    if base.config is None or directory_of_config(base) != base.root:
+    if base.config is None or source_of_config(base).location != base.root:
         raise InputError(f"{base.root}: has no config.json; --base needs an HF checkpoint")
     if base.form.is_of_training:
         raise UnsupportedError(f"{base.root}: is a DCP; --base needs an HF checkpoint")

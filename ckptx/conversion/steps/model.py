@@ -24,7 +24,7 @@ from ckptx.model_view.view import (
 )  # fmt: skip
 from ckptx.options import ConvertOptions
 from ckptx.report.report import counted, human_bytes
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class Model:
     notes: tuple[str, ...] = ()
 
 
-def see_model(base: Base, files: FilePool, options: ConvertOptions, *, prefix: str | None, with_state: bool) -> Model:
+def see_model(
+    base: Base, files: SourceFiles, options: ConvertOptions, *, prefix: str | None, with_state: bool
+) -> Model:
     """Finds the model, and the places of its bytes.
 
     Args:
@@ -88,7 +90,7 @@ class Ties:
     notes: tuple[str, ...] = ()
 
 
-def settle_ties(view: ModelView, files: FilePool, options: ConvertOptions) -> Ties:
+def settle_ties(view: ModelView, files: SourceFiles, options: ConvertOptions) -> Ties:
     """Decides every tie; bytes are read only of pairs that are both on disk.
 
     Args:

@@ -18,7 +18,7 @@ from ckptx.processes.peers import Processes
 from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
 from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
 from ckptx.publishing.report_file import refuse_place
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 from ckptx.untrusted.remote_name import refuse_remote
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Opened:
     """
 
     source: Catalog
-    files: FilePool
+    files: SourceFiles
     dst: Path
     options: ConvertOptions
     processes: Processes | None = None
@@ -75,7 +75,7 @@ def opened(
             "%s: %s, %d tensors, %d objects, %d files", source.root, source.format, len(source.tensors),
             len(source.objects), len(source.files),
         )  # fmt: skip
-        with FilePool(source.root, source.identities) as files:
+        with source.source.open(source.identities) as files:
             yield Opened(source, files, dst, options, processes, notes)
 
 

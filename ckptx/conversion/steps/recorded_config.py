@@ -7,9 +7,7 @@ edited in between gives tensors of the right shape with the wrong rows, which no
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptx.architecture.trainer_naming.detect import trainer_naming_of
@@ -17,13 +15,13 @@ from ckptx.catalog.manifest import Manifest
 from ckptx.conversion.steps.base import Base
 from ckptx.conversion.steps.naming import Named
 from ckptx.errors import CkptxError, InputError
-from ckptx.formats.hf.hf_metadata import directory_of_config
-from ckptx.formats.hf.reader import read_json
+from ckptx.formats.hf.hf_metadata import source_of_config
+from ckptx.formats.hf.reader import json_in
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.model_view.view import ModelView, manifest_beside, rules_of
-from ckptx.storage.files import read_small
+from ckptx.storage.interface import Location, Source
 from ckptx.transfer.digest import digest_bytes
 from ckptx.untrusted.limits import METADATA_BYTES
 
@@ -45,15 +43,16 @@ def check_recorded_config(view: ModelView, base: Base, named: Named) -> None:
     recorded = None if manifest is None else manifest.sidecars.get(_CONFIG)
     if view.config is None or manifest is None or recorded is None:
         return
-    used = directory_of_config(base.files_from) / _CONFIG
-    if _digest(used) == recorded.digest:
+    source = source_of_config(base.files_from)
+    used = source.location / _CONFIG
+    if _digest(source) == recorded.digest:
         return
     lost = _out_of_reach(view, manifest)
     depending = _depending_on_config(view, named) or lost
     if not depending:
         return
-    own = directory_of_config(view.catalog) / _CONFIG
-    if used == own:
+    own = source_of_config(view.catalog)
+    if used == own.location / _CONFIG:
         raise InputError(
             f"{used}: is not the config that {MANIFEST} records, by which the elements of tensors were ordered "
             f"({_first(depending)}); restore it, or pass --base HF with the config that the tensors were written with"
@@ -64,7 +63,7 @@ def check_recorded_config(view: ModelView, base: Base, named: Named) -> None:
             "with the model that they came from"
         )
     if _digest(own) == recorded.digest:
-        _compare(view, used, read_json(own))
+        _compare(view, used, json_in(own, _CONFIG))
 
 
 def _depending_on_config(view: ModelView, named: Named) -> list[str]:
@@ -109,12 +108,12 @@ def _out_of_reach(view: ModelView, manifest: Manifest) -> list[str]:
     return [entry.name for name, entry in view.tensors.items() if name not in original.tensors and name not in tied]
 
 
-def _digest(path: Path) -> str | None:
+def _digest(source: Source) -> str | None:
     """The digest of a config as a manifest has it; None where there is none."""
-    return digest_bytes(read_small(path, METADATA_BYTES)) if os.path.lexists(path) else None
+    return digest_bytes(source.read_small(_CONFIG, METADATA_BYTES)) if source.listing().has(_CONFIG) else None
 
 
-def _compare(view: ModelView, used: Path, written_with: Mapping[str, Any]) -> None:
+def _compare(view: ModelView, used: Location, written_with: Mapping[str, Any]) -> None:
     """Compare the operations that follow from a config with those that follow from the recorded one.
 
     Raises:

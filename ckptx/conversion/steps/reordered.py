@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
@@ -17,13 +16,13 @@ from ckptx.conversion.steps.restoring import Restored
 from ckptx.conversion.steps.written import changed_since
 from ckptx.errors import CkptxError
 from ckptx.options import ConvertOptions
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.stream import TensorReader
 
 
 def check_reordered(
-    tree: Path, written: Catalog, restored: Restored, source: FilePool, options: ConvertOptions
+    tree: Source, written: Catalog, restored: Restored, source: SourceFiles, options: ConvertOptions
 ) -> None:
     """Check the tensors that were put together, taken apart or reordered.
 
@@ -38,7 +37,7 @@ def check_reordered(
         InputError: The bytes are not those that were recorded.
     """
     back = _way_back(written, restored)
-    with FilePool(tree) as files:
+    with tree.open() as files:
         pools = {True: files, False: source}
 
         def check(name: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.steps.base import Base
-from ckptx.formats.hf.reader import read_json
+from ckptx.formats.hf.reader import json_in
 from ckptx.formats.links import leading_out
 from ckptx.formats.sidecars import QUANTIZATION_FILES
 from ckptx.mapping.config import edited_config
+from ckptx.storage.interface import StoredFile
 from ckptx.wording import counted
 
 _NAMED_LINKS = 5
@@ -27,7 +27,7 @@ class Sidecars:
         notes: What the user should know.
     """
 
-    files: Mapping[str, Path | bytes]
+    files: Mapping[str, StoredFile | bytes]
     edits: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -43,14 +43,14 @@ def carry(base: Base, names: Sequence[str], edits: Sequence[dict[str, Any]]) -> 
     Raises:
         InputError: config.json is damaged.
     """
-    root = base.files_from.root
+    source = base.files_from.source
     notes: list[str] = []
     if any(edit["key"].endswith("quantization_config") for edit in edits):
         left = [name for name in names if name in QUANTIZATION_FILES]
         names = [name for name in names if name not in left]
         notes.extend(f"{name}: left out, it tells how a base is quantised" for name in left)
-    files: dict[str, Path | bytes] = {name: root / name for name in names}
-    outside = [f"{name} -> {real}" for name, real in leading_out(root, files)]
+    files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
+    outside = [f"{name} -> {real}" for name, real in leading_out(source, files)]
     if outside:
         more = f" and {len(outside) - _NAMED_LINKS} more" if len(outside) > _NAMED_LINKS else ""
         notes.append(
@@ -59,5 +59,5 @@ def carry(base: Base, names: Sequence[str], edits: Sequence[dict[str, Any]]) -> 
         )
     if not edits or "config.json" not in files:
         return Sidecars(files, (), tuple(notes))
-    files["config.json"] = edited_config(read_json(root / "config.json"), edits)
+    files["config.json"] = edited_config(json_in(source, "config.json"), edits)
     return Sidecars(files, tuple(edits), tuple(notes))

@@ -16,7 +16,7 @@ from ckptx.errors import UnsupportedError
 from ckptx.mapping.state_names import Owners, State, refuse_indices
 from ckptx.model_view.sharder import ShardedModel
 from ckptx.model_view.view import ModelView
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.stream import TensorReader
 from ckptx.wording import counted
@@ -63,7 +63,7 @@ class TrainingState:
         return {name for names in self.read.values() for name in names}
 
 
-def carry_state(view: ModelView, files: FilePool, sharded: Sharded, outward: Mapping[str, str]) -> TrainingState:
+def carry_state(view: ModelView, files: SourceFiles, sharded: Sharded, outward: Mapping[str, str]) -> TrainingState:
     """Everything that is not the model.
 
     Args:
@@ -83,7 +83,7 @@ def carry_state(view: ModelView, files: FilePool, sharded: Sharded, outward: Map
 class _Carrier:
     """One pass over the state of a checkpoint."""
 
-    def __init__(self, view: ModelView, files: FilePool, sharded: Sharded, outward: Mapping[str, str]) -> None:
+    def __init__(self, view: ModelView, files: SourceFiles, sharded: Sharded, outward: Mapping[str, str]) -> None:
         self.source, self.files, self.model, self.mesh = view.catalog, files, sharded.target, sharded.model
         self.outward = outward
         self.on_disk = {name: entry.name for name, entry in view.tensors.items()}

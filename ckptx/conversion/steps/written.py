@@ -8,7 +8,6 @@ dtype and shape, and at which byte.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
@@ -24,7 +23,7 @@ from ckptx.formats.hf.reader import parse_index, read_header
 from ckptx.formats.hf.safetensors import HeaderTensor
 from ckptx.formats.sharding_info import holds_parts, offsets_of, sharding_info
 from ckptx.formats.torch_archive.archive import archive_frame
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Source
 from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted
 
@@ -33,7 +32,7 @@ from ckptx.wording import counted
 _FEW_BLOCKS, _MOST_BLOCKS, _SMALL_BLOCK = 1 << 12, 1 << 17, 1 << 20
 
 
-def check_huggingface(tree: Path, layout: HuggingFaceLayout) -> None:
+def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
     """Reads headers and index back.
 
     Raises:
@@ -42,7 +41,7 @@ def check_huggingface(tree: Path, layout: HuggingFaceLayout) -> None:
     """
     catalog = layout.catalog
     planned = _Planned(catalog)
-    with FilePool(tree) as files:
+    with tree.open() as files:
         for name in catalog.files:
             header = read_header(files, name)
             if holds_parts(header, name):
@@ -56,19 +55,19 @@ def check_huggingface(tree: Path, layout: HuggingFaceLayout) -> None:
     owners = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
     if layout.index_text is None:
         if len(catalog.files) != 1:
-            raise _defect(str(tree), f"{counted(len(catalog.files), 'file')} and no index")
-    elif parse_index(layout.index_text, tree / layout.index_name) != owners:
+            raise _defect(str(tree.location), f"{counted(len(catalog.files), 'file')} and no index")
+    elif parse_index(layout.index_text, tree.location / layout.index_name) != owners:
         raise _defect(layout.index_name, "it does not say where tensors are")
 
 
-def check_sharded(tree: Path, catalog: Catalog) -> None:
+def check_sharded(tree: Source, catalog: Catalog) -> None:
     """Reads the headers of shards back.
 
     Raises:
         Defect: A block is not where it was planned.
     """
     planned = _Planned(catalog)
-    with FilePool(tree) as files:
+    with tree.open() as files:
         for name in catalog.files:
             header = read_header(files, name)
             info = sharding_info(header.metadata, name) or {}
@@ -78,7 +77,7 @@ def check_sharded(tree: Path, catalog: Catalog) -> None:
     planned.require_all()
 
 
-def check_dcp(tree: Path, output: DcpOutput) -> None:
+def check_dcp(tree: Source, output: DcpOutput) -> None:
     """Reads the heads of archives back, and parses each `.metadata` that is about to be written.
 
     Raises:
@@ -86,7 +85,7 @@ def check_dcp(tree: Path, output: DcpOutput) -> None:
     """
     catalog = output.catalog
     few = _are_few(catalog)
-    with FilePool(tree) as files:
+    with tree.open() as files:
         for entry, chunk in _blocks(catalog) if few else _outermost(catalog):
             frame = archive_frame(entry.dtype, chunk.region.sizes)
             if files.read(chunk.file, chunk.offset, len(frame.head)) != frame.head:

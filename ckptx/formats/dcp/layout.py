@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
@@ -20,6 +19,7 @@ from ckptx.formats.dcp.metadata import StorageInfo, TensorMetadata
 from ckptx.formats.dcp.metadata_writer import StorageLine, StoredCut, emit
 from ckptx.formats.torch_archive.archive import archive_length
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.storage.interface import Location
 
 # Two writers on one file wait for each other, so files are what workers share out. Their number depends on the
 # checkpoint alone, so that the output does not depend on the machine.
@@ -58,7 +58,7 @@ def file_count(nbytes: int) -> int:
     return max(1, min(_MAX_FILES, -(-nbytes // _BYTES_PER_FILE)))
 
 
-def allocate(root: Path, tensors: Iterable[TensorEntry], files: int | None) -> Catalog:
+def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) -> Catalog:
     """Lays whole tensors out in order, balanced over files by bytes; a tensor is never split.
 
     Args:
@@ -121,7 +121,7 @@ def parts_per_rank(stages: Sequence[int], ranks: int) -> int:
 
 
 def allocate_cut(
-    root: Path,
+    root: Location,
     tensors: Iterable[ShardedTensor],
     dims: ParallelDims,
     objects: Iterable[BytesEntry] = (),

@@ -9,36 +9,35 @@ Its tensors are read as those of any DCP, under Megatron's own names. `common.pt
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from ckptx.catalog.entry import Sidecar
 from ckptx.errors import InputError
-from ckptx.formats.hf.reader import read_json
+from ckptx.formats.hf.reader import json_in
+from ckptx.storage.interface import Source
 
 BACKEND_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 _BACKEND = "torch_dist"
 
 
-def is_torch_dist(root: Path) -> bool:
+def is_torch_dist(source: Source) -> bool:
     """True for the directory of a `torch_dist` checkpoint, by what its `metadata.json` says."""
-    path = root / BACKEND_FILE
-    if not path.is_file():
+    if not source.listing().is_file(BACKEND_FILE):
         return False
     try:
-        return read_json(path).get("sharded_backend") == _BACKEND
+        return json_in(source, BACKEND_FILE).get("sharded_backend") == _BACKEND
     except InputError:
         return False  # another program's file of this name, which decides nothing
 
 
-def torch_dist_sidecars(root: Path) -> tuple[Sidecar, ...]:
+def torch_dist_sidecars(source: Source) -> tuple[Sidecar, ...]:
     """The files of a `torch_dist` checkpoint that belong to its tensors even without a config."""
     return tuple(
-        Sidecar(name, (root / name).stat().st_size) for name in (COMMON_FILE, BACKEND_FILE) if (root / name).is_file()
+        Sidecar(name, source.size(name)) for name in (COMMON_FILE, BACKEND_FILE) if source.listing().is_file(name)
     )
 
 
-def without_backend(root: Path, sidecars: Iterable[Sidecar]) -> list[str]:
-    """The sidecars of `root` that go along into another format: its `metadata.json` would call that `torch_dist`."""
-    left = {BACKEND_FILE} if is_torch_dist(root) else set()
+def without_backend(source: Source, sidecars: Iterable[Sidecar]) -> list[str]:
+    """The sidecars that go along into another format: `metadata.json` would call that `torch_dist`."""
+    left = {BACKEND_FILE} if is_torch_dist(source) else set()
     return [sidecar.name for sidecar in sidecars if sidecar.name not in left]

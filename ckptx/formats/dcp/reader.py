@@ -6,13 +6,10 @@ an archive are the elements is looked up in a second step, by those who want to 
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
@@ -33,7 +30,9 @@ from ckptx.formats.dcp.own_metadata import parse_own
 from ckptx.formats.foreign import refuse_directory
 from ckptx.formats.torch_archive.archive import archive_frame, archive_length, locate_payload
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
-from ckptx.storage.files import FilePool, Identity, head_of, identities, inside, read_small, unreadable
+from ckptx.storage.files import changed, inside
+from ckptx.storage.interface import FileIdentity, Location, Source, SourceFiles
+from ckptx.storage.listing import EntryKind
 from ckptx.untrusted.limits import METADATA_BYTES
 from ckptx.untrusted.numbers import identity
 
@@ -42,16 +41,17 @@ METADATA = ".metadata"
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def open_dcp(root: Path) -> Catalog:
-    """The catalog of the DCP in `root`. Its chunks are whole archives; `open_payloads` looks into them.
+def open_dcp(source: Source) -> Catalog:
+    """The catalog of the DCP in a directory. Its chunks are whole archives; `open_payloads` looks into them.
 
     Raises:
         InputError: `.metadata` or a file is missing, damaged or too short, or the chunks do not tile a tensor.
         UnsupportedError: A dtype that ckptx does not know, or files that went through a transform.
     """
     with without_garbage_collection():
-        catalog = Catalog(root, "dcp", {}, identities=identities(root, (METADATA,)))
-        data = _read_metadata(root)
+        root = source.location
+        catalog = Catalog(root, "dcp", {}, identities=source.identities((METADATA,)), storage=source)
+        data = _read_metadata(source)
         metadata = parse_own(data) or _with_places(parse_metadata(data, f"{root / METADATA}"), root)
         cuts, places = _SharedMetadata(root), metadata.places
         in_order: dict[int, bool] = {}
@@ -71,15 +71,16 @@ def open_dcp(root: Path) -> Catalog:
     return catalog
 
 
-def _read_metadata(root: Path) -> bytes:
-    path = root / METADATA
+def _read_metadata(source: Source) -> bytes:
+    path = source.location / METADATA
     try:
-        data = read_small(path, METADATA_BYTES)
+        data = source.read_small(METADATA, METADATA_BYTES)
     except InputError:
-        if os.path.lexists(path):
+        if source.kind() is not EntryKind.DIRECTORY or source.listing().has(METADATA):
             raise
-        refuse_directory(root, [found.name for found in root.glob("__*" + METADATA)])
-        if any(root.glob("*.distcp")):
+        names = source.listing().names
+        refuse_directory(source.location, [name for name in names if name.startswith("__") and name.endswith(METADATA)])
+        if any(name.endswith(".distcp") for name in names):
             raise InputError(
                 f"{path}: no such file beside .distcp files; the save was interrupted, use an earlier checkpoint"
             ) from None
@@ -89,7 +90,7 @@ def _read_metadata(root: Path) -> bytes:
     return data
 
 
-def _with_places(metadata: DcpMetadata, root: Path) -> PlacedMetadata:
+def _with_places(metadata: DcpMetadata, root: Location) -> PlacedMetadata:
     """The same, with the places of chunks beside the chunks."""
     storage = metadata.storage
     places = {name: _places(name, tensor, storage, root) for name, tensor in metadata.tensors.items()}
@@ -116,7 +117,7 @@ def _unclaimed(metadata: DcpMetadata) -> Key:
     return next(key for key in metadata.storage if key not in claimed)
 
 
-def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo], root: Path) -> Places:
+def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo], root: Location) -> Places:
     found = []
     for region in tensor.chunks:
         place = storage.get((name, region.offsets))
@@ -145,7 +146,7 @@ class _Cut(NamedTuple):
 class _SharedMetadata:
     """Looks once at what many tensors share: their metadata, or at least the regions in it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Location) -> None:
         self._where = str(root / METADATA)
         self._known: dict[int, _Cut] = {}  # by `id` of what describes a tensor, which lives longer
         self._proved: dict[tuple[DType, bytes], _Cut] = {}
@@ -222,20 +223,18 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
     )
 
 
-def _check_files(catalog: Catalog) -> dict[str, Identity]:
+def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
     """The files that are named, each long enough for what is said to lie in it."""
-    root, needed = catalog.root, _ends(catalog)
-    found = {}
-    for name in sorted(needed):
-        path = inside(root, name)
-        try:
-            state = os.stat(path)
-            found[name], size = Identity.of(state), state.st_size
-            is_odd = size < needed[name] or not stat.S_ISREG(state.st_mode)
-            if is_odd and head_of(path, len(_LFS_POINTER)) == _LFS_POINTER:
-                raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
-        except OSError as error:
-            raise unreadable(path, error) from error
+    source, needed = catalog.source, _ends(catalog)
+    paths = {name: inside(catalog.root, name) for name in sorted(needed)}
+    found = source.identities(paths)
+    for name, path in paths.items():
+        size = found[name].nbytes if name in found else source.size(name)
+        is_odd = size < needed[name] or name not in found
+        if is_odd and source.head(name, len(_LFS_POINTER)) == _LFS_POINTER:
+            raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
+        if name not in found:
+            raise changed(path)
         if size < needed[name]:
             raise InputError(
                 f"{path}: has {size} bytes, .metadata points up to byte {needed[name]}; "
@@ -264,7 +263,7 @@ def _ends(catalog: Catalog) -> dict[str, int]:
     return ends
 
 
-def open_payloads(catalog: Catalog, files: FilePool, *, later: bool = False) -> Catalog:
+def open_payloads(catalog: Catalog, files: SourceFiles, *, later: bool = False) -> Catalog:
     """The same catalog with every chunk located: offset and strides of its elements, and the record to check.
 
     Args:
@@ -318,7 +317,7 @@ class _ExpectedLengths:
         return length
 
 
-def _locate_all(entry: TensorEntry, files: FilePool, archives: Iterable[Chunk]) -> tuple[Chunk, ...]:
+def _locate_all(entry: TensorEntry, files: SourceFiles, archives: Iterable[Chunk]) -> tuple[Chunk, ...]:
     ahead = _ReadAhead(files)
     return tuple([_locate(entry, archive, ahead) for archive in archives])
 
@@ -328,13 +327,13 @@ class _ReadAhead:
 
     _NBYTES = 2560
 
-    def __init__(self, files: FilePool) -> None:
+    def __init__(self, files: SourceFiles) -> None:
         self.root = files.root
         self._files = files
         self._windows: dict[str, tuple[int, bytes]] = {}
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """As `FilePool.read`."""
+        """Return exactly `nbytes` bytes; see `SourceFiles.read`."""
         begin, window = self._windows.get(file, (0, b""))
         at = offset - begin
         if at >= 0 and at + nbytes <= len(window):

@@ -9,7 +9,6 @@ Source: `nemo_automodel/components/checkpoint/addons.py`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +16,9 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME, DType
 from ckptx.catalog.entry import Sidecar
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.reader import read_json
+from ckptx.formats.hf.reader import json_in
 from ckptx.formats.sidecars import look_around
+from ckptx.storage.interface import Source, local_path
 
 DIRECTORY = ".hf_metadata"
 _CONFIG = "config.json"
@@ -30,64 +30,74 @@ class HfMetadata(NamedTuple):
     """The HF checkpoint that a trainer started from, without its weights.
 
     Attributes:
-        root: The directory.
+        source: The directory.
         config: `config.json`, or None.
-        sidecars: What travels with the weights, by path below `root`.
+        sidecars: What travels with the weights, by name in the directory.
         files: Tensor name -> number of its file; empty when nothing says so.
         dtypes: Tensor name -> dtype it had; empty when nothing says so.
     """
 
-    root: Path
+    source: Source
     config: dict[str, Any] | None
     sidecars: tuple[Sidecar, ...]
     files: dict[str, int]
     dtypes: dict[str, DType]
 
 
-def find_hf_metadata(catalog: Catalog) -> Path | None:
+def find_hf_metadata(catalog: Catalog) -> Source | None:
     """The directory beside the weights of a checkpoint in shards; of two parts, beside the first."""
     if catalog.format not in ("dcp", "sharded"):
         return None
-    beside = catalog.root / catalog.parts[0].directory if catalog.parts else catalog.root
-    return beside / DIRECTORY if (beside / DIRECTORY).is_dir() else None
+    name = f"{catalog.parts[0].directory}/{DIRECTORY}" if catalog.parts else DIRECTORY
+    source = catalog.source
+    return source.at(source.location / name) if source.listing().is_directory(name) else None
+
+
+def source_of_config(catalog: Catalog) -> Source:
+    """Return the directory that has the config of a checkpoint, and the code of a class that brings its own."""
+    found = find_hf_metadata(catalog)
+    return found if found is not None and found.listing().has(_CONFIG) else catalog.source
 
 
 def directory_of_config(catalog: Catalog) -> Path:
-    """Where the config of a checkpoint lies that has one, and the code of a class that brings its own."""
-    found = find_hf_metadata(catalog)
-    return found if found is not None and os.path.lexists(found / _CONFIG) else catalog.root
+    """The location of the config on a local disk, for transformers.
+
+    Raises:
+        UnsupportedError: The checkpoint is in another storage.
+    """
+    return local_path(source_of_config(catalog).location)
 
 
-def config_in(directory: Path) -> dict[str, Any] | None:
-    """Its `config.json`, or None.
+def config_in(source: Source) -> dict[str, Any] | None:
+    """The `config.json` of a directory, or None.
 
     Raises:
         InputError: It is damaged.
     """
-    return read_json(directory / _CONFIG) if os.path.lexists(directory / _CONFIG) else None
+    return json_in(source, _CONFIG) if source.listing().has(_CONFIG) else None
 
 
-def read_hf_metadata(directory: Path) -> HfMetadata:
+def read_hf_metadata(source: Source) -> HfMetadata:
     """All that is in the directory.
 
     Raises:
         InputError: A file is damaged, or says what cannot be.
         UnsupportedError: A dtype is not one safetensors defines.
     """
-    carried = look_around(directory, frozenset()).carried
+    carried = look_around(source, frozenset()).carried
     return HfMetadata(
-        directory,
-        config_in(directory),
+        source,
+        config_in(source),
         tuple(sidecar for sidecar in carried if sidecar.name not in (FILES, DTYPES)),
-        _files(directory / FILES),
-        _dtypes(directory / DTYPES),
+        _files(source),
+        _dtypes(source),
     )
 
 
-def _files(path: Path) -> dict[str, int]:
-    if not os.path.lexists(path):
+def _files(source: Source) -> dict[str, int]:
+    if not source.listing().has(FILES):
         return {}
-    files = read_json(path)
+    files, path = json_in(source, FILES), source.location / FILES
     for name, number in files.items():
         if type(number) is not int or number < 1:
             raise InputError(
@@ -97,16 +107,16 @@ def _files(path: Path) -> dict[str, int]:
     return files
 
 
-def _dtypes(path: Path) -> dict[str, DType]:
-    if not os.path.lexists(path):
+def _dtypes(source: Source) -> dict[str, DType]:
+    if not source.listing().has(DTYPES):
         return {}
-    dtypes = {}
-    for name, said in read_json(path).items():
-        dtype = BY_NAME.get(said) if isinstance(said, str) else None
+    dtypes, path = {}, source.location / DTYPES
+    for name, stored in json_in(source, DTYPES).items():
+        dtype = BY_NAME.get(stored) if isinstance(stored, str) else None
         if dtype is None or not dtype.in_safetensors:
-            kind = UnsupportedError if isinstance(said, str) else InputError
+            kind = UnsupportedError if isinstance(stored, str) else InputError
             raise kind(
-                f'{path}: says tensor "{name}" has dtype {said!r:.80}, no dtype of safetensors 0.8; pass --base HF'
+                f'{path}: says tensor "{name}" has dtype {stored!r:.80}, no dtype of safetensors 0.8; pass --base HF'
             )
         dtypes[name] = dtype
     return dtypes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
@@ -13,6 +12,7 @@ from ckptx.catalog.region import whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.hf.reader import INDEX, SINGLE, index_text
 from ckptx.formats.hf.safetensors import frame_header, header_text, padded
+from ckptx.storage.interface import Location
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
@@ -27,7 +27,7 @@ class HuggingFaceLayout(NamedTuple):
 
 
 def allocate(
-    root: Path, tensors: Iterable[TensorEntry], max_shard_size: int, files: Mapping[str, int] | None = None
+    root: Location, tensors: Iterable[TensorEntry], max_shard_size: int, files: Mapping[str, int] | None = None
 ) -> HuggingFaceLayout:
     """Fills shards in natural order of names; inside a shard wide dtypes come first, so that each tensor is aligned.
 

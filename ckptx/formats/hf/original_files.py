@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
@@ -22,6 +22,7 @@ from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.layout import HuggingFaceLayout, header_of, place_file
 from ckptx.formats.hf.reader import INDEX, check_index, index_text, parse_index
 from ckptx.formats.hf.safetensors import frame_header, padded, parse_header
+from ckptx.storage.interface import Location
 from ckptx.untrusted.file_name import weights_fault
 from ckptx.untrusted.limits import JSON_DEPTH
 
@@ -95,7 +96,9 @@ def _is_shallow(value: Any) -> bool:
     return False
 
 
-def restore(root: Path, original: OriginalFiles, tensors: Mapping[str, TensorEntry], where: str) -> HuggingFaceLayout:
+def restore(
+    root: Location, original: OriginalFiles, tensors: Mapping[str, TensorEntry], where: str
+) -> HuggingFaceLayout:
     """Lays tensors out in the files that `remember` saw.
 
     Args:
@@ -152,7 +155,7 @@ def _said(found: _Place | None, planned: _Place) -> str:
 def _check_index(index: OriginalIndex, catalog: Catalog, where: str) -> None:
     assert index.text is not None
     try:
-        check_index(parse_index(index.text, Path(where)), catalog, Path(where))
+        check_index(parse_index(index.text, PurePosixPath(where)), catalog, PurePosixPath(where))
     except CkptxError as error:
         raise _refused(error, where) from error
 

@@ -7,7 +7,6 @@ Which files belong to the checkpoint is decided by the index, never by a glob: s
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import Header, parse_header
 from ckptx.formats.sharding_info import SHARDING_INFO, holds_parts, that_record_offsets
-from ckptx.storage.files import FilePool, inside, read_small
+from ckptx.storage.files import inside
+from ckptx.storage.interface import Location, Source, SourceFiles
+from ckptx.storage.local import LocalSource
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import CONFIG_BYTES, INDEX_BYTES
 
@@ -26,11 +27,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def open_huggingface(root: Path, weights: str) -> Catalog | None:
+def open_huggingface(source: Source, weights: str) -> Catalog | None:
     """Opens the safetensors of a directory.
 
     Args:
-        root: The directory.
+        source: The directory.
         weights: The index or the one safetensors file in it.
 
     Returns:
@@ -40,30 +41,31 @@ def open_huggingface(root: Path, weights: str) -> Catalog | None:
         InputError: A file is missing or corrupt, or index and headers disagree; the message names file and tensor.
     """
     if weights.endswith(".json"):
-        text = read_text(root / weights, INDEX_BYTES)
-        weight_map = parse_index(text, root / weights)
+        text = read_text(source, weights, INDEX_BYTES)
+        weight_map = parse_index(text, source.location / weights)
         names = sorted(set(weight_map.values()))
-        catalog = _open_files(root, names)
+        catalog = _open_files(source, names)
         if catalog is None:
             return None
-        check_index(weight_map, catalog, root / weights)
+        check_index(weight_map, catalog, source.location / weights)
         catalog.verbatim[weights] = text
     else:
         names = [weights]
-        catalog = _open_files(root, names)
+        catalog = _open_files(source, names)
         if catalog is None:
             return None
-    catalog.notes.extend(stray_notes(root, {*names, weights}, (".safetensors", ".bin")))
+    catalog.notes.extend(stray_notes(source.listing(), {*names, weights}, (".safetensors", ".bin")))
     return catalog
 
 
-def _open_files(root: Path, names: list[str]) -> Catalog | None:
+def _open_files(source: Source, names: list[str]) -> Catalog | None:
     """The catalog of whole tensors in `names`, or None when they are not whole."""
-    catalog = Catalog(root, "huggingface", {})
+    root = source.location
+    catalog = Catalog(root, "huggingface", {}, storage=source)
     owner: dict[str, str] = {}
     recording: set[str] = set()
     regions: dict[Shape, Region] = {}
-    with FilePool(root) as files:
+    with source.open() as files:
         for name in names:
             identity = files.identity(name)
             header = read_header(files, name)
@@ -87,28 +89,32 @@ def _open_files(root: Path, names: list[str]) -> Catalog | None:
                     region = regions[shape] = whole(shape)
                 chunk = Chunk(region, name, begin, end - begin)
                 catalog.tensors[tensor] = TensorEntry(tensor, dtype, shape, (chunk,))
-        return None if recording and _is_continued(root, files, set(names)) else catalog
+        return None if recording and _is_continued(source, files, set(names)) else catalog
 
 
-def _is_continued(root: Path, files: FilePool, names: set[str]) -> bool:
+def _is_continued(source: Source, files: SourceFiles, names: set[str]) -> bool:
     """True when another file of the directory holds parts: the tensors of these files may be the first parts only."""
-    others = {entry.name for entry in os.scandir(root) if entry.name.endswith(".safetensors")} - names
-    return any(holds_parts(read_header(files, name), str(root / name)) for name in that_record_offsets(root, others))
+    others = {name for name in source.listing() if name.endswith(".safetensors")} - names
+    return any(
+        holds_parts(read_header(files, name), str(source.location / name))
+        for name in that_record_offsets(source, others)
+    )
 
 
-def read_header(files: FilePool, name: str) -> Header:
+def read_header(files: SourceFiles, name: str) -> Header:
     """The header of the safetensors file `name`."""
     return parse_header(lambda at, n: files.read(name, at, n), files.size(name), str(files.root / name))
 
 
-def read_text(path: Path, limit: int) -> str:
+def read_text(source: Source, name: str, limit: int) -> str:
     """The text of a small file, newlines untouched.
 
     Raises:
         InputError: It is missing, unreadable, larger than `limit` bytes, not UTF-8, or a git-lfs pointer.
     """
+    path = source.location / name
     try:
-        text = read_small(path, limit).decode("utf-8")
+        text = source.read_small(name, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}; the file is corrupt") from error
     if text.startswith("version https://git-lfs"):
@@ -117,14 +123,24 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; a key that appears twice is refused."""
-    value = parse_json(read_text(path, CONFIG_BYTES), path)
+    """The JSON object in a file of a local disk; see `json_in`."""
+    return json_in(LocalSource(path.parent), path.name)
+
+
+def json_in(source: Source, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        InputError: As `read_text`; or it holds something else, or an object with the same key twice.
+    """
+    path = source.location / name
+    value = parse_json(read_text(source, name, CONFIG_BYTES), path)
     if not isinstance(value, dict):
         raise InputError(f"{path}: holds a {type(value).__name__}, needed a JSON object")
     return value
 
 
-def parse_index(text: str, path: Path) -> dict[str, str]:
+def parse_index(text: str, path: Location) -> dict[str, str]:
     """The weight map (tensor name -> file name) of an index."""
     index = parse_json(text, path, "index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -137,7 +153,7 @@ def parse_index(text: str, path: Path) -> dict[str, str]:
     return weight_map
 
 
-def check_index(weight_map: dict[str, str], catalog: Catalog, path: Path) -> None:
+def check_index(weight_map: dict[str, str], catalog: Catalog, path: Location) -> None:
     """Index and files must agree both ways.
 
     Raises:
@@ -156,13 +172,13 @@ def check_index(weight_map: dict[str, str], catalog: Catalog, path: Path) -> Non
             )
 
 
-def stray_notes(root: Path, used: set[str], suffixes: tuple[str, ...]) -> list[str]:
-    """One note for each weight file in `root` that is not part of the checkpoint."""
-    strays = sorted(entry.name for entry in root.iterdir() if entry.name.endswith(suffixes) and entry.name not in used)
+def stray_notes(names: Iterable[str], used: set[str], suffixes: tuple[str, ...]) -> list[str]:
+    """Return one note for each weight file among the names in a directory that is not part of the checkpoint."""
+    strays = sorted(name for name in names if name.endswith(suffixes) and name not in used)
     return [f"{name} ignored: it is not part of the checkpoint" for name in strays]
 
 
-def refuse_adapters(names: Iterable[str], root: Path) -> None:
+def refuse_adapters(names: Iterable[str], root: Location) -> None:
     """LoRA and other adapters change what the base weights mean; converting them alone would drop them.
 
     Args:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
@@ -17,15 +16,15 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import check_index, parse_index, read_text
 from ckptx.formats.torch_archive.archive import open_archive, place_tensor
 from ckptx.formats.torch_archive.unpickle import Refused, TensorRef
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Source, SourceFiles
 from ckptx.untrusted.limits import INDEX_BYTES
 
 
-def open_bin(root: Path, names: Sequence[str]) -> Catalog:
-    """The catalog of `.bin` files below `root`.
+def open_bin(source: Source, names: Sequence[str]) -> Catalog:
+    """The catalog of the `.bin` files of a directory.
 
     Args:
-        root: The directory.
+        source: The directory.
         names: The files, or one index (`.json`) that names them and is checked against them.
 
     Raises:
@@ -34,27 +33,27 @@ def open_bin(root: Path, names: Sequence[str]) -> Catalog:
     """
     index = names[0] if len(names) == 1 and names[0].endswith(".json") else None
     if index is None:
-        return _open_files(root, names)
-    text = read_text(root / index, INDEX_BYTES)
-    weight_map = parse_index(text, root / index)
-    catalog = _open_files(root, list(dict.fromkeys(weight_map.values())))
-    check_index(weight_map, catalog, root / index)
+        return _open_files(source, names)
+    text, path = read_text(source, index, INDEX_BYTES), source.location / index
+    weight_map = parse_index(text, path)
+    catalog = _open_files(source, list(dict.fromkeys(weight_map.values())))
+    check_index(weight_map, catalog, path)
     catalog.verbatim[index] = text
     return catalog
 
 
-def _open_files(root: Path, names: Sequence[str]) -> Catalog:
-    catalog = Catalog(root, "bin", {})
+def _open_files(source: Source, names: Sequence[str]) -> Catalog:
+    catalog = Catalog(source.location, "bin", {}, storage=source)
     entries: dict[str, TensorEntry] = {}
-    with FilePool(root) as files:
+    with source.open() as files:
         for name in names:
             identity = files.identity(name)
             catalog.files[name], catalog.identities[name] = identity.nbytes, identity
             for entry in _open_file(files, name):
                 if entry.name in entries:
                     raise InputError(
-                        f'{root / name}: tensor "{entry.name}" is in {entries[entry.name].chunks[0].file} too; '
-                        "which one counts is unknown, remove one"
+                        f'{source.location / name}: tensor "{entry.name}" is in '
+                        f"{entries[entry.name].chunks[0].file} too; which one counts is unknown, remove one"
                     )
                 entries[entry.name] = entry
     in_order = sorted(entries.values(), key=lambda entry: entry.chunks[0][1:3])
@@ -62,7 +61,7 @@ def _open_files(root: Path, names: Sequence[str]) -> Catalog:
     return catalog
 
 
-def _open_file(files: FilePool, name: str) -> list[TensorEntry]:
+def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
     where = f"{files.root / name}"
     archive = open_archive(partial(files.read, name), 0, files.size(name), where)
     if not isinstance(archive.tree, dict):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
@@ -24,6 +23,7 @@ from ckptx.formats.hf.safetensors import frame_header, header_text, padded
 from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.sharding_info import OFFSETS, SHARDING_INFO, VERSION, VERSION_KEY
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.storage.interface import Location
 
 
 class ShardedLayout(NamedTuple):
@@ -34,7 +34,7 @@ class ShardedLayout(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
 
 
-def allocate(root: Path, tensors: Iterable[ShardedTensor], dims: ParallelDims) -> ShardedLayout:
+def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDims) -> ShardedLayout:
     """Lays cut tensors out: wide dtypes first, so that each block is aligned, otherwise in the order given.
 
     Args:

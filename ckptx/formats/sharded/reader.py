@@ -12,11 +12,9 @@ Source: `torch/distributed/checkpoint/hf_storage.py`.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
@@ -38,32 +36,32 @@ from ckptx.formats.sharding_info import (
 )
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Location, Source
 from ckptx.untrusted.limits import shape_fault
 from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, salted
 
 
-def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
-    """The catalog of the shards in `root`.
+def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
+    """The catalog of the shards in a directory.
 
     Tensors are in the order of ranks and of their bytes. A rectangle that several files hold is a chunk where it comes
     first, and a replica elsewhere.
 
     Args:
-        root: The directory.
+        source: The directory.
         expected_shapes: Shapes that are known from elsewhere; a lost last shard shows in no other way.
 
     Raises:
         InputError: A shard is lost, doubled, damaged or of another checkpoint, or other safetensors files lie beside.
         UnsupportedError: A newer version of the format.
     """
-    names = _shards_in(root)
-    catalog = Catalog(root, "sharded", {})
-    recorded = _recorded_shapes(root, names, catalog.notes)
+    root, names = source.location, _shards_in(source)
+    catalog = Catalog(root, "sharded", {}, storage=source)
+    recorded = _recorded_shapes(source, names, catalog.notes)
     with without_garbage_collection():
         pieces = _Pieces(root)
         for name in names:
-            with FilePool(root) as files:
+            with source.open() as files:
                 identity = files.identity(name)
                 catalog.files[name], catalog.identities[name] = identity.nbytes, identity
                 pieces.add(name, read_header(files, name))
@@ -74,19 +72,19 @@ def open_sharded(root: Path, expected_shapes: Mapping[str, Shape] | None = None)
     if recorded is None:
         assembly.refuse_doubled_shards()
     check_shapes(catalog, {**(recorded or {}), **(expected_shapes or {})})
-    if (root / INDEX).exists():
+    if source.listing().has(INDEX):
         catalog.notes.append(f"{INDEX} ignored: shards have no index, it describes other files")
     return catalog
 
 
-def _shards_in(root: Path) -> list[str]:
-    names = [entry.name for entry in os.scandir(root) if entry.name.endswith(".safetensors")]
+def _shards_in(source: Source) -> list[str]:
+    names = [name for name in source.listing() if name.endswith(".safetensors")]
     others = [name for name in names if not is_shard(name)]
-    strays = sorted(set(others).difference(that_record_offsets(root, others)))
+    strays = sorted(set(others).difference(that_record_offsets(source, others)))
     if strays:
         raise InputError(
-            f"{root}: holds {', '.join(strays[:3])} beside {_kind(names, strays)}, and loaders would read both; move "
-            "one kind to another directory, or pass the file or index you mean as SRC"
+            f"{source.location}: holds {', '.join(strays[:3])} beside {_kind(names, strays)}, and loaders would read "
+            "both; move one kind to another directory, or pass the file or index you mean as SRC"
         )
     return sorted(names, key=natural_key)
 
@@ -97,9 +95,9 @@ def _kind(names: Iterable[str], strays: Iterable[str]) -> str:
     return "shard-* files" if any(map(is_shard, shards)) else f"{shards[0]}, a shard by its {SHARDING_INFO}"
 
 
-def _recorded_shapes(root: Path, names: Iterable[str], notes: list[str]) -> dict[str, Shape] | None:
+def _recorded_shapes(source: Source, names: Iterable[str], notes: list[str]) -> dict[str, Shape] | None:
     """Shapes by the manifest of ckptx, or None when there is none; it lists every file, and all must be there."""
-    manifest = manifest_in(root, notes)
+    manifest, root = manifest_in(source, notes), source.location
     if manifest is None or manifest.format != "sharded":
         return None
     listed = {name: file.nbytes for name, file in manifest.files.items() if is_shard(name)}
@@ -114,7 +112,7 @@ def _recorded_shapes(root: Path, names: Iterable[str], notes: list[str]) -> dict
             "tool saved here since"
         )
     for name, nbytes in listed.items():
-        found = os.stat(root / name).st_size
+        found = source.size(name)
         if found != nbytes:
             raise InputError(
                 f"{root / name}: has {found} bytes, {MANIFEST} says {nbytes}; copy it again, or remove {MANIFEST} if "
@@ -131,7 +129,7 @@ class _Pieces:
         dtypes: And the file that said so first.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Location) -> None:
         self._root = root
         self._regions: OneOfEach[Region] = OneOfEach()
         self.chunks: dict[str, list[Chunk]] = {}
@@ -170,7 +168,7 @@ class _Pieces:
 class _Assembly:
     """Puts the pieces of tensors together, and remembers which files only repeat what others hold."""
 
-    def __init__(self, root: Path, names: list[str]) -> None:
+    def __init__(self, root: Location, names: list[str]) -> None:
         self._root, self._names = root, names
         self._own: Counter[str] = Counter()
         self._covered: set[tuple[bytes, Shape]] = set()

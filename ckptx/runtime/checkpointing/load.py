@@ -1,6 +1,6 @@
 """Fills the parameters of a model from a checkpoint: of each, what this rank holds, and nothing is left by chance.
 
-model names --- Source (any format, any naming) ---> entries: which bytes of which files
+model names --- OpenCheckpoint (any format, any naming) ---> entries: which bytes of which files
 parameters  --- shards.pieces_of ---> rectangles this rank holds, and where in its memory
 both        --- Reading.fill, in threads, in the order of the files ---> loaded
 """
@@ -27,7 +27,7 @@ from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.load_report import LACKING, NO_PLACE, UNKNOWN, LoadedTensor, LoadLedger
-from ckptx.runtime.checkpointing.reading import Reading, Source, castable, open_source
+from ckptx.runtime.checkpointing.reading import OpenCheckpoint, Reading, castable, open_source
 from ckptx.runtime.model.layers import canonical_name, has_stubs
 from ckptx.runtime.parallel.shards import LocalShard, pieces_of
 from ckptx.runtime.torch_private import local_tensor
@@ -75,7 +75,7 @@ def load(
 
 def load_from(
     model: nn.Module,
-    source: Source,
+    source: OpenCheckpoint,
     *,
     regions: RegionsOf | None = None,
     workers: int | None = None,
@@ -84,7 +84,7 @@ def load_from(
     """`load` from a checkpoint that is open.
 
     `tied` has names that the checkpoint may store under another name although the model does not tie them
-    (`Source.tied` says which).
+    (`OpenCheckpoint.tied` says which).
     """
     plan = _plan(model, source, regions, tied)
     reading = Reading(source.files)
@@ -108,7 +108,7 @@ def load_from(
 
 def differing(
     model: nn.Module,
-    source: Source,
+    source: OpenCheckpoint,
     *,
     regions: RegionsOf | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
@@ -125,7 +125,7 @@ def differing(
 
 def unread(
     model: nn.Module,
-    source: Source,
+    source: OpenCheckpoint,
     *,
     regions: RegionsOf | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
@@ -191,7 +191,7 @@ def _position(job: RegionRead) -> tuple[str, int]:
     return ("", 0) if first is None else (first.file, first.offset)
 
 
-def _plan(model: nn.Module, source: Source, regions: RegionsOf | None, tied: Mapping[str, str]) -> _LoadPlan:
+def _plan(model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None, tied: Mapping[str, str]) -> _LoadPlan:
     """Which entry fills which tensor; everything that can be refused without reading is refused here."""
     names = _names_by_tensor(model)
     families = _families([*(getattr(model, "all_tied_weights_keys", None) or {}).items(), *tied.items()])
@@ -221,7 +221,12 @@ def _plan(model: nn.Module, source: Source, regions: RegionsOf | None, tied: Map
 
 
 def _add(
-    plan: _LoadPlan, source: Source, tensor: Tensor, own: list[str], stored: list[str], regions: RegionsOf | None
+    plan: _LoadPlan,
+    source: OpenCheckpoint,
+    tensor: Tensor,
+    own: list[str],
+    stored: list[str],
+    regions: RegionsOf | None,
 ) -> None:
     """Plans one tensor, which may have several names, and be stored under several."""
     name = own[0]
@@ -300,7 +305,7 @@ def _computed_buffers(model: nn.Module) -> Iterator[str]:
                 yield canonical_name(f"{path}.{leaf}" if path else leaf)
 
 
-def _unread(source: Source, plan: _LoadPlan) -> dict[str, str]:
+def _unread(source: OpenCheckpoint, plan: _LoadPlan) -> dict[str, str]:
     """Tensors of the checkpoint that went nowhere, with the reason."""
     needed = {stored for name in plan.used for stored in source.stored[name]}
     left = [(name, each) for name, stored in source.stored.items() if name not in plan.used for each in stored]

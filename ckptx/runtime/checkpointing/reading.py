@@ -32,7 +32,7 @@ from ckptx.model_view.view import (
     view_model_under,
 )  # fmt: skip
 from ckptx.runtime.checkpointing.load_report import OPTIMIZER, OTHER_STATE, UNKNOWN
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Location, SourceFiles
 from ckptx.transfer.digest_sink import stream_as
 from ckptx.transfer.stream import TensorReader
 
@@ -41,7 +41,7 @@ _MAX_STRIDED = 32 << 20  # bytes a reader may hold for a tensor that is not stor
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenCheckpoint:
     """An open checkpoint in the names of the model.
 
     Attributes:
@@ -52,12 +52,12 @@ class Source:
     """
 
     view: ModelView
-    files: FilePool
+    files: SourceFiles
     tensors: dict[str, TensorEntry]
     stored: dict[str, tuple[str, ...]]
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Location:
         """Its directory."""
         return self.view.catalog.root
 
@@ -139,7 +139,7 @@ def open_source(
     prefix: str | None = None,
     is_prefix_of_another: bool = False,
     trust_remote_code: bool = False,
-) -> Iterator[Source]:
+) -> Iterator[OpenCheckpoint]:
     """Opens a checkpoint of any format ckptx reads; headers only.
 
     Args:
@@ -160,7 +160,7 @@ def open_source(
         view = view_model_under(catalog, prefix, config=own, trust_remote_code=trust_remote_code)
     else:
         view = view_model(catalog, config=own, prefix=prefix, trust_remote_code=trust_remote_code)
-    with FilePool(view.catalog.root) as files:
+    with catalog.source.open() as files:
         view = settle_duplicates(locate_payloads(view, files, later=True), files, with_state=False)
         renamed = Renamed.not_yet(view.tensors)
         if view.trainer_naming:
@@ -169,7 +169,7 @@ def open_source(
         if rules is not None:
             renamed = renamed.then(rules.to_model(renamed.tensors))
         stored = {name: tuple(view.tensors[each].name for each in sources) for name, sources in renamed.sources.items()}
-        yield Source(view, files, renamed.tensors, stored)
+        yield OpenCheckpoint(view, files, renamed.tensors, stored)
 
 
 # ----------------------------------------------------------------------------------------- bytes
@@ -207,7 +207,7 @@ class StagedSink:
 class Reading:
     """Reads regions into tensors, from any number of threads."""
 
-    def __init__(self, files: FilePool) -> None:
+    def __init__(self, files: SourceFiles) -> None:
         self._files = files
         self._here = threading.local()
         self._readers: list[TensorReader] = []

@@ -26,7 +26,7 @@ from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.activation_checkpointing.wrap import configs_as_given
 from ckptx.runtime.parallel.distributed import everywhere, together
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
-from ckptx.storage.files import read_small
+from ckptx.storage.local import LocalSource
 
 _MODEL, _OPTIMIZER = "model", "optim"
 STATE, GROUPS = f"{_OPTIMIZER}.state", f"{_OPTIMIZER}.param_groups"
@@ -115,8 +115,9 @@ def _beside(model: Any, beside: Path | None) -> dict[str, bytes]:
     if beside is None:
         with configs_as_given(model):
             return {"config.json": model.config.to_json_string().encode()}
+    source = LocalSource(beside)
     return {
-        each.name: read_small(beside / each.name, _SIDECAR_BYTES) for each in look_around(beside, frozenset()).carried
+        each.name: source.read_small(each.name, _SIDECAR_BYTES) for each in look_around(source, frozenset()).carried
     }
 
 

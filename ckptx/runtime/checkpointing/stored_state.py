@@ -31,7 +31,7 @@ from ckptx.formats.torch_archive.unpickle import Refused, Symbol, TensorRef
 from ckptx.runtime.checkpointing.reading import Reading
 from ckptx.runtime.parallel.shards import narrowed, pieces_of
 from ckptx.runtime.torch_private import local_tensor
-from ckptx.storage.files import FilePool
+from ckptx.storage.interface import Location, SourceFiles
 from ckptx.untrusted.limits import JSON_DEPTH
 
 _INTEGER = 1 << 63  # what the unpickler reads
@@ -47,10 +47,10 @@ class StoredState:
         objects: Everything else.
     """
 
-    root: Path
+    root: Location
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, BytesEntry]
-    _files: FilePool
+    _files: SourceFiles
     _reading: Reading
 
     def fill(self, name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> None:
@@ -97,7 +97,7 @@ def open_state(path: Path) -> Iterator[StoredState]:
             f"{catalog.root}: a checkpoint of the form {catalog.form.name}, needed a DCP; no other form holds state of "
             "a training run"
         )
-    with FilePool(catalog.root) as files:
+    with catalog.source.open() as files:
         located = open_payloads(catalog, files, later=True)
         yield StoredState(catalog.root, located.tensors, catalog.objects, files, Reading(files))
 

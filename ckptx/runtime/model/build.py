@@ -49,12 +49,12 @@ def build_model(
     Args:
         config_dir: Directory of `config.json`, and of the code of a model that brings its own.
         dtype: Of the parameters; None takes the one in the config. The class may keep some in float32.
-        stored: Taken where the config names no dtype, as `from_pretrained` does (`Source.dtype` says which); float32
-            when left out.
+        stored: Taken where the config names no dtype, as `from_pretrained` does (`OpenCheckpoint.dtype` says
+            which); float32 when left out.
         trust_remote_code: Whether Python files in `config_dir` may be executed.
         attn_implementation: "eager" or "sdpa"; a class or tower without sdpa gets eager.
         untied: Names tied by the config that get parameters of their own all the same, as a checkpoint that stores
-            both with different values needs it (`Source.untied` says which).
+            both with different values needs it (`OpenCheckpoint.untied` says which).
         edit: Changes the config, in place, before the model is built.
 
     Raises:

@@ -24,7 +24,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack
 from ckptx.runtime.checkpointing.load import RegionsOf, differing, load_from, unread
 from ckptx.runtime.checkpointing.load_report import LoadLedger
-from ckptx.runtime.checkpointing.reading import Source, open_source
+from ckptx.runtime.checkpointing.reading import OpenCheckpoint, open_source
 from ckptx.runtime.model.build import build_model, materialize, read_config
 from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.parallel.parallelize import Parallelized, parallelize
@@ -150,7 +150,7 @@ class Side:
     apart: frozenset[str] = frozenset()
 
     @contextmanager
-    def opened(self) -> Iterator[Source]:
+    def opened(self) -> Iterator[OpenCheckpoint]:
         with self._source(self.path) as source:
             if source.config is not None or self.fallback == self.path:
                 yield source
@@ -160,7 +160,7 @@ class Side:
         with self._source(self.path, config) as source:
             yield source
 
-    def _source(self, path: Path, config: Mapping[str, Any] | None = None) -> AbstractContextManager[Source]:
+    def _source(self, path: Path, config: Mapping[str, Any] | None = None) -> AbstractContextManager[OpenCheckpoint]:
         options = self.options
         return open_source(
             path,
@@ -170,7 +170,7 @@ class Side:
             trust_remote_code=options.trust_remote_code,
         )
 
-    def _home(self, source: Source) -> Path:
+    def _home(self, source: OpenCheckpoint) -> Path:
         """The directory of the config."""
         if source.view.catalog.config is not None:
             return directory_of_config(source.view.catalog)
@@ -204,7 +204,7 @@ class Side:
             stored_nbytes=stored,
         )
 
-    def model(self, source: Source) -> nn.Module:
+    def model(self, source: OpenCheckpoint) -> nn.Module:
         """On the meta device."""
         options = self.options
         model = build_model(
@@ -268,12 +268,12 @@ class Side:
         )
         return Built(model, done, stored)
 
-    def load(self, model: nn.Module, source: Source, regions: RegionsOf | None) -> LoadLedger:
+    def load(self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None) -> LoadLedger:
         """`load_from` with the ties of this side."""
         return load_from(model, source, regions=regions, tied=source.tied())
 
     def held_against(
-        self, model: nn.Module, source: Source, regions: RegionsOf | None
+        self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None
     ) -> tuple[list[str], dict[str, str]]:
         """Names of what a model holds that is not what this side stores, and what of this side it has no place for."""
         tied = source.tied()

@@ -24,6 +24,7 @@ from ckptx.publishing.replacing import refuse_foreign
 from ckptx.publishing.staging import Staging
 from ckptx.storage.files import read_small, take_lock, unwritable
 from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.local import LocalSource
 
 LATEST = "latest"
 _NEW = ".latest.ckptx-new"
@@ -68,7 +69,7 @@ class Steps:
         try:
             if not stat.S_ISDIR(os.lstat(self.path(step)).st_mode):
                 return False
-            open_dcp(self.path(step))
+            open_dcp(LocalSource(self.path(step)))
         except (CkptxError, OSError):
             return False
         return True

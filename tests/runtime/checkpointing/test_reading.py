@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.checkpointing import reading
-from ckptx.runtime.checkpointing.reading import Reading, Source, bands, open_source
+from ckptx.runtime.checkpointing.reading import OpenCheckpoint, Reading, bands, open_source
 from tests.support.stock import raw
 
 SHAPE = (6, 5, 4)
@@ -33,7 +33,9 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(params=["safetensors", "bin"])
-def source(request: pytest.FixtureRequest, tensors: dict[str, torch.Tensor], tmp_path: Path) -> Iterator[Source]:
+def source(
+    request: pytest.FixtureRequest, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> Iterator[OpenCheckpoint]:
     if request.param == "bin":
         torch.save(tensors, tmp_path / "pytorch_model.bin")
     else:
@@ -58,7 +60,7 @@ REGIONS = [
 @pytest.mark.parametrize("region", REGIONS, ids=str)
 @pytest.mark.parametrize("staged", [False, True])
 def test_regions_fill_any_memory(
-    source: Source,
+    source: OpenCheckpoint,
     tensors: dict[str, torch.Tensor],
     name: str,
     region: Region,
@@ -90,7 +92,7 @@ def test_regions_fill_any_memory(
             assert not read.is_equal(entry, region, target)
 
 
-def test_floats_are_cast_into_any_memory(source: Source, tensors: dict[str, torch.Tensor]) -> None:
+def test_floats_are_cast_into_any_memory(source: OpenCheckpoint, tensors: dict[str, torch.Tensor]) -> None:
     region = REGIONS[2]
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         for target in (
@@ -102,12 +104,12 @@ def test_floats_are_cast_into_any_memory(source: Source, tensors: dict[str, torc
 
 
 @pytest.mark.parametrize("name", ["yes", "small"])
-def test_nothing_else_is_cast(source: Source, name: str) -> None:
+def test_nothing_else_is_cast(source: OpenCheckpoint, name: str) -> None:
     with pytest.raises(UnsupportedError, match="only plain floats are cast"):
         Reading(source.files).fill(source.tensors[name], REGIONS[0], torch.empty(SHAPE))
 
 
-def test_bytes_that_no_checksum_vouches_for_are_counted(source: Source) -> None:
+def test_bytes_that_no_checksum_vouches_for_are_counted(source: OpenCheckpoint) -> None:
     read = Reading(source.files)
     read.fill(source.tensors["plain"], REGIONS[0], torch.empty(SHAPE))
     assert read.unchecked == 0 and read.bytes_read >= 4 * 120

@@ -1,0 +1,53 @@
+"""Find a DCP: `.metadata` in a directory, or in two that trainers write side by side."""
+
+from __future__ import annotations
+
+from ckptx.errors import InputError
+from ckptx.formats.hf.detect import weights_in
+from ckptx.formats.located import Located
+from ckptx.formats.rank_files import ShapesIn
+from ckptx.formats.sharded.file_names import is_shard
+from ckptx.storage.interface import Source
+
+_METADATA = ".metadata"
+
+# Directories that trainers write side by side and that are one checkpoint: model first, optimizer second.
+_PARTS = (
+    ("model", "optim"), ("model", "optimizer"), ("pytorch_model_fsdp_0", "optimizer_0"), ("weights", "optimizer"),
+)  # fmt: skip
+
+
+def detect(source: Source, shapes_in: ShapesIn) -> Located | None:
+    """Find a DCP in one part or two; the model may lie in sharded safetensors beside the DCP of its optimizer."""
+    listing = source.listing()
+    if listing.has(_METADATA):
+        return Located(source, "dcp", (".",))
+    for model, optimizer in _PARTS:
+        if not listing.is_file(f"{optimizer}/{_METADATA}"):
+            continue
+        if listing.is_file(f"{model}/{_METADATA}") or _has_shards(source, model, shapes_in):
+            return Located(source, "dcp", (model, optimizer))
+    return None
+
+
+def refuse_interrupted(source: Source) -> None:
+    """Refuse data files whose `.metadata`, which is written last, is missing.
+
+    Raises:
+        InputError: There are some.
+    """
+    if any(name.endswith(".distcp") for name in source.listing()):
+        raise InputError(
+            f"{source.location}: has .distcp files but no .metadata; the save was interrupted or still runs, use "
+            "another one"
+        )
+
+
+def _has_shards(source: Source, name: str, shapes_in: ShapesIn) -> bool:
+    if not source.listing().is_directory(name):
+        return False
+    below = source.at(source.location / name)
+    if any(map(is_shard, below.listing())):
+        return True
+    weights = weights_in(below, shapes_in)
+    return weights is not None and weights.kind == "sharded"

@@ -1,0 +1,82 @@
+"""Find HF weights: safetensors or `pytorch_model.bin`, in the order in which transformers prefers them.
+
+A safetensors file of any name may hold shards of tensors: its header decides, and is read where the name leaves it
+open.
+"""
+
+from __future__ import annotations
+
+from ckptx.errors import InputError
+from ckptx.formats.foreign import kind_of_name
+from ckptx.formats.hf.reader import INDEX, SINGLE, open_huggingface, parse_index, read_text
+from ckptx.formats.located import Located
+from ckptx.formats.rank_files import ShapesIn, without_part_files
+from ckptx.formats.sharding_info import that_record_offsets
+from ckptx.storage.interface import Source
+from ckptx.untrusted.limits import INDEX_BYTES
+
+_BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
+_FSDP_BIN = "pytorch_model_fsdp.bin"  # the whole state dict, as accelerate saves it with FULL_STATE_DICT
+USUAL_NAMES = frozenset({SINGLE, _BIN, _FSDP_BIN})  # of one file that is a whole checkpoint
+
+
+def weights_in(source: Source, shapes_in: ShapesIn) -> Located | None:
+    """Find the HF weights of a directory.
+
+    Args:
+        source: The directory.
+        shapes_in: Opens a file beside others, to tell one rank's part from a whole model.
+
+    Raises:
+        InputError: There are several.
+        UnsupportedError: They are parts of one checkpoint that ranks wrote.
+    """
+    listing = source.listing()
+    single, index = listing.has(SINGLE), listing.has(INDEX)
+    if single and index and SINGLE not in source.read_small(INDEX, INDEX_BYTES).decode("utf-8", "replace"):
+        raise InputError(
+            f"{source.location}: has both {SINGLE} and {INDEX}, and loaders disagree on which counts; pass the one you "
+            "mean as SRC"
+        )
+    if index:
+        return Located(source, "huggingface", (INDEX,))
+    if single:
+        return located_by_header(source, SINGLE)
+    for name in (_BIN_INDEX, _BIN, _FSDP_BIN):
+        if listing.has(name):
+            return Located(source, "bin", (name,))
+    indexes = [name for name in listing if name.endswith(".safetensors.index.json")]
+    if len(indexes) == 1:
+        return Located(source, "huggingface", (indexes[0],))
+    files = [name for name in listing if name.endswith(".safetensors")]
+    if not indexes and that_record_offsets(source, files):
+        return Located(source, "sharded", (".",))
+    found = indexes or [name for name in files if kind_of_name(name) is None]
+    if not found:
+        return None
+    if len(found) > 1:
+        found = without_part_files(source, found, shapes_in)
+        raise InputError(
+            f"{source.location}: no model.safetensors or index, but {', '.join(found[:8])}; pass one as SRC"
+        )
+    return Located(source, "huggingface", (found[0],))
+
+
+def located_by_header(source: Source, weights: str) -> Located:
+    """Return what one weight file or index stands for: itself, or all shards of its directory if its header says so.
+
+    A file that records offsets is still one of whole tensors where its name or an index says so, unless other files
+    that record some lie beside it without being in the index.
+    """
+    by_itself = Located(source, "huggingface", (weights,))
+    if weights.endswith(".json") or not that_record_offsets(source, [weights]):
+        return by_itself
+    beside = [name for name in source.listing() if name != weights]
+    for index in beside:
+        if index.endswith(".safetensors.index.json"):
+            listed = parse_index(read_text(source, index, INDEX_BYTES), source.location / index).values()
+            if weights in listed and open_huggingface(source, index) is not None:
+                return by_itself
+    if weights != SINGLE or that_record_offsets(source, [name for name in beside if name.endswith(".safetensors")]):
+        return Located(source, "sharded", (".",))
+    return by_itself

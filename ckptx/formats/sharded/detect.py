@@ -1,0 +1,13 @@
+"""Find sharded safetensors by the names that stock writers give them; `hf/detect.py` finds those with other names."""
+
+from __future__ import annotations
+
+from ckptx.formats.located import Located
+from ckptx.formats.rank_files import ShapesIn
+from ckptx.formats.sharded.file_names import is_shard
+from ckptx.storage.interface import Source
+
+
+def detect(source: Source, shapes_in: ShapesIn) -> Located | None:
+    """Find `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`."""
+    return Located(source, "sharded", (".",)) if any(map(is_shard, source.listing())) else None
