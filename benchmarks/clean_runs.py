@@ -74,14 +74,13 @@ def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
 
     import ckptx
     from ckptx.errors import CkptxError
-    from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.options.verify import RunOptions
     from ckptx.report.report import Log
     from ckptx.runtime.parity.forward import verify_run
-    from ckptx.runtime.parity.side import RunOptions
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    options = RunOptions(ParallelDims(tp=2, dp_shard=dp_shard), device="cpu")
+    options = RunOptions(tp=2, dp_shard=dp_shard, device="cpu")
     rows: list[dict[str, Any]] = []
     for name in names:
         for run in (each for each in runs() if each.dp_shard == dp_shard):

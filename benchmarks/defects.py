@@ -32,10 +32,9 @@ from benchmarks.planted.further import FURTHER  # noqa: E402 (benchmarks run fro
 from benchmarks.planted.known import KNOWN  # noqa: E402 (benchmarks run from a checkout)
 from benchmarks.planted.planting import planted  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.errors import CkptxError  # noqa: E402 (benchmarks run from a checkout)
-from ckptx.layout.parallel_dims import ParallelDims  # noqa: E402 (benchmarks run from a checkout)
+from ckptx.options.verify import RunOptions  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.report.report import Log  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.runtime.parity.forward import verify_run  # noqa: E402 (benchmarks run from a checkout)
-from ckptx.runtime.parity.side import RunOptions  # noqa: E402 (benchmarks run from a checkout)
 
 # Models as they are: what differs here is a false alarm.
 NOTHING = "nothing"
@@ -87,7 +86,7 @@ def judged(pair: Pair) -> Row:
     defect = pair.defect
     identical = defect.stored is not None and models.are_equal(pair.reference, pair.checkpoint)
     row = {"model": defect.model, "defect": defect.title, "dtype": pair.dtype, "identical": identical}
-    options = RunOptions(**{"dims": ParallelDims(tp=2), **defect.options})
+    options = RunOptions(**{"tp": 2, **defect.options})
     try:
         with planted(defect):
             report = verify_run(pair.reference, pair.checkpoint, options, Log()).to_dict()

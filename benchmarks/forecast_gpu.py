@@ -35,6 +35,7 @@ from measure import HERE
 from training_step import local_of
 
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options.forecast import ForecastOptions
 from ckptx.runtime.forecasting.fake_world import fake_world
 from ckptx.runtime.forecasting.step import StepSpec, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task, task_of_options
@@ -162,14 +163,7 @@ def forecast_of(source: Path, options: Mapping[str, Any]) -> Row:
 
 def task_of(source: Path, options: Mapping[str, Any]) -> Task:
     """The step that the command forecasts."""
-    given = dict(options)
-    dims = ParallelDims(tp=given.pop("tp", 1), dp_shard=given.pop("dp_shard", 1))
-    defaults = {
-        "pp_split": "even", "batch": None, "microbatches": None, "schedule": "1f1b", "stages": 1,
-        "activation_checkpointing": "none", "ac_scope": "all", "param_dtype": None, "reduce_dtype": None,
-        "optimizer": "adamw", "loss": "sharded", "images": 0, "trust_remote_code": False,
-    }  # fmt: skip
-    return task_of_options(source, dims=dims, **{**defaults, **given})
+    return task_of_options(source, ForecastOptions(source, **options), 1)
 
 
 def taken_of(task: Task, device: torch.device) -> Row:

@@ -34,6 +34,7 @@ from training_step import Shape, built, fitted, gemma4_31b, llama_8b, llama_of, 
 
 import ckptx
 from ckptx.errors import CkptxError
+from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
 from ckptx.runtime.forecasting.fake_world import fake_world
 from ckptx.runtime.model.layers import layer_groups
@@ -42,7 +43,6 @@ from ckptx.runtime.parallel.distributed import device_of
 from ckptx.runtime.parallel.tensor_parallel.apply import apply
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.forward import verify_run
-from ckptx.runtime.parity.side import RunOptions
 
 _TP = 4
 _REPEATS = 5

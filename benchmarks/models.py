@@ -42,14 +42,13 @@ def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) ->
     import torch.distributed as dist
 
     from ckptx.errors import CkptxError
-    from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.options.verify import RunOptions
     from ckptx.report.report import Log
     from ckptx.runtime.parity.forward import verify_run
-    from ckptx.runtime.parity.side import RunOptions
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    options = RunOptions(ParallelDims(tp=tp, dp_shard=dp_shard), dtype=dtype)
+    options = RunOptions(tp=tp, dp_shard=dp_shard, compute_dtype=dtype)
     rows: list[dict[str, Any]] = []
     for name in names:
         try:

@@ -56,15 +56,14 @@ def threads_on_rank(path: Path, runs: int, out: Path) -> None:
     """What each rank does: the same run again and again; rank 0 writes how many threads it had after each."""
     import torch.distributed as dist
 
-    from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.options.verify import RunOptions
     from ckptx.report.report import Log
     from ckptx.runtime.parity.forward import verify_run
-    from ckptx.runtime.parity.side import RunOptions
 
     counts = []
     dist.init_process_group("gloo")
     for _ in range(runs):
-        assert verify_run(path, path, RunOptions(ParallelDims(tp=2), device="cpu"), Log()).exit == 0
+        assert verify_run(path, path, RunOptions(tp=2, device="cpu"), Log()).exit == 0
         counts.append(len(os.listdir("/proc/self/task")))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(counts))

@@ -27,32 +27,21 @@ __all__ = [
     "verify",
 ]  # fmt: skip
 
-_HOMES = {
-    "convert": "ckptx.api.convert",
-    "diff": "ckptx.comparison.headers",
-    "errors": "ckptx.errors",
-    "forecast": "ckptx.api.forecast",
-    "inspect": "ckptx.api.inspect",
-    "open_checkpoint": "ckptx.formats.registry",
-    "reshard": "ckptx.api.reshard",
-    "robustness": "ckptx.robustness_suite",
-    "verify": "ckptx.api.verify",
-}
+_OTHERS = {"errors": "ckptx.errors", "open_checkpoint": "ckptx.formats.registry:open_checkpoint"}
 
 
 if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a name that is none of them
 
     def __getattr__(name: str) -> object:
         """Imports a function when it is first asked for, so that `import ckptx` costs nothing."""
-        if name not in _HOMES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
-            home = import_module(_HOMES[name])
-        except ImportError as error:  # some of them are made of torch
-            from ckptx.errors import missing_package
+        from ckptx.options.commands import COMMANDS
 
-            raise missing_package(name, error) from error
-        return home if name == "errors" else getattr(home, name)
+        functions = {each.function.partition(":")[2]: each.function for each in COMMANDS.values()}
+        home, _, attribute = {**functions, **_OTHERS}[name].partition(":")
+        module = import_module(home)
+        return getattr(module, attribute) if attribute else module
 
 
 def __dir__() -> list[str]:

@@ -69,7 +69,7 @@ def calls(hf: str, trained: str) -> Iterator[tuple[Call, str]]:
     yield reshard("OUT/tp2-dp2", "dcp-shards", to="safetensors", tp=2, dtype="bf16")
     for source in ("dcp", "tp4-pp2", "shards", "in-model-names", "shards-dcp", "half", "titan"):
         yield convert("dcp2hf", f"OUT/{source}", f"{source}-back")
-    yield convert("dcp2hf", "OUT/prefixed", "prefixed-back", prefix="model.inner.")
+    yield convert("dcp2hf", "OUT/prefixed", "prefixed-back", source_prefix="model.inner.")
     yield convert("dcp2hf", "OUT/dcp", "small-files", max_shard_size="20KB", index="always")
     yield convert("dcp2hf", "OUT/dcp", "single", dtype="fp32", tied="drop")
     yield convert("dcp2hf", "OUT/dcp", "as-base", dtype="base", base=hf)

@@ -15,51 +15,36 @@ from ckptx.mapping.names import pattern_of
 from ckptx.model_view.config_check import fit_noted
 from ckptx.model_view.parameter_count import aliases_of, parameters_of
 from ckptx.model_view.view import ModelView, manifest_beside, view_model
+from ckptx.options.api import api
+from ckptx.options.inspect import InspectOptions
 from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 
 
-def inspect(
-    path: str | Path,
-    *,
-    tensors: bool = False,
-    match: str | None = None,
-    ranks: bool = False,
-    html: str | Path | None = None,
-    prefix: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | None = None,
-) -> InspectionReport:
-    """Describes a checkpoint; no tensor byte is read.
-
-    Args:
-        path: A directory, file, index, or Hub id.
-        tensors: List every tensor.
-        match: Only names that match this glob. Alone it implies `tensors`; with `ranks` or `html` it narrows them.
-        ranks: Say what each rank holds.
-        html: Draw that into this file, as one page that needs no other.
-        prefix: Prefix of the model's names in a DCP; None finds it.
-        revision: Branch, tag or commit of a Hub id.
-        token: Hub token.
-        cache_dir: Hub cache.
+@api(InspectOptions)
+def inspect(options: InspectOptions) -> InspectionReport:
+    """Summarize a checkpoint; no tensor byte is read.
 
     Raises:
         InputError, UnsupportedError: It cannot be opened.
         OutputError: The page cannot be written.
     """
-    stopwatch, log = Stopwatch(), Log()
+    stopwatch, log = Stopwatch(), options.log or Log()
+    match, ranks, html = options.match, options.ranks, options.html
     if html is not None:
         refuse_place(html)
-    opened = open_checkpoint(resolve(str(path), revision=revision, token=token, cache_dir=cache_dir))
+    opened = open_checkpoint(
+        resolve(str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+    )
+    prefix = options.model_prefix
     if prefix is not None and not opened.form.is_of_training:
-        raise UsageError(f"--prefix: {opened.root} is no DCP, every name in it is taken as it is; leave it out")
+        raise UsageError(f"--source-prefix requires a DCP, and {opened.root} is none: every name is taken as it is")
     view = log(_viewed(opened, prefix, log))
     log.note(*view.notes_on_others("not described"))
     catalog, parameters, aliases = view.catalog, parameters_of(view), aliases_of(view.catalog)
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
-    is_listed = tensors or (match and not (ranks or html))
+    is_listed = options.tensors or (match and not (ranks or html))
     report = InspectionReport(
         command="inspect",
         tensors=len(catalog.tensors),

@@ -13,7 +13,6 @@ class Form:
     Attributes:
         name: As manifests and reports have it: "huggingface", "bin", "dcp" or "sharded".
         family: What `reshard` makes of it unless asked otherwise.
-        written_by: The direction of `convert` whose output it is; None where no direction writes it.
         has_archives: Its tensors lie in archives of `torch.save`, which have to be looked into.
         is_of_training: A trainer wrote it: names may have wrappers and a prefix, optimizer state and pickled objects
             may lie beside the model.
@@ -25,7 +24,6 @@ class Form:
 
     name: str
     family: Literal["dcp", "safetensors"]
-    written_by: Literal["hf2dcp", "dcp2hf"] | None = None
     has_archives: bool = False
     is_of_training: bool = False
     is_published: bool = False
@@ -34,8 +32,8 @@ class Form:
     has_model_names: bool = False
 
 
-HUGGINGFACE = Form("huggingface", "safetensors", written_by="dcp2hf", is_published=True, can_be_restored=True)
+HUGGINGFACE = Form("huggingface", "safetensors", is_published=True, can_be_restored=True)
 BIN = Form("bin", "safetensors", is_published=True)
-DCP = Form("dcp", "dcp", written_by="hf2dcp", has_archives=True, is_of_training=True, has_manifest=True)
+DCP = Form("dcp", "dcp", has_archives=True, is_of_training=True, has_manifest=True)
 SHARDED = Form("sharded", "safetensors", has_manifest=True, has_model_names=True)
 FORMS = {form.name: form for form in (HUGGINGFACE, BIN, DCP, SHARDED)}

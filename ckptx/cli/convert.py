@@ -1,4 +1,4 @@
-"""`ckptx convert hf2dcp` and `ckptx convert dcp2hf`."""
+"""`ckptx convert to-dcp` and `ckptx convert to-hf`, which are also called `hf2dcp` and `dcp2hf`."""
 
 from __future__ import annotations
 
@@ -6,100 +6,78 @@ from typing import Any
 
 import click
 
-from ckptx.cli.conversion_options import (
-    CONTENT,
-    LAYOUT,
-    RUN,
-    base_option,
-    common_options,
-    files_option,
-    layout_options,
-    names_option,
-    optimizer_option,
-    prefix_option,
-)
-from ckptx.cli.options import (
-    GLOBAL,
-    HUB,
-    OUTPUT,
-    SETTINGS,
-    SectionedCommand,
-    SectionedGroup,
-    global_options,
-    need_command,
-)
+from ckptx.cli.command import CommandCall, SectionedGroup, define
 from ckptx.cli.output import Output
+from ckptx.options.commands import COMMANDS
+
+
+class _Convert(SectionedGroup):
+    """Group of the conversions; each has a familiar name beside its own."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for name, command in self.commands.items():
+            if cmd_name == name or cmd_name in COMMANDS[f"convert {name}"].aliases:
+                return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            rows = [(name, COMMANDS[f"convert {name}"]) for name in self.commands]
+            formatter.write_dl([(name, f"{each.summary} (alias: {', '.join(each.aliases)})") for name, each in rows])
 
 
 @click.group(
-    cls=SectionedGroup,
-    context_settings=SETTINGS,
-    params=global_options(),
-    sections=[GLOBAL],
-    examples=["ckptx convert hf2dcp MODEL MODEL-dcp", "ckptx convert dcp2hf MODEL-dcp MODEL-back"],
+    cls=_Convert,
+    examples=["ckptx convert to-dcp MODEL MODEL-dcp", "ckptx convert to-hf MODEL-dcp MODEL-back"],
 )
 def command(**_: object) -> None:
-    """HF safetensors to a torch DCP and back, at the speed of a file copy."""
-    need_command()
+    """Convert a checkpoint to a torch DCP or to HF safetensors. The format of the source is detected."""
+    ctx = click.get_current_context()
+    if ctx.invoked_subcommand is None:
+        raise click.UsageError(f"{ctx.command_path} requires a command: {', '.join(command.list_commands(ctx))}", ctx)
 
 
-@command.command(
-    "hf2dcp",
-    cls=SectionedCommand,
-    context_settings=SETTINGS,
-    sections=[CONTENT, LAYOUT, RUN, HUB, OUTPUT, GLOBAL],
+@define(
+    "convert to-dcp",
     examples=[
-        "ckptx convert hf2dcp MODEL MODEL-dcp",
-        "ckptx convert hf2dcp MODEL MODEL-dcp --tp 4 --pp 2",
-        "ckptx convert hf2dcp org/name NAME-dcp --revision main --dtype bf16",
+        "ckptx convert to-dcp MODEL MODEL-dcp",
+        "ckptx convert to-dcp MODEL MODEL-dcp --tp 4 --pp 2",
+        "ckptx convert to-dcp org/name NAME-dcp --revision main --dtype bf16",
     ],
 )
-@click.argument("src", metavar="SRC", type=click.Path())
-@click.argument("dst", metavar="DST", type=click.Path())
-@names_option("disk")
-@prefix_option("TEXT", "none", "Added to every name.")
-@files_option
-@layout_options
-@common_options
-def hf2dcp(src: str, dst: str, as_json: bool, report_file: str | None, **options: Any) -> int:
-    """Convert an HF checkpoint (safetensors or pytorch_model*.bin) into a torch DCP."""
-    return _run("hf2dcp", src, dst, as_json, report_file, options)
+def to_dcp(call: CommandCall) -> int:
+    """Convert a checkpoint to a torch DCP, whole or sharded for a mesh. hf2dcp is the same command."""
+    return _run(call)
 
 
-@command.command(
-    "dcp2hf",
-    cls=SectionedCommand,
-    context_settings=SETTINGS,
-    sections=[CONTENT, RUN, HUB, OUTPUT, GLOBAL],
+@define(
+    "convert to-hf",
     examples=[
-        "ckptx convert dcp2hf MODEL-dcp MODEL-back",
-        "ckptx convert dcp2hf step-1000 MODEL-1000 --base MODEL --max-shard-size 5GB",
-        "ckptx convert dcp2hf step-1000 tensors --base none",
+        "ckptx convert to-hf MODEL-dcp MODEL-back",
+        "ckptx convert to-hf step-1000 MODEL-1000 --base MODEL --max-shard-size 5GB",
+        "ckptx convert to-hf step-1000 tensors --base none",
     ],
 )
-@click.argument("src", metavar="SRC", type=click.Path())
-@click.argument("dst", metavar="DST", type=click.Path())
-@names_option("disk")
-@prefix_option("auto|TEXT", "auto", "Removed from names; auto finds the one that leaves names of the model.")
-@optimizer_option("drop, as safetensors hold the model alone")
-@base_option
-@click.option("--max-shard-size", metavar="SIZE", show_default="5GB", help="Tensors in one safetensors file.")
-@click.option("--index", metavar="auto|always", show_default="auto", help="An index beside a single file, too.")
-@common_options
-def dcp2hf(src: str, dst: str, as_json: bool, report_file: str | None, **options: Any) -> int:
-    """Convert a torch DCP, or sharded safetensors, in any layout into an HF directory."""
-    return _run("dcp2hf", src, dst, as_json, report_file, options)
+def to_hf(call: CommandCall) -> int:
+    """Convert a checkpoint to an HF directory of safetensors. dcp2hf is the same command."""
+    return _run(call)
 
 
-def _run(direction: str, src: str, dst: str, as_json: bool, report_file: str | None, options: dict[str, Any]) -> int:
+command.add_command(to_dcp)
+command.add_command(to_hf)
+
+
+def _run(call: CommandCall) -> int:
     from ckptx.api.convert import convert
     from ckptx.report.text import conversion_text
 
-    output = Output(as_json=as_json, report_file=report_file)
+    output = Output(call.output)
+    given: dict[str, Any] = {"direction": call.words.rpartition(" ")[2], **call.given}
     return output.run(
-        f"convert {direction}",
-        lambda log: convert(
-            direction, src, dst, on_progress=output.progress, log=log, report_file=output.report_file, **options
-        ),
+        call.words,
+        lambda log: convert(**given, log=log, on_progress=output.progress, report_file=output.report_file),
         conversion_text,
     )

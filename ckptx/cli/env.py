@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 
-import click
-
-from ckptx.cli.options import GLOBAL, SETTINGS, Section, SectionedCommand, with_global_options
+from ckptx.cli.command import CommandCall, define
 from ckptx.cli.output import Output
+from ckptx.options.commands import COMMANDS
+from ckptx.options.defaults import every_default, shown_value
 from ckptx.report.documents.environment import EnvironmentReport
 from ckptx.report.environment import installed
 from ckptx.report.report import Log
@@ -19,18 +19,10 @@ _TESTED = {"torch": "2.11.0 and 2.13.0", "transformers": "5.17.0 and 5.23.0", "s
 _ALSO = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec", "jinja2")
 
 
-@click.command(
-    "env",
-    cls=SectionedCommand,
-    context_settings=SETTINGS,
-    sections=[Section("Output", ["as_json"]), GLOBAL],
-    examples=["ckptx env", "ckptx env --json"],
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-@with_global_options
-def command(as_json: bool) -> int:
-    """Say which versions and which machine this is. Imports nothing it reports on."""
-    return Output(as_json=as_json).run("env", _described, _text)
+@define("env", examples=["ckptx env", "ckptx env --json"])
+def command(call: CommandCall) -> int:
+    """Print versions and system information. Imports none of the packages that it lists."""
+    return Output(call.output).run("env", _described, _text)
 
 
 def _described(log: Log) -> EnvironmentReport:
@@ -42,6 +34,10 @@ def _described(log: Log) -> EnvironmentReport:
         cores=len(os.sched_getaffinity(0)),
         packages={package: installed(package) for package in (*_TESTED, *_ALSO)},
         tested_with=_TESTED,
+        defaults=[
+            {"option": each.setting.flag, "value": shown_value(each), "origin": each.origin, "commands": commands}
+            for each, commands in every_default()
+        ],
     )
 
 
@@ -50,4 +46,7 @@ def _text(report: EnvironmentReport) -> str:
     for package, found in report.packages.items():
         tested = f" (tested with {_TESTED[package]})" if package in _TESTED else ""
         rows.append((package, (found or "not installed") + tested))
-    return "\n".join(f"{name:<16} {said}" for name, said in rows)
+    for row in report.defaults:
+        commands = "every command" if len(row["commands"]) == len(COMMANDS) else ", ".join(row["commands"])
+        rows.append((f"{row['option']}", f"{row['value']}  ({row['origin']}; for {commands})"))
+    return "\n".join(f"{name:<16} {value}" for name, value in rows)

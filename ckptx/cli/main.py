@@ -6,104 +6,108 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 
 import click
 
-from ckptx.cli.options import SETTINGS, Section, SectionedGroup, global_options, need_command
+from ckptx.cli.command import SectionedGroup, words_of
 from ckptx.cli.output import say_error
 from ckptx.cli.signals import listen
 from ckptx.cli.streams import settle_streams
 from ckptx.errors import Defect, Terminated, exit_code_of
+from ckptx.options.commands import COMMANDS, GROUPS, all_words, refuse_unknown, tables_of
+from ckptx.options.output import GlobalOptions
 from ckptx.version import __version__
-
-_COMMANDS = {
-    "inspect": "what a checkpoint holds, from its headers",
-    "convert": "HF safetensors to DCP and back",
-    "reshard": "a checkpoint cut for TP x PP x FSDP",
-    "diff": "names, shapes, dtypes and ties of two checkpoints",
-    "verify": "two checkpoints compared bit for bit",
-    "forecast": "memory of a training step on each rank, before it runs",
-    "robustness": "what a training run saves: read back, exported, re-laid, resumed",
-    "env": "versions and machine, for bug reports",
-}
-
 
 # Of processes, devices, and the directory where a forkserver listens.
 _HAVE_TO_TAKE_LEAVE = frozenset({"torch", "multiprocessing.forkserver"})
 
 
 class _LazyGroup(SectionedGroup):
-    """Imports `ckptx.cli.NAME` when its command is asked for."""
+    """A group that imports `ckptx.cli.NAME` when its command is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return list(dict.fromkeys(words.split()[0] for words in COMMANDS))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        if cmd_name == "help":
+            return _help
+        if cmd_name not in self.list_commands(ctx):
             return None
         command = importlib.import_module(f"ckptx.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        summaries = {**{words: command.summary for words, command in COMMANDS.items()}, **GROUPS}
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl([(name, summaries[name]) for name in self.list_commands(ctx)])
 
 
 @click.group(
     cls=_LazyGroup,
-    context_settings=SETTINGS,
-    params=global_options(),
-    sections=[
-        Section("Global options", ["quiet", "verbose", "no_color", "version", "help"]),
-    ],
-    examples=["ckptx inspect PATH", "ckptx convert hf2dcp MODEL MODEL-dcp", "ckptx reshard MODEL MODEL-tp4 --tp 4"],
+    examples=["ckptx inspect PATH", "ckptx convert to-dcp MODEL MODEL-dcp", "ckptx reshard MODEL MODEL-tp4 --tp 4"],
 )
 @click.version_option(__version__, message="ckptx %(version)s")
 def cli(**_: object) -> None:
-    """Convert checkpoints of large language models, and prove that the result is right."""
-    need_command()
+    """Convert and reshard checkpoints of large language models, and prove that the result is right."""
+    ctx = click.get_current_context()
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@click.command("help", hidden=True, add_help_option=False)
+@click.argument("words", nargs=-1)
+def _help(words: Sequence[str]) -> None:
+    """Print the help of the program or of a command."""
+    ctx = click.get_current_context().find_root()
+    command: click.Command = cli
+    for word in words:
+        if not isinstance(command, SectionedGroup):
+            raise click.UsageError(f"{ctx.command_path} has no commands, and {word} is none", ctx)
+        command = command.known_command(ctx, word)
+        ctx = click.Context(command, ctx, word)
+    click.echo(command.get_help(ctx))
 
 
 def commands() -> dict[str, click.Command]:
-    """Every command by its words: "reshard", "convert hf2dcp"; importing all of them takes a moment."""
+    """Return every command by its words: "reshard", "convert to-dcp", and its other name "convert hf2dcp".
+
+    Importing all of them takes a moment.
+    """
     found: dict[str, click.Command] = {}
-    context = click.Context(cli)
-    for name in cli.list_commands(context):
-        command = cli.get_command(context, name)
-        assert command is not None
-        below = command.commands if isinstance(command, click.Group) else {}
-        found |= {f"{name} {each}": command for each, command in below.items()} or {name: command}
+    for words in all_words():
+        command: click.Command = cli
+        for word in words.split():
+            assert isinstance(command, click.Group)
+            below = command.get_command(click.Context(command), word)
+            assert below is not None
+            command = below
+        found[words] = command
     return found
 
 
-def _words(context: click.Context) -> str:
-    """The words of a command, without the name of the program, which torchrun and `python -m` choose."""
-    words = []
-    while context.parent is not None:
-        words.append(context.info_name or "")
-        context = context.parent
-    return " ".join(reversed(words)) or "ckptx itself"
+def _message(error: click.UsageError) -> str:
+    """Return one line for wrong usage, with the command that has an option, or the nearest spelling."""
+    message = error.format_message().rstrip(".")
+    ctx = error.ctx
+    if isinstance(error, click.NoSuchOption) and ctx is not None:
+        words = words_of(ctx)
+        command = all_words().get(words)
+        tables = [GlobalOptions] if command is None else tables_of(command)
+        message = str(refuse_unknown(words or "ckptx", tables, error.option_name))
+    if ctx is None:
+        return message
+    return f"{message}{' See' if message.endswith('?') else '; see'} `{ctx.command_path} --help`"
 
 
-def _said(error: click.UsageError) -> str:
-    """One line for wrong usage; an option of other commands is told from one that nobody has."""
-    said = error.format_message().rstrip(".")
-    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
-        having = [
-            words
-            for words, command in commands().items()
-            if any(error.option_name in param.opts for param in command.params)
-        ]
-        if having:
-            said = f"{error.option_name}: has no meaning for {_words(error.ctx)}, only for {', '.join(having)}"
-    hint = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
-    return said + hint
+def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -> None:
+    """Run the command line and exit with the code that docs/running.md promises.
 
-
-def main() -> None:
-    """Runs the command line and exits with the code that docs/running.md promises."""
+    Args:
+        work: What to run in place of the command line; its result is the exit code.
+    """
     settle_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal that cannot show a letter shows its number
@@ -111,11 +115,11 @@ def main() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only moves bytes here, but would start threads
     gc.disable()  # catalogs are many small objects without cycles; looking for some costs a third of the start
     try:
-        code = cli.main(standalone_mode=False)
+        code = work()
     except click.exceptions.Exit as leave:
         code = leave.exit_code
     except click.UsageError as error:
-        say_error(_said(error), as_json="--json" in sys.argv)
+        say_error(_message(error), as_json="--json" in sys.argv)
         code = error.exit_code
     except click.Abort:
         code = 130
@@ -127,11 +131,11 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def run() -> None:
-    """What the shell starts: `main`, and out, without taking apart catalogs of a hundred thousand tensors first."""
+def run(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -> None:
+    """Run `main` as a process, which ends without taking apart catalogs of a hundred thousand tensors first."""
     listen()
     try:
-        main()
+        main(work)
     except SystemExit as leave:
         if not _HAVE_TO_TAKE_LEAVE.isdisjoint(sys.modules):
             raise

@@ -22,13 +22,13 @@ from ckptx.errors import (
     UsageError,
     exit_code_of,
 )
+from ckptx.options.output import JsonOutput, ReportOutput
 from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.report import Log, Report, Stopwatch, human_bytes
 from ckptx.untrusted.printable import lines, one_line, shown
 
 _SECONDS_BETWEEN_LINES = 10.0
 _BAR = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
-_PUBLISHING = ("convert hf2dcp", "convert dcp2hf", "reshard")  # commands that make a checkpoint
 R = TypeVar("R", bound=Report)
 
 
@@ -37,29 +37,31 @@ class Output:
 
     def __init__(
         self,
-        *,
-        as_json: bool = False,
-        report_file: str | None = None,
+        output: JsonOutput | None = None,
         pages: Mapping[str, Callable[[Report], str]] | None = None,
+        *,
+        is_quiet: bool = False,
     ) -> None:
         """Looks at the environment.
 
         Args:
-            as_json: Print the report as one document.
-            report_file: Where to write it, on success and on failure.
+            output: Where the report goes; None for a terminal alone.
             pages: Other files that are made of it, and written when it is: where, and what makes the text of each.
+            is_quiet: Print errors only, as `--quiet`.
         """
         context = click.get_current_context(silent=True)
         settings: dict[str, Any] = context.find_root().ensure_object(dict) if context is not None else {}
         self._is_first = os.environ.get("RANK", "0") == "0"
-        self.quiet = bool(settings.get("quiet")) or not self._is_first
-        self.as_json = as_json
-        self.report_file = report_file
+        self.quiet = is_quiet or bool(settings.get("quiet")) or not self._is_first
+        self.as_json = output is not None and output.as_json
+        self.report_file = (
+            str(output.report_file) if isinstance(output, ReportOutput) and output.report_file is not None else None
+        )
         self._pages = dict(pages or {})
         self._is_plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
         self._is_verbose = bool(settings.get("verbose"))
         hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
-        self._progress = not (self.quiet or as_json or hidden)
+        self._progress = not (self.quiet or self.as_json or hidden)
         self._bar: Any = None
         self._bar_began = 0.0
         self._last_line = time.monotonic()
@@ -95,11 +97,13 @@ class Output:
             raised, failure = error, str(error)
             self._trace(error)
         except MemoryError as error:
-            way = "run with a smaller --max-memory" if command in _PUBLISHING else "use a machine with more"
+            way = "run with a smaller --max-memory" if _makes_checkpoint(command) else "use a machine with more"
             raised, failure = error, f"out of memory; {way}"
             self._trace(error)
         except (KeyboardInterrupt, Terminated) as error:
-            further = "; nothing was published, run again with --resume to continue" if command in _PUBLISHING else ""
+            further = (
+                "; nothing was published, run again with --resume to continue" if _makes_checkpoint(command) else ""
+            )
             raised, failure = error, f"interrupted{further}"
         except Exception as error:  # a defect: said as one, with its cause, and never as a difference found
             raised, failure = error, f"internal error: {type(error).__name__}: {error}; please report it"
@@ -205,6 +209,13 @@ class Output:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _makes_checkpoint(command: str) -> bool:
+    """Return whether a command makes a checkpoint."""
+    from ckptx.options.commands import all_words
+
+    return all_words()[command].is_converting
 
 
 def _say_trace(error: BaseException) -> None:

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.dtype import CAST_TARGETS, DType
@@ -14,13 +13,13 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.comparison.headers import TiedNames, differing_headers, in_common_names, seen_together
 from ckptx.comparison.optimizer_state import has_state, not_compared, notes_on_objects, pair_state
-from ckptx.errors import UsageError
+from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.model_view.config_check import fit_noted
 from ckptx.model_view.parameter_count import parameters_of
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all, locate_payloads, settle_duplicates
-from ckptx.options import default_workers
+from ckptx.options.verify import CompareOptions
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
 from ckptx.storage.interface import SourceFiles
@@ -33,38 +32,22 @@ from ckptx.wording import first_of
 _BUFFER = 1 << 20
 
 
-def verify(
-    reference: Path,
-    checkpoint: Path,
-    *,
-    dtype: str = "auto",
-    workers: int | None = None,
-    max_memory: int = 256_000_000,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    log: Log | None = None,
-    with_state: bool = True,
-    prefix: str | None = None,
-) -> VerifyReport:
-    """Compares the contents of two checkpoints; `exit` of the report is 1 when they differ.
+def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyReport:
+    """Compare the contents of two checkpoints; `exit` of the report is 1 when they differ.
 
     Args:
-        reference: What the other should be equal to.
-        checkpoint: What to check.
-        dtype: "auto" compares as stored; otherwise the reference is cast first, as `convert --dtype` casts.
-        workers: Threads.
-        max_memory: Bytes of buffers.
-        on_progress: Called now and then with bytes compared and bytes in all.
-        log: Has what the user should know, when an error is raised, too.
-        with_state: Compare what both hold beside the model, too.
-        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
+        options: The checkpoints, and how to compare them.
+        with_state: Also compare what both hold beside the model.
 
     Raises:
         InputError, UnsupportedError: One of them cannot be read.
     """
-    if dtype != "auto" and dtype not in CAST_TARGETS:
-        raise UsageError(f'--dtype: "{dtype}", needed one of auto, bf16, fp16, fp32')
-    stopwatch, log = Stopwatch(), log or Log()
-    first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=prefix)
+    stopwatch, log, dtype = Stopwatch(), options.log or Log(), options.dtype
+    reference, checkpoint = (
+        resolve(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+        for path in (options.reference, options.checkpoint)
+    )
+    first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     for view in (first, second):
         fit_noted(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
@@ -82,8 +65,8 @@ def verify(
             log.note(*notes_on_objects(a.catalog.objects, b.catalog.objects, (files_a, files_b)))
         else:
             log.note(*(not_compared(view) for view in (a, b) if has_state(view)))
-        comparison = _Comparison(pairs, (files_a, files_b), max_memory)
-        rows += comparison.run(workers or default_workers(), on_progress)
+        comparison = _Comparison(pairs, (files_a, files_b), options.buffer_bytes)
+        rows += comparison.run(options.threads, options.on_progress)
     if comparison.unrecorded:
         said = counted(comparison.unrecorded, "archive")
         log.note(f"without a recorded CRC-32: {said}, whose bytes could not be checked")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
@@ -17,39 +16,29 @@ from ckptx.mapping.models import below
 from ckptx.model_view.config_check import fit_noted
 from ckptx.model_view.parameter_count import parameters_of
 from ckptx.model_view.view import ModelView, SeveralModels, rules_of, trainer_rules, view_model_under
+from ckptx.options.api import api
+from ckptx.options.diff import DiffOptions
 from ckptx.report.documents.comparison import DiffReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.wording import counted, first_of
 
 
-def diff(
-    a: str | Path,
-    b: str | Path,
-    *,
-    prefix: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | None = None,
-) -> DiffReport:
-    """Compares two checkpoints of any format; `exit` of the report is 1 when they differ.
+@api(DiffOptions)
+def diff(options: DiffOptions) -> DiffReport:
+    """Compare two checkpoints of any format; `exit` of the report is 1 when they differ.
 
     A name that only one has is no difference when it is a tied name whose partner both have: that is how one format
     says what the other leaves out.
 
-    Args:
-        a: A directory, file, index, or Hub id.
-        b: Another one.
-        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
-        revision: Branch, tag or commit of what is a Hub id.
-        token: Hub token.
-        cache_dir: Hub cache.
-
     Raises:
         InputError, UnsupportedError: One cannot be opened.
     """
-    stopwatch, log = Stopwatch(), Log()
-    paths = [resolve(str(each), revision=revision, token=token, cache_dir=cache_dir) for each in (a, b)]
-    a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths), prefix=prefix)
+    stopwatch, log = Stopwatch(), options.log or Log()
+    paths = [
+        resolve(str(each), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+        for each in (options.a, options.b)
+    ]
+    a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths), prefix=options.model_prefix)
     for view in (a_view, b_view):
         fit_noted(view, log.notes)
     first, second = in_common_names(_headers_of(a_view), _headers_of(b_view))
@@ -89,8 +78,8 @@ def seen_together(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple
     views = _seen_beside(a, b, prefix), _seen_beside(b, a, prefix)
     if prefix is not None and not any(view.catalog.form.is_of_training and view.prefix == prefix for view in views):
         raise InputError(
-            f'--prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model {below(prefix)}; look at their '
-            "names with `ckptx inspect --tensors`"
+            f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model {below(prefix)}; look at '
+            "their names with `ckptx inspect --tensors`"
         )
     return views
 

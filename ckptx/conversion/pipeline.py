@@ -18,14 +18,14 @@ from ckptx.conversion.steps.choosing import choose_tensors
 from ckptx.conversion.steps.dtypes import cast_tensors
 from ckptx.conversion.steps.ledger import settle_ledger
 from ckptx.conversion.steps.model import LeftBehind, hold_against_config, refuse_without_model, see_model, settle_ties
-from ckptx.conversion.steps.opening import Opened, Progress
+from ckptx.conversion.steps.opening import Opened
 from ckptx.conversion.steps.recorded_config import check_recorded_config
 from ckptx.conversion.steps.sharding import Sharded, shard
 from ckptx.conversion.steps.sidecars import carry
 from ckptx.conversion.steps.summary import ConversionState, report_of
 from ckptx.conversion.steps.training_state import TrainingState, carry_state
 from ckptx.model_view.view import compare_replicas
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peers import Processes
 from ckptx.publishing.publish import Job, publish
 from ckptx.publishing.replacing import refuse_foreign
@@ -38,9 +38,7 @@ from ckptx.transfer.planner import plan_copy
 _logger = logging.getLogger(__name__)
 
 
-def convert_opened(
-    command: str, opened: Opened, output: OutputFormat, need: Need, log: Log, on_progress: Progress
-) -> ConversionReport:
+def convert_opened(command: str, opened: Opened, output: OutputFormat, need: Need, log: Log) -> ConversionReport:
     """Carries out one conversion.
 
     Args:
@@ -49,18 +47,16 @@ def convert_opened(
         output: What to write.
         need: What to do where there is no config.
         log: Takes down the notes of every step.
-        on_progress: Called now and then with bytes written and bytes in all.
 
     Raises:
         CkptxError: Whatever is in the way; nothing was published.
     """
     source, files, dst, options = opened.source, opened.files, opened.dst, opened.options
-    keeps_state = output.keeps_state(source, options)
+    keeps_state = output.keeps_state(source)
 
     # What is there.
     base = log(find_base(source, dst, options, need))
-    prefix = options.prefix if output.is_prefix_of_source(source) else None
-    model = log(see_model(base, files, options, prefix=prefix, with_state=keeps_state))
+    model = log(see_model(base, files, options, with_state=keeps_state))
     view = model.view
     _logger.info(
         "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.files_from.root,
@@ -83,11 +79,10 @@ def convert_opened(
     )  # fmt: skip
     cast = log(cast_tensors(view, chosen.named, base, options.dtype))
     sharded = Sharded(cast.target)
-    if output.is_cut:
-        sharded = log(shard(view, cast.target, naming, options, every_rank_alone=output.every_rank_alone))
-    added = options.prefix or ""
-    names = output.names(view, chosen.named, added)
-    placed = sharded.renamed(names).with_second_names(output.second_names(view, chosen.named, names, added))
+    if output.layout is not None:
+        sharded = log(shard(view, cast.target, naming, output.layout, every_rank_alone=output.every_rank_alone))
+    names = output.names(view, chosen.named)
+    placed = sharded.renamed(names).with_second_names(output.second_names(view, chosen.named, names))
     outward = {old: names[new] for old, new in naming.renamed(view).items()} if keeps_state else {}
 
     def state_of_source() -> TrainingState:
@@ -96,10 +91,10 @@ def convert_opened(
     state = log(state_of_source())
 
     # Where it lies, and what goes along.
-    is_altered = cast.was_cast or bool(options.prefix and not source.form.is_of_training)
+    is_altered = cast.was_cast or output.has_new_prefix
     original = None if is_altered else chosen.original
     contents = Contents(placed, state, names, naming, base, chosen.restored, original)
-    allocation = log(output.allocate(dst, contents, options, files))
+    allocation = log(output.allocate(dst, contents, files))
     edits = ConfigEdits()
     if chosen.restored is None:
         edits = log(output.edits(view, chosen.named, cast, base, ties, options.dtype))
@@ -147,18 +142,12 @@ def convert_opened(
         dst, options, opened.processes, model, ties, held, left, cast, sharded, contents, allocation, sidecars, job,
         ledger,
     )  # fmt: skip
-    outcome = None if options.dry_run else _published(job, dst, files, options, opened.processes, base, on_progress)
+    outcome = None if options.dry_run else _published(job, dst, files, options, opened.processes, base)
     return report_of(command, found, outcome, log)
 
 
 def _published(
-    job: Job,
-    dst: Path,
-    files: SourceFiles,
-    options: ConvertOptions,
-    processes: Processes | None,
-    base: Base,
-    on_progress: Progress,
+    job: Job, dst: Path, files: SourceFiles, options: ConversionOptions, processes: Processes | None, base: Base
 ) -> CopyResult | None:
     """Writes the output."""
     total = job.plan.bytes_written
@@ -166,11 +155,11 @@ def _published(
         job,
         dst,
         files,
-        workers=options.workers,
-        max_memory=options.max_memory,
+        workers=options.threads,
+        max_memory=options.buffer_bytes,
         overwrite=options.overwrite,
         resume=options.resume,
-        on_progress=lambda done: on_progress(done, total),
+        on_progress=lambda done: options.on_progress(done, total),
         processes=processes,
         beside=() if base.catalog is None else (base.catalog,),
         may_replace=refuse_foreign,

@@ -94,7 +94,7 @@ class ModelView:
     def notes_on_others(self, done: str) -> tuple[str, ...]:
         """A note on each further model; `done` says what is not done with it."""
         return tuple(
-            f'{each.said}: {counted(len(each.names), "tensor")}, {done}; choose it with --prefix "{each.prefix}"'
+            f'{each.said}: {counted(len(each.names), "tensor")}, {done}; choose it with --source-prefix "{each.prefix}"'
             for each in self.others
         )
 
@@ -198,8 +198,8 @@ class SeveralModels(InputError):
     """A checkpoint holds several complete models, and nothing says which is meant."""
 
     def __init__(self, root: Location, prefixes: tuple[str, ...]) -> None:
-        how = ' (--prefix "" takes the names without one)' if "" in prefixes else ""
-        super().__init__(f"{root}: {_said_of_several(prefixes)}; choose one with --prefix{how}")
+        how = ' (--source-prefix "" takes the names without one)' if "" in prefixes else ""
+        super().__init__(f"{root}: {_said_of_several(prefixes)}; choose one with --source-prefix{how}")
 
 
 def _said_of_several(prefixes: tuple[str, ...]) -> str:
@@ -270,7 +270,7 @@ def _names_of_model(
         if repeated:
             notes.append(
                 f"the same names under {', '.join(map(json.dumps, repeated[:8]))}, as of "
-                f"{counted(len(repeated), 'model')} of an unknown class: all are taken; choose one with --prefix"
+                f"{counted(len(repeated), 'model')} of an unknown class: all are taken; choose one with --source-prefix"
             )
     return found
 
@@ -428,7 +428,7 @@ def settle_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool) 
         what = _difference(reader, view.catalog.tensors[kept], view.catalog.tensors[name])
         if what is not None:
             is_outside = bool(view.prefix) and kept == view.prefix + name
-            way_out = f'choose the first with --prefix "{view.prefix}"' if is_outside else "remove one of them"
+            way_out = f'choose the first with --source-prefix "{view.prefix}"' if is_outside else "remove one of them"
             raise InputError(
                 f'{view.catalog.root}: tensors "{kept}" and "{name}" are one parameter under two names, but {what}; '
                 f"{way_out}"

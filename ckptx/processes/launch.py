@@ -34,8 +34,12 @@ def is_launched_by_us() -> bool:
     return _BY_US in os.environ
 
 
-def launch(arguments: Sequence[str], world_size: int) -> dict[str, Any]:
-    """Runs `python -m ckptx ARGUMENTS` on `world_size` processes of this machine.
+def launch(order: str, world_size: int) -> dict[str, Any]:
+    """Runs a command on `world_size` processes of this machine; each gets the same options as one document.
+
+    Args:
+        order: What `ckptx.options.document.to_json` makes of the options; `ckptx.cli.rank` reads it.
+        world_size: Number of processes.
 
     Returns:
         The report of rank 0, as `--report` writes it; its `exit` and `error` say how it ended.
@@ -44,8 +48,9 @@ def launch(arguments: Sequence[str], world_size: int) -> dict[str, Any]:
         EnvironmentProblem: A process died without a word.
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-run-") as directory:
-        report = Path(directory, "report.json")
-        command = [sys.executable, "-m", "ckptx", *arguments, "--report", str(report), "-q"]
+        options, report = Path(directory, "options.json"), Path(directory, "report.json")
+        options.write_text(order, encoding="utf-8")
+        command = [sys.executable, "-m", "ckptx.cli.rank", str(options), str(report)]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
         shared[_BY_US] = "1"
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // world_size))

@@ -20,7 +20,7 @@ from ckptx.report.report import SCHEMA_VERSION, Report
 
 # Words of the command line -> what they report. A call that cannot be understood and any failure are plain reports.
 COMMANDS: Mapping[type[Report], tuple[str, ...]] = {
-    ConversionReport: ("convert hf2dcp", "convert dcp2hf", "reshard"),
+    ConversionReport: ("convert to-dcp", "convert hf2dcp", "convert to-hf", "convert dcp2hf", "reshard"),
     InspectionReport: ("inspect",),
     DiffReport: ("diff",),
     VerifyReport: ("verify",),

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-if TYPE_CHECKING:
-    from ckptx.report.documents.robustness import RobustnessReport
-    from ckptx.report.report import Log
+from ckptx.options.api import api
+from ckptx.options.robustness import RobustnessOptions
+from ckptx.report.documents.robustness import RobustnessReport
 
 
-def robustness(
-    recipe: str | Path,
-    *,
-    settings: Sequence[str] = (),
-    phases: str | None = None,
-    inject: str | None = None,
-    out: str | Path | None = None,
-    device: str = "auto",
-    backend: str = "auto",
-    gpu_memory: int | str | None = None,
-    log: Log | None = None,
-    on_phase: Callable[[RobustnessReport], None] = lambda report: None,
-) -> RobustnessReport:
-    """Trains, saves, loads, exports, re-lays and resumes as a recipe says, and compares to the last bit.
-
-    Args:
-        recipe: The name of one that ckptx brings, or a YAML file.
-        settings: `key=value` for each value of the recipe that is to be another, as `layout.tp=2`.
-        phases: Which of them, by their numbers, as `0-3,6`; all of them when left out.
-        inject: A fault to plant, which has to be found.
-        out: A directory for everything that is written, absent or empty; a temporary one when left out.
-        device: auto, cpu or cuda.
-        backend: auto, gloo or nccl.
-        gpu_memory: Of each GPU, as `80GB` or in bytes.
-        log: Has what the user should know, when an error is raised, too.
-        on_phase: Called with the report so far, before the first phase of our trainer, and after each phase.
+@api(RobustnessOptions)
+def robustness(options: RobustnessOptions) -> RobustnessReport:
+    """Train, save, load, export, reshard and resume as a recipe says, and compare bit for bit.
 
     Raises:
         UsageError: An option or a setting has a value it cannot have.
-        InputError: The recipe is none, or what it names cannot be read.
-        UnsupportedError: What it asks for cannot run like that.
+        InputError: The recipe, or what it names, cannot be read.
+        UnsupportedError: The recipe asks for something that cannot run.
         OutputError: `out` cannot be written.
         SpaceError: It does not fit into memory, or on the disk.
         EnvironmentProblem: A package is missing, or there is no such device.
@@ -53,11 +29,7 @@ def robustness(
         run = import_module("ckptx.robustness_suite.run")  # it imports torch
     except ImportError as error:
         raise missing_package("robustness", error) from error
-    made = run.robustness(
-        recipe, settings=settings, phases=phases, inject=inject, out=out, device=device, backend=backend,
-        gpu_memory=gpu_memory, log=log, on_phase=on_phase,
-    )  # fmt: skip
-    return cast("RobustnessReport", made)
+    return cast("RobustnessReport", run.robustness(options))
 
 
 def known_faults() -> Mapping[str, str]:

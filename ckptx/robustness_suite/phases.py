@@ -24,11 +24,12 @@ from msgspec import structs
 from ckptx.api.convert import convert
 from ckptx.api.reshard import reshard
 from ckptx.architecture.find import find_architecture
-from ckptx.comparison.contents import verify
+from ckptx.comparison.contents import verify_bytes
 from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
-from ckptx.options import Names
+from ckptx.options.conversion import Names
+from ckptx.options.verify import CompareOptions
 from ckptx.robustness_suite.judge import Findings
 from ckptx.robustness_suite.kills import kill_points
 from ckptx.robustness_suite.oracles import (
@@ -341,7 +342,9 @@ def _logits(session: Session, reference: Logits, found: Logits, noise: float | N
 
 def _same_bytes(reference: Path, found: Path, where: str = "") -> Verdict:
     """Every tensor of two models, in whatever format and layout."""
-    report = verify(reference, found, with_state=False)  # which other oracles judge, each what it names
+    report = verify_bytes(
+        CompareOptions(reference, found), with_state=False
+    )  # which other oracles judge, each what it names
     lead = f"{where}: " if where else ""
     differences = [
         Difference("model", f"{lead}{row['name']}", None, "the same", str(row.get("kind", "differs")))

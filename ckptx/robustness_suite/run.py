@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import CkptxError, OutputError, UsageError
-from ckptx.options import parse_size
+from ckptx.options.robustness import RobustnessOptions
 from ckptx.processes.launch import is_launched
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
@@ -25,58 +25,28 @@ from ckptx.robustness_suite.oracles import Difference, Verdict, plain_number
 from ckptx.robustness_suite.phases import Phase, chosen
 from ckptx.robustness_suite.ranks import Ranks, Residue
 from ckptx.robustness_suite.session import Planted, Session
-from ckptx.runtime.parity.arguments import CHOICES
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import find_recipe, read_recipe
-from ckptx.untrusted.remote_name import refuse_remote
 
 _SHOWN = 200  # rows of differences in a report
 
 
-def robustness(
-    recipe: str | Path,
-    *,
-    settings: Sequence[str] = (),
-    phases: str | None = None,
-    inject: str | None = None,
-    out: str | Path | None = None,
-    device: str = "auto",
-    backend: str = "auto",
-    gpu_memory: int | str | None = None,
-    log: Log | None = None,
-    on_phase: Callable[[RobustnessReport], None] = lambda report: None,
-) -> RobustnessReport:
-    """Trains, saves, loads, exports, re-lays, resumes and kills what a recipe says, and names what differs.
-
-    Args:
-        recipe: The name of a shipped recipe, or a file.
-        settings: Changes to it, as "layout.tp=2".
-        phases: Which, as "0-3,6"; all when left out.
-        inject: The name of a fault to plant; the phases that can name it run.
-        out: A folder for all that is written, absent or empty; a temporary one, which stays if something differs, when
-            left out.
-        device: auto, cpu or cuda.
-        backend: auto, gloo or nccl.
-        gpu_memory: What a GPU may use, as "80GB"; all of it when left out. A run that cannot fit is refused.
-        log: Has what the user should know, when an error is raised, too.
-        on_phase: Called with the report so far, before the first phase of our trainer, and after each phase.
+def robustness(options: RobustnessOptions) -> RobustnessReport:
+    """Train, save, load, export, reshard, resume and kill as a recipe says, and name what differs.
 
     Returns:
         The report; `exit` is 1 if something differs.
 
     Raises:
-        UsageError: An option or a key of the recipe has no meaning.
-        UnsupportedError: The model cannot run like that.
-        EnvironmentProblem: A package, a device or a rank is missing.
-        SpaceError: A step takes more than `gpu_memory`.
+        CkptxError: As `ckptx.robustness` does.
     """
-    stopwatch, log = Stopwatch(), log or Log()
-    refuse_remote(out)
-    path = find_recipe(recipe)
+    stopwatch, log = Stopwatch(), options.log or Log()
+    phases, inject, settings, on_phase = options.phases, options.inject, options.settings, options.on_phase
+    device, backend, memory = options.device, options.backend, options.gpu_bytes
+    path = find_recipe(options.recipe)
     read = read_recipe(path, settings, int(os.environ["WORLD_SIZE"]) if is_launched() else None)
     log(read)
-    _refuse_choices(device, backend)
-    wanted, memory = chosen(phases), None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
+    wanted = chosen(phases)
     planted = Planted()
     if inject is not None:
         from ckptx.robustness_suite.faults import find_fault  # the only one that knows them
@@ -89,7 +59,7 @@ def robustness(
         _refuse_foreign(read, phases, inject)
     else:
         _refuse_nothing_after(read)
-    folder, is_mine = _folder(out)
+    folder, is_mine = _folder(options.out)
     mine = folder
     try:
         report = _report(read, path, settings, inject, folder)
@@ -129,17 +99,6 @@ def robustness(
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, out="")
     return stopwatch.stop(replace(report, warnings=log.notes, cause=first_cause(report)))
-
-
-def _refuse_choices(device: str, backend: str) -> None:
-    """Refuses a device or a backend that nobody has.
-
-    Raises:
-        UsageError: There is one.
-    """
-    for name, value in (("device", device), ("backend", backend)):
-        if value not in CHOICES[name]:
-            raise UsageError(f'--{name}: "{value}", needed one of {", ".join(CHOICES[name])}')
 
 
 def _refuse_nothing_after(recipe: Recipe) -> None:

@@ -10,13 +10,9 @@ import torch
 from ckptx.api.memory_check import peak_that_fits
 from ckptx.api.verify_run import verify_running
 from ckptx.errors import SpaceError
-from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options.verify import CompareRunOptions, RunOptions
 from tests.support.models import llama
 
-HOW = {
-    "pp_split": "even", "microbatches": None, "schedule": "1f1b", "activation_checkpointing": "none",
-    "ac_scope": "all", "dtype": "fp32", "trust_remote_code": False,
-}  # fmt: skip
 GIB = 2**30
 
 
@@ -28,20 +24,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ranks_that_share_take_less(checkpoint: Path) -> None:
-    alone, shared = (
-        peak_that_fits(checkpoint, checkpoint, ParallelDims(tp=tp), 80 * GIB, **HOW) for tp in (1, 2)
-    )  # fmt: skip
+    alone, shared = (peak_that_fits(checkpoint, checkpoint, RunOptions(tp=tp), 80 * GIB) for tp in (1, 2))
     assert 0 < shared < alone
 
 
 def test_what_cannot_fit_is_refused(checkpoint: Path) -> None:
     with pytest.raises(SpaceError, match=r"--gpu-memory: a run of .* takes .* found 1\.00 GiB; no mesh of up to 64"):
-        peak_that_fits(checkpoint, checkpoint, ParallelDims(), GIB, **HOW)
+        peak_that_fits(checkpoint, checkpoint, RunOptions(), GIB)
 
 
 def test_a_process_that_has_trained_asks_too(checkpoint: Path) -> None:
     torch.ones(2, requires_grad=True).sum().backward()
-    report = verify_running(checkpoint, checkpoint, gpu_memory="80GB", device="cpu")
+    options = CompareRunOptions(checkpoint, checkpoint, run=True, gpu_memory="80GB", device="cpu")
+    report = verify_running(options)
     assert report.ok
     assert report.forecast_peak is not None and report.measured_peak is not None
     assert 0.8 < report.measured_peak / report.forecast_peak < 1.3

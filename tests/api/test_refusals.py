@@ -219,11 +219,6 @@ def _(root: Path) -> None:
     (root / "config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": True}))
 
 
-@hf("a checkpoint that is HF already", 2, "is a safetensors checkpoint already", direction="dcp2hf", inspects=True)
-def _(root: Path) -> None:
-    pass
-
-
 # Directories
 
 
@@ -476,7 +471,7 @@ def _(root: Path) -> None:
     write_dcp(root, llama())
 
 
-@dcp("a prefix no name has", 3, 'no tensor name begins with "app."', inspects=True, options={"prefix": "app."})
+@dcp("a prefix no name has", 3, 'no tensor name begins with "app."', inspects=True, options={"source_prefix": "app."})
 def _(root: Path) -> None:
     write_dcp(root, llama(), config=LLAMA)
 
@@ -534,7 +529,6 @@ ON_THE_COMMAND_LINE = [
     "several checkpoints below",
     "an adapter",
     "a remote path",
-    "a checkpoint that is HF already",
     "a hole between chunks",
     "a missing .distcp",
     "a conj view",

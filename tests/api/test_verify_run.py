@@ -10,8 +10,11 @@ import pytest
 
 from ckptx.api import verify_run as running
 from ckptx.api.verify_run import verify_running
-from ckptx.errors import EnvironmentProblem, PeerFailure, UsageError
+from ckptx.errors import Defect, EnvironmentProblem, PeerFailure, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options.document import from_json
+from ckptx.options.option import settings_of
+from ckptx.options.verify import CompareRunOptions
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log
 
@@ -40,15 +43,22 @@ class Launched:
 
     def __init__(self, **changes: Any) -> None:
         self.document: dict[str, Any] = json.loads(json.dumps(report().to_dict() | changes))
-        self.arguments: list[str] = []
-        self.world_size = 0
+        self.order, self.world_size = "", 0
 
-    def __call__(self, arguments: list[str], world_size: int) -> dict[str, Any]:
-        self.arguments, self.world_size = arguments, world_size
+    def __call__(self, order: str, world_size: int) -> dict[str, Any]:
+        self.order, self.world_size = order, world_size
         return self.document
 
-    def given(self, option: str) -> str | None:
-        return self.arguments[self.arguments.index(option) + 1] if option in self.arguments else None
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that the ranks are given."""
+        found: dict[str, Any] = json.loads(self.order)["options"]
+        return found
+
+
+def run(**options: Any) -> RunReport:
+    """Run `verify --run` of two checkpoints."""
+    return verify_running(CompareRunOptions(A, B, run=True, **options))
 
 
 @pytest.fixture
@@ -57,6 +67,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr(running, "launch", made)
     monkeypatch.setattr(running, "is_launched", lambda: False)
     return made
+
+
+@pytest.fixture(autouse=True)
+def _any_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "resolve", lambda path, **_: Path(path))
 
 
 @pytest.fixture
@@ -81,59 +96,45 @@ PLAN = {"model.layers.*.mlp.up_proj": "colwise"}
 def test_as_many_ranks_are_started_as_the_mesh_has(
     launched: Launched, tp: int, dp_shard: int, pp: int, replicas: int
 ) -> None:
-    verify_running(A, B, tp=tp, dp_shard=dp_shard, pp=pp, dp_replicate=replicas)
+    run(tp=tp, dp_shard=dp_shard, pp=pp, dp_replicate=replicas)
     assert launched.world_size == tp * dp_shard * pp * replicas
-    assert (launched.given("--pp"), launched.given("--dp-replicate")) == (str(pp), str(replicas))
-    assert launched.arguments[:4] == ["verify", "a", "b", "--run"]
-    assert (launched.given("--tp"), launched.given("--dp-shard")) == (str(tp), str(dp_shard))
-    assert not {"--compile", "--no-backward", "--trust-remote-code", "--tp-plan", "--strict"} & {*launched.arguments}
-
-
-def test_ranks_get_every_option(launched: Launched, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(PLAN))
-    verify_running(
-        A, B, tp=2, tp_plan=str(plan), device="cpu", backend="gloo", compute_dtype="fp32", compile=True,
-        activation_checkpointing="full", ac_scope="language", backward=False, trust_remote_code=True, strict=True,
-    )  # fmt: skip
-    expected = {
-        "--device": "cpu", "--backend": "gloo", "--compute-dtype": "fp32", "--activation-checkpointing": "full",
-        "--ac-scope": "language", "--tp-plan": str(plan),
+    assert json.loads(launched.order)["command"] == "verify --run"
+    assert launched.given == {
+        "reference": "a", "checkpoint": "b", "run": True, "tp": tp, "pp": pp, "dp_shard": dp_shard,
+        "dp_replicate": replicas,
     }  # fmt: skip
-    assert {option: launched.given(option) for option in expected} == expected
-    assert {"--compile", "--no-backward", "--trust-remote-code", "--strict"} <= {*launched.arguments}
 
 
-def test_the_command_understands_what_ranks_are_started_with(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What one process hands on is what the other is given, option by option."""
-    from click.testing import CliRunner
-
-    from ckptx.cli.main import cli
-
+def test_ranks_read_the_options_that_they_are_given(launched: Launched, tmp_path: Path) -> None:
+    """One process hands its options to another one, none of them lost or changed; hooks stay behind."""
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(PLAN))
     given: dict[str, Any] = {
         "tp": 2, "pp": 2, "pp_split": "1,3", "schedule": "gpipe", "microbatches": 5, "dp_replicate": 2,
-        "dp_shard": 3, "tp_plan": str(plan), "device": "cpu", "backend": "gloo", "compute_dtype": "fp16",
+        "dp_shard": 3, "tp_plan": plan, "device": "cpu", "backend": "gloo", "compute_dtype": "fp16",
         "activation_checkpointing": "selective", "ac_scope": "vision", "compile": True, "backward": False,
-        "trust_remote_code": True, "strict": True,
+        "trust_remote_code": True, "strict": True, "reference_memory": "8GB", "source_prefix": "auto",
+        "revision": "v1", "token": "secret", "cache_dir": tmp_path, "log": Log(),
     }  # fmt: skip
-    verify_running(A, B, **given)
-    heard: list[dict[str, Any]] = []
-    monkeypatch.setattr(running, "verify_running", lambda *paths, **options: heard.append(options) or report())
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    arguments = [str(tmp_path / each) if each in ("a", "b") else each for each in launched.arguments]
-    result = CliRunner().invoke(cli, arguments, standalone_mode=False)
-    assert result.return_value == 0, result.output
-    assert {name: heard[0].get(name) for name in given} == given
+    run(**given)
+    heard = from_json(launched.order, CompareRunOptions)
+    hooks_and_paths = {"log": None, "tp_plan": str(plan), "cache_dir": str(tmp_path)}
+    assert {name: getattr(heard, name) for name in given} == given | hooks_and_paths
+    options = {name for name, each in settings_of(CompareRunOptions).items() if each.option is not None}
+    assert options - given.keys() == {"run", "gpu_memory"}, "give the new option a value here"
+
+
+def test_a_document_of_another_command_is_a_defect(launched: Launched) -> None:
+    run(tp=2)
+    with pytest.raises(Defect, match="required those of verify --run"):
+        from_json(launched.order.replace("--run", ""), CompareRunOptions)
+    with pytest.raises(Defect, match="'tensor_parallel'"):
+        from_json(launched.order.replace('"tp"', '"tensor_parallel"'), CompareRunOptions)
 
 
 def test_the_report_of_rank_0_is_adopted_and_the_time_is_our_own(launched: Launched) -> None:
     log = Log()
-    found = verify_running(A, B, tp=2, log=log)
+    found = run(tp=2, log=log)
     theirs = launched.document
     assert (found.peak_rss_rank_0, theirs["peak_rss"]) == (123456789, 123456789)
     assert (found.peak_rss, found.peak_rss_of) == (123456789, "largest rank") and found.seconds < 99
@@ -147,20 +148,20 @@ def test_an_error_of_rank_0_is_raised_with_its_exit(launched: Launched, code: in
     launched.document |= {"error": "a: no config.json", "exit": code}
     log = Log()
     with pytest.raises(PeerFailure, match=r"^a: no config\.json$") as error:
-        verify_running(A, B, tp=2, log=log)
+        run(tp=2, log=log)
     assert (error.value.exit_code, error.value.is_said) == (code, False)
     assert list(log.notes) == ["said"]
 
 
 def test_one_rank_is_run_here(launched: Launched, asked: list[Any]) -> None:
     log = Log()
-    verify_running(A, B, device="cpu", compute_dtype="bf16", backward=False, compile=True, log=log)
+    run(device="cpu", compute_dtype="bf16", backward=False, compile=True, log=log)
     assert launched.world_size == 0
     ((reference, checkpoint, options, said),) = asked
     assert (reference, checkpoint, said) == (A, B, log)
     assert options.dims == ParallelDims()
-    assert (options.device, options.dtype, options.backward, options.compile) == ("cpu", "bf16", False, True)
-    assert (options.backend, options.activation_checkpointing, options.scope) == ("auto", "none", "all")
+    assert (options.device, options.compute_dtype, options.backward, options.compile) == ("cpu", "bf16", False, True)
+    assert (options.backend, options.recomputed, options.ac_scope) == ("auto", "none", "all")
     assert (options.tp_plan, options.trust_remote_code) == (None, False)
 
 
@@ -170,11 +171,11 @@ def test_a_rank_that_was_started_starts_no_others(
     monkeypatch.setattr(running, "is_launched", lambda: True)
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     given = {"activation_checkpointing": "full", "ac_scope": "audio", "backend": "gloo", "trust_remote_code": True}
-    verify_running(A, B, tp=2, dp_shard=2, tp_plan=str(tmp_path / "plan.json"), **given)  # type: ignore[arg-type]  # of several types
+    run(tp=2, dp_shard=2, tp_plan=str(tmp_path / "plan.json"), **given)
     assert launched.world_size == 0
     options = asked[0][2]
-    assert (options.dims, options.tp_plan) == (ParallelDims(tp=2, dp_shard=2), PLAN)
-    assert (options.activation_checkpointing, options.scope) == ("full", "audio")
+    assert (options.dims, options.tp_plan) == (ParallelDims(tp=2, dp_shard=2), str(tmp_path / "plan.json"))
+    assert (options.recomputed, options.ac_scope) == ("full", "audio")
     assert (options.backend, options.trust_remote_code) == ("gloo", True)
 
 
@@ -183,7 +184,7 @@ def test_without_torch_the_package_is_named(asked: list[Any], monkeypatch: pytes
 
     monkeypatch.setitem(sys.modules, "ckptx.runtime.parity.forward", None)
     with pytest.raises(EnvironmentProblem, match="--run"):
-        verify_running(A, B)
+        run()
     assert asked == []
 
 
@@ -199,13 +200,13 @@ def test_without_torch_the_package_is_named(asked: list[Any], monkeypatch: pytes
         ({"tp_plan": "gone.json"}, ("--tp-plan", "--tp 2")),
         ({"tp_plan": "gone.json", "dp_shard": 2}, ("--tp-plan", "--tp 2")),
         ({"tp_plan": "gone.json", "tp": 2}, ("gone.json",)),
-        ({"tp": 0}, ("tp", "0")),
+        ({"tp": 0}, ("--tp", "0")),
         ({"pp": 0}, ("pp", "0")),
         ({"pp_split": "1,1"}, ("--pp-split", "--pp 2")),
         ({"schedule": "gpipe"}, ("--schedule", "--pp 2")),
         ({"microbatches": 2}, ("--microbatches", "--pp 2")),
-        ({"pp": 2, "microbatches": 0}, ("--microbatches", "0", "1 to 1,024")),
-        ({"pp": 2, "microbatches": 10**9}, ("--microbatches", "1000000000", "1 to 1,024")),
+        ({"pp": 2, "microbatches": 0}, ("--microbatches", "0", "between 1 and")),
+        ({"pp": 2, "microbatches": 10**9}, ("--microbatches", "1000000000", "between 1 and")),
         ({"pp": 2, "schedule": "zigzag"}, ("--schedule", '"zigzag"', "zbvzerobubble")),
     ],
 )
@@ -213,7 +214,7 @@ def test_an_option_that_cannot_be_is_refused_before_anything_starts(
     launched: Launched, asked: list[Any], given: dict[str, Any], said: tuple[str, ...]
 ) -> None:
     with pytest.raises(UsageError) as error:
-        verify_running(A, B, **given)
+        run(**given)
     assert all(word in str(error.value) for word in said)
     assert (launched.world_size, asked) == (0, [])
 
@@ -226,11 +227,12 @@ def test_ranks_that_are_started_measure_what_was_forecast(launched: Launched, mo
         return 2**30
 
     monkeypatch.setattr(running, "peak_that_fits", peak)
-    found = verify_running(A, B, tp=2, gpu_memory="80GB", compute_dtype="bf16", activation_checkpointing="full")
+    found = run(tp=2, gpu_memory="80GB", compute_dtype="bf16", activation_checkpointing="full")
     ((given, how),) = asked
-    assert given == (A, B, ParallelDims(tp=2), 80_000_000_000)
-    assert (how["dtype"], how["activation_checkpointing"], how["schedule"]) == ("bf16", "full", "1f1b")
-    assert launched.given("--gpu-memory") == "80000000000"
+    (reference, checkpoint, options, memory), _ = given, how
+    assert (reference, checkpoint, memory) == (A, B, 80_000_000_000)
+    assert (options.dims, options.compute_dtype, options.recomputed) == (ParallelDims(tp=2), "bf16", "full")
+    assert launched.given["gpu_memory"] == "80GB"
     assert found.forecast_peak == 2**30
 
 
@@ -243,6 +245,6 @@ def test_one_process_asks_for_the_forecast(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(running, "peak_that_fits", lambda *_, **__: pytest.fail("it was asked again"))
-    verify_running(A, B, tp=2, gpu_memory="80GB")
+    run(tp=2, gpu_memory="80GB")
     ((_, _, options, _),) = asked
     assert options.measures

@@ -14,6 +14,7 @@ from click.testing import Result
 
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli
+from ckptx.options.output import JsonOutput
 from ckptx.version import __version__
 from tests.support.runner import CliRunner
 from tests.support.writers import LLAMA, llama, names_in, value, write_dcp, write_hf
@@ -196,16 +197,15 @@ def test_options_may_stand_before_the_paths(hf: Path, dst: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["convert", "hf2dcp", "HF", "DST", "--dtype", "fp8"], '--dtype: "fp8", needed one of'),
-        (["convert", "hf2dcp", "HF", "DST", "--tied", "maybe"], '--tied: "maybe", needed one of'),
-        (["convert", "hf2dcp", "HF", "DST", "--workers", "0"], "--workers: 0, needed a positive number"),
-        (["convert", "hf2dcp", "HF", "DST", "--files", "-1"], "--files: -1, needed a positive number"),
+        (["convert", "hf2dcp", "HF", "DST", "--dtype", "fp8"], '--dtype: "fp8" must be one of'),
+        (["convert", "hf2dcp", "HF", "DST", "--tied", "maybe"], '--tied: "maybe" must be one of'),
+        (["convert", "hf2dcp", "HF", "DST", "--workers", "0"], "--workers: 0 must be between 1 and 1,024"),
+        (["convert", "hf2dcp", "HF", "DST", "--files", "-1"], "--files: -1 must be between 1 and 65,536"),
         (["convert", "hf2dcp", "HF", "DST", "--max-memory", "many"], '--max-memory: "many" is not a size'),
-        (["convert", "hf2dcp", "HF", "DST", "--max-memory", "1kB"], "needed at least 2 MiB for each worker"),
+        (["convert", "hf2dcp", "HF", "DST", "--max-memory", "1kB"], "must be at least 2 MiB each"),
         (["convert", "dcp2hf", "HF", "DST", "--max-shard-size", "0"], '--max-shard-size: "0" is not a size'),
         (["convert", "dcp2hf", "HF", "DST", "--tied", "alias"], "--tied alias: safetensors cannot"),
-        (["convert", "hf2dcp", "DCP", "DST"], "is a DCP already"),
-        (["verify", "HF", "HF", "--dtype", "fp8"], '--dtype: "fp8", needed one of'),
+        (["verify", "HF", "HF", "--dtype", "fp8"], '--dtype: "fp8" must be one of'),
     ],
 )
 def test_values_out_of_range_are_usage(tmp_path: Path, hf: Path, dst: Path, arguments: list[str], said: str) -> None:
@@ -236,7 +236,7 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ["convert", "hf2dcp", "a"],
         ["convert", "hf2dcp", "a", "b", "c"],
         ["convert", "hf2dcp", "a", "b", "--nonsense"],
-        ["convert", "hf2dcp", "a", "b", "--base", "c"],
+        ["convert", "hf2dcp", "a", "b", "--index", "always"],
         ["convert", "hf2dcp", "a", "b", "--workers", "two"],
         ["inspect"],
         ["--nonsense"],
@@ -311,7 +311,7 @@ def pages() -> dict[str, click.Command]:
 
 def test_every_command_is_listed() -> None:
     assert list(pages()) == [
-        "", "inspect", "convert", "convert hf2dcp", "convert dcp2hf", "reshard", "diff", "verify", "forecast",
+        "", "inspect", "convert", "convert to-dcp", "convert to-hf", "reshard", "diff", "verify", "forecast",
         "robustness", "env",
     ]  # fmt: skip
     listed = run("--help").stdout
@@ -361,7 +361,7 @@ def test_progress_is_hidden_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(output, "_SECONDS_BETWEEN_LINES", 0.0)
     output.Output().progress(1 << 20, 4 << 20)
     assert said == ["1.00 MiB of 4.00 MiB"]
-    output.Output(as_json=True).progress(1, 2)
+    output.Output(JsonOutput(as_json=True)).progress(1, 2)
     monkeypatch.setenv(variable, given)
     output.Output().progress(1, 2)
     assert len(said) == 1

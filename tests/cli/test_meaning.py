@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import os
@@ -16,42 +15,43 @@ import click
 import pytest
 
 import ckptx
-from ckptx.api.verify_run import verify_running
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli, commands
 from ckptx.errors import UsageError
-from ckptx.options import ConvertOptions, parse_size
+from ckptx.options.commands import COMMANDS as CANONICAL
+from ckptx.options.commands import tables_of
+from ckptx.options.option import settings_of
 from tests.support.runner import CliRunner
 from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
 GLOBAL = {"quiet", "verbose", "no_color"}
 HUB = {"revision", "token", "cache_dir"}
 COMMON = HUB | {
-    "dtype", "names", "prefix", "tied", "tie_missing", "workers", "max_memory", "dry_run", "overwrite", "resume",
-    "trust_remote_code", "allow_misfit", "allow_overflow", "report_file", "as_json",
+    "dtype", "names", "source_prefix", "tied", "tie_missing", "workers", "max_memory", "dry_run", "overwrite", "resume",
+    "trust_remote_code", "allow_misfit", "allow_overflow", "report_file", "as_json", "base", "optimizer",
 }  # fmt: skip
 MESH = {"tp", "pp", "dp_shard", "pp_split", "tp_plan"}
 
 # Which options mean something where. A new option is entered here for each command that has it.
 MEANING = {
-    "inspect": HUB | {"prefix", "tensors", "ranks", "match", "html", "as_json"},
-    "convert hf2dcp": COMMON | MESH | {"files"},
-    "convert dcp2hf": COMMON | {"base", "max_shard_size", "index", "optimizer"},
-    "reshard": COMMON | MESH | {"to", "base", "files", "optimizer"},
-    "diff": HUB | {"prefix", "as_json"},
+    "inspect": HUB | {"source_prefix", "tensors", "ranks", "match", "html", "as_json"},
+    "convert to-dcp": COMMON | MESH | {"files", "prefix"},
+    "convert to-hf": COMMON | {"max_shard_size", "index"},
+    "reshard": COMMON | MESH | {"to", "files", "prefix"},
+    "diff": HUB | {"source_prefix", "as_json"},
     "verify": HUB
     | MESH
     | {
         "dp_replicate", "schedule", "microbatches", "reference_memory", "gpu_memory", "dtype", "run", "device",
         "backend", "compute_dtype", "activation_checkpointing", "ac_scope", "compile", "backward", "trust_remote_code",
-        "strict", "as_json", "report_file", "prefix",
+        "strict", "as_json", "report_file", "source_prefix", "workers", "max_memory",
     },
     "forecast": HUB
     | {
         "tp", "pp", "dp_shard", "dp_replicate", "pp_split", "batch", "seq", "microbatches", "schedule",
-        "activation_checkpointing", "ac_scope", "dtype", "param_dtype", "reduce_dtype", "optimizer", "no_loss",
-        "loss_fp32", "images", "gpu_memory", "search", "gpus", "recipe", "settings", "trust_remote_code", "html",
-        "as_json", "report_file",
+        "activation_checkpointing", "ac_scope", "dtype", "param_dtype", "reduce_dtype", "optimizer", "loss",
+        "loss__none", "loss__whole", "images", "gpu_memory", "search", "gpus", "recipe", "settings", "html", "as_json",
+        "trust_remote_code", "report_file",
     },
     "robustness": {
         "settings", "phases", "inject", "out", "device", "backend", "gpu_memory", "html", "junit", "as_json",
@@ -59,7 +59,7 @@ MEANING = {
     },
     "env": {"as_json"},
 }  # fmt: skip
-COMMANDS = commands()
+COMMANDS = {words: command for words, command in commands().items() if words in CANONICAL}
 OPTIONS = {
     param.name: param
     for command in COMMANDS.values()
@@ -103,44 +103,21 @@ def test_help_says_every_default(words: str) -> None:
 
 def test_a_help_page_shows_a_default_as_it_is_written() -> None:
     shown = CliRunner().invoke(cli, ["convert", "dcp2hf", "--help"], standalone_mode=False).stdout
-    assert "[default: 5GB]" in " ".join(shown.split())
+    assert "[default: the original shards if recorded, else 5GB]" in " ".join(shown.split())
     assert "default: (" not in " ".join(shown.split())
 
 
-def shown_default(option: click.Option) -> str:
-    return str(option.show_default)
-
-
-CONVERSIONS = {"convert hf2dcp": "hf2dcp", "convert dcp2hf": "dcp2hf", "reshard": "reshard"}
-
-
-@pytest.mark.parametrize("words", CONVERSIONS)
-def test_the_defaults_that_help_says_are_those_of_a_conversion(words: str) -> None:
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_default_that_help_names_is_that_of_the_table(words: str) -> None:
     """Giving the default is giving nothing."""
-    plain = ConvertOptions.parse(CONVERSIONS[words], {})
-    checked = set()
+    settings = {name: each for table in tables_of(CANONICAL[words]) for name, each in settings_of(table).items()}
+    checked = 0
     for option in options_of(COMMANDS[words]):
-        value = getattr(plain, str(option.name), None)
-        if option.is_flag or value is None or option.name == "workers":
-            continue
-        said = shown_default(option)
-        assert (parse_size(said, said) if str(option.metavar) == "SIZE" else said) in (value, str(value)), option.name
-        checked.add(option.name)
-    assert checked >= {"dtype", "tied", "max_memory"}
-
-
-def test_the_defaults_that_help_says_are_those_of_a_run() -> None:
-    defaults = {name: each.default for name, each in inspect.signature(verify_running).parameters.items()}
-    checked = set()
-    for option in options_of(COMMANDS["verify"]):
-        if option.name in defaults and not option.is_flag and defaults[option.name] is not None:
-            assert shown_default(option) == str(defaults[option.name]), option.name
-            checked.add(option.name)
-    assert checked >= {"tp", "dp_shard", "device", "backend", "compute_dtype", "ac_scope"}
-    assert defaults["backward"] is True
-    assert (
-        shown_default(next(each for each in options_of(COMMANDS["verify"]) if each.name == "backward")) == "--backward"
-    )
+        setting = settings.get(str(option.name))
+        if setting is not None and setting.default not in (None, False, True, "", ()) and not setting.is_required:
+            assert str(option.show_default) == str(setting.default), option.name
+            checked += 1
+    assert checked >= {"env": 0, "inspect": 1, "diff": 1, "robustness": 2}.get(words, 4)
 
 
 # ------------------------------------------------------------------------------------------- meaning
@@ -158,7 +135,7 @@ GIVEN: dict[str, Any] = {"tp": 2, "pp": 2, "dp_shard": 2, "files": 2, "workers":
 
 def test_there_are_options_without_meaning() -> None:
     assert len(MEANINGLESS) > 60
-    assert ("convert hf2dcp", "optimizer") in MEANINGLESS
+    assert ("convert to-dcp", "index") in MEANINGLESS
 
 
 @pytest.mark.parametrize(("words", "option"), MEANINGLESS)
@@ -178,12 +155,10 @@ def test_an_option_without_meaning_is_refused_in_one_line(
     assert exit_code(monkeypatch, *words.split(), *paths, flag, *value) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
-    assert line.startswith(f"error: {flag}: has no meaning for {words}, only for ")
+    has_other = option == "prefix" and "source_prefix" in MEANING[words]
+    assert line.startswith(f"error: {words} does not take {flag}{'; use --source-prefix' if has_other else ' ('}")
     assert said.out == ""
     assert not (tmp_path / "out").exists()
-
-
-OF_PYTHON = {"verify": {"workers", "max_memory"}}  # what the function takes beyond its command
 
 
 @pytest.mark.parametrize(
@@ -191,19 +166,17 @@ OF_PYTHON = {"verify": {"workers", "max_memory"}}  # what the function takes bey
     [
         (words, option)
         for words, option in MEANINGLESS
-        if words in {*CONVERSIONS, "verify"} and option not in OF_PYTHON.get(words, ())
+        if words != "env" and "__" not in option and (words, option) != ("robustness", "recipe")
     ],
 )
 def test_python_refuses_the_same_options(tmp_path: Path, words: str, option: str) -> None:
     hf = write_hf(tmp_path / "hf", llama())
     given = {option: GIVEN.get(option, "1")}
-    with pytest.raises(UsageError, match=f"^--{option.replace('_', '-')}: has no meaning for {words}$"):
-        if words == "verify":
-            ckptx.verify(hf, hf, **given)
-        elif words == "reshard":
-            ckptx.reshard(hf, tmp_path / "out", **given)
-        else:
-            ckptx.convert(CONVERSIONS[words], hf, tmp_path / "out", **given)
+    name, *direction = words.split()
+    paths = {"convert": [*direction, hf, tmp_path / "out"], "robustness": ["llama_tiny"]}
+    one = name in ("inspect", "forecast")
+    with pytest.raises(UsageError, match=f"^{words} does not take --{option.replace('_', '-')}"):
+        getattr(ckptx, name)(*paths.get(name, [hf] if one else [hf, tmp_path / "out"]), **given)
     assert not (tmp_path / "out").exists()
 
 
@@ -212,7 +185,7 @@ def test_python_refuses_the_same_options(tmp_path: Path, words: str, option: str
     [
         (words, options)
         for words, options in itertools.product(
-            ["convert hf2dcp", "convert dcp2hf", "reshard", "verify --run"],
+            ["convert to-dcp", "convert to-hf", "reshard", "verify --run"],
             [
                 ["--pp-split", "vllm"],
                 ["--tp-plan", "plan.json"],
@@ -227,7 +200,7 @@ def test_python_refuses_the_same_options(tmp_path: Path, words: str, option: str
 def test_an_option_that_would_be_ignored_beside_others_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, options: list[str]
 ) -> None:
-    src = {"convert dcp2hf": write_dcp(tmp_path / "dcp", llama(), config=LLAMA)}.get(words) or write_hf(
+    src = {"convert to-hf": write_dcp(tmp_path / "dcp", llama(), config=LLAMA)}.get(words) or write_hf(
         tmp_path / "hf", llama()
     )
     second = src if words == "verify --run" else tmp_path / "out"
@@ -238,7 +211,9 @@ def test_an_option_that_would_be_ignored_beside_others_is_refused(
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
 @pytest.mark.parametrize("source", ["hf", "dcp", "sharded"])
-@pytest.mark.parametrize("options", [{"prefix": "app."}, {"optimizer": "keep"}, {"optimizer": "drop"}])
+@pytest.mark.parametrize(
+    "options", [{"prefix": "app."}, {"source_prefix": "app."}, {"optimizer": "keep"}, {"optimizer": "drop"}]
+)
 def test_resharding_refuses_what_its_source_has_no_use_for(
     tmp_path: Path, source: str, to: str, options: dict[str, str]
 ) -> None:
@@ -252,31 +227,82 @@ def test_resharding_refuses_what_its_source_has_no_use_for(
     hf = write_hf(tmp_path / "hf", llama(), config=config)
     if source != "hf":
         ckptx.reshard(hf, tmp_path / source, to={"sharded": "safetensors"}.get(source, source), tp=2)
-    refused = source != "dcp" and ("optimizer" in options or to == "safetensors")
+    refused = source != "dcp" and ("optimizer" in options or "source_prefix" in options)
     refused |= options.get("optimizer") == "keep" and to == "safetensors"
+    refused |= "prefix" in options and (to == "safetensors" or source == "dcp")
     said = {"to": to, "tp": 2, **options}
     if refused:
         with pytest.raises(UsageError):
             ckptx.reshard(tmp_path / source, tmp_path / "out", **said)
         assert not (tmp_path / "out").exists()
-    elif source == "dcp" and "prefix" in options:
+    elif "source_prefix" in options:
         with pytest.raises(ckptx.errors.InputError, match=r'no tensor name begins with "app\."'):
             ckptx.reshard(tmp_path / source, tmp_path / "out", **said)
     else:
         assert ckptx.reshard(tmp_path / source, tmp_path / "out", **said).ok
 
 
-@pytest.mark.parametrize("words", ["", "convert", "-q", "convert -v"])
+@pytest.mark.parametrize("words", ["convert", "convert -v"])
 def test_a_group_without_a_command_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     assert exit_code(monkeypatch, *words.split()) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
-    below = "hf2dcp" if "convert" in words else "inspect, convert, reshard, diff, verify, forecast, robustness, env"
-    assert "needs a command: " in line
-    assert below in line
+    assert "convert requires a command: to-dcp, to-hf" in line
     assert said.out == ""
+
+
+@pytest.mark.parametrize("words", ["", "-q", "help", "--help"])
+def test_the_program_alone_prints_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert exit_code(monkeypatch, *words.split()) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("Usage: ") and "\nCommands:\n" in said.out and said.err == ""
+
+
+@pytest.mark.parametrize("words", commands())
+def test_help_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str) -> None:
+    pages = []
+    for call in (["help", *words.split()], [*words.split(), "--help"]):
+        assert exit_code(monkeypatch, *call) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1] and f" {words} [OPTIONS]" in pages[0].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("reshrad a b", "No such command: reshrad; did you mean reshard?"),
+        ("convert to-hc a b", "No such command: to-hc; did you mean to-hf?"),
+        ("convert hf2dpc a b", "No such command: hf2dpc; did you mean hf2dcp?"),
+        ("zzz", "No such command: zzz; the commands are inspect, convert, reshard, diff, verify,"),
+        ("help zzz", "No such command: zzz; the commands are inspect, convert, reshard, diff, verify,"),
+        ("reshard a b --wokers 2", "reshard does not take --wokers; did you mean --workers?"),
+        ("reshard a b --zzz 2", "reshard does not take --zzz"),
+        ("--zzz", "ckptx does not take --zzz"),
+        ("--tp 2", "ckptx does not take --tp (convert to-dcp, reshard, verify --run, "),
+        ("diff a b --prefix x", "diff does not take --prefix; use --source-prefix"),
+        ("verify a b --run --prefix x", "verify does not take --prefix; use --source-prefix"),
+    ],
+)
+def test_a_misspelled_word_gets_a_suggestion(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert exit_code(monkeypatch, *words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_other_names_are_the_same_commands(tmp_path: Path) -> None:
+    found = commands()
+    assert found["convert hf2dcp"] is found["convert to-dcp"] and found["convert dcp2hf"] is found["convert to-hf"]
+    hf = write_hf(tmp_path / "hf", llama())
+    for name in ("hf2dcp", "to-dcp"):
+        words = ["convert", name, str(hf), str(tmp_path / name), "--json", "--tensor-parallel-size", "2"]
+        document = json.loads(CliRunner().invoke(cli, words, standalone_mode=False).stdout)
+        assert (document["command"], document["exit"], document["layout"]["tp"]) == (f"convert {name}", 0, 2)
 
 
 # ----------------------------------------------------------------------------------------------- hub
@@ -353,7 +379,7 @@ def complete(*words: str) -> list[str]:
 
 def test_a_shell_completes_commands_options_values_and_paths() -> None:
     assert complete("ckptx", "conv") == ["plain,convert"]
-    assert complete("ckptx", "convert", "d") == ["plain,dcp2hf"]
+    assert complete("ckptx", "convert", "to-d") == ["plain,to-dcp"]
     assert complete("ckptx", "reshard", "--pp-") == ["plain,--pp-split"]
     assert complete("ckptx", "reshard", "--pp-split", "") == ["plain,even", "plain,vllm", "plain,titan", "plain,hf"]
     assert complete("ckptx", "inspect", "mod") == ["file,mod"]
@@ -361,12 +387,20 @@ def test_a_shell_completes_commands_options_values_and_paths() -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_every_word_of_a_metavar_is_completed(words: str) -> None:
+def test_every_choice_is_completed(words: str) -> None:
+    settings = {name: each for table in tables_of(CANONICAL[words]) for name, each in settings_of(table).items()}
     for option in options_of(COMMANDS[words]):
-        if "|" not in (option.metavar or ""):
+        setting = settings.get(str(option.name))
+        if setting is None or setting.option is None or setting.kind is bool:
             continue
         offered = [item.value for item in option.shell_complete(click.Context(COMMANDS[words]), "")]
-        assert offered == [word for word in str(option.metavar).split("|") if word.islower() and "," not in word]
+        if setting.choices:
+            assert isinstance(option.type, click.Choice) and offered == [*setting.words]
+        elif setting.kind is int and not setting.option.is_size:
+            assert isinstance(option.type, click.IntRange)
+            assert (option.type.min, option.type.max) == (setting.option.minimum, setting.option.maximum)
+        elif setting.option.words:
+            assert offered == [*setting.option.words]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

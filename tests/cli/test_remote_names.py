@@ -12,15 +12,17 @@ import click
 import pytest
 
 import ckptx
+from ckptx.cli.command import ChoiceParam, Words
 from ckptx.cli.main import cli, commands
 from ckptx.errors import UnsupportedError, exit_code_of
 from ckptx.formats.hf.hub import resolve
+from ckptx.options.commands import COMMANDS as CANONICAL
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.untrusted.remote_name import refuse_remote
 from tests.support.runner import CliRunner
 from tests.support.writers import llama, names_in, write_dcp, write_hf
 
-COMMANDS = commands()
+COMMANDS = {words: each for words, each in commands().items() if words in CANONICAL}
 
 URLS = (
     "s3://bucket/x", "S3://bucket/x", "gs://bucket/x", "az://c/x", "abfss://c@a.dfs.core.windows.net/x", "msc://p/x",
@@ -31,16 +33,16 @@ URLS = (
 # String options that are no path. A new option is of type click.Path, or is added here.
 NO_PATHS = {
     "--ac-scope", "--activation-checkpointing", "--backend", "--compute-dtype", "--device", "--dtype", "--gpu-memory",
-    "--index", "--inject", "--match", "--max-memory", "--max-shard-size", "--names", "--optimizer", "--param-dtype",
-    "--phases", "--pp-split", "--prefix", "--reduce-dtype", "--reference-memory", "--revision", "--schedule", "--set",
-    "--tied", "--to", "--token",
+    "--index", "--inject", "--loss", "--match", "--max-memory", "--max-shard-size", "--names", "--optimizer",
+    "--param-dtype", "--phases", "--pp-split", "--prefix", "--source-prefix", "--reduce-dtype", "--reference-memory",
+    "--revision", "--schedule", "--set", "--tied", "--to", "--token",
 }  # fmt: skip
 
 # What else a command needs, so that nothing but the URL is wrong with the call.
 ARGUMENTS: Mapping[str, Sequence[str]] = {
     "inspect": ["hf"],
-    "convert hf2dcp": ["hf", "out"],
-    "convert dcp2hf": ["dcp", "out"],
+    "convert to-dcp": ["hf", "out"],
+    "convert to-hf": ["dcp", "out"],
     "reshard": ["hf", "out"],
     "diff": ["hf", "hf"],
     "verify": ["hf", "hf"],
@@ -49,7 +51,7 @@ ARGUMENTS: Mapping[str, Sequence[str]] = {
     "env": [],
 }
 BESIDE: Mapping[tuple[str, str], Sequence[str]] = {
-    ("convert hf2dcp", "--tp-plan"): ["--tp", "2"],
+    ("convert to-dcp", "--tp-plan"): ["--tp", "2"],
     ("reshard", "--tp-plan"): ["--tp", "2"],
     ("verify", "--tp-plan"): ["--run", "--tp", "2"],
     ("inspect", "--cache-dir"): [],
@@ -81,7 +83,7 @@ PARAMS = path_params()
 def test_each_string_option_is_known_to_be_a_path_or_not() -> None:
     for words, command in COMMANDS.items():
         for param in command.params:
-            is_text = isinstance(param.type, click.types.StringParamType)
+            is_text = isinstance(param.type, Words | ChoiceParam)
             if isinstance(param, click.Option) and is_text and not is_path(param):
                 assert param.opts[0] in NO_PATHS, f"{words} {param.opts[0]}: a path, or one for NO_PATHS?"
     assert set(ARGUMENTS) == set(COMMANDS)
@@ -142,18 +144,24 @@ FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "convert report_file": lambda name: ckptx.convert("hf2dcp", "hf", "out", report_file=name),
     "reshard src": lambda name: ckptx.reshard(name, "out"),
     "reshard dst": lambda name: ckptx.reshard("hf", name),
+    "reshard base": lambda name: ckptx.reshard("dcp", "out", base=name),
+    "reshard cache_dir": lambda name: ckptx.reshard("org/name", "out", cache_dir=name),
+    "reshard tp_plan": lambda name: ckptx.reshard("hf", "out", tp=2, tp_plan=name),
     "reshard report_file": lambda name: ckptx.reshard("hf", "out", report_file=name),
     "inspect path": lambda name: ckptx.inspect(name),
     "inspect html": lambda name: ckptx.inspect("hf", html=name),
     "inspect cache_dir": lambda name: ckptx.inspect("hf", cache_dir=name),
     "diff a": lambda name: ckptx.diff(name, "hf"),
+    "diff cache_dir": lambda name: ckptx.diff("org/name", "hf", cache_dir=name),
     "diff b": lambda name: ckptx.diff("hf", name),
     "verify reference": lambda name: ckptx.verify(name, "hf"),
     "verify checkpoint": lambda name: ckptx.verify("hf", name),
     "verify checkpoint, run": lambda name: ckptx.verify("hf", name, run=True),
+    "verify cache_dir": lambda name: ckptx.verify("org/name", "hf", cache_dir=name),
     "verify tp_plan": lambda name: ckptx.verify("hf", "hf", run=True, tp=2, tp_plan=name),
     "open_checkpoint": lambda name: ckptx.open_checkpoint(name),
     "forecast model": lambda name: ckptx.forecast(name),
+    "forecast cache_dir": lambda name: ckptx.forecast("org/name", cache_dir=name),
     "forecast recipe": lambda name: ckptx.forecast(recipe=name),
     "robustness recipe": lambda name: ckptx.robustness(name),
     "robustness out": lambda name: ckptx.robustness("llama_tiny", out=name),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import ckptx
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli
 from ckptx.errors import CkptxError, EnvironmentProblem, InputError, UsageError
+from ckptx.options.robustness import RobustnessOptions
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.robustness import robustness_text
 from tests.report.made import broken, robust
@@ -45,24 +44,21 @@ def test_options_are_passed_on(stub: StubRun) -> None:
     words = ["recipe.yaml", "--set", "layout.tp=2", "--set", "a.b=c=d", "--phases", "1,6", "--inject", "nan"]
     words += ["--out", "here", "--device", "cpu", "--backend", "gloo", "--gpu_memory", "80GB"]
     assert ran(*words).return_value == 0
-    ((recipe, options),) = stub.calls
-    assert options.pop("log") is not None and callable(options.pop("on_phase"))
-    assert (recipe, options) == (
-        "recipe.yaml",
-        {
-            "settings": ("layout.tp=2", "a.b=c=d"), "phases": "1,6", "inject": "nan", "out": "here", "device": "cpu",
-            "backend": "gloo", "gpu_memory": "80GB",
-        },
+    (options,) = stub.calls
+    given = RobustnessOptions(
+        "recipe.yaml", settings=("layout.tp=2", "a.b=c=d"), phases="1,6", inject="nan", out="here", device="cpu",
+        backend="gloo", gpu_memory="80GB",
     )  # fmt: skip
+    assert options.with_values(log=None, on_phase=given.on_phase) == given
+    assert options.log is not None and options.on_phase is not given.on_phase
 
 
 def test_what_is_not_given_is_the_default(stub: StubRun) -> None:
     assert ran("llama_tiny").return_value == 0
     assert ckptx.robustness("llama_tiny").ok
-    (_, of_command), (_, of_python) = stub.calls
-    assert of_command.pop("log") is not None and of_python.pop("log") is None
-    assert callable(of_command.pop("on_phase")) and callable(of_python.pop("on_phase"))
-    assert of_command == of_python
+    of_command, of_python = stub.calls
+    assert of_command.log is not None and of_python == RobustnessOptions("llama_tiny")
+    assert of_command.with_values(log=None, on_phase=of_python.on_phase) == of_python
 
 
 # --------------------------------------------------------------------------------------------------- what it ends with
@@ -79,10 +75,10 @@ def test_a_run_that_passes_prints_and_ends_with_0(stub: StubRun) -> None:
 def test_each_phase_is_told_when_it_is_over_and_once(stub: StubRun, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = robust()
 
-    def run(recipe: str, **options: Any) -> RobustnessReport:
+    def run(options: RobustnessOptions) -> RobustnessReport:
         for done in range(len(whole.phases) + 1):
-            options["on_phase"](replace(whole, phases=whole.phases[:done]))
-        if recipe == "late":
+            options.on_phase(replace(whole, phases=whole.phases[:done]))
+        if options.recipe == "late":
             raise EnvironmentProblem("rank 1: ended by signal 9; look at its output")
         return whole
 
@@ -147,12 +143,12 @@ def test_what_is_not_ours_is_not_written_over(stub: StubRun, tmp_path: Path, opt
 def test_a_page_that_cannot_be_written_after_the_run_is_exit_5(stub: StubRun, tmp_path: Path) -> None:
     path = tmp_path / "a.html"
 
-    def report(**options: Any) -> None:
+    def report() -> None:
         path.mkdir()
 
     stub.result = robust()
     original = stub._robustness
-    sys.modules["ckptx.robustness_suite.run"].robustness = lambda recipe, **o: (report(), original(recipe, **o))[1]  # type: ignore[attr-defined]
+    sys.modules["ckptx.robustness_suite.run"].robustness = lambda options: (report(), original(options))[1]  # type: ignore[attr-defined]
     result = ran("llama_tiny", "--html", path, "--json")
     assert result.return_value == 5
     assert json.loads(result.stdout)["exit"] == 5
@@ -184,8 +180,8 @@ def ended(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
     [
         ([], "Missing argument 'RECIPE'"),
         (["--inject", "nan"], "Missing argument 'RECIPE'"),
-        (["r", "--html", "x", "--junit", "x"], "x: is named for two of --report, --html and --junit"),
-        (["r", "--report", "x", "--junit", "x"], "x: is named for two of"),
+        (["r", "--html", "x", "--junit", "x"], "x: is the file of both --html and --junit"),
+        (["r", "--report", "x", "--junit", "x"], "x: is the file of both --report and --junit"),
         (["r", "s"], "unexpected extra argument"),
     ],
 )
@@ -194,7 +190,7 @@ def test_wrong_usage_is_one_line(
 ) -> None:
     assert ended(monkeypatch, *words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line and "robustness --help" in line
+    assert said in line
     assert not stub.calls
 
 
@@ -223,6 +219,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_help_names_the_sections(stub: StubRun) -> None:
     said = ran("--help").stdout
     assert [line for line in said.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        "From a recipe:",
+        "Limits:",
         "Run:",
         "Output:",
         "Global options:",
@@ -238,10 +236,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 import ckptx
 run = ModuleType("ckptx.robustness_suite.run")
-run.robustness = lambda recipe, **options: (recipe, options["settings"])
+run.robustness = lambda options: (options.recipe, options.settings)
 sys.modules[run.__name__] = run
 {before}
-assert ckptx.robustness("small", settings=["a=b"]) == ("small", ["a=b"])
+assert ckptx.robustness("small", settings=["a=b"]) == ("small", ("a=b",))
 from ckptx import robustness
 assert robustness("small") == ("small", ())
 import ckptx.robustness_suite.oracles
@@ -288,12 +286,3 @@ def test_a_type_checker_knows_the_function(tmp_path: Path) -> None:
     assert 'Revealed type is "ckptx.report.documents.robustness.RobustnessReport"' in done.stdout
     assert 'Unexpected keyword argument "turbo"' in done.stdout
     assert "Found 1 error" in done.stdout, done.stdout
-
-
-def test_what_runs_takes_what_is_passed() -> None:
-    try:
-        run = importlib.import_module("ckptx.robustness_suite.run")
-    except ImportError:
-        pytest.skip("there is no run yet")
-    here, there = (inspect.signature(each).parameters for each in (ckptx.robustness, run.robustness))
-    assert set(here) <= set(there)

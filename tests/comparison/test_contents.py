@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptx.api.verify import verify
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.comparison import contents as bits
-from ckptx.comparison.contents import verify
 from ckptx.errors import InputError, UsageError
 from ckptx.transfer.digest import LEAF
 from tests.support.writers import LLAMA, Value, array, llama, part, value, write_dcp, write_hf, write_safetensors

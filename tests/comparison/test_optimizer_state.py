@@ -11,9 +11,10 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import ckptx
+from ckptx.api.verify import verify
 from ckptx.catalog.entry import BytesEntry
-from ckptx.comparison.contents import VerifyReport, verify
 from ckptx.comparison.optimizer_state import notes_on_objects
+from ckptx.report.documents.comparison import VerifyReport
 from tests.support import models
 from tests.support.stock import raw
 from tests.support.writers import LLAMA, Value, llama, value, write_dcp, write_hf

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ckptx.conversion.steps import base
 from ckptx.conversion.steps.model import see_model, settle_ties
 from ckptx.conversion.steps.opening import Opened, opened
 from ckptx.model_view.view import ModelView
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ConversionOptions, ReshardOptions, ToDcpOptions, ToHfOptions
 from tests.support.writers import LLAMA
 
 CONFIG: dict[str, Any] = {
@@ -24,7 +25,13 @@ TIED = {**CONFIG, "tie_word_embeddings": True}
 @contextmanager
 def source(src: Path, command: str = "reshard", **options: Any) -> Iterator[Opened]:
     """A checkpoint, opened to be converted into `out` beside it."""
-    with opened(src, src.parent / "out", ConvertOptions.parse(command, options), None) as ready:
+    paths = src, src.parent / "out"
+    made: dict[str, Callable[..., ConversionOptions]] = {
+        "reshard": ReshardOptions,
+        "hf2dcp": partial(ToDcpOptions, "hf2dcp"),
+        "dcp2hf": partial(ToHfOptions, "dcp2hf"),
+    }
+    with opened(*paths, made[command](*paths, **options)) as ready:
         yield ready
 
 
@@ -35,8 +42,7 @@ def find_base(ready: Opened, need: base.Need) -> base.Base:
 
 def viewed(ready: Opened, need: base.Need = "config", **fields: Any) -> ModelView:
     """The model in it."""
-    fields = {"prefix": None, "with_state": False, **fields}
-    return see_model(find_base(ready, need), ready.files, ready.options, **fields).view
+    return see_model(find_base(ready, need), ready.files, ready.options, **{"with_state": False, **fields}).view
 
 
 def decided(ready: Opened) -> tuple[ModelView, Any]:

@@ -166,9 +166,10 @@ def test_dtype_base_gives_every_tensor_the_dtype_it_had(
 
 
 def _options() -> set[str]:
-    from ckptx.options import ConvertOptions
+    from ckptx.options.conversion import ReshardOptions
+    from ckptx.options.option import settings_of
 
-    return set(ConvertOptions.__dataclass_fields__)
+    return set(settings_of(ReshardOptions))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ MODEL = llama(layers=1, hidden=4, vocab=6, inner=8)
 CONFIG = LLAMA | {"num_hidden_layers": 1}
 PREFIXES = ["", "model.", "ema.", "state.model.", "state.ema.", "ref_policy.", "critic.", "a.b.c.", "x.0.", "a.b.c.d."]
 FOUND = [each for each in PREFIXES if each not in ("x.0.", "a.b.c.d.")]
-"""Those that are looked for without --prefix."""
+"""Those that are looked for without --source-prefix."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ def test_what_is_published_is_the_model_that_was_meant(made: Made, data: st.Data
         saved = write_dcp(Path(here, "dcp"), made.tensors, config=CONFIG)
         wanted = refusals(made, prefix)
         try:
-            report = ckptx.convert("dcp2hf", saved, Path(here, "out"), prefix=prefix)
+            report = ckptx.convert("dcp2hf", saved, Path(here, "out"), source_prefix=prefix)
         except InputError as error:
             assert wanted, f"refused without a reason: {error}"
             assert any(all(text in str(error) for text in texts) for texts in wanted), str(error)
@@ -190,7 +190,7 @@ def check(made: Made, meant: str, report: Any, tensors: dict[str, Value]) -> Non
     assert ledger["aliases"] == len(seconds)
     for other in made.models:
         if other != meant and other not in inside:
-            assert any(f'--prefix "{other}"' in note for note in report.warnings)
+            assert any(f'--source-prefix "{other}"' in note for note in report.warnings)
 
 
 # ---------------------------------------------------------------------------------------- prefixes that are added

@@ -21,15 +21,15 @@ CONFIG = LLAMA | {
 }  # fmt: skip
 PAIRS = [("model.", "ema."), ("", "ema."), ("state.model.", "state.ema."), ("generator.", "discriminator.")]
 COMMANDS: dict[str, Callable[[Path, Path, Path, str | None], Any]] = {
-    "dcp2hf": lambda hf, dcp, out, prefix: ckptx.convert("dcp2hf", dcp, out, prefix=prefix),
-    "dcp2hf --dry-run": lambda hf, dcp, out, prefix: ckptx.convert("dcp2hf", dcp, out, prefix=prefix, dry_run=True),
-    "reshard": lambda hf, dcp, out, prefix: ckptx.reshard(dcp, out, prefix=prefix, tp=2),
-    "reshard --optimizer drop": lambda hf, dcp, out, prefix: ckptx.reshard(dcp, out, prefix=prefix, optimizer="drop"),
-    "reshard --to safetensors": lambda hf, dcp, out, prefix: ckptx.reshard(dcp, out, prefix=prefix, to="safetensors"),
-    "diff": lambda hf, dcp, out, prefix: ckptx.diff(hf, dcp, prefix=prefix),
-    "diff, swapped": lambda hf, dcp, out, prefix: ckptx.diff(dcp, hf, prefix=prefix),
-    "verify": lambda hf, dcp, out, prefix: ckptx.verify(hf, dcp, prefix=prefix),
-    "verify, swapped": lambda hf, dcp, out, prefix: ckptx.verify(dcp, hf, prefix=prefix),
+    "dcp2hf": lambda hf, dcp, out, name: ckptx.convert("dcp2hf", dcp, out, source_prefix=name),
+    "dcp2hf --dry-run": lambda hf, dcp, out, name: ckptx.convert("dcp2hf", dcp, out, source_prefix=name, dry_run=True),
+    "reshard": lambda hf, dcp, out, name: ckptx.reshard(dcp, out, source_prefix=name, tp=2),
+    "reshard --optimizer drop": lambda _, dcp, out, name: ckptx.reshard(dcp, out, source_prefix=name, optimizer="drop"),
+    "reshard --to safetensors": lambda _, dcp, out, name: ckptx.reshard(dcp, out, source_prefix=name, to="safetensors"),
+    "diff": lambda hf, dcp, out, prefix: ckptx.diff(hf, dcp, source_prefix=prefix),
+    "diff, swapped": lambda hf, dcp, out, prefix: ckptx.diff(dcp, hf, source_prefix=prefix),
+    "verify": lambda hf, dcp, out, prefix: ckptx.verify(hf, dcp, source_prefix=prefix),
+    "verify, swapped": lambda hf, dcp, out, prefix: ckptx.verify(dcp, hf, source_prefix=prefix),
 }
 
 
@@ -50,16 +50,16 @@ def test_every_command_asks_which_model_is_meant(
     hf = write_hf(tmp_path / "hf", MODEL, config=CONFIG)
     tensors = under(prefixes[meant]) | under(prefixes[1 - meant], seed=100)
     saved = write_dcp(tmp_path / "dcp", tensors, config=CONFIG)
-    with pytest.raises(InputError, match=r"holds 2 complete models.*choose one with --prefix"):
+    with pytest.raises(InputError, match=r"holds 2 complete models.*choose one with --source-prefix"):
         COMMANDS[command](hf, saved, tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
     report = COMMANDS[command](hf, saved, tmp_path / "out", prefixes[meant])
     assert report.exit == 0
     if "reshard" not in command or "drop" in command or "safetensors" in command:
-        assert any(f'--prefix "{prefixes[1 - meant]}"' in note for note in report.warnings)
+        assert any(f'--source-prefix "{prefixes[1 - meant]}"' in note for note in report.warnings)
     if (tmp_path / "out").exists():
         kept = command == "reshard"
-        assert ckptx.verify(hf, tmp_path / "out", prefix=prefixes[meant] if kept else None).exit == 0
+        assert ckptx.verify(hf, tmp_path / "out", source_prefix=prefixes[meant] if kept else None).exit == 0
         assert report.ledger["dropped"] == (0 if kept else len(MODEL))
     other = COMMANDS["verify"](hf, saved, tmp_path, prefixes[1 - meant])
     assert (other.exit, len(other.differing)) == (1, len(MODEL))
@@ -71,10 +71,10 @@ def test_a_prefix_counts_for_the_checkpoint_that_has_a_model_under_it(tmp_path: 
         one = write_dcp(tmp_path / f"one{prefix}", under(prefix), config=CONFIG)
         for a, b in ((one, two), (two, one)):
             for command in (ckptx.verify, ckptx.diff):
-                assert command(a, b, prefix="model.").exit == 0
-            assert ckptx.verify(a, b, prefix="ema.").exit == 1
-    with pytest.raises(InputError, match=r'--prefix "teacher\."'):
-        ckptx.verify(tmp_path / "one", tmp_path / "oneapp.", prefix="teacher.")
+                assert command(a, b, source_prefix="model.").exit == 0
+            assert ckptx.verify(a, b, source_prefix="ema.").exit == 1
+    with pytest.raises(InputError, match=r'--source-prefix "teacher\."'):
+        ckptx.verify(tmp_path / "one", tmp_path / "oneapp.", source_prefix="teacher.")
 
 
 @pytest.mark.parametrize("names_class", [True, False])
@@ -90,7 +90,7 @@ def test_all_models_are_listed(count: int, names_class: bool, tmp_path: Path) ->
         ckptx.convert("dcp2hf", saved, tmp_path / "out")
     assert sum(prefix in str(refused.value) for prefix in prefixes) == min(count, 8)
     for prefix in (prefixes[0], prefixes[-1]):
-        report = ckptx.convert("dcp2hf", saved, tmp_path / prefix, prefix=prefix)
+        report = ckptx.convert("dcp2hf", saved, tmp_path / prefix, source_prefix=prefix)
         reasons = {row["reason"] for row in report.dropped}
         assert reasons == {f'second model under "{each}", not converted' for each in prefixes if each != prefix}
 
@@ -100,12 +100,12 @@ def test_inspect_describes_one_and_names_the_others(tmp_path: Path) -> None:
     report = ckptx.inspect(saved)
     assert report.exit == 0 and any("holds 2 complete models" in note for note in report.warnings)
     for prefix, other in (("model.", "ema."), ("ema.", "model.")):
-        report = ckptx.inspect(saved, prefix=prefix)
+        report = ckptx.inspect(saved, source_prefix=prefix)
         assert report.prefix == prefix and not report.unknown
         assert any(f'second model under "{other}"' in note for note in report.warnings)
         assert sorted(report.other) == sorted(other + name for name in MODEL)
-    with pytest.raises(UsageError, match="--prefix"):
-        ckptx.inspect(write_hf(tmp_path / "hf", MODEL), prefix="model.")
+    with pytest.raises(UsageError, match="--source-prefix"):
+        ckptx.inspect(write_hf(tmp_path / "hf", MODEL), source_prefix="model.")
 
 
 def test_a_layer_beyond_those_of_the_config_is_no_reason_to_take_the_larger_model(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_layer_beyond_those_of_the_config_is_no_reason_to_take_the_larger_mode
     saved = write_dcp(tmp_path / "dcp", student | {f"teacher.{k}": v for k, v in teacher.items()}, config=CONFIG)
     with pytest.raises(InputError, match="holds 2 complete models"):
         ckptx.convert("dcp2hf", saved, tmp_path / "out")
-    assert ckptx.convert("dcp2hf", saved, tmp_path / "out", prefix="student.").exit == 0
+    assert ckptx.convert("dcp2hf", saved, tmp_path / "out", source_prefix="student.").exit == 0
 
 
 def test_a_tied_head_that_one_model_lacks_makes_it_no_part(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_models_of_an_unknown_class_are_noted(base: str | None, tmp_path: Path) 
     assert any('the same names under "ema.", "model."' in note for note in report.warnings)
     assert report.ledger["written"] == len(tensors)
     assert any("the same names" in note for note in ckptx.inspect(saved).warnings)
-    report = ckptx.convert("dcp2hf", saved, tmp_path / "one", base=base, prefix="model.")
+    report = ckptx.convert("dcp2hf", saved, tmp_path / "one", base=base, source_prefix="model.")
     assert {row["reason"] for row in report.dropped} == {'second model under "ema.", not converted'}
 
 
@@ -265,7 +265,7 @@ def test_a_pair_of_directories_with_two_models(tmp_path: Path) -> None:
     hf = write_hf(tmp_path / "hf", MODEL, config=CONFIG)
     with pytest.raises(InputError, match="holds 2 complete models"):
         ckptx.convert("dcp2hf", tmp_path / "step", tmp_path / "out", base=str(hf))
-    report = ckptx.convert("dcp2hf", tmp_path / "step", tmp_path / "out", base=str(hf), prefix="model.")
+    report = ckptx.convert("dcp2hf", tmp_path / "step", tmp_path / "out", base=str(hf), source_prefix="model.")
     assert {row["reason"] for row in report.dropped} == {
         'second model under "ema.", not converted',
         "optimizer state is not converted to HF",

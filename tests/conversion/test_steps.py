@@ -30,6 +30,7 @@ from ckptx.conversion.steps.target import Target, share
 from ckptx.conversion.steps.training_state import carry_state
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options.conversion import ReshardOptions, ToHfOptions
 from ckptx.storage.interface import StoredFile
 from tests.conversion.steps import CONFIG, TIED, decided, find_base, frozen, source, viewed
 from tests.support.writers import llama, value, write_dcp, write_hf
@@ -40,7 +41,8 @@ MIXTRAL = {
     "num_experts_per_tok": 1,
 }  # fmt: skip
 FORMATS: dict[str, OutputFormat] = {
-    "dcp": DcpFormat(is_cut=True), "sharded": ShardedFormat(), "huggingface": HuggingFaceFormat(),
+    "dcp": DcpFormat(ReshardOptions("", ""), ReshardOptions("", "")), "sharded": ShardedFormat(ReshardOptions("", "")),
+    "huggingface": HuggingFaceFormat(ToHfOptions("to-hf", "", "")),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,12 @@ from typing import Any
 
 import pytest
 
+import ckptx
 from ckptx.errors import UsageError
-from ckptx.options import ConvertArguments, ConvertOptions, default_workers, parse_size
+from ckptx.options.commands import COMMANDS, tables_of
+from ckptx.options.conversion import ToDcpOptions, ToHfOptions
+from ckptx.options.option import settings_of
+from ckptx.options.sizes import default_workers, parse_size
 
 
 @pytest.mark.parametrize(
@@ -31,49 +36,150 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_defaults() -> None:
-    options = ConvertOptions.parse("dcp2hf", {})
-    assert (options.dtype, options.tied, options.prefix, options.base) == ("auto", "auto", None, None)
-    assert (options.max_shard_size, options.max_shard_size_given, options.max_memory) == (5 * 10**9, False, 256 * 10**6)
-    assert options.workers == default_workers() >= 1
+    options = ToHfOptions("dcp2hf", "in", "out")
+    assert (options.dtype, options.tied, options.model_prefix, options.base) == ("auto", "auto", None, None)
+    assert (options.shard_bytes, options.max_shard_size, options.buffer_bytes) == (5 * 10**9, None, 256 * 10**6)
+    assert options.threads == default_workers() >= 1
 
 
-def test_none_and_auto_are_not_given() -> None:
-    assert ConvertOptions.parse("hf2dcp", {"prefix": "auto", "files": None, "base": None}).prefix is None
+def test_none_is_not_set() -> None:
+    given: dict[str, Any] = {"source_prefix": None, "files": None, "tied": None, "workers": None, "overwrite": None}
+    assert ToDcpOptions("to-dcp", "in", "out", **given) == ToDcpOptions("to-dcp", "in", "out")
 
 
 def test_spellings_of_a_dtype() -> None:
-    assert {ConvertOptions.parse("hf2dcp", {"dtype": name}).dtype for name in ("bf16", "bfloat16")} == {"bf16"}
+    assert {ToHfOptions("to-hf", "in", "out", dtype=name).dtype for name in ("bf16", "bfloat16")} == {"bf16"}
 
 
 @pytest.mark.parametrize(
-    ("direction", "options"),
+    ("function", "options", "message"),
     [
-        ("hf2dcp", {"nonsense": 1}),
-        ("hf2dcp", {"base": "x"}),
-        ("hf2dcp", {"max_shard_size": "5GB"}),
-        ("dcp2hf", {"files": 2}),
-        ("dcp2hf", {"tied": "alias"}),
-        ("hf2dcp", {"workers": True}),
-        ("hf2dcp", {"workers": 1.5}),
-        ("hf2dcp", {"files": 0}),
-        ("hf2dcp", {"max_memory": "1MB"}),
-        ("hf2dcp", {"dtype": "int8"}),
+        ("to-dcp", {"nonsense": 1}, "convert to-dcp does not take --nonsense"),
+        ("to-dcp", {"worker": 1}, "convert to-dcp does not take --worker; did you mean --workers?"),
+        ("to-dcp", {"max_shard_size": "5GB"}, "convert to-dcp does not take --max-shard-size (convert to-hf does)"),
+        ("to-hf", {"files": 2}, "convert to-hf does not take --files (convert to-dcp and reshard do)"),
+        ("to-hf", {"tied": "alias"}, "--tied alias: safetensors cannot let two names share bytes; use auto, copy or"),
+        ("to-hf", {"prefix": "model."}, "convert to-hf does not take --prefix; use --source-prefix"),
+        ("to-dcp", {"workers": True}, "--workers: True must be an integer"),
+        ("to-dcp", {"workers": 1.5}, "--workers: 1.5 must be an integer"),
+        ("to-dcp", {"workers": 2000}, "--workers: 2000 must be between 1 and 1,024"),
+        ("to-dcp", {"files": 0}, "--files: 0 must be between 1 and 65,536"),
+        ("to-dcp", {"tp": 300, "pp": 300}, "--tp x --pp x --dp-shard: 90000 ranks, and a mesh must have at"),
+        ("to-dcp", {"max_memory": "1MB", "workers": 1}, "--max-memory: 1,000,000 bytes for 1 worker must be at least"),
+        ("to-dcp", {"max_memory": "some"}, '--max-memory: "some" is not a size; write 5GB, 256MiB'),
+        ("to-dcp", {"dtype": "int8"}, '--dtype: "int8" must be one of auto, base, bf16, fp16, fp32'),
+        ("to-dcp", {"dtype": 8}, "--dtype: 8 must be one of auto, base, bf16, fp16, fp32"),
+        ("to-dcp", {"overwrite": 1}, "--overwrite: 1 must be true or false"),
+        ("to-dcp", {"prefix": 1}, "--prefix: 1 must be a string"),
+        ("to-dcp", {"tp_plan": "x"}, "--tp-plan requires --tp 2 or more"),
+        ("to-dcp", {"tp_plan": "x", "tp": 1}, "--tp-plan requires --tp 2 or more"),
+        ("to-dcp", {"allow_overflow": True}, "--allow-overflow requires --dtype"),
+        ("to-xy", {}, "direction: 'to-xy' must be one of to-dcp, hf2dcp, to-hf, dcp2hf"),
+        ("verify", {"tp": 2}, "--tp requires --run"),
+        ("verify", {"gpus": 2}, "verify does not take --gpus (forecast --search does)"),
+        ("verify", {"run": True, "dtype": "bf16"}, "verify --run does not take --dtype; use --compute-dtype"),
+        ("verify", {"run": True, "workers": 2}, "verify --run does not take --workers (convert to-dcp, convert to-hf,"),
+        ("forecast", {"gpus": 2}, "--gpus requires --search"),
+        ("forecast", {"search": True, "gpus": 2}, "--search requires --gpu-memory"),
+        ("forecast", {"search": True, "gpus": 2, "gpu_memory": "1GB", "schedule": "gpipe"}, "forecast --search does"),
+        ("forecast", {"settings": ["a=b"]}, "--set requires --recipe"),
+        ("forecast", {"recipe": "r"}, "a and --recipe name two models; leave out one of them"),
+        ("forecast", {"loss": "some"}, '--loss: "some" must be one of sharded, whole, none'),
     ],
-)
-def test_what_is_refused(direction: str, options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        ConvertOptions.parse(direction, options)
+)  # fmt: skip
+def test_refusals(function: str, options: dict[str, Any], message: str) -> None:
+    paths = {"forecast": ("a",), "verify": ("a", "b")}.get(function, (function, "a", "b"))
+    with pytest.raises(UsageError) as error:
+        getattr(ckptx, function if function in ("forecast", "verify") else "convert")(*paths, **options)
+    assert str(error.value).startswith(message)
 
 
-def test_what_the_functions_take_is_what_the_options_are() -> None:
-    assert set(ConvertArguments.__annotations__) == set(ConvertOptions.__dataclass_fields__) - {"max_shard_size_given"}
+@pytest.mark.parametrize("given", [(), ("a",), ("a", "b", "c")])
+def test_a_call_without_its_arguments_is_no_call(given: tuple[str, ...]) -> None:
+    with pytest.raises(TypeError, match=r"reshard\(\) (has no value for|takes 2 positional)"):
+        ckptx.reshard(*given)
+    with pytest.raises(TypeError, match="two values for 'dst'"):
+        ckptx.reshard("a", "b", dst="c")
+
+
+FUNCTIONS = {words: command for words, command in COMMANDS.items() if command.function}
+
+
+@pytest.mark.parametrize("words", FUNCTIONS)
+def test_a_signature_has_each_option_with_its_type_and_default(words: str) -> None:
+    module, _, name = FUNCTIONS[words].function.partition(":")
+    function = getattr(ckptx, name)
+    function = getattr(function, name, function)  # the package that can be called
+    parameters = inspect.signature(function).parameters
+    for table in FUNCTIONS[words].options:
+        for setting in settings_of(table).values():
+            parameter = parameters[setting.name]
+            assert "Option(" not in str(parameter)
+            if setting.name not in ("run", "search", "direction"):
+                assert parameter.annotation == setting.type
+                assert parameter.default == (inspect.Parameter.empty if setting.is_required else setting.default)
+            assert f"        {setting.name}: {setting.annotation.help}" in function.__doc__
+    assert function.__module__ == module
+
+
+def test_every_choice_is_one_of_a_command_line() -> None:
+    """Each option has help that is a sentence, and each name of a requirement is one of its table."""
+    for command in COMMANDS.values():
+        for table in tables_of(command):
+            settings = settings_of(table)
+            for setting in settings.values():
+                assert setting.annotation.help.endswith("."), setting
+                option = setting.option
+                if option is not None:
+                    needed = [each if isinstance(each, str) else each[0] for each in option.requires]
+                    assert {*needed, *option.excludes} <= settings.keys()
+                    assert option.default is not None or setting.default is not None, f"{setting.name}: its default?"
+
+
+_REFUSED = """
+import sys
+from ckptx.cli.main import main
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "numpy", "yaml"):
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Absent())
+for words in WORDS:
+    sys.argv = ["ckptx", *words]
+    try:
+        main()
+    except SystemExit as leave:
+        print(leave.code)
+"""
+
+
+def test_usage_errors_need_no_torch(tmp_path: Path) -> None:
+    words = [
+        ["inspect", "a", "--source-prefx", "x"],
+        ["convert", "to-dcp", "a", "b", "--dtype", "int8"],
+        ["convert", "to-hf", "a", "b", "--workers", "0"],
+        ["reshard", "a", "b", "--tp", "x"],
+        ["diff", "a"],
+        ["verify", "a", "b", "--tp", "2"],
+        ["verify", "a", "b", "--run", "--device", "tpu"],
+        ["forecast", "a", "--seq", "1"],
+        ["forecast", "a", "--search"],
+        ["robustness", "llama_tiny", "--device", "tpu"],
+        ["robustness"],
+        ["env", "--tp", "2"],
+    ]
+    program = _REFUSED.replace("WORDS", repr(words))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2"] * len(words), done.stderr
+    assert len(done.stderr.splitlines()) == len(words)
+    assert {first for first, *_ in words} == {each.split()[0] for each in COMMANDS}
 
 
 @pytest.mark.slow
 def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
     """A misspelled name, a word that is none, a value of another type: each is found before anything runs."""
     lines = [
-        'ckptx.convert("hf2dcp", "a", "b", dtype="bf16", workers=2, max_shard_size="5GB", base=None)',
+        'ckptx.convert("hf2dcp", "a", "b", dtype="bf16", workers=2, max_memory="1GB", base=None)',
         'ckptx.reshard("a", Path("b"), tp=4, pp=2, to="dcp", tp_plan=Path("plan.json"))',
         'ckptx.convert("hf2dcp", "a", "b", dtyp="bf16")',
         'ckptx.convert("hf2dcp", "a", "b", dtype="int4")',
@@ -83,6 +189,11 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
         'ckptx.verify("a", "b", tp=2)',
         'ckptx.verify("a", "b", run=True, compute_dtype="int8")',
         'ckptx.verify("a", "b", run=True).parameters',
+        'ckptx.convert("dcp2hf", "a", "b", files=2)',
+        'ckptx.forecast("a", search=True, gpus=2, gpu_memory="1GB").gpus',
+        'ckptx.forecast("a", tp=2).by_stage',
+        'ckptx.forecast("a", tp=2, turbo=True)',
+        'ckptx.robustness("a", settings=["x=1"], turbo=True)',
     ]
     (tmp_path / "use.py").write_text("\n".join(["from pathlib import Path", "import ckptx", *lines]) + "\n")
     done = subprocess.run(
@@ -100,4 +211,4 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
         text=True,
     )
     found = [line.split(":")[1] for line in done.stdout.splitlines() if "error" in line and "use.py" in line]
-    assert found == ["5", "6", "7", "10", "11", "12"], done.stdout + done.stderr
+    assert [*dict.fromkeys(found)] == ["5", "6", "7", "10", "11", "12", "13", "16", "17"], done.stdout + done.stderr

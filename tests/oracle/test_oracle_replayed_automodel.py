@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckptx.errors import UsageError
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ToHfOptions
 from tests.support.replayed import converted, index_of, loaded, names_of_tests, nbytes, save_part
 from tests.support.stock import assert_same_tensors, raw
 
@@ -222,14 +222,17 @@ def test_consolidate_keeps_float_when_original_dtype_is_quantized(tmp_path: Path
 
 def test_resolve_dtype_cast_accepts_aliases_and_none() -> None:
     """None is no cast, and a dtype goes by its short and its long name; `torch.float16` and "" are refused here."""
-    options = {"base": "none"}
-    assert ConvertOptions.parse("dcp2hf", {**options, "dtype": None}).dtype == "auto"
+
+    def dtype_of(dtype: Any) -> str:
+        return ToHfOptions("dcp2hf", "in", "out", base="none", dtype=dtype).dtype
+
+    assert dtype_of(None) == "auto"
     for short, long in {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.items():
-        assert ConvertOptions.parse("dcp2hf", {**options, "dtype": short}).dtype == short
-        assert ConvertOptions.parse("dcp2hf", {**options, "dtype": long}).dtype == short
+        assert dtype_of(short) == short
+        assert dtype_of(long) == short
     for other in ("", "none", "torch.float16", "fp8"):
         with pytest.raises(UsageError, match="--dtype"):
-            ConvertOptions.parse("dcp2hf", {**options, "dtype": other})
+            dtype_of(other)
 
 
 def test_every_rank_consolidation_surfaces_originating_rank_error(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_each_of_two_models_is_published_when_it_is_asked_for(
     assert all(f'under "{name}."' in str(refused.value) for name in where)
     for name, other in zip(where, reversed(where), strict=True):
         out = tmp_path / name
-        report = ckptx.convert("dcp2hf", saved, out, base=str(tmp_path / "hf"), prefix=f"{name}.")
+        report = ckptx.convert("dcp2hf", saved, out, base=str(tmp_path / "hf"), source_prefix=f"{name}.")
         assert {row["reason"] for row in report.dropped} == {
             f'second model under "{other}.", not converted',
             "training state is not converted to HF",
@@ -66,10 +66,10 @@ def test_verify_run_takes_the_model_that_is_asked_for(tmp_path: Path) -> None:
     for first, second in ((tmp_path / "hf", saved), (saved, tmp_path / "hf")):
         with pytest.raises(InputError, match="holds 2 complete models"):
             ckptx.verify(first, second, run=True, backward=False)
-        assert ckptx.verify(first, second, run=True, backward=False, prefix="model.").exit == 0
-        assert ckptx.verify(first, second, run=True, backward=False, prefix="ema.").exit == 1
+        assert ckptx.verify(first, second, run=True, backward=False, source_prefix="model.").exit == 0
+        assert ckptx.verify(first, second, run=True, backward=False, source_prefix="ema.").exit == 1
         with pytest.raises(InputError, match="holds 2 complete models"):
-            ckptx.verify(first, second, run=True, backward=False, prefix="teacher.")
+            ckptx.verify(first, second, run=True, backward=False, source_prefix="teacher.")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

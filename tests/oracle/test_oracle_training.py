@@ -164,10 +164,10 @@ def test_prefix_is_found_and_optimizer_state_is_counted(
 
 def test_prefix_can_be_given(pool: GlooPool, hf: Path, tmp_path: Path) -> None:
     saved = train(pool, hf, tmp_path, 2, 1, "state")
-    ckptx.convert("dcp2hf", saved, tmp_path / "out", base=str(hf), prefix="state.model.")
+    ckptx.convert("dcp2hf", saved, tmp_path / "out", base=str(hf), source_prefix="state.model.")
     assert_same_tensors(read_hf(tmp_path / "out"), read_file(tmp_path / "expected.safetensors"))
     with pytest.raises(InputError, match="begins with"):
-        ckptx.convert("dcp2hf", saved, tmp_path / "no", base=str(hf), prefix="elsewhere.")
+        ckptx.convert("dcp2hf", saved, tmp_path / "no", base=str(hf), source_prefix="elsewhere.")
 
 
 def test_tied_model_saved_twice_by_fsdp_becomes_one_tensor(pool: GlooPool, tied_hf: Path, tmp_path: Path) -> None:

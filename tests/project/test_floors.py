@@ -125,7 +125,7 @@ def test_only_who_plants_faults_knows_them() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "fault"),
     [
-        ("storage/x.py", "from ckptx.cli.main import main", "storage (layer 3) imports cli (layer 15)"),
+        ("storage/x.py", "from ckptx.cli.main import main", "storage (layer 3) imports cli (layer 16)"),
         ("formats/x.py", "import ckptx.transfer.plan", "formats (layer 6) imports transfer (layer 6)"),
         ("formats/x.py", "def f():\n    from ckptx.architecture import find", "x.py:2: formats"),
         ("storage/x.py", "from ckptx.catalog.entry import Chunk", "imports catalog"),

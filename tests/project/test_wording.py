@@ -13,8 +13,8 @@ from ckptx.wording import counted
 
 ROOT = Path(ckptx.__file__).parent
 PACKAGES = (
-    "api", "cli", "comparison", "conversion", "layout", "mapping", "model_view", "publishing", "report",
-    "runtime/parity",
+    "api", "cli", "comparison", "conversion", "layout", "mapping", "model_view", "options", "publishing",
+    "report", "runtime/parity",
 )  # fmt: skip
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 

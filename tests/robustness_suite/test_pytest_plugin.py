@@ -27,9 +27,10 @@ from types import ModuleType
 from ckptx.errors import InputError
 from ckptx.report.documents.robustness import RobustnessReport
 
-def robustness(recipe, **options):
+def robustness(options):
+    recipe = options.recipe
     with open("calls", "a") as file:
-        print(json.dumps([recipe, list(options["settings"]), str(options["out"])]), file=file)
+        print(json.dumps([recipe, list(options.settings), str(options.out)]), file=file)
     path = Path(recipe + ".json")
     if not path.exists():
         raise InputError(f"{recipe}: is no recipe, needed one of small; name another")

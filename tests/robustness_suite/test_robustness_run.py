@@ -106,8 +106,8 @@ def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
         (["llama_tiny", "--phases", "3-1"], "found '3-1'"),
         (["llama_tiny", "--inject", "nothing"], "no such fault"),
         (["llama_tiny", "--gpu-memory", "many"], "--gpu-memory"),
-        (["llama_tiny", "--backend", "mpi"], '--backend: "mpi", needed one of auto, gloo, nccl'),
-        (["llama_tiny", "--device", "tpu"], '--device: "tpu", needed one of auto, cpu, cuda'),
+        (["llama_tiny", "--backend", "mpi"], '--backend: "mpi" must be one of auto, gloo, nccl'),
+        (["llama_tiny", "--device", "tpu"], '--device: "tpu" must be one of auto, cpu, cuda'),
         (
             ["llama_tiny", "--set", "training.save_at=[]"],
             "training.save_at: found [], needed a step before the last, 6",

@@ -241,7 +241,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\x85\u061c\u200e\u200f\u2028-\
 def _judge_output(attempt: Try, box: Box, root: Path, runner: Runner) -> list[str]:
     """A published output must be equal to its source as `verify` sees it."""
     words = [str(word) for word in attempt.argv]
-    if words[0] not in ("convert", "reshard") or {"--dtype", "--prefix"} & set(words):
+    if words[0] not in ("convert", "reshard") or {"--dtype", "--prefix", "--source-prefix"} & set(words):
         return []
     source = words[2] if words[0] == "convert" else words[1]
     done = runner.run(Try(("verify", source, box.dst), attempt.env, None, _beginning(attempt.shell)), root)

@@ -268,7 +268,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, write_hf(box.root / "hf", numbers("F32", 1e-9, -1e-9, 1e-30)), None, "--dtype", "fp16")
 
 
-@situation(AREA, "--allow-overflow without --dtype", 2, "pass --dtype")
+@situation(AREA, "--allow-overflow without --dtype", 2, "--allow-overflow requires --dtype")
 def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), None, "--allow-overflow")
 

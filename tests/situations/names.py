@@ -47,13 +47,13 @@ TWO = {
 }  # fmt: skip
 for _name, _prefixes in TWO.items():
 
-    @situation(AREA, f"two complete models, {_name}", 3, "holds 2 complete models.*--prefix")
+    @situation(AREA, f"two complete models, {_name}", 3, "holds 2 complete models.*--source-prefix")
     def _(box: Box, prefixes: tuple[str, str] = _prefixes) -> Any:
         return dcp2hf(box, dcp(box, under(prefixes[0]) | under(prefixes[1], seed=100)))
 
     @situation(AREA, f"two complete models, {_name}, and one is chosen", 0, "second model.*not converted")
     def _(box: Box, prefixes: tuple[str, str] = _prefixes) -> Any:
-        return dcp2hf(box, dcp(box, under(prefixes[0]) | under(prefixes[1], seed=100)), "--prefix", prefixes[0])
+        return dcp2hf(box, dcp(box, under(prefixes[0]) | under(prefixes[1], seed=100)), "--source-prefix", prefixes[0])
 
 
 @situation(AREA, "seven complete models", 3, "holds 7 complete models")
@@ -92,14 +92,14 @@ def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, under("state.model.") | under("exp_avg.", seed=9) | under("exp_avg_sq.", seed=99)))
 
 
-@situation(AREA, "--prefix of moments", 3, "optimizer state")
+@situation(AREA, "--source-prefix of moments", 3, "optimizer state")
 def _(box: Box) -> Any:
-    return dcp2hf(box, dcp(box, under("model.") | under("exp_avg.", seed=9)), "--prefix", "exp_avg.")
+    return dcp2hf(box, dcp(box, under("model.") | under("exp_avg.", seed=9)), "--source-prefix", "exp_avg.")
 
 
-@situation(AREA, "--prefix of a third model that is not there", 3, 'no tensor name begins with "teacher."')
+@situation(AREA, "--source-prefix of a third model that is not there", 3, 'no tensor name begins with "teacher."')
 def _(box: Box) -> Any:
-    return dcp2hf(box, dcp(box, under("model.") | under("ema.", seed=9)), "--prefix", "teacher.")
+    return dcp2hf(box, dcp(box, under("model.") | under("ema.", seed=9)), "--source-prefix", "teacher.")
 
 
 @situation(AREA, "two models of a class that nobody knows", 0, 'the same names under "ema.", "model."')
@@ -110,24 +110,24 @@ def _(box: Box) -> Any:
 
 for _command in ("verify", "diff"):
 
-    @situation(AREA, f"{_command} of a step with two models", 3, "holds 2 complete models.*--prefix")
+    @situation(AREA, f"{_command} of a step with two models", 3, "holds 2 complete models.*--source-prefix")
     def _(box: Box, command: str = _command) -> Any:
         return command, write_hf(box.root / "hf", MODEL), dcp(box, under("model.") | under("ema.", seed=9))
 
     @situation(AREA, f"{_command} of two steps with other models in each", 3, "holds 2 complete models")
     def _(box: Box, command: str = _command) -> Any:
         first = dcp(box, under("model.") | under("ema.", seed=9))
-        return command, first, dcp(box, under("s.") | under("t.", seed=9), "b"), "--prefix", "model."
+        return command, first, dcp(box, under("s.") | under("t.", seed=9), "b"), "--source-prefix", "model."
 
     @situation(AREA, f"{_command} with a prefix that neither has", 3, "neither .* with a model under")
     def _(box: Box, command: str = _command) -> Any:
-        return command, dcp(box, under("model.")), dcp(box, MODEL, "b"), "--prefix", "ema."
+        return command, dcp(box, under("model.")), dcp(box, MODEL, "b"), "--source-prefix", "ema."
 
 
 @situation(AREA, "verify of the second model against the first", 1, "content|differ")
 def _(box: Box) -> Any:
     first = write_hf(box.root / "hf", MODEL)
-    return "verify", first, dcp(box, under("model.") | under("ema.", seed=9)), "--prefix", "ema."
+    return "verify", first, dcp(box, under("model.") | under("ema.", seed=9)), "--source-prefix", "ema."
 
 
 @situation(AREA, "inspect of a step with two models", 0, "holds 2 complete models")
@@ -175,14 +175,16 @@ def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, MODEL | {f"module.{NORM}": ("BF16", (2, 2), MODEL[NORM][2])}))
 
 
-@situation(AREA, "a tensor with and without the prefix, with other bytes", 3, 'choose the first with --prefix "model."')
+@situation(
+    AREA, "a tensor with and without the prefix, with other bytes", 3, 'choose the first with --source-prefix "model."'
+)
 def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, under("model.") | {NORM: value("BF16", 4, seed=77)}))
 
 
 @situation(AREA, "a tensor with and without the prefix, and the prefix is given", 0, "part of a second model without")
 def _(box: Box) -> Any:
-    return dcp2hf(box, dcp(box, under("model.") | {NORM: value("BF16", 4, seed=77)}), "--prefix", "model.")
+    return dcp2hf(box, dcp(box, under("model.") | {NORM: value("BF16", 4, seed=77)}), "--source-prefix", "model.")
 
 
 @situation(AREA, "the damaged archive of a second name", 3)
@@ -252,6 +254,6 @@ def _(box: Box) -> Any:
     return "convert", "hf2dcp", source, box.dst, "--names", "torchtitan", "--prefix", "model."
 
 
-@situation(AREA, "inspect --prefix of safetensors", 2, "--prefix")
+@situation(AREA, "inspect --source-prefix of safetensors", 2, "--source-prefix")
 def _(box: Box) -> Any:
-    return "inspect", write_hf(box.root / "hf", MODEL), "--prefix", "model."
+    return "inspect", write_hf(box.root / "hf", MODEL), "--source-prefix", "model."

@@ -18,7 +18,7 @@ from ckptx.conversion.steps.base import _open_base
 from ckptx.errors import CkptxError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.model_view.sharder import read_plan
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ReshardOptions
 from ckptx.storage.files import read_small
 from tests.support.writers import llama, write_dcp, write_hf
 
@@ -125,7 +125,7 @@ def test_a_base_and_a_plan_are_inputs_too(kind: str, tmp_path: Path) -> None:
     (tmp_path / "base" / "config.json").unlink()
     KINDS[kind](tmp_path / "base" / "config.json")
     with pytest.raises(CkptxError) as caught:
-        _open_base(ConvertOptions(base=str(tmp_path / "base")))
+        _open_base(ReshardOptions("", "", base=str(tmp_path / "base")))
     assert caught.value.exit_code == 3
     KINDS[kind](tmp_path / "plan.json")
     with pytest.raises(CkptxError) as caught:

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
-from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options.forecast import ForecastOptions
 from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank
 from ckptx.runtime.forecasting.step import StepSpec, batches_of, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task, task_of_options
@@ -109,15 +109,11 @@ def write_config(model: str, directory: Path) -> Path:
     return found
 
 
-def task_of(source: Path, layout: str, mode: str, *, param_dtype: str | None = None) -> Task:
+def task_of(source: Path, layout: str, mode: Any, **dtypes: Any) -> Task:
     """A step of a small model: one row, or one for each stage of a pipeline."""
-    dims = ParallelDims(**({"tp": 2} if layout == "tp2" else LAYOUTS[layout]))
-    return task_of_options(
-        source, dims=dims, pp_split="even", batch=dims.pp, seq=SEQ, microbatches=dims.pp if dims.pp > 1 else 1,
-        schedule="1f1b", stages=dims.pp, activation_checkpointing=mode, ac_scope="all", dtype="fp32",
-        param_dtype=param_dtype, reduce_dtype=None, optimizer="adamw", loss="sharded", images=0,
-        trust_remote_code=False,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"tp": 2} if layout == "tp2" else LAYOUTS[layout]
+    options = ForecastOptions(source, **sizes, seq=SEQ, activation_checkpointing=mode, dtype="fp32", **dtypes)
+    return task_of_options(source, options, options.dims.pp)
 
 
 def forecasts_here(task: Task) -> list[RankForecast]:

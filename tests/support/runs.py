@@ -17,12 +17,11 @@ from tests.support.pool import GlooPool
 
 def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, settings: dict[str, Any]) -> Any:
     """One rank of `verify --run`: the report, or the class and text of its refusal."""
+    from ckptx.options.verify import RunOptions
     from ckptx.runtime.parity.forward import verify_run
-    from ckptx.runtime.parity.side import RunOptions
 
     planted = settings.pop("plant", None)
-    dims = ParallelDims(**{name: settings.pop(name, 1) for name in ("tp", "pp", "dp_shard", "dp_replicate")})
-    options = RunOptions(dims=dims, **settings)
+    options = RunOptions(**settings)
     try:
         with _PLANTS[planted]():
             report = verify_run(Path(reference), Path(checkpoint), options, Log())

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckptx.options.robustness import RobustnessOptions
+
 FAULTS = {"nan": SimpleNamespace(says="a row is NaN"), "stale_rng": SimpleNamespace(says="an older state")}
 
 
@@ -15,12 +17,12 @@ class StubRun:
     """What `ckptx.robustness` runs in place of a training.
 
     Attributes:
-        calls: The recipe and the options of each call.
+        calls: The options of each call.
         result: What it reports; an exception is raised.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
-        self.calls: list[tuple[Any, dict[str, Any]]] = []
+        self.calls: list[RobustnessOptions] = []
         self.result = result
         run: Any = ModuleType("ckptx.robustness_suite.run")
         run.robustness = self._robustness
@@ -29,10 +31,10 @@ class StubRun:
         monkeypatch.setitem(sys.modules, run.__name__, run)
         monkeypatch.setitem(sys.modules, faults.__name__, faults)
 
-    def _robustness(self, recipe: Any, **options: Any) -> Any:
-        self.calls.append((recipe, options))
-        if options["log"] is not None:
-            options["log"].note("a note")
+    def _robustness(self, options: RobustnessOptions) -> Any:
+        self.calls.append(options)
+        if options.log is not None:
+            options.log.note("a note")
         if isinstance(self.result, BaseException):
             raise self.result
         return self.result

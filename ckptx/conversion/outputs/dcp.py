@@ -1,4 +1,4 @@
-"""`convert hf2dcp`, and `reshard` into a DCP."""
+"""`convert to-dcp`, and `reshard` into a DCP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.model_view.view import ModelView
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import DcpOptions
+from ckptx.options.mesh import ShardingOptions
 from ckptx.storage.interface import SourceFiles
 
 
@@ -30,16 +31,23 @@ class DcpFormat(OutputFormat):
     """A DCP, as `torch.distributed.checkpoint.save` writes it.
 
     Attributes:
-        is_cut: Each rank of the mesh gets its own files; otherwise tensors stay whole and files are balanced.
+        options: The options of the conversion.
+        layout: Mesh and rules when each rank of the mesh gets its own files; None when tensors stay whole and files
+            are balanced.
     """
 
-    is_cut: bool
+    options: DcpOptions
+    layout: ShardingOptions | None
     can_alias: ClassVar[bool] = True
     keeps_wrappers: ClassVar[bool] = True
     needs_model: ClassVar[bool] = False
 
-    def keeps_state(self, source: Catalog, options: ConvertOptions) -> bool:
-        return source.form.is_of_training and options.optimizer != "drop"
+    @property
+    def has_new_prefix(self) -> bool:
+        return bool(self.options.prefix)
+
+    def keeps_state(self, source: Catalog) -> bool:
+        return source.form.is_of_training and self.options.optimizer != "drop"
 
     def left_behind(self, view: ModelView) -> LeftBehind:
         if not view.catalog.form.is_of_training:
@@ -49,7 +57,7 @@ class DcpFormat(OutputFormat):
     def default_naming(self, view: ModelView) -> str | None:
         return "disk" if view.catalog.form.has_model_names else None
 
-    def names(self, view: ModelView, named: Named, prefix: str) -> dict[str, str]:
+    def names(self, view: ModelView, named: Named) -> dict[str, str]:
         """A DCP keeps the names it has, wrappers and prefix too, as the trainer that wrote it looks for them.
 
         One that comes out of an HF checkpoint gets the prefix that was asked for.
@@ -57,8 +65,9 @@ class DcpFormat(OutputFormat):
         Raises:
             UsageError: The model would not be found again under the prefix.
         """
-        names = OutputFormat.names(self, view, named, prefix)
+        names = OutputFormat.names(self, view, named)
         if not view.catalog.form.is_of_training:
+            prefix = self.options.prefix
             if prefix:
                 refuse_unreadable_prefix(prefix, names, view)
             return {name: prefix + name for name in names}
@@ -66,18 +75,18 @@ class DcpFormat(OutputFormat):
             return names
         return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
 
-    def second_names(self, view: ModelView, named: Named, names: Mapping[str, str], prefix: str) -> dict[str, str]:
+    def second_names(self, view: ModelView, named: Named, names: Mapping[str, str]) -> dict[str, str]:
         """A DCP keeps both names, as the trainer that wrote them looks for either."""
         if named.naming.sources:
             return {}
-        prefix = "" if view.catalog.form.is_of_training else prefix
+        prefix = "" if view.catalog.form.is_of_training else self.options.prefix
         kept = {entry.name: names[name] for name, entry in view.tensors.items() if name in names}
         return {
             prefix + name: kept[other] for name, other in view.duplicates.items() if other in kept and name not in kept
         }
 
-    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: SourceFiles) -> Allocation:
-        output = _lay_out(dst, contents, options.files)
+    def allocate(self, dst: Path, contents: Contents, source: SourceFiles) -> Allocation:
+        output = _lay_out(dst, contents, self.options.files)
         return Allocation(
             output.catalog,
             lambda tree, _: check_dcp(tree, output),

@@ -1,4 +1,4 @@
-"""`convert dcp2hf`."""
+"""`convert to-hf`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
 from ckptx.conversion.steps.base import Base, no_config
@@ -23,7 +22,7 @@ from ckptx.formats.dcp.megatron import COMMON_FILE, without_backend
 from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.hf_metadata import FILES
 from ckptx.model_view.view import ModelView, has_model_names
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ToHfOptions
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted, first_of
@@ -31,13 +30,15 @@ from ckptx.wording import counted, first_of
 
 @dataclass(frozen=True)
 class HuggingFaceFormat(OutputFormat):
-    """Safetensors with an index, as `save_pretrained` writes them."""
+    """Safetensors with an index, as `save_pretrained` writes them.
 
-    is_cut: bool = False
+    Attributes:
+        options: The options of the conversion.
+    """
+
+    options: ToHfOptions
+    layout: None = None
     remembers: ClassVar[bool] = False
-
-    def is_prefix_of_source(self, source: Catalog) -> bool:
-        return True
 
     def left_behind(self, view: ModelView) -> LeftBehind:
         return leave_state_behind(view, view.catalog.objects, "is not converted to HF")
@@ -46,13 +47,14 @@ class HuggingFaceFormat(OutputFormat):
         """Published names, which all loaders know; tensors that have such, old ones or new, keep theirs."""
         return "disk" if view.trainer_naming or has_model_names(view) else None
 
-    def restored(self, base: Base, view: ModelView, ties: Ties, options: ConvertOptions) -> Restoring:
+    def restored(self, base: Base, view: ModelView, ties: Ties) -> Restoring:
         """What the manifest of this very checkpoint remembers, unless the options ask for something else.
 
         Raises:
             InputError: It remembers nothing, and there is no config.
         """
-        asked = options.dtype != "auto" or options.max_shard_size_given or options.tied != "auto" or view.prefix
+        options = self.options
+        asked = options.dtype != "auto" or options.max_shard_size is not None or options.tied != "auto" or view.prefix
         found = Restoring()
         if not (asked or base.catalog is not None or options.base == "none" or options.names not in (None, "disk")):
             found = restore_original(view, ties.decisions, options.names)
@@ -60,14 +62,14 @@ class HuggingFaceFormat(OutputFormat):
             raise no_config(base.source)
         return found
 
-    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: SourceFiles) -> Allocation:
-        target, restored = contents.sharded.target, contents.restored
+    def allocate(self, dst: Path, contents: Contents, source: SourceFiles) -> Allocation:
+        target, restored, options = contents.sharded.target, contents.restored, self.options
         notes: list[str] = []
         if restored is not None:
             layout = restored.layout(dst)
         else:
-            files = _files_of_base(options, contents.base, target, notes)
-            layout = huggingface_layout.allocate(dst, target.tensors.values(), options.max_shard_size, files)
+            files = self._files_of_base(contents.base, target, notes)
+            layout = huggingface_layout.allocate(dst, target.tensors.values(), options.shard_bytes, files)
         if options.index == "always":
             layout = huggingface_layout.with_index(layout)
         recorded = {} if restored is None else restored.digests
@@ -92,14 +94,13 @@ class HuggingFaceFormat(OutputFormat):
     def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         return manifest_of("huggingface", allocation.catalog, digests)
 
-
-def _files_of_base(options: ConvertOptions, base: Base, target: Target, notes: list[str]) -> Mapping[str, int] | None:
-    """Which file of the base each tensor was in, where the trainer noted it and nothing else is asked for."""
-    asked = options.max_shard_size_given or options.names not in (None, "disk")
-    if asked or base.files.keys().isdisjoint(target.tensors):
-        return None
-    lost = [name for name in base.files if name not in target.tensors]
-    if lost:
-        said = f"{counted(len(lost), 'name')} of no tensor here, as tied ones are, left out of the files"
-        notes.append(f"{FILES}: {said}: {first_of(lost)}")
-    return base.files
+    def _files_of_base(self, base: Base, target: Target, notes: list[str]) -> Mapping[str, int] | None:
+        """Which file of the base each tensor was in, where the trainer noted it and nothing else is asked for."""
+        asked = self.options.max_shard_size is not None or self.options.names not in (None, "disk")
+        if asked or base.files.keys().isdisjoint(target.tensors):
+            return None
+        lost = [name for name in base.files if name not in target.tensors]
+        if lost:
+            said = f"{counted(len(lost), 'name')} of no tensor here, as tied ones are, left out of the files"
+            notes.append(f"{FILES}: {said}: {first_of(lost)}")
+        return base.files

@@ -18,7 +18,7 @@ from ckptx.conversion.steps.restoring import Restored, Restoring
 from ckptx.conversion.steps.sharding import Sharded
 from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
-from ckptx.options import ConvertOptions
+from ckptx.options.mesh import ShardingOptions
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.plan import FrameOf
@@ -89,7 +89,7 @@ class OutputFormat(ABC):
     """One format of output.
 
     Attributes:
-        is_cut: Each rank of a mesh gets files of its own.
+        layout: Mesh and rules when each rank of a mesh gets files of its own; None when tensors stay whole.
         can_alias: Two names can point at the same bytes.
         keeps_wrappers: Names keep what torch put around them, as the trainer that wrote them looks for it.
         needs_model: It is of no use without tensors of a model.
@@ -97,18 +97,19 @@ class OutputFormat(ABC):
         remembers: Its manifest keeps what it takes to write the files of the source again.
     """
 
-    is_cut: bool
+    layout: ShardingOptions | None
     can_alias: ClassVar[bool] = False
     keeps_wrappers: ClassVar[bool] = False
     needs_model: ClassVar[bool] = True
     every_rank_alone: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
 
-    def is_prefix_of_source(self, source: Catalog) -> bool:
-        """`--prefix` is about names in the source, not about names in the output."""
-        return source.form.is_of_training
+    @property
+    def has_new_prefix(self) -> bool:
+        """True when every name gets a prefix."""
+        return False
 
-    def keeps_state(self, source: Catalog, options: ConvertOptions) -> bool:
+    def keeps_state(self, source: Catalog) -> bool:
         """Return True if training state is written, too."""
         return False
 
@@ -120,32 +121,25 @@ class OutputFormat(ABC):
     def default_naming(self, view: ModelView) -> str | None:
         """What to do without `--names`; None leaves names as they are."""
 
-    def restored(self, base: Base, view: ModelView, ties: Ties, options: ConvertOptions) -> Restoring:
+    def restored(self, base: Base, view: ModelView, ties: Ties) -> Restoring:
         """The files that the source began as, where this output can be these files again."""
         return Restoring()
 
-    def names(self, view: ModelView, named: Named, prefix: str) -> dict[str, str]:
-        """Map the names of a target to those in the output.
-
-        Args:
-            view: The model.
-            named: The names of the target.
-            prefix: The one of `--prefix`, which comes before names of a DCP; "" for none.
-        """
+    def names(self, view: ModelView, named: Named) -> dict[str, str]:
+        """Map the names of a target to those in the output."""
         return {name: name for name in (*named.target.tensors, *named.target.aliases)}
 
-    def second_names(self, view: ModelView, named: Named, names: Mapping[str, str], prefix: str) -> dict[str, str]:
+    def second_names(self, view: ModelView, named: Named, names: Mapping[str, str]) -> dict[str, str]:
         """Names in the output for tensors that the source has under two names -> the other name there."""
         return {}
 
     @abstractmethod
-    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: SourceFiles) -> Allocation:
+    def allocate(self, dst: Path, contents: Contents, source: SourceFiles) -> Allocation:
         """Give every block its place.
 
         Args:
             dst: The directory to write.
             contents: All that goes into it.
-            options: Sizes and numbers of files.
             source: The files of the source, for checks of what was written.
         """
 

@@ -21,7 +21,7 @@ from ckptx.conversion.steps.written import check_sharded
 from ckptx.formats.dcp.megatron import without_backend
 from ckptx.formats.sharded import layout as sharded_layout
 from ckptx.model_view.view import ModelView
-from ckptx.options import ConvertOptions
+from ckptx.options.mesh import ShardingOptions
 from ckptx.storage.interface import SourceFiles
 
 
@@ -29,7 +29,7 @@ from ckptx.storage.interface import SourceFiles
 class ShardedFormat(OutputFormat):
     """Safetensors with files of its own for each rank of the mesh, as torch's `HuggingFaceStorageWriter` has them."""
 
-    is_cut: bool = True
+    layout: ShardingOptions
     can_alias: ClassVar[bool] = True  # until they are cut: which names share bytes is what the manifest remembers
     every_rank_alone: ClassVar[bool] = True
 
@@ -41,7 +41,7 @@ class ShardedFormat(OutputFormat):
     def default_naming(self, view: ModelView) -> str | None:
         return "model"
 
-    def allocate(self, dst: Path, contents: Contents, options: ConvertOptions, source: SourceFiles) -> Allocation:
+    def allocate(self, dst: Path, contents: Contents, source: SourceFiles) -> Allocation:
         target, model = contents.sharded.target, contents.sharded.model
         assert model is not None
         layout = sharded_layout.allocate(

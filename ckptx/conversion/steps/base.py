@@ -16,7 +16,7 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST, look_around
 from ckptx.model_view.view import manifest_beside
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ConversionOptions
 from ckptx.publishing.output_place import refuse_overlap
 from ckptx.publishing.replacing import refuse_files_of
 from ckptx.storage.interface import local_path
@@ -54,7 +54,7 @@ class Base:
         return self.catalog if self.catalog is not None else self.source
 
 
-def find_base(source: Catalog, dst: Path, options: ConvertOptions, need: Need) -> Base:
+def find_base(source: Catalog, dst: Path, options: ConversionOptions, need: Need) -> Base:
     """Finds the config.
 
     Args:
@@ -145,7 +145,7 @@ def _base_beside(source: Catalog) -> Base:
     return Base(source, base, source.config, found.dtypes, found.files, notes=(note,))
 
 
-def _open_base(options: ConvertOptions) -> Catalog | None:
+def _open_base(options: ConversionOptions) -> Catalog | None:
     """The checkpoint whose config and sidecars the output gets."""
     if options.base in (None, "none"):
         return None

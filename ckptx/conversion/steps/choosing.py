@@ -9,10 +9,10 @@ from ckptx.conversion.steps.naming import rename
 from ckptx.conversion.steps.restoring import Chosen, Remembered, remember
 from ckptx.conversion.steps.target import share
 from ckptx.model_view.view import ModelView
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ConversionOptions
 
 
-def choose_tensors(base: Base, view: ModelView, ties: Ties, output: OutputFormat, options: ConvertOptions) -> Chosen:
+def choose_tensors(base: Base, view: ModelView, ties: Ties, output: OutputFormat, options: ConversionOptions) -> Chosen:
     """The tensors of the files that the source began as; else ties as `--tied` says, and names as `--names` says.
 
     Args:
@@ -27,7 +27,7 @@ def choose_tensors(base: Base, view: ModelView, ties: Ties, output: OutputFormat
             manifest calls tied is not.
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
     """
-    restoring = output.restored(base, view, ties, options)
+    restoring = output.restored(base, view, ties)
     if restoring.found is not None:
         notes = (*restoring.notes, *wrapper_notes(view, kept=False))
         return Chosen(restoring.found.named, restoring.found, notes=notes)

@@ -22,7 +22,7 @@ from ckptx.model_view.view import (
     settle_duplicates,
     view_model,
 )  # fmt: skip
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ConversionOptions
 from ckptx.report.report import counted, human_bytes
 from ckptx.storage.interface import SourceFiles
 
@@ -40,16 +40,13 @@ class Model:
     notes: tuple[str, ...] = ()
 
 
-def see_model(
-    base: Base, files: SourceFiles, options: ConvertOptions, *, prefix: str | None, with_state: bool
-) -> Model:
+def see_model(base: Base, files: SourceFiles, options: ConversionOptions, *, with_state: bool) -> Model:
     """Finds the model, and the places of its bytes.
 
     Args:
         base: The source, and the config that says what its tensors are.
         files: The files of the source.
-        options: `trust_remote_code`; a dry run looks into every archive at once.
-        prefix: What the names of the model begin with; None finds it.
+        options: The prefix of names, and `trust_remote_code`; a dry run looks into every archive at once.
         with_state: Training state will be read, too.
 
     Raises:
@@ -60,7 +57,7 @@ def see_model(
     view = view_model(
         base.source,
         config=base.config,
-        prefix=prefix,
+        prefix=options.model_prefix,
         trust_remote_code=options.trust_remote_code,
     )
     later = not options.dry_run
@@ -90,7 +87,7 @@ class Ties:
     notes: tuple[str, ...] = ()
 
 
-def settle_ties(view: ModelView, files: SourceFiles, options: ConvertOptions) -> Ties:
+def settle_ties(view: ModelView, files: SourceFiles, options: ConversionOptions) -> Ties:
     """Decides every tie; bytes are read only of pairs that are both on disk.
 
     Args:

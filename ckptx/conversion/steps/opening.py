@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,14 @@ from ckptx.errors import OutputError, UnsupportedError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.rank_names import is_file_of_many
 from ckptx.formats.registry import open_checkpoint
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peers import Processes
 from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
 from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
 from ckptx.publishing.report_file import refuse_place
 from ckptx.storage.interface import SourceFiles
-from ckptx.untrusted.remote_name import refuse_remote
 
 _logger = logging.getLogger(__name__)
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +39,24 @@ class Opened:
     source: Catalog
     files: SourceFiles
     dst: Path
-    options: ConvertOptions
+    options: ConversionOptions
     processes: Processes | None = None
     notes: tuple[str, ...] = ()
 
 
 @contextmanager
-def opened(
-    src: str | Path, dst: str | Path, options: ConvertOptions, report_file: str | Path | None
-) -> Iterator[Opened]:
+def opened(src: str | Path, dst: str | Path, options: ConversionOptions) -> Iterator[Opened]:
     """Opens the source, with all processes of the run together.
 
     Raises:
         InputError, UnsupportedError: The source cannot be opened.
         OutputError: The target is taken, or a file of the source lies in it.
-        UnsupportedError: One of the paths is a URL.
     """
     processes = Processes.from_environment()
     with processes.session() if processes is not None else nullcontext():
-        refuse_remote(src, dst, report_file)
         dst = Path(dst)
-        if report_file is not None and (processes is None or not processes.rank):
-            refuse_place(report_file)
+        if options.report_file is not None and (processes is None or not processes.rank):
+            refuse_place(options.report_file)
         path = resolve(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         refuse_unreachable(dst)
         refuse_overlap(path, dst)
@@ -92,7 +86,7 @@ def _refuse_one_of_many(source: Catalog) -> None:
         )
 
 
-def _refuse_taken(dst: Path, options: ConvertOptions) -> tuple[str, ...]:
+def _refuse_taken(dst: Path, options: ConversionOptions) -> tuple[str, ...]:
     """Refuses a target that cannot be written; a dry run only says so."""
     try:
         refuse_existing(dst, options.overwrite)

@@ -15,14 +15,14 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.conversion.steps.restoring import Restored
 from ckptx.conversion.steps.written import changed_since
 from ckptx.errors import CkptxError
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ConversionOptions
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.stream import TensorReader
 
 
 def check_reordered(
-    tree: Source, written: Catalog, restored: Restored, source: SourceFiles, options: ConvertOptions
+    tree: Source, written: Catalog, restored: Restored, source: SourceFiles, options: ConversionOptions
 ) -> None:
     """Check the tensors that were put together, taken apart or reordered.
 
@@ -44,12 +44,12 @@ def check_reordered(
             stored = restored.view.tensors[name]
             entry = back.get(name)
             is_back = entry is not None and (entry.dtype, entry.shape) == (stored.dtype, stored.shape)
-            reader = TensorReader(pools[is_back], options.max_memory // options.workers)
+            reader = TensorReader(pools[is_back], options.buffer_bytes // options.threads)
             found = digest_of(reader, entry if is_back and entry is not None else stored, stored.dtype).digest().hex()
             if found != restored.reordered[name]:
                 raise changed_since(name, found, restored.reordered[name])
 
-        with ThreadPoolExecutor(options.workers) as threads:
+        with ThreadPoolExecutor(options.threads) as threads:
             for _ in threads.map(check, restored.reordered):
                 pass
 

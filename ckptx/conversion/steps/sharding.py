@@ -14,7 +14,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
 from ckptx.model_view.sharder import ShardedModel, Sharder, plan_of, read_plan
 from ckptx.model_view.view import ModelView
-from ckptx.options import ConvertOptions
+from ckptx.options.mesh import ShardingOptions
 from ckptx.wording import counted, first_of
 
 
@@ -53,7 +53,7 @@ class Sharded:
 
 
 def shard(
-    view: ModelView, target: Target, naming: Naming, options: ConvertOptions, *, every_rank_alone: bool
+    view: ModelView, target: Target, naming: Naming, layout: ShardingOptions, *, every_rank_alone: bool
 ) -> Sharded:
     """Gives every tensor its stage and its blocks.
 
@@ -61,7 +61,7 @@ def shard(
         view: The model.
         target: In the names and dtypes of the output.
         naming: Of these names.
-        options: They say for which mesh.
+        layout: MeshOptions, split of the layers and plan.
         every_rank_alone: Each rank reads its own files and no other: tensors that are not cut, and names that share
             bytes, are stored for each.
 
@@ -69,7 +69,7 @@ def shard(
         UsageError: Layers cannot be split as asked, or the user's plan matches no tensor.
         UnsupportedError: Stages are asked for and no layers are known.
     """
-    sharder = _cutter_for(view, list(target.tensors), naming, options, every_rank_alone)
+    sharder = _cutter_for(view, list(target.tensors), naming, layout, every_rank_alone)
     apart = [
         name
         for name, stored in target.aliases.items()
@@ -93,16 +93,16 @@ def shard(
 
 
 def _cutter_for(
-    view: ModelView, names: list[str], naming: Naming, options: ConvertOptions, every_rank_alone: bool
+    view: ModelView, names: list[str], naming: Naming, layout: ShardingOptions, every_rank_alone: bool
 ) -> Sharder:
     architecture = view.architecture
-    dims = ParallelDims(options.tp, options.pp, options.dp_shard)
-    user = read_plan(options.tp_plan) if options.tp_plan else None
+    dims = layout.dims
+    user = read_plan(str(layout.tp_plan)) if layout.tp_plan else None
     plan = plan_of(architecture, view.config, user)
     stacks = architecture.stacks(view.config) if architecture is not None and view.config is not None else ()
     root = view.catalog.root
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
-    stages = StageMap(stacks, options.pp, options.pp_split, subject)
+    stages = StageMap(stacks, dims.pp, layout.pp_split, subject)
     if user is not None:
         idle = plan.unmatched([naming.model_name(name) or name for name in names])
         if idle:

@@ -16,7 +16,7 @@ from ckptx.conversion.steps.sidecars import Sidecars
 from ckptx.conversion.steps.tie_actions import tie_actions
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.model_view.view import tie_rows
-from ckptx.options import ConvertOptions
+from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import Processes
 from ckptx.publishing.output_place import free_space
@@ -33,7 +33,7 @@ class ConversionState:
     """What the steps of one conversion found; each value is described where it is made."""
 
     dst: Path
-    options: ConvertOptions
+    options: ConversionOptions
     processes: Processes | None
     model: Model
     ties: Ties
@@ -136,7 +136,7 @@ def _described(found: ConversionState, log: Log) -> dict[str, Any]:
     if free < needed:
         log.note(f"not enough space: needs {human_bytes(needed)}, {human_bytes(free)} free at {dst}")
     files = [{"name": name, "bytes": nbytes, "tensors": tensors} for name, nbytes, tensors in sizes]
-    return {"dry_run": True, "files": files, "memory": options.max_memory, "free_space": free}
+    return {"dry_run": True, "files": files, "memory": options.buffer_bytes, "free_space": free}
 
 
 def _cost(

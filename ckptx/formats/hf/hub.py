@@ -34,7 +34,7 @@ def resolve(
     *,
     revision: str | None = None,
     token: str | None = None,
-    cache_dir: str | None = None,
+    cache_dir: str | Path | None = None,
     patterns: Sequence[str] = _PATTERNS,
 ) -> Path:
     """The local path that `source` means: a path that exists, else a snapshot of the Hub id.

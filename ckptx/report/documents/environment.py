@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptx.report.report import Report
 
@@ -19,6 +20,8 @@ class EnvironmentReport(Report):
         cores: That this process may use.
         packages: Version of each package, or None.
         tested_with: Versions that the tests run with.
+        defaults: A row for each default from a file or the environment: `option`, `value` (secrets are not shown),
+            `origin` (file and key, or variable), and the `commands` that it is for.
     """
 
     ckptx: str
@@ -27,3 +30,4 @@ class EnvironmentReport(Report):
     cores: int
     packages: Mapping[str, str | None]
     tested_with: Mapping[str, str]
+    defaults: Sequence[Mapping[str, Any]]

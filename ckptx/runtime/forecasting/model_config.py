@@ -17,7 +17,7 @@ _CONFIG = "config.json"
 
 
 def config_of_model(
-    model: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
+    model: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
 ) -> Path:
     """The directory of the config.json of a model.
 

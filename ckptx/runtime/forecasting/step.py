@@ -13,7 +13,8 @@ from msgspec import structs
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ckptx.runtime.forecasting.task import Loss, Task
+from ckptx.options.forecast import Loss
+from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, GRADIENTS, StorageLedger
 from ckptx.runtime.model.model_errors import running
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 from ckptx.errors import UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import SPLITS
-from ckptx.runtime.parity.arguments import CHOICES
+from ckptx.options.forecast import ForecastOptions, Loss, OptimizerName, SearchOptions
 from ckptx.runtime.training.recipe import LayoutBlock, ModelBlock, OptimizerBlock, Recipe, TrainingBlock
 
-Loss = Literal["sharded", "whole", "none"]
-OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_MOST_TOKENS = 2**24  # of a row: ids are real numbers, everything else has shapes alone
-_MOST_ROWS = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,59 +69,29 @@ def task_of_recipe(recipe: Recipe, source: Path) -> Task:
     )
 
 
-def task_of_options(
-    source: Path,
-    *,
-    dims: ParallelDims,
-    pp_split: str,
-    batch: int | None,
-    seq: int,
-    microbatches: int | None,
-    schedule: str,
-    stages: int,
-    activation_checkpointing: str,
-    ac_scope: str,
-    dtype: str,
-    param_dtype: str | None,
-    reduce_dtype: str | None,
-    optimizer: str,
-    loss: str,
-    images: int,
-    trust_remote_code: bool,
-) -> Task:
-    """The step that the options of `forecast` say; see there.
+def task_of_options(source: Path, options: ForecastOptions | SearchOptions, stages: int) -> Task:
+    """Return the step that the options of `forecast` describe.
+
+    With `search`, it is the smallest one: the search finds the rest.
 
     Args:
-        stages: Of the pipeline.
+        source: Directory of the config.json.
+        options: The options.
+        stages: Stages of the pipeline.
 
     Raises:
         UsageError: An option has a value it cannot have.
     """
-    for name, value, allowed in (
-        ("--activation-checkpointing", activation_checkpointing, CHOICES["activation_checkpointing"]),
-        ("--ac-scope", ac_scope, CHOICES["ac_scope"]),
-        ("--dtype", dtype, ("auto", *DTYPES)),
-        ("--param-dtype", param_dtype, (None, *DTYPES)),
-        ("--reduce-dtype", reduce_dtype, (None, *DTYPES)),
-        ("--optimizer", optimizer, get_args(OptimizerName)),
-        ("loss", loss, get_args(Loss)),
-    ):
-        if value not in allowed:
-            raise UsageError(f'{name}: "{value}", needed one of {", ".join(filter(None, allowed))}')
-    for name, number, least, most in (
-        ("--seq", seq, 2, _MOST_TOKENS),
-        ("--batch", batch, 1, _MOST_ROWS),
-        ("--microbatches", microbatches, 1, _MOST_ROWS),
-        ("--images", images, 0, _MOST_ROWS),
-    ):
-        if number is not None and not least <= number <= most:
-            raise UsageError(f"{name}: {number}, needed {least} to {most}")
-    if ac_scope != "all" and activation_checkpointing == "none":
-        raise UsageError("--ac-scope: says which layers recompute, needed --activation-checkpointing with it")
-    if dims.pp == 1 and (schedule != "1f1b" or pp_split != "even"):
-        raise UsageError("--schedule, --pp-split: say how pipeline stages run, needed --pp 2 or more with them")
+    is_search = isinstance(options, SearchOptions)
+    dims = ParallelDims() if is_search else options.dims
+    recomputed = "none" if is_search else options.recomputed
+    schedule, pp_split, ac_scope = "1f1b", "even", "all"
+    if isinstance(options, ForecastOptions):
+        schedule, pp_split, ac_scope = options.schedule, options.pp_split, options.ac_scope
     if pp_split not in SPLITS and not all(each.strip().isdecimal() for each in pp_split.split(",")):
-        raise UsageError(f'--pp-split: "{pp_split}", needed {", ".join(SPLITS)}, or a count for each stage')
+        raise UsageError(f'--pp-split: "{pp_split}" must be {", ".join(SPLITS)}, or a count for each stage')
+    microbatches = 1 if is_search else options.microbatches
+    batch, dtype, param_dtype = options.batch, options.dtype, options.param_dtype
     portions = microbatches or (stages if dims.pp > 1 else 1)
     rows = batch if batch is not None else portions
     if rows % portions:
@@ -138,7 +104,7 @@ def task_of_options(
         recipe=Recipe(
             name=source.name,
             model=ModelBlock(
-                dtype=cast(Any, DTYPES.get(dtype) or stored_dtype(source)), trust_remote_code=trust_remote_code
+                dtype=cast(Any, DTYPES.get(dtype) or stored_dtype(source)), trust_remote_code=options.trust_remote_code
             ),
             training=TrainingBlock(
                 global_batch=rows * dims.dp, local_batch=rows if dims.pp > 1 else each, microbatch=each
@@ -146,12 +112,12 @@ def task_of_options(
             optimizer=OptimizerBlock(),
             layout=LayoutBlock(
                 tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate, pp_split=pp_split,
-                schedule=schedule, activation_checkpointing=cast(Any, activation_checkpointing),
+                schedule=schedule, activation_checkpointing=cast(Any, recomputed),
                 ac_scope=cast(Any, ac_scope), param_dtype=cast(Any, DTYPES.get(param_dtype or "")),
-                reduce_dtype=cast(Any, DTYPES.get(reduce_dtype or param_dtype or "")),
+                reduce_dtype=cast(Any, DTYPES.get(options.reduce_dtype or param_dtype or "")),
             ),
         ),
-        source=source, seq=seq, images=images, loss=cast(Loss, loss), optimizer=cast(OptimizerName, optimizer),
+        source=source, seq=options.seq, images=options.images, loss=options.loss, optimizer=options.optimizer,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.comparison.stored_dtypes import dtype_notes
+from ckptx.options.verify import RunOptions
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
@@ -47,7 +48,7 @@ from ckptx.runtime.parity.notes import note, unread_notes
 from ckptx.runtime.parity.reached import Reached
 from ckptx.runtime.parity.reference import Running, reference_of
 from ckptx.runtime.parity.run_report import report_of, rows_of_unread, worst_by_tensor
-from ckptx.runtime.parity.side import ModelFacts, RunOptions, both_sides, stored_dtypes_of
+from ckptx.runtime.parity.side import ModelFacts, both_sides, stored_dtypes_of
 from ckptx.runtime.parity.staging import stage_of, stage_the
 
 

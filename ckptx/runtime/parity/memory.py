@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from ckptx.options.verify import RunOptions
 from ckptx.report.report import human_bytes
 from ckptx.runtime.parallel.distributed import Process
-from ckptx.runtime.parity.side import ModelFacts, RunOptions
+from ckptx.runtime.parity.side import ModelFacts
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -36,8 +37,8 @@ class Allowed(NamedTuple):
 
 def allowed(seen: ModelFacts, options: RunOptions, process: Process) -> Allowed:
     """What the user says, or what is free."""
-    if options.reference_memory is not None:
-        return Allowed(options.reference_memory, options.reference_memory)
+    if options.reference_bytes is not None:
+        return Allowed(options.reference_bytes, options.reference_bytes)
     free = free_bytes(process.device)
     if free is None:
         return Allowed(None, None)
@@ -56,7 +57,7 @@ def ways_to_take_less(seen: ModelFacts, options: RunOptions) -> list[str]:
     ways = []
     if options.backward:
         ways.append(f"--no-backward ({human_bytes(needed_bytes(seen.nbytes, backward=False))} in one piece)")
-    if options.dtype == "fp32" and seen.stored_nbytes < seen.nbytes:
+    if options.compute_dtype == "fp32" and seen.stored_nbytes < seen.nbytes:
         as_stored = needed_bytes(seen.stored_nbytes, backward=options.backward)
         ways.append(f"--compute-dtype auto, which finds less ({human_bytes(as_stored)} in one piece)")
     return ways

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from ckptx.mapping.names import pattern_of
+from ckptx.options.verify import RunOptions
 from ckptx.report.documents.running import RunReport
 from ckptx.report.numbers import peak_of_processes
 from ckptx.runtime.checkpointing.load_report import NO_PLACE, UNKNOWN
@@ -15,7 +16,6 @@ from ckptx.runtime.parallel.pipeline.cut import Cut
 from ckptx.runtime.parity.comparison import difference
 from ckptx.runtime.parity.distances import badness
 from ckptx.runtime.parity.inputs.batch import Inputs
-from ckptx.runtime.parity.side import RunOptions
 
 
 def report_of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptx.comparison.stored_dtypes import dtype_differences
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import directory_of_config
-from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack
+from ckptx.model_view.sharder import read_plan
+from ckptx.options.verify import RunOptions
 from ckptx.runtime.checkpointing.load import RegionsOf, differing, load_from, unread
 from ckptx.runtime.checkpointing.load_report import LoadLedger
 from ckptx.runtime.checkpointing.reading import OpenCheckpoint, open_source
@@ -36,51 +37,6 @@ from ckptx.runtime.parity.routing import Routing, routing_of, steer
 
 _ROWS = 2  # of each batch
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How to run.
-
-    Attributes:
-        dims: The mesh.
-        tp_plan: Pattern -> style of the user, or None.
-        device: auto, cpu or cuda.
-        backend: auto, gloo or nccl.
-        dtype: Of the parameters on both sides: bf16, fp16 or fp32; auto takes that of each config, or what is stored.
-            The fewer bits, the less is found: eight times the rounding of bf16 can be more than a whole layer does.
-        activation_checkpointing: none, full, submodule or selective.
-        scope: all, language, vision or audio.
-        compile: Compile each layer.
-        backward: Compare gradients, too.
-        trust_remote_code: Whether Python files of the checkpoints may be executed.
-        strict: Whether what could not be decided counts as a difference.
-        pp_split: Layers of each stage, as `StageMap` takes it.
-        schedule: Of the pipeline, by name.
-        microbatches: Of each step of the pipeline, on each data-parallel rank; None for as many as there are stages.
-        reference_memory: Bytes that the reference may take, with its gradients; on one rank both sides together.
-            It runs in pieces where it would take more as a whole. None for what is free.
-        measures: Whether bytes of tensors are counted while the checkpoint runs.
-        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
-    """
-
-    dims: ParallelDims = field(default_factory=ParallelDims)
-    tp_plan: dict[str, str] | None = None
-    device: str = "auto"
-    backend: str = "auto"
-    dtype: str = "fp32"
-    activation_checkpointing: str = "none"
-    scope: str = "all"
-    compile: bool = False
-    backward: bool = True
-    trust_remote_code: bool = False
-    strict: bool = False
-    pp_split: str = "even"
-    schedule: str = "1f1b"
-    microbatches: int | None = None
-    reference_memory: int | None = None
-    measures: bool = False
-    prefix: str | None = None
 
 
 class ModelFacts(NamedTuple):
@@ -165,7 +121,7 @@ class Side:
         return open_source(
             path,
             config=config,
-            prefix=options.prefix,
+            prefix=options.model_prefix,
             is_prefix_of_another=True,
             trust_remote_code=options.trust_remote_code,
         )
@@ -209,7 +165,7 @@ class Side:
         options = self.options
         model = build_model(
             self._home(source),
-            dtype=_DTYPES[options.dtype],
+            dtype=_DTYPES[options.compute_dtype],
             stored=source.dtype,
             trust_remote_code=options.trust_remote_code,
             untied={*source.untied(), *self.apart},
@@ -254,7 +210,8 @@ class Side:
         with self.opened() as source:
             assert source.config is not None
             model = self.model(source)
-            plan = find_plan(model, source.config, options.tp_plan) if options.dims.tp > 1 else None
+            user = None if options.tp_plan is None else dict(read_plan(str(options.tp_plan)))
+            plan = find_plan(model, source.config, user) if options.dims.tp > 1 else None
             stored = dict(source.stored)
         if cut is not None:
             cut(model)
@@ -262,8 +219,8 @@ class Side:
             model,
             mesh,
             plan,
-            activation_checkpointing=options.activation_checkpointing,
-            scope=options.scope,
+            activation_checkpointing=options.recomputed,
+            scope=options.ac_scope,
             compile=options.compile,
         )
         return Built(model, done, stored)

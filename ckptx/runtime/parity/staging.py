@@ -43,7 +43,7 @@ def stage_the(side: Side, seen: ModelFacts, log: Log) -> Cut:
         microbatches=options.microbatches,
         schedule=options.schedule,
         split=options.pp_split,
-        activation_checkpointing=options.activation_checkpointing,
+        activation_checkpointing=options.recomputed,
         batches=small_batches(model, seen),
         output=compared,
     )

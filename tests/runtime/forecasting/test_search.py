@@ -15,6 +15,7 @@ import ckptx
 from ckptx.api.forecast import forecast
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options.forecast import ForecastOptions
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.runtime.forecasting import search as searching
 from ckptx.runtime.forecasting.counting import Tally
@@ -49,11 +50,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step(source: Path, rows: int, seq: int = 64) -> Task:
     """A step of so many rows."""
-    return task_of_options(
-        source, dims=ParallelDims(), pp_split="even", batch=rows, seq=seq, microbatches=1, schedule="1f1b", stages=1,
-        activation_checkpointing="none", ac_scope="all", dtype="bf16", param_dtype=None, reduce_dtype=None,
-        optimizer="adamw", loss="sharded", images=0, trust_remote_code=False,
-    )  # fmt: skip
+    return task_of_options(source, ForecastOptions(source, batch=rows, seq=seq, microbatches=1, dtype="bf16"), 1)
 
 
 # ------------------------------------------------------------------------------------------------- what is looked at
@@ -195,12 +192,18 @@ def test_what_cannot_be_cut_says_why(source: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"gpus": 8}, "--gpus: .* needed --search"),
-        ({"search": True, "gpu_memory": "1GB"}, "--search: .* needed --gpus"),
-        ({"search": True, "gpus": 8}, "--search: .* needed --gpu-memory"),
+        ({"gpus": 8}, "--gpus requires --search"),
+        ({"search": True, "gpu_memory": "1GB"}, "--search requires --gpus"),
+        ({"search": True, "gpus": 8}, "--search requires --gpu-memory"),
         ({"search": True, "gpus": 0, "gpu_memory": "1GB"}, "--gpus: 0"),
-        ({"search": True, "gpus": 8, "gpu_memory": "1GB", "schedule": "gpipe"}, "--schedule: is not searched"),
-        ({"search": True, "gpus": 8, "gpu_memory": "1GB", "pp_split": "vllm"}, "--pp-split: is not searched"),
+        (
+            {"search": True, "gpus": 8, "gpu_memory": "1GB", "schedule": "gpipe"},
+            "forecast --search does not take --schedule",
+        ),
+        (
+            {"search": True, "gpus": 8, "gpu_memory": "1GB", "pp_split": "vllm"},
+            "forecast --search does not take --pp-split",
+        ),
         ({"search": True, "gpus": 8, "gpu_memory": "1GB", "activation_checkpointing": "some"}, "some"),
         ({"search": True, "gpus": 8, "gpu_memory": "1GB", "tp": 3}, "--gpus 8: found no mesh"),
     ],

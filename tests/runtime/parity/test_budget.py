@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.errors import SpaceError
 from ckptx.layout.stages import StageMap
+from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.parity import budget as budget_module
 from ckptx.runtime.parity.budget import Budget
 from ckptx.runtime.parity.reference import InPieces, cut_into
-from ckptx.runtime.parity.side import ModelFacts, RunOptions, Side
+from ckptx.runtime.parity.side import ModelFacts, Side
 from tests.support.models import randomise, transformers
 from tests.support.slow import slow_but
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack, StageMap
+from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.pipeline.carry import Carry
 from ckptx.runtime.parallel.pipeline.cut import Cut
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
-from ckptx.runtime.parity import divergence, execution, noise, run_report, side
+from ckptx.runtime.parity import divergence, execution, noise, run_report
 from ckptx.runtime.parity.comparison import Reference
 from ckptx.runtime.parity.divergence import Outputs
 from ckptx.runtime.parity.reference import InOnePiece
@@ -153,7 +154,7 @@ def share_of(**found: Any) -> dict[str, Any]:
 
 
 def report_of(*shares: dict[str, Any], **settings: bool) -> dict[str, Any]:
-    options = side.RunOptions(ParallelDims(tp=2), **settings)
+    options = RunOptions(tp=2, **settings)
     found: dict[str, Any] = run_report.report_of(
         options, list(shares), inputs_of(IDS), {"sliding_window": [512, 5]}, []
     ).to_dict()
@@ -225,7 +226,7 @@ def test_the_layers_of_every_stage_are_counted_once() -> None:
     schedule = find_schedule("1f1b")
     cut = Cut(schedule, StageMap([Stack("layers", 5)], 2), Carry(((), ()), {}), (), 3)
     shares = [share_of(wrapped=wrapped, names=names) for wrapped, names in ((3, "ab"), (3, "ab"), (2, "bc"), (2, "bc"))]
-    options = side.RunOptions(dims)
+    options = RunOptions(tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate)
     found = run_report.report_of(options, shares, inputs_of(IDS), {}, [], cut).to_dict()
     assert (found["wrapped_layers"], found["compared"], found["stages"], found["microbatches"]) == (5, 3, 2, 3)
     assert found["bubble_fraction"] == 0.25

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.parity import memory
 from ckptx.runtime.parity.routing import Routing
-from ckptx.runtime.parity.side import ModelFacts, RunOptions
+from ckptx.runtime.parity.side import ModelFacts
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def has_10_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def allowed(nbytes: int, ranks: int = 1, **options: Any) -> tuple[int | None, int | None]:
     """Of a model with so many GiB of weights, on so many ranks of TP."""
-    settings = RunOptions(dims=ParallelDims(tp=ranks), **options)
+    settings = RunOptions(tp=ranks, **options)
     return tuple(memory.allowed(seen(nbytes * GIB, nbytes * GIB // 2), settings, Process(0, ranks, CPU)))
 
 
@@ -58,7 +58,7 @@ def test_only_what_would_help_is_advised() -> None:
     assert first == "--no-backward (20.00 GiB in one piece)"
     assert second.startswith("--compute-dtype auto") and "20.00 GiB" in second
     assert memory.ways_to_take_less(many, RunOptions()) == [first]
-    assert memory.ways_to_take_less(few, RunOptions(dtype="auto", backward=False)) == []
+    assert memory.ways_to_take_less(few, RunOptions(compute_dtype="auto", backward=False)) == []
 
 
 def test_what_is_free_here_is_known() -> None:

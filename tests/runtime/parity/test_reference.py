@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ckptx.layout.stages import StageMap
+from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import Process
 from ckptx.runtime.parity.comparison import Reference
 from ckptx.runtime.parity.reference import InOnePiece, InPieces, Running, cut_into
-from ckptx.runtime.parity.side import RunOptions, Side
+from ckptx.runtime.parity.side import Side
 from tests.support.models import EVERY, write
 from tests.support.staged import deep
 
@@ -98,4 +99,4 @@ def test_pieces_of_a_deeper_model_give_what_the_whole_gives(tmp_path: Path, name
 @pytest.mark.parametrize("name", ["llama-tied", "gemma4-ple"])
 def test_pieces_in_bfloat16_give_what_the_whole_gives(tmp_path: Path, name: str) -> None:
     write(EVERY[name], tmp_path)
-    assert_alike(*both(tmp_path, 2, 3, dtype="bf16"))
+    assert_alike(*both(tmp_path, 2, 3, compute_dtype="bf16"))

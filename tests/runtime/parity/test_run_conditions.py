@@ -15,10 +15,11 @@ import torch
 
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
 from ckptx.runtime.parallel.distributed import Process, mesh_of, process_group
 from ckptx.runtime.parallel.parallelize import _of_other_dtype
-from ckptx.runtime.parity import forward, reference, side
+from ckptx.runtime.parity import forward, reference
 from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.inputs.batch import inputs_for
 from tests.support.corrections import changed
@@ -67,7 +68,7 @@ def threads_of(rank: int, world_size: int, path: str, runs: int) -> list[int]:
     """How many threads this process has after each run."""
     counts = []
     for _ in range(runs):
-        options = side.RunOptions(ParallelDims(tp=world_size))
+        options = RunOptions(tp=world_size)
         assert forward.verify_run(Path(path), Path(path), options, Log()).exit == 0
         counts.append(len(os.listdir("/proc/self/task")))
     return counts
@@ -96,7 +97,7 @@ def test_a_config_that_makes_no_model_is_refused_on_either_side(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     names = ("bad", "good") if is_reference else ("good", "bad")
     with pytest.raises(CkptxError) as refused:
-        forward.verify_run(*(tmp_path / name for name in names), side.RunOptions(), Log())
+        forward.verify_run(*(tmp_path / name for name in names), RunOptions(), Log())
     assert refused.value.exit_code in (3, 4), refused.value
     assert "config.json" in str(refused.value) or "UnheardOfForCausalLM" in str(refused.value)
 
@@ -145,7 +146,7 @@ def test_inputs_say_what_they_lack() -> None:
 def run_blind(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """`verify --run` by a ckptx that does not know what images of this class look like."""
     with changed("gemma3", inputs=()):
-        return forward.verify_run(Path(path), Path(path), side.RunOptions(), Log()).to_dict()
+        return forward.verify_run(Path(path), Path(path), RunOptions(), Log()).to_dict()
 
 
 def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> 
 
 
 def run_on_two(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    options = side.RunOptions(ParallelDims(tp=world_size), dtype="fp32")
+    options = RunOptions(tp=world_size)
     return forward.verify_run(Path(path), Path(path), options, Log()).to_dict()
 
 
@@ -181,7 +182,7 @@ def test_every_gradient_and_every_rank_is_in_the_report(pool: GlooPool, tmp_path
 
 
 def run_sharded(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    options = side.RunOptions(ParallelDims(dp_shard=world_size))
+    options = RunOptions(dp_shard=world_size)
     return forward.verify_run(Path(path), Path(path), options, Log()).to_dict()
 
 

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from ckptx.errors import InputError
+from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
 from ckptx.runtime.parity import memory
 from ckptx.runtime.parity.forward import verify_run
-from ckptx.runtime.parity.side import RunOptions, both_sides
+from ckptx.runtime.parity.side import both_sides
 from tests.support.models import EVERY, llama, randomise, read_hf, write
 
 Head = Callable[[torch.Tensor], torch.Tensor] | None

@@ -1,0 +1,300 @@
+"""Click commands from tables of options: help in titled sections, choices and ranges, shell completion.
+
+What a value may be, the table checks, in the words that Python callers read, too. So the types here hand every value
+on, and a report is written for a wrong one as for any other failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+from click.shell_completion import CompletionItem
+
+from ckptx.cli.output import say_error
+from ckptx.errors import CkptxError, UsageError
+from ckptx.options.commands import COMMANDS, Command, all_words
+from ckptx.options.option import GLOBAL, SECTIONS, Argument, Option, Options, Setting, settings_of
+from ckptx.options.output import GlobalOptions
+
+# `--max_memory` is `--max-memory`: torchrun users type both.
+SETTINGS = {
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 110,
+}
+
+
+if TYPE_CHECKING:  # generic since click 8.2
+    _StringChoice = click.Choice[str]
+else:
+    _StringChoice = click.Choice
+
+
+class ChoiceParam(_StringChoice):
+    """A choice: help and completion show the words."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value
+
+
+class Number(click.IntRange):
+    """A number in a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return int(value)
+        except ValueError:
+            return value
+
+    def _describe_range(self) -> str:
+        return ""  # the most is a defense against absurd values, and no help
+
+
+class Words(click.types.StringParamType):
+    """Free text, among which some words have a meaning of their own."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete the words."""
+        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+
+
+class _Sectioned(click.Command):
+    """A help page with options section by section, then examples that run as written."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, str], examples: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.sections, self.examples = {"help": GLOBAL, "version": GLOBAL, **sections}, examples
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {section: [] for section in SECTIONS}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                # By its flag: how click names its help option depends on its version.
+                name = "help" if "--help" in param.opts else str(param.name)
+                flags, said = record
+                # click puts a default given as text into parentheses of its own
+                rows[self.sections[name]].append((flags, re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", said)))
+        for section, records in rows.items():
+            if records:
+                with formatter.section(section):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
+
+class SectionedCommand(_Sectioned):
+    """A command with titled help sections."""
+
+
+class SectionedGroup(_Sectioned, click.Group):
+    """A group with titled help sections."""
+
+    def __init__(self, *args: Any, params: Sequence[click.Parameter] | None = None, **settings: Any) -> None:
+        own, sections = params_of([GlobalOptions])
+        settings = {"sections": sections, "context_settings": SETTINGS, "invoke_without_command": True, **settings}
+        super().__init__(*args, params=[*(params or ()), *own], **settings)
+
+    def known_command(self, ctx: click.Context, name: str) -> click.Command:
+        """Return a command.
+
+        Raises:
+            UsageError: There is none of this name.
+        """
+        command = self.get_command(ctx, name)
+        if command is None:
+            from difflib import get_close_matches  # takes longer to import than most commands take to start
+
+            names, group = self.list_commands(ctx), words_of(ctx)
+            aliases = [words.split()[-1] for words in all_words() if words.rpartition(" ")[0] == group]
+            near = get_close_matches(name, [*names, *aliases], 1)
+            advice = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(names)}"
+            raise click.UsageError(f"No such command: {name}; {advice}", ctx)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        self.known_command(ctx, args[0])
+        return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        _Sectioned.format_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+class CommandCall(NamedTuple):
+    """A call of a command.
+
+    Attributes:
+        words: The command, as it was called.
+        given: The options and arguments of its function that are set.
+        output: Where its output goes.
+        defaults: Options that a file or the environment sets, as a reader should see them.
+    """
+
+    words: str
+    given: dict[str, Any]
+    output: Any
+    defaults: Sequence[str] = ()
+
+
+def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[CommandCall], int]], SectionedCommand]:
+    """Make the click command of a function; its docstring is the help.
+
+    Args:
+        words: The command, as in `COMMANDS`.
+        examples: Calls that run as written.
+    """
+    made = COMMANDS[words]
+    tables = [*made.options, made.outputs, GlobalOptions]
+    params, sections = params_of(tables)
+
+    def decorate(function: Callable[[CommandCall], int]) -> SectionedCommand:
+        def run(**values: Any) -> int:
+            try:
+                call = _call_of(made, values)
+            except CkptxError as error:
+                say_error(str(error), as_json=bool(values.get("as_json")))
+                return error.exit_code
+            code = function(call)
+            if code == UsageError.exit_code and call.defaults:
+                click.echo(f"note: set by default: {', '.join(call.defaults)}", err=True)
+            return code
+
+        return SectionedCommand(
+            words.rpartition(" ")[2],
+            callback=run,
+            params=params,
+            sections=sections,
+            examples=examples,
+            help=function.__doc__,
+            short_help=made.summary,
+            context_settings=SETTINGS,
+        )
+
+    return decorate
+
+
+def _call_of(made: Command, values: Mapping[str, Any]) -> CommandCall:
+    """Sort the values that click has parsed, and defaults: options of the function, of the output, of the program.
+
+    Raises:
+        CkptxError: A place for the output cannot be, or a default has a value that it cannot have.
+    """
+    context = click.get_current_context()
+    words, program = words_of(context), context.find_root().ensure_object(dict)
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        name = name.partition(_SHORTHAND)[0]
+        if value is None or value == ():
+            continue
+        if name in given:
+            flag = next(settings_of(table)[name].flag for table in made.options if name in settings_of(table))
+            raise click.UsageError(f"{flag} and its shorthands exclude each other; leave out one of them")
+        given[name] = value
+    origins: list[str] = []
+    if _may_have_defaults():
+        from ckptx.options.defaults import useful_defaults
+
+        defaults = useful_defaults(words, {**program, **given})
+        given |= {name: each.value for name, each in defaults.items()}
+        origins = [f"{each.setting.flag} ({each.origin})" for each in defaults.values()]
+    of_output, of_program = settings_of(made.outputs), settings_of(GlobalOptions)
+    program |= {name: value for name, value in given.items() if name in of_program}
+    return CommandCall(
+        words,
+        {name: value for name, value in given.items() if name not in of_output and name not in of_program},
+        made.outputs(**{name: value for name, value in given.items() if name in of_output}),
+        origins,
+    )
+
+
+def _may_have_defaults() -> bool:
+    """Return whether a file or a variable may have some; most calls do without the module that reads them."""
+    files = any(os.path.lexists(name) for name in ("ckptx.toml", "pyproject.toml"))
+    return files or any(name.startswith("CKPTX_") for name in os.environ)
+
+
+def words_of(context: click.Context) -> str:
+    """Return the words of a command, without the name of the program, which torchrun and `python -m` choose."""
+    words = []
+    while context.parent is not None:
+        words.append(context.info_name or "")
+        context = context.parent
+    return " ".join(reversed(words))
+
+
+_SHORTHAND = "__"  # between the name of an option and the value that a flag stands for
+
+
+def params_of(tables: Sequence[type[Options]]) -> tuple[list[click.Parameter], dict[str, str]]:
+    """Make the click parameters of some tables, and name the section of each option."""
+    params: dict[str, click.Parameter] = {}
+    sections: dict[str, str] = {}
+    for table in tables:
+        for setting in settings_of(table).values():
+            for param in _params(setting, is_global=table is GlobalOptions):
+                if param.name not in params:
+                    params[str(param.name)] = param
+                    if setting.option is not None:
+                        sections[str(param.name)] = setting.option.section
+    return list(params.values()), sections
+
+
+def _params(setting: Setting, *, is_global: bool) -> list[click.Parameter]:
+    annotation = setting.annotation
+    if isinstance(annotation, Argument):
+        is_required = setting.is_required and not annotation.is_optional
+        metavar = annotation.metavar if setting.is_required else f"[{annotation.metavar}]"
+        made = click.Argument([setting.name], metavar=metavar, required=is_required, type=click.Path())
+        return [made] if annotation.metavar else []
+    if not isinstance(annotation, Option):
+        return []
+    how: dict[str, Any] = {"expose_value": False, "callback": _remember} if is_global else {}
+    if setting.kind is bool:
+        flags = [*setting.flags[:-1], f"{setting.flags[-1]}/{annotation.off}"] if annotation.off else setting.flags
+        how |= {"is_flag": True, "default": None}
+    else:
+        flags, how["type"] = setting.flags, _type_of(setting, annotation)
+        how |= {"metavar": setting.metavar, "multiple": setting.kind is tuple}
+    if setting.default_text:
+        how["show_default"] = setting.default_text
+    made_option = click.Option([*flags, setting.name], help=annotation.help, **how)
+    shorthands = [
+        click.Option(
+            [flag, f"{setting.name}{_SHORTHAND}{value}"], flag_value=value, default=None, is_flag=True,
+            help=f"Same as {setting.flag} {value}.",
+        )
+        for flag, value in annotation.shorthands.items()
+    ]  # fmt: skip
+    return [made_option, *shorthands]
+
+
+def _type_of(setting: Setting, option: Option) -> click.ParamType[Any]:
+    if setting.choices:
+        return ChoiceParam(setting.words)
+    if option.is_path and not option.words:
+        return click.Path()
+    if setting.kind is int and not option.is_size:
+        return Number(option.minimum, option.maximum)
+    return Words(option.words)
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Keep a global option, wherever it stands: before the command or after it."""
+    settings = ctx.find_root().ensure_object(dict)
+    if value:
+        settings[param.name] = value
+    return value

@@ -1,0 +1,32 @@
+"""A rank that ckptx started: `python -m ckptx.cli.rank OPTIONS REPORT`, which reads its options from a document.
+
+Defaults from files and the environment are in the document already.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+from ckptx.cli.main import run
+from ckptx.cli.output import Output
+from ckptx.options.document import from_json
+from ckptx.options.output import ReportOutput
+from ckptx.options.verify import CompareRunOptions
+
+
+def run_rank() -> int:
+    """Run the command that the document describes, and write its report on rank 0; return the exit code."""
+    from ckptx.api.verify_run import verify_running
+    from ckptx.report.running import run_text, run_verdict
+
+    gc.enable()  # models are full of cycles
+    order, report_file = sys.argv[1:]
+    options = from_json(Path(order).read_text(encoding="utf-8"), CompareRunOptions)
+    output = Output(ReportOutput(report_file=report_file), is_quiet=True)
+    return output.run("verify", lambda log: verify_running(options.with_values(log=log)), run_text, run_verdict)
+
+
+if __name__ == "__main__":
+    run(run_rank)

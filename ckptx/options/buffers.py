@@ -1,0 +1,47 @@
+"""Threads and memory of a command that moves or compares bytes, and the spellings of dtypes."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from ckptx.options.option import RUN, Hook, Option, Options
+from ckptx.options.sizes import default_workers, parse_size
+from ckptx.untrusted.limits import WORKERS
+
+Progress = Callable[[int, int], None]
+Dtype = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
+SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def no_progress(done: int, total: int) -> None:
+    """Ignore the progress of a run."""
+
+
+class BufferOptions(Options):
+    """Threads and memory of a run that moves or compares bytes."""
+
+    workers: Annotated[
+        int | None,
+        Option(
+            "Number of threads; the output does not depend on it.",
+            RUN,
+            minimum=1,
+            maximum=WORKERS,
+            default="one per core, at most 16",
+        ),
+    ] = None
+    max_memory: Annotated[int | str, Option("Memory for I/O buffers.", RUN, is_size=True)] = "256MB"
+    on_progress: Annotated[Progress, Hook("Function that is called with the bytes done and the bytes in all.")] = (
+        no_progress
+    )
+
+    @property
+    def threads(self) -> int:
+        """Return the number of threads."""
+        return self.workers or default_workers()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of buffers in flight."""
+        return parse_size(self.max_memory, "--max-memory")

@@ -1,0 +1,139 @@
+"""The list of commands: summary, tables of options and Python function of each, imported when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from ckptx.errors import UsageError
+from ckptx.options.option import Option, Options, Setting, settings_of
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        summary: Line in the list of commands; begins with a verb.
+        tables: The tables of its options, as `module:class` below `ckptx.options`. An option of the second table and
+            not of the first needs the option that chooses the second table, as `--run` does.
+        function: Where the Python function is; empty for a command without one.
+        output: Table of what the command line has beside the function.
+        aliases: Familiar names of the same command.
+        is_converting: Whether it makes a checkpoint.
+    """
+
+    summary: str
+    tables: Sequence[str]
+    function: str = ""
+    output: str = "output:JsonOutput"
+    aliases: Sequence[str] = ()
+    is_converting: bool = False
+
+    @property
+    def options(self) -> list[type[Options]]:
+        """Import and return the tables."""
+        return [_table(name) for name in self.tables]
+
+    @property
+    def outputs(self) -> type[Options]:
+        """Import and return the table of what the command line has beside the function."""
+        return _table(self.output)
+
+
+COMMANDS: Mapping[str, Command] = {
+    "inspect": Command("summarize a checkpoint", ["inspect:InspectOptions"], "ckptx.api.inspect:inspect"),
+    "convert to-dcp": Command(
+        "convert a checkpoint to a torch DCP", ["conversion:ToDcpOptions"], "ckptx.api.convert:convert",
+        "output:ReportOutput", aliases=["hf2dcp"], is_converting=True,
+    ),
+    "convert to-hf": Command(
+        "convert a checkpoint to HF safetensors", ["conversion:ToHfOptions"], "ckptx.api.convert:convert",
+        "output:ReportOutput", aliases=["dcp2hf"], is_converting=True,
+    ),
+    "reshard": Command(
+        "reshard a checkpoint for a TP x PP x FSDP mesh", ["conversion:ReshardOptions"],
+        "ckptx.api.reshard:reshard", "output:ReportOutput", is_converting=True,
+    ),
+    "diff": Command(
+        "compare names, shapes, dtypes and ties of two checkpoints", ["diff:DiffOptions"],
+        "ckptx.comparison.headers:diff",
+    ),
+    "verify": Command(
+        "compare two checkpoints bit for bit, or the models in them",
+        ["verify:CompareOptions", "verify:CompareRunOptions"], "ckptx.api.verify:verify",
+        "output:ReportOutput",
+    ),
+    "forecast": Command(
+        "forecast the memory of a training step on each rank", ["forecast:ForecastOptions", "forecast:SearchOptions"],
+        "ckptx.api.forecast:forecast", "forecast:ForecastOutput",
+    ),
+    "robustness": Command(
+        "test save/load/export/reshard/resume of a training run", ["robustness:RobustnessOptions"],
+        "ckptx.robustness_suite:robustness", "robustness:RobustnessOutput",
+    ),
+    "env": Command("print versions and system information", ["env:EnvOptions"]),
+}  # fmt: skip
+GROUPS = {"convert": "convert a checkpoint to DCP or HF safetensors"}
+
+
+def all_words() -> dict[str, Command]:
+    """Return every command by its words, familiar names included."""
+    found: dict[str, Command] = {}
+    for words, command in COMMANDS.items():
+        group = words.rpartition(" ")[0]
+        found |= {words: command, **{f"{group} {alias}".strip(): command for alias in command.aliases}}
+    return found
+
+
+def tables_of(command: Command) -> list[type[Options]]:
+    """Return every table of a command, those of the command line and of the program included."""
+    return [*command.options, command.outputs, _table("output:GlobalOptions")]
+
+
+def refuse_unknown(words: str, tables: Sequence[type[Options]], name: str) -> UsageError:
+    """Make the error for an option that a command does not have.
+
+    Args:
+        words: The command.
+        tables: Its tables.
+        name: Flag or keyword argument.
+    """
+    name = name.lstrip("-").replace("-", "_")
+    own = {name: setting for table in tables for name, setting in settings_of(table).items()}
+    flag = f"--{name.replace('_', '-')}"
+    instead = next((each for each in own.values() if each.option is not None and name in each.option.replaces), None)
+    if instead is not None:
+        return UsageError(f"{words} does not take {flag}; use {instead.flag}")
+    having: dict[str, None] = {}
+    for other, command in COMMANDS.items():
+        for table in tables_of(command):
+            if any(name in _names(each) for each in settings_of(table).values()):
+                having[other if table is not command.options[-1] or len(command.options) == 1 else table.command] = None
+    others = [each for each in having if each != words]
+    if others:
+        return UsageError(f"{words} does not take {flag} ({_listed(others)})")
+    known = [flag for each in own.values() if each.option is not None for flag in each.flags]
+    from difflib import get_close_matches  # takes longer to import than most commands take to start
+
+    near = get_close_matches(flag, known, 1)
+    return UsageError(f"{words} does not take {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _listed(words: Sequence[str]) -> str:
+    if len(words) == 1:
+        return f"{words[0]} does"
+    return f"{', '.join(words[:-1])} and {words[-1]} do"
+
+
+def _names(setting: Setting) -> set[str]:
+    if not isinstance(setting.annotation, Option):
+        return set()
+    flags = (*setting.flags, *setting.annotation.shorthands, setting.annotation.off)
+    return {setting.name, *(flag.lstrip("-").replace("-", "_") for flag in flags)}
+
+
+def _table(name: str) -> type[Options]:
+    module, _, class_name = name.partition(":")
+    found: type[Options] = getattr(import_module(f"ckptx.options.{module}"), class_name)
+    return found

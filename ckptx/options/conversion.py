@@ -1,0 +1,237 @@
+"""The options of `convert to-dcp`, `convert to-hf` and `reshard`."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from ckptx.catalog.form import Form
+from ckptx.errors import UsageError
+from ckptx.options.buffers import SPELLINGS, BufferOptions
+from ckptx.options.mesh import ShardingOptions
+from ckptx.options.option import CONTENT, RUN, Argument, Hook, Option, settings_of
+from ckptx.options.sizes import parse_size
+from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions, SourcePrefixOptions
+from ckptx.untrusted.limits import RANKS
+from ckptx.wording import counted
+
+Names = Literal["disk", "model", "torchtitan"]
+SHARD_SIZE = "5GB"
+_DIRECTION = "to-dcp or to-hf; hf2dcp and dcp2hf are other names for them."
+
+
+class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOptions, SourcePrefixOptions):
+    """Options of every conversion."""
+
+    dtype: Annotated[
+        Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
+        Option(
+            "Cast floating-point tensors (auto: keep each dtype; base: as in --base). Integers, quantization scales "
+            "and tensors that the model keeps in fp32 stay.",
+            CONTENT,
+            spellings=SPELLINGS,
+        ),
+    ] = "auto"
+    names: Annotated[
+        Names | None,
+        Option(
+            "Naming scheme: disk (as on the Hub), model (transformers module names), torchtitan.",
+            CONTENT,
+            default="disk; model for safetensors by rank",
+        ),
+    ] = None
+    tied: Annotated[
+        Literal["auto", "alias", "copy", "drop"],
+        Option("How to write tied weights: auto, alias (one shared copy), copy, drop.", CONTENT),
+    ] = "auto"
+    tie_missing: Annotated[
+        bool, Option("Tie a missing output head to the embedding even if the config does not.", CONTENT)
+    ] = False
+    allow_misfit: Annotated[
+        bool,
+        Option(
+            "Allow tensors that do not match the config (partial models, padded vocabularies).",
+            CONTENT,
+            flags=("--allow-misfit", "--allow-config-mismatch"),
+        ),
+    ] = False
+    allow_overflow: Annotated[
+        bool,
+        Option(
+            "Write values that are out of range for --dtype as infinity instead of failing.",
+            CONTENT,
+            requires=("dtype",),
+        ),
+    ] = False
+    optimizer: Annotated[
+        Literal["keep", "drop"] | None,
+        Option("Keep or drop optimizer state (DCP output only).", CONTENT, default="keep in a DCP"),
+    ] = None
+    base: Annotated[
+        str | Path | None,
+        Option(
+            "HF checkpoint to take config.json and tokenizer files from; none writes the tensors alone.",
+            CONTENT,
+            metavar="HF|none",
+            default="SRC itself",
+            is_path=True,
+            words=("none",),
+        ),
+    ] = None
+    dry_run: Annotated[bool, Option("Print what would be written; write nothing.", RUN)] = False
+    overwrite: Annotated[bool, Option("Replace DST atomically.", RUN)] = False
+    resume: Annotated[bool, Option("Continue an interrupted run.", RUN)] = False
+    report_file: Annotated[
+        str | Path | None,
+        Hook("File that the caller will write the report to; checked before the work begins.", is_path=True),
+    ] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.buffer_bytes < (2 << 20) * self.threads:
+            raise UsageError(
+                f"--max-memory: {counted(self.buffer_bytes, 'byte')} for {counted(self.threads, 'worker')} must be at "
+                "least 2 MiB each; use fewer --workers"
+            )
+
+    @classmethod
+    def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
+        if name in ("tied", "tie_missing") and values.get("base") == "none":
+            return f"{settings_of(cls)[name].flag} requires a config, and --base none has none; name a checkpoint"
+        return super().conflict(name, values)
+
+    def check_model_alone(self) -> None:
+        """Check the options against an output in safetensors.
+
+        Raises:
+            UsageError: One asks for what such files cannot hold.
+        """
+        if self.tied == "alias":
+            raise UsageError("--tied alias: safetensors cannot let two names share bytes; use auto, copy or drop")
+        if self.optimizer == "keep":
+            raise UsageError("--optimizer keep: safetensors hold the model alone; write a DCP to keep it")
+
+    def check_source(self, source: Form) -> None:
+        """Check the options against the format of the source.
+
+        Raises:
+            UsageError: One is about what such a source does not have.
+        """
+        if source.is_of_training:
+            return
+        if self.optimizer is not None:
+            raise UsageError("--optimizer requires a DCP source; SRC is none and holds the model alone")
+        if self.model_prefix is not None:
+            raise UsageError("--source-prefix requires a DCP source; every name in SRC is taken as it is")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the options that decide bytes beyond the layout itself."""
+        return {"dtype": self.dtype, "tied": self.tied, "source_prefix": self.model_prefix, "names": self.names}
+
+
+class DcpOptions(ConversionOptions):
+    """Options of an output that is a DCP."""
+
+    prefix: Annotated[str, Option("Prefix to add to every name that is written to a DCP.", CONTENT, default="none")] = (
+        ""
+    )
+    files: Annotated[
+        int | None,
+        Option("Number of .distcp files (per rank if sharded).", CONTENT, minimum=1, maximum=RANKS, default="by size"),
+    ] = None
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "prefix": self.prefix}
+
+    def check_prefix(self, source: Form) -> None:
+        """Check that the names of the source may get a prefix.
+
+        Raises:
+            UsageError: The source is a DCP, whose names stay what they are.
+        """
+        if self.prefix and source.is_of_training:
+            raise UsageError(
+                "--prefix is added to names that come from an HF checkpoint, and SRC is a DCP, which keeps its names; "
+                "use --source-prefix to select the model in it"
+            )
+
+
+class ToDcpOptions(DcpOptions, ShardingOptions, kw_only=False):
+    """Options of `convert to-dcp`."""
+
+    command: ClassVar[str] = "convert to-dcp"
+
+    direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(_DIRECTION, is_path=False)]
+    src: Annotated[str | Path, Argument("Checkpoint to convert.", "SRC")]
+    dst: Annotated[str | Path, Argument("Directory to write.", "DST")]
+
+
+class ToHfOptions(ConversionOptions, kw_only=False):
+    """Options of `convert to-hf`."""
+
+    command: ClassVar[str] = "convert to-hf"
+
+    direction: Annotated[Literal["to-hf", "dcp2hf"], Argument(_DIRECTION, is_path=False)]
+    src: Annotated[str | Path, Argument("Checkpoint to convert.", "SRC")]
+    dst: Annotated[str | Path, Argument("Directory to write.", "DST")]
+    _: KW_ONLY
+    max_shard_size: Annotated[
+        int | str | None,
+        Option(
+            "Maximum size of a safetensors shard.",
+            CONTENT,
+            is_size=True,
+            default=f"the original shards if recorded, else {SHARD_SIZE}",
+        ),
+    ] = None
+    index: Annotated[Literal["auto", "always"], Option("Write an index even for a single file (always).", CONTENT)] = (
+        "auto"
+    )
+
+    @property
+    def shard_bytes(self) -> int:
+        """Return the maximum bytes of tensors in a safetensors shard."""
+        return parse_size(self.max_shard_size or SHARD_SIZE, "--max-shard-size")
+
+    def check(self) -> None:
+        super().check()
+        self.check_model_alone()
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "index": self.index}
+
+
+class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
+    """Options of `reshard`."""
+
+    command: ClassVar[str] = "reshard"
+
+    src: Annotated[str | Path, Argument("Checkpoint to reshard.", "SRC")]
+    dst: Annotated[str | Path, Argument("Directory to write.", "DST")]
+    _: KW_ONLY
+    to: Annotated[
+        Literal["dcp", "safetensors"] | None,
+        Option("Output: a DCP, or safetensors by rank.", CONTENT, default="the family of SRC"),
+    ] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.to == "safetensors":
+            self.check_sharded()
+
+    def check_sharded(self) -> None:
+        """Check the options against an output in safetensors by rank.
+
+        Raises:
+            UsageError: One asks for what such files cannot hold.
+        """
+        self.check_model_alone()
+        if self.files is not None:
+            raise UsageError("--files: safetensors have as many files a rank as their tensors need; it is for a DCP")
+        if self.prefix:
+            raise UsageError(
+                "--prefix is added to the names of a DCP, and the output is safetensors; use --source-prefix to select "
+                "the model in the source"
+            )

@@ -1,0 +1,257 @@
+"""Defaults of options on the command line, from files of the working directory and from the environment.
+
+    command line  >  CKPTX_WORKERS=8  >  ckptx.toml  >  pyproject.toml  >  built-in default
+
+    workers = 8                   # every command that has the option
+    [convert]                     # `convert to-dcp` and `convert to-hf`; in pyproject.toml [tool.ckptx.convert]
+    max-memory = "1GB"
+    [verify]
+    reference-memory = "8GB"      # left out of a call without --run, which has no use for it
+
+A name is that of the flag, with dashes or underscores. The Python functions have none of this.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptx.errors import CkptxError, InputError, UnsupportedError, UsageError
+from ckptx.options.commands import COMMANDS, GROUPS, Command, all_words, refuse_unknown, tables_of
+from ckptx.options.option import Setting, settings_of
+
+_FILE, _PROJECT, _TOOL = "ckptx.toml", "pyproject.toml", "tool.ckptx"
+_VARIABLE = "CKPTX_"
+_FILE_BYTES = 1 << 20
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+class Default(NamedTuple):
+    """A default of one option.
+
+    Attributes:
+        setting: The option.
+        value: Value as the table takes it.
+        origin: File and key, or variable.
+    """
+
+    setting: Setting
+    value: Any
+    origin: str
+
+
+class _DefaultEntry(NamedTuple):
+    """A line of a file, or a variable.
+
+    Attributes:
+        scope: Words of the command or the group; empty for every command.
+        name: Name as it is written, with underscores.
+        value: Value as it is written.
+        origin: File and key, or variable.
+    """
+
+    scope: str
+    name: str
+    value: Any
+    origin: str
+
+
+def defaults_of(words: str) -> dict[str, Default]:
+    """Return the defaults of a command by the names of its options.
+
+    Raises:
+        UsageError: A file or a variable has an unknown key or a value that is not allowed.
+    """
+    command = all_words()[words]
+    group, found = words.rpartition(" ")[0], {}
+    for entries in _layers():
+        for scopes in (("",), (group,) if group else (), _names_of(words, command)):
+            for entry in entries:
+                setting = _setting_of(command, entry.name) if entry.scope in scopes else None
+                if setting is not None:
+                    found[setting.name] = Default(setting, _value_of(command, setting, entry), entry.origin)
+    return found
+
+
+def useful_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
+    """Return the defaults that mean something in a call.
+
+    A default is left out where its option is given, where another one that it requires is not set, and where one that
+    it excludes is set.
+
+    Args:
+        words: The command.
+        given: The options of the call by name.
+
+    Raises:
+        UsageError: As `defaults_of`.
+    """
+    found = {name: each for name, each in defaults_of(words).items() if name not in given}
+    command = all_words()[words]
+    table = command.options[0]
+    for choice in (name for name, each in settings_of(command.options[-1]).items() if each.choices == (True,)):
+        if given.get(choice) or (choice in found and found[choice].value):
+            table = command.options[-1]
+    beside = {name for each in tables_of(command) if each not in command.options for name in settings_of(each)}
+    found = {name: each for name, each in found.items() if name in beside or name in settings_of(table)}
+    while True:
+        values = {**{name: each.value for name, each in found.items()}, **given}
+        idle = [name for name in found if name not in beside and table.conflict(name, values)]
+        if not idle:
+            return found
+        for name in idle:
+            del found[name]
+
+
+def every_default() -> Iterator[tuple[Default, list[str]]]:
+    """Iterate over the defaults that are in force, each with the commands that it is for.
+
+    Raises:
+        UsageError: As `defaults_of`.
+    """
+    found: dict[tuple[str, str], tuple[Default, list[str]]] = {}
+    for words in COMMANDS:
+        for default in defaults_of(words).values():
+            found.setdefault((default.setting.flag, default.origin), (default, []))[1].append(words)
+    yield from found.values()
+
+
+def _layers() -> Iterator[list[_DefaultEntry]]:
+    """Iterate over the sources of defaults, from the weakest to the strongest."""
+    project = _table_of(_PROJECT, _TOOL)
+    yield list(_entries_of(project, f"{_PROJECT}: {_TOOL}.")) if project else []
+    own = _table_of(_FILE, "")
+    yield list(_entries_of(own, f"{_FILE}: ")) if own else []
+    yield [
+        _DefaultEntry("", name.removeprefix(_VARIABLE).lower(), value, name)
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLE) and value
+    ]
+
+
+def _table_of(file: str, table: str) -> Mapping[str, Any] | None:
+    """Return a table of a file in the working directory; None where there is none."""
+    if not os.path.lexists(file):
+        return None
+    from ckptx.storage.files import read_small
+
+    try:
+        text = read_small(Path(file), _FILE_BYTES)
+    except (InputError, UnsupportedError, OSError) as error:
+        if table:  # a project file of another program
+            return None
+        raise UsageError(str(error)) from error
+    if table.encode() not in text:
+        return None
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        found: Any = tomllib.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"{file}: is not valid TOML: {error}; correct it") from error
+    for key in table.split(".") if table else ():
+        found = found.get(key, {}) if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise UsageError(f"{file}: {table} must be a table")
+    return found
+
+
+def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Iterator[_DefaultEntry]:
+    """Iterate over the keys of a table and of the tables of commands in it.
+
+    Raises:
+        UsageError: No command has such an option, or such a name.
+    """
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            name = key.replace("-", "_")
+            commands = [each for words, each in all_words().items() if _is_in(scope, words, each)]
+            if not any(_setting_of(each, name) for each in commands):
+                tables = [each for command in commands for each in tables_of(command)]
+                raise UsageError(f"{origin}{key}: {refuse_unknown(scope or 'ckptx', tables, name)}")
+            yield _DefaultEntry(scope, name, value, origin + key)
+            continue
+        words = f"{scope} {key}".strip()
+        known = {*all_words(), *GROUPS}
+        if words not in known:
+            from difflib import get_close_matches  # takes longer to import than most commands take to start
+
+            near = get_close_matches(words, known, 1)
+            raise UsageError(f"{origin}{key}: no command of this name" + (f"; did you mean {near[0]}?" if near else ""))
+        yield from _entries_of(value, f"{origin}{key}.", words)
+
+
+def _is_in(scope: str, words: str, command: Command) -> bool:
+    return not scope or scope in (words.rpartition(" ")[0], *_names_of(words, command))
+
+
+def _names_of(words: str, command: Command) -> tuple[str, ...]:
+    """Return the names of a command: its own and the familiar ones."""
+    group = words.rpartition(" ")[0]
+    return next(
+        (own, *(f"{group} {alias}".strip() for alias in command.aliases))
+        for own, each in COMMANDS.items()
+        if each is command
+    )
+
+
+def _settings_called(command: Command, name: str) -> list[Setting]:
+    """Return the options of a command with a name, from each of its tables."""
+    found = []
+    for table in tables_of(command):
+        for setting in settings_of(table).values():
+            flags = [flag.lstrip("-").replace("-", "_") for flag in setting.flags]
+            if setting.option is not None and name in (setting.name, *flags):
+                found.append(setting)
+    return found
+
+
+def _setting_of(command: Command, name: str) -> Setting | None:
+    return next(iter(_settings_called(command, name)), None)
+
+
+def _value_of(command: Command, setting: Setting, entry: _DefaultEntry) -> Any:
+    """Return the value of an entry as one of the tables of a command takes it.
+
+    Raises:
+        UsageError: None of them does.
+    """
+    value = _parsed(setting, entry) if entry.origin.startswith(_VARIABLE) else entry.value
+    refusal: CkptxError | None = None
+    for each in _settings_called(command, entry.name):
+        try:
+            return each.checked(value, entry.origin)
+        except CkptxError as error:
+            refusal = error
+    assert refusal is not None
+    raise refusal
+
+
+def _parsed(setting: Setting, entry: _DefaultEntry) -> Any:
+    """Return the value that the text of a variable stands for."""
+    text = entry.value
+    try:
+        if setting.kind is bool:
+            return _TRUTH[text.strip().lower()]
+        if setting.kind is tuple:
+            return text.split()
+        if setting.kind is int and setting.option is not None and not setting.option.is_size:
+            return int(text)
+    except (KeyError, ValueError):
+        pass  # the table refuses the text
+    return text
+
+
+def shown_value(default: Default) -> str:
+    """Return the value of a default as it may be printed."""
+    if default.setting.is_secret:
+        return "(not shown)"
+    value = default.value
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(value) if isinstance(value, tuple) else str(value)

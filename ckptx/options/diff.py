@@ -1,0 +1,18 @@
+"""The options of `diff`."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from ckptx.options.option import Argument
+from ckptx.options.source import CallbackOptions, HubOptions, SourcePrefixOptions
+
+
+class DiffOptions(CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=False):
+    """Options of `diff`."""
+
+    command: ClassVar[str] = "diff"
+
+    a: Annotated[str | Path, Argument("Checkpoint to compare.", "A")]
+    b: Annotated[str | Path, Argument("Checkpoint to compare with.", "B")]

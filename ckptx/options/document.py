@@ -1,0 +1,38 @@
+"""Options as one JSON document, for a process that gets them from another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ckptx.errors import Defect
+from ckptx.options.option import Options, settings_of
+
+T = TypeVar("T", bound=Options)
+
+
+def to_json(options: Options) -> str:
+    """Write the options that are set; hooks, which are functions, stay in this process."""
+    values = {setting.name: value for setting, value in options.values()}
+    return json.dumps({"command": options.command, "options": values}, default=_plain)
+
+
+def from_json(text: str, table: type[T]) -> T:
+    """Read options back.
+
+    Raises:
+        Defect: The document is one of another command, or has an option that this one lacks.
+    """
+    document = json.loads(text)
+    unknown = sorted(document["options"].keys() - settings_of(table).keys())
+    if document["command"] != table.command or unknown:
+        raise Defect(f"options of {document['command']} with {unknown}, required those of {table.command}")
+    return table(**document["options"])
+
+
+def _plain(value: object) -> str | Sequence[object]:
+    if isinstance(value, Path):
+        return str(value)
+    raise Defect(f"{value!r} cannot be written to JSON")

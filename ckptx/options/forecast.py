@@ -1,0 +1,155 @@
+"""The options of `forecast`: one step, or with `--search` the layouts that fit."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from ckptx.errors import UsageError
+from ckptx.options.buffers import SPELLINGS, Dtype
+from ckptx.options.mesh import PipelineOptions, ReplicaOptions
+from ckptx.options.option import OUTPUT, RECIPE, SEARCH, STEP, Argument, Option, Requirement, settings_of
+from ckptx.options.output import ReportOutput
+from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions
+from ckptx.options.step import (
+    CheckpointedLayersOptions,
+    CheckpointingOptions,
+    GpuMemoryOptions,
+    MicrobatchOptions,
+    RecipeOptions,
+)
+from ckptx.untrusted.limits import RANKS
+
+Loss = Literal["sharded", "whole", "none"]
+OptimizerName = Literal["adamw", "adam", "sgd", "none"]
+FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
+_BESIDE_A_RECIPE = ("recipe", "settings", "gpu_memory", "search", "gpus")
+_FIND = "Find the layouts of --gpus that fit --gpu-memory, with the checkpointing and microbatches each needs."
+
+
+class StepOptions(
+    CallbackOptions,
+    GpuMemoryOptions,
+    RecipeOptions,
+    RemoteCodeOptions,
+    HubOptions,
+    CheckpointingOptions,
+    MicrobatchOptions,
+    ReplicaOptions,
+):
+    """Options of the step that is forecast."""
+
+    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"settings": ("recipe",)}
+
+    recipe: Annotated[
+        str | Path | None,
+        Option(
+            "Forecast the run of a recipe: its name, or a file.",
+            RECIPE,
+            metavar="RECIPE",
+            default="none",
+            is_path=True,
+        ),
+    ] = None
+    batch: Annotated[
+        int | None,
+        Option(
+            "Sequences per step per data-parallel rank (per GPU with --search).",
+            STEP,
+            minimum=1,
+            maximum=2**16,
+            default="one per microbatch",
+        ),
+    ] = None
+    seq: Annotated[int, Option("Sequence length.", STEP, minimum=2, maximum=2**24)] = 4096
+    images: Annotated[int, Option("Images per sequence (vision-language models).", STEP, minimum=0, maximum=2**16)] = 0
+    dtype: Annotated[
+        Dtype, Option("Dtype of the stored parameters (auto: as the config says).", STEP, spellings=SPELLINGS)
+    ] = "auto"
+    param_dtype: Annotated[
+        FloatDtype | None,
+        Option("FSDP2 param_dtype: all-gather and compute.", STEP, spellings=SPELLINGS, default="as stored"),
+    ] = None
+    reduce_dtype: Annotated[
+        FloatDtype | None,
+        Option("FSDP2 reduce_dtype: gradient reduction.", STEP, spellings=SPELLINGS, default="that of --param-dtype"),
+    ] = None
+    optimizer: Annotated[OptimizerName, Option("Optimizer; sgd is without momentum.", STEP)] = "adamw"
+    loss: Annotated[
+        Loss,
+        Option(
+            "Loss: sharded over the vocabulary, whole (all logits in fp32, as in transformers), or none (sum of the "
+            "logits).",
+            STEP,
+            shorthands={"--no-loss": "none", "--loss-fp32": "whole"},
+        ),
+    ] = "sharded"
+
+    @classmethod
+    def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
+        if values.get("recipe") is not None and name not in _BESIDE_A_RECIPE:
+            flag = settings_of(cls)[name].flag
+            return f"{flag} and --recipe exclude each other; change what the recipe trains by --set KEY=VALUE"
+        return super().conflict(name, values)
+
+    def check_model(self, model: str | Path | None) -> None:
+        """Check that there is one model to forecast.
+
+        Raises:
+            UsageError: Neither a model nor a recipe is given, or both are.
+        """
+        if model is None and self.recipe is None:
+            raise UsageError(
+                "forecast requires a model: a config.json, a directory with one, a Hub id, or --recipe NAME"
+            )
+        if model is not None and self.recipe is not None:
+            raise UsageError(f"{model} and --recipe name two models; leave out one of them")
+
+
+class ForecastOptions(CheckpointedLayersOptions, PipelineOptions, StepOptions, kw_only=False):
+    """Options of `forecast`."""
+
+    command: ClassVar[str] = "forecast"
+
+    model: Annotated[str | Path | None, Argument("A config.json, a directory with one, or a Hub id.", "MODEL")] = None
+    _: KW_ONLY
+    search: Annotated[Literal[False], Option(_FIND, SEARCH)] = False
+
+    def check(self) -> None:
+        super().check()
+        self.check_model(self.model)
+
+
+class SearchOptions(StepOptions, kw_only=False):
+    """Options of `forecast --search`."""
+
+    command: ClassVar[str] = "forecast --search"
+
+    model: Annotated[str | Path | None, Argument("A config.json, a directory with one, or a Hub id.", "MODEL")] = None
+    _: KW_ONLY
+    search: Annotated[Literal[True], Option(_FIND, SEARCH, requires=("gpus", "gpu_memory"))]
+    gpus: Annotated[
+        int | None,
+        Option("Number of GPUs to search layouts for.", SEARCH, minimum=1, maximum=RANKS, default="none"),
+    ] = None
+
+    def check(self) -> None:
+        super().check()
+        self.check_model(self.model)
+
+
+class ForecastOutput(ReportOutput):
+    """Options for the output of `ckptx forecast`."""
+
+    html: Annotated[
+        str | Path | None,
+        Option(
+            "Plot memory over one training step: one HTML page that works offline.",
+            OUTPUT,
+            metavar="FILE",
+            default="no page",
+            is_path=True,
+        ),
+    ] = None

@@ -1,0 +1,40 @@
+"""The options of `inspect`."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from dataclasses import KW_ONLY
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from ckptx.options.option import OUTPUT, Argument, Option
+from ckptx.options.source import CallbackOptions, HubOptions, SourcePrefixOptions
+
+
+class InspectOptions(CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=False):
+    """Options of `inspect`."""
+
+    command: ClassVar[str] = "inspect"
+
+    path: Annotated[str | Path, Argument("Checkpoint to look at.", "PATH")]
+    _: KW_ONLY
+    tensors: Annotated[bool, Option("List every tensor.", OUTPUT)] = False
+    ranks: Annotated[bool, Option("Show what each rank holds and how balanced the shards are.", OUTPUT)] = False
+    match: Annotated[
+        str | None,
+        Option(
+            "List tensors whose name matches; with --ranks or --html, restrict those to them.",
+            OUTPUT,
+            metavar="GLOB",
+            default="all",
+        ),
+    ] = None
+    html: Annotated[
+        str | Path | None,
+        Option(
+            "Draw which rank holds what into one HTML page that works offline.",
+            OUTPUT,
+            metavar="FILE",
+            default="no page",
+            is_path=True,
+        ),
+    ] = None

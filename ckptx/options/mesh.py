@@ -1,0 +1,113 @@
+"""Mixins for commands that shard a model: the mesh, stages, sharding rules."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ckptx.errors import UsageError
+from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.layout.stages import SPLITS
+from ckptx.options.option import LAYOUT, Option, Options
+from ckptx.untrusted.limits import RANKS
+
+Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
+
+
+class MeshOptions(Options):
+    """Options for the mesh."""
+
+    tp: Annotated[
+        int | None,
+        Option(
+            "Tensor-parallel size.",
+            LAYOUT,
+            flags=("--tp", "--tensor-parallel-size"),
+            minimum=1,
+            maximum=RANKS,
+            default="1",
+        ),
+    ] = None
+    pp: Annotated[
+        int | None,
+        Option(
+            "Pipeline-parallel size.",
+            LAYOUT,
+            flags=("--pp", "--pipeline-parallel-size"),
+            minimum=1,
+            maximum=RANKS,
+            default="1",
+        ),
+    ] = None
+    dp_shard: Annotated[
+        int | None, Option("FSDP ranks per tensor-parallel rank.", LAYOUT, minimum=1, maximum=RANKS, default="1")
+    ] = None
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Return the mesh; an axis that is not set has size 1."""
+        return ParallelDims(self.tp or 1, self.pp or 1, self.dp_shard or 1)
+
+    def check(self) -> None:
+        super().check()
+        ranks = (self.tp or 1) * (self.pp or 1) * (self.dp_shard or 1)
+        if ranks > RANKS:
+            raise UsageError(f"--tp x --pp x --dp-shard: {ranks} ranks, and a mesh must have at most {RANKS} ranks")
+
+
+class StageSplitOptions(MeshOptions):
+    """Options for assigning layers to pipeline stages."""
+
+    pp_split: Annotated[
+        str,
+        Option(
+            "How to assign layers to stages: a framework's rule, or explicit counts.",
+            LAYOUT,
+            metavar="even|vllm|titan|hf|a,b,c",
+            words=SPLITS,
+            requires=(("pp", 2),),
+        ),
+    ] = "even"
+
+
+class ShardingOptions(StageSplitOptions):
+    """Options for sharding tensors."""
+
+    tp_plan: Annotated[
+        str | Path | None,
+        Option(
+            'JSON file {"pattern": "style"} in model names; takes precedence over the model\'s own plan.',
+            LAYOUT,
+            metavar="FILE",
+            default="the model's plan",
+            is_path=True,
+            requires=(("tp", 2),),
+        ),
+    ] = None
+
+
+class ReplicaOptions(MeshOptions):
+    """Options for the mesh of a run, which may have replicas."""
+
+    dp_replicate: Annotated[
+        int | None, Option("Number of replicas of the mesh (HSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")
+    ] = None
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Return the mesh; an axis that is not set has size 1."""
+        return ParallelDims(self.tp or 1, self.pp or 1, self.dp_shard or 1, self.dp_replicate or 1)
+
+
+class PipelineOptions(StageSplitOptions):
+    """Options for a pipeline schedule."""
+
+    schedule: Annotated[
+        Schedule,
+        Option(
+            "Pipeline schedule; also interleavedzerobubble, zbvzerobubble, dualpipev.",
+            LAYOUT,
+            metavar="gpipe|1f1b|interleaved1f1b|...",
+            requires=(("pp", 2),),
+        ),
+    ] = "1f1b"

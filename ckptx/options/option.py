@@ -1,0 +1,402 @@
+"""The parts of a table of options: fields that are annotated with `Option`, `Argument` or `Hook`.
+
+    Annotated[type, Option(...)]     an option of the command line and of the Python function
+    Annotated[type, Argument(...)]   a positional argument of both
+    Annotated[type, Hook(...)]       a parameter of the Python function alone: a callback, a log
+
+The type says the rest: a `Literal` has choices, an `int` a range, a `bool` is a flag, a `Sequence` may be repeated.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from ckptx.errors import UsageError
+from ckptx.options.sizes import parse_size
+from ckptx.untrusted.remote_name import refuse_remote
+
+if TYPE_CHECKING:  # of typing since Python 3.11
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool):
+        return lambda cls: cls
+
+
+# Sections of a help page, in their order.
+LAYOUT, CONTENT, COMPARISON, RUNNING = "Layout", "Content", "Comparison", "Running the models"
+STEP, RECIPE, SEARCH, LIMITS = "Training step", "From a recipe", "Layout search", "Limits"
+RUN, HUB, OUTPUT, GLOBAL = "Run", "Hub", "Output", "Global options"
+SECTIONS = (LAYOUT, CONTENT, COMPARISON, RUNNING, STEP, RECIPE, SEARCH, LIMITS, RUN, HUB, OUTPUT, GLOBAL)
+
+T = TypeVar("T", bound="Options")
+Requirement = str | tuple[str, int]  # the name of a field that must be set, or its name and the least value
+
+
+class Option(NamedTuple):
+    """An option.
+
+    Attributes:
+        help: A noun phrase or a sentence.
+        section: Heading of the help page.
+        flags: Flags; empty for `--` and the name of the field.
+        off: Flag that turns a boolean option off; empty for an option that is off by default.
+        metavar: Placeholder of the value; None derives it from the type.
+        default: Default as a reader should see it; None shows the default of the field.
+        minimum, maximum: Range of a number.
+        is_size: The value is a number of bytes, `5GB` or `256MiB`.
+        is_path: The value is a local path, and never a URL.
+        is_secret: The value is never printed.
+        words: Words with a meaning of their own among free text, for shell completion.
+        spellings: Other spellings of a choice -> the choice.
+        shorthands: Flag without a value -> the choice that it stands for.
+        requires: Fields that must be set when this one is.
+        excludes: Fields that must not be set when this one is.
+        replaces: Names of options that a command with this one does not have; whoever uses one is told of this one.
+    """
+
+    help: str
+    section: str
+    flags: Sequence[str] = ()
+    off: str = ""
+    metavar: str | None = None
+    default: str | None = None
+    minimum: int | None = None
+    maximum: int | None = None
+    is_size: bool = False
+    is_path: bool = False
+    is_secret: bool = False
+    words: Sequence[str] = ()
+    spellings: Mapping[str, str] = {}
+    shorthands: Mapping[str, str] = {}
+    requires: Sequence[Requirement] = ()
+    excludes: Sequence[str] = ()
+    replaces: Sequence[str] = ()
+
+
+class Argument(NamedTuple):
+    """A positional argument.
+
+    Attributes:
+        help: What to pass.
+        metavar: Placeholder in the usage line; "" for a choice that the name of the command makes.
+        is_path: The value is a local path or a Hub id, and never a URL.
+        is_optional: The command line has a call without it.
+    """
+
+    help: str
+    metavar: str = ""
+    is_path: bool = True
+    is_optional: bool = False
+
+
+class Hook(NamedTuple):
+    """A parameter of the Python function that the command line does not have.
+
+    Attributes:
+        help: What it is for.
+        is_path: The value is a local path, and never a URL.
+    """
+
+    help: str
+    is_path: bool = False
+
+
+class Setting(NamedTuple):
+    """A field of a table with everything that its type and its annotation say.
+
+    Attributes:
+        name: Name of the field, and of the keyword argument.
+        type: Type without its annotation.
+        kind: Class of the value: bool, int, str, tuple or object.
+        choices: Values that are allowed; empty for free values.
+        default: Default of the field; MISSING for a required argument.
+        annotation: The `Option`, `Argument` or `Hook`.
+    """
+
+    name: str
+    type: Any
+    kind: type
+    choices: tuple[Any, ...]
+    default: Any
+    annotation: Option | Argument | Hook
+
+    @property
+    def option(self) -> Option | None:
+        """Return the annotation of an option; None for arguments and hooks."""
+        return self.annotation if isinstance(self.annotation, Option) else None
+
+    @property
+    def flags(self) -> Sequence[str]:
+        """Return the flags of an option, the one for error messages first."""
+        option = self.option
+        return (option.flags if option is not None else ()) or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def flag(self) -> str:
+        """Return the flag that error messages name."""
+        return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
+
+    @property
+    def key(self) -> str:
+        """Return the name in a file of defaults."""
+        return self.flag.removeprefix("--")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the choices in their usual spelling."""
+        spellings = self.option.spellings if self.option is not None else {}
+        return tuple(str(each) for each in self.choices if each not in spellings)
+
+    @property
+    def default_text(self) -> str:
+        """Return the default as a reader should see it; empty for a flag that is off."""
+        option = self.option
+        if option is None or option.default is not None:
+            return "" if option is None or option.default is None else option.default
+        if self.kind is bool:
+            return self.flag if self.default else ""
+        return str(self.default)
+
+    @property
+    def metavar(self) -> str | None:
+        """Return the placeholder of the value in help; None for a flag."""
+        option = self.option
+        if option is None or self.kind is bool:
+            return None
+        if option.metavar is not None:
+            return option.metavar
+        if self.choices:
+            return "|".join(self.words)
+        if option.is_size:
+            return "SIZE"
+        return "N" if self.kind is int else "TEXT"
+
+    @property
+    def is_secret(self) -> bool:
+        """Return whether the value is never printed."""
+        return self.option is not None and self.option.is_secret
+
+    @property
+    def is_required(self) -> bool:
+        """Return whether the setting has no default."""
+        return self.default is MISSING
+
+    def is_set(self, value: Any) -> bool:
+        """Return whether a value is another one than the default."""
+        return value is not None and value != self.default
+
+    def checked(self, value: Any, subject: str | None = None) -> Any:
+        """Return a value as the table keeps it.
+
+        Args:
+            value: Value as the caller, the command line or a file gives it.
+            subject: Subject of the error message; None for the flag.
+
+        Raises:
+            UsageError: The value is of another type, not among the choices, or out of range.
+            UnsupportedError: The value is a URL, and a path is required.
+        """
+        subject = subject or self.flag
+        if getattr(self.annotation, "is_path", False):
+            refuse_remote(value)
+        option = self.option
+        if option is None:
+            return value
+        if option.is_size:
+            parse_size(value, subject)
+            return value
+        if self.kind is tuple:
+            return _strings(value, subject)
+        if self.kind is bool and type(value) is not bool:
+            raise UsageError(f"{subject}: {_shown(value)} must be true or false")
+        if self.kind is int:
+            return _in_range(value, option, subject)
+        if self.choices:
+            value = option.spellings.get(value, value) if isinstance(value, str) else value
+            if value not in self.choices:
+                raise UsageError(f"{subject}: {_shown(value)} must be one of {', '.join(self.words)}")
+        elif self.kind is str and not isinstance(value, str | Path):
+            raise UsageError(f"{subject}: {_shown(value)} must be a string")
+        return value
+
+
+def _shown(value: Any) -> str:
+    return f'"{value:.80}"' if isinstance(value, str) else f"{value!r:.80}"
+
+
+def _strings(value: Any, subject: str) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+        raise UsageError(f"{subject}: {_shown(value)} must be a list of strings")
+    return tuple(value)
+
+
+def _in_range(value: Any, option: Option, subject: str) -> int:
+    if type(value) is not int:
+        raise UsageError(f"{subject}: {_shown(value)} must be an integer")
+    least, most = option.minimum, option.maximum
+    if (least is not None and value < least) or (most is not None and value > most):
+        allowed = f"at least {least}" if most is None else f"between {least} and {most:,}"
+        raise UsageError(f"{subject}: {value} must be {allowed}")
+    return value
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Options:
+    """Base class of the tables of options and of their mixins; the constructor checks the values.
+
+    For type checkers a table is a frozen dataclass. At run time it is not, as the functions that dataclasses write for
+    some thirty classes take longer than a command takes to start.
+
+    None stands for an option that is not set.
+
+    Attributes:
+        command: Words of the command line.
+        requirements: Options that this command requires beside an option, and other commands do not.
+
+    Raises:
+        UsageError: A value is not allowed, or not with the others.
+        UnsupportedError: A path is a URL.
+        TypeError: An argument is missing, or a name is unknown.
+    """
+
+    command: ClassVar[str] = ""
+    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {}
+
+    def __init_subclass__(cls, *, kw_only: bool = True) -> None:
+        """Take what type checkers want to know: `kw_only=False` for a table with positional arguments."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        settings = settings_of(type(self))
+        given = bound(type(self).__name__, settings, args, given)
+        unknown = given.keys() - settings.keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__}() has no option {min(unknown)!r}")
+        for name, setting in settings.items():
+            value = given.get(name)
+            self.__dict__[name] = setting.default if value is None else setting.checked(value)
+        values = {setting.name: value for setting, value in self.values()}
+        for name in values:
+            conflict = self.conflict(name, values) if settings[name].option is not None else ""
+            if conflict:
+                raise UsageError(conflict)
+        self.check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} cannot be changed; use `with_values`")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]  # values may be lists
+
+    def __repr__(self) -> str:
+        shown = [f"{each.name}={'...' if each.is_secret else repr(value)}" for each, value in self.values()]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def with_values(self: T, **changes: Any) -> T:
+        """Return the same options with some other values."""
+        return type(self)(**{**self.__dict__, **changes})
+
+    def check(self) -> None:
+        """Check what no annotation says; a command with such a rule overrides this method.
+
+        Raises:
+            UsageError: Two options contradict each other.
+        """
+
+    def values(self) -> Iterator[tuple[Setting, Any]]:
+        """Iterate over the options and arguments that are set, with their values."""
+        for name, setting in settings_of(type(self)).items():
+            value = getattr(self, name)
+            if not isinstance(setting.annotation, Hook) and setting.is_set(value):
+                yield setting, value
+
+    def shared_with(self, table: type[Options]) -> dict[str, Any]:
+        """Return the options that are set and that another command has, too."""
+        theirs = settings_of(table)
+        return {setting.name: value for setting, value in self.values() if setting.name in theirs and setting.option}
+
+    @classmethod
+    def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
+        """Return why an option has no meaning beside the others, or "".
+
+        Args:
+            name: An option that is set.
+            values: The options that are set, by name.
+        """
+        settings = settings_of(cls)
+        option, flag = settings[name].option, settings[name].flag
+        assert option is not None
+        for requirement in (*option.requires, *cls.requirements.get(name, ())):
+            needed, least = (requirement, 0) if isinstance(requirement, str) else requirement
+            value = values.get(needed)
+            if not settings[needed].is_set(value) or (least and not (isinstance(value, int) and value >= least)):
+                return f"{flag} requires {settings[needed].flag}" + (f" {least} or more" if least else "")
+        for other in option.excludes:
+            if other in settings and settings[other].is_set(values.get(other)):
+                return f"{flag} and {settings[other].flag} exclude each other; leave out one of them"
+        return ""
+
+
+def settings_of(table: type[Options]) -> Mapping[str, Setting]:
+    """Return the fields of a table by name, arguments first, then those of its mixins from the last to the first."""
+    known = _known.get(table)
+    if known is None:
+        hints: dict[str, Any] = {}
+        for each in reversed(table.__mro__):
+            hints |= inspect.get_annotations(each)
+        made = [_setting_of(table, name, hint) for name, hint in hints.items() if hasattr(hint, "__metadata__")]
+        made.sort(key=lambda each: not isinstance(each.annotation, Argument))
+        known = _known[table] = {each.name: each for each in made}
+    return known
+
+
+_known: dict[type[Options], dict[str, Setting]] = {}
+
+
+def bound(name: str, settings: Mapping[str, Setting], args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name.
+
+    Args:
+        name: Function that is called, for error messages.
+        settings: Its parameters.
+        args: Positional arguments.
+        given: Keyword arguments.
+
+    Raises:
+        TypeError: There are too many, too few, or two for one parameter.
+    """
+    positional = [name for name, setting in settings.items() if isinstance(setting.annotation, Argument)]
+    if len(args) > len(positional):
+        raise TypeError(f"{name}() takes {len(positional)} positional arguments, and {len(args)} are given")
+    found = dict(zip(positional, args, strict=False))
+    twice = [each for each in found if each in given]
+    lacking = [each for each in settings if settings[each].is_required and each not in found and each not in given]
+    if twice or lacking:
+        what = f"two values for {twice[0]!r}" if twice else f"no value for {lacking[0]!r}"
+        raise TypeError(f"{name}() has {what}")
+    return {**found, **given}
+
+
+def _setting_of(table: type[Options], name: str, hint: Any) -> Setting:
+    base, annotation = hint.__origin__, hint.__metadata__[0]
+    parts = [each for each in _parts_of(base) if each is not NoneType]
+    choices: tuple[Any, ...] = get_args(parts[0]) if get_origin(parts[0]) is Literal else ()
+    kind: type = object
+    if choices:
+        kind = type(choices[0])
+    elif get_origin(parts[0]) is not None and issubclass(get_origin(parts[0]), Sequence):
+        kind = tuple
+    elif isinstance(parts[0], type):
+        kind = parts[0]
+    return Setting(name, base, kind, choices, getattr(table, name, MISSING), annotation)
+
+
+def _parts_of(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

@@ -1,0 +1,52 @@
+"""Options for the output of a command, which the Python functions do not have."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from pathlib import Path
+from typing import Annotated
+
+from ckptx.errors import UsageError
+from ckptx.options.option import GLOBAL, OUTPUT, Option, Options
+
+
+class JsonOutput(Options):
+    """Options for the result as a document."""
+
+    as_json: Annotated[
+        bool, Option("Print one JSON document on stdout, also on failure.", OUTPUT, flags=("--json",))
+    ] = False
+
+
+class ReportOutput(JsonOutput):
+    """Options for the result as a file."""
+
+    report_file: Annotated[
+        str | Path | None,
+        Option(
+            "Write the same document to FILE, on success and on failure.",
+            OUTPUT,
+            flags=("--report",),
+            metavar="FILE",
+            default="no file",
+            is_path=True,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        super().check()
+        named: dict[Path, str] = {}
+        for setting, value in self.values():
+            if setting.option is not None and setting.option.is_path:
+                other = named.setdefault(Path(value), setting.flag)
+                if other != setting.flag:
+                    raise UsageError(f"{value}: is the file of both {other} and {setting.flag}; name two files")
+
+
+class GlobalOptions(Options):
+    """Options of the program, accepted before and after the command."""
+
+    quiet: Annotated[
+        bool, Option("Print errors only (verify still prints a one-line verdict).", GLOBAL, flags=("-q", "--quiet"))
+    ] = False
+    verbose: Annotated[bool, Option("Log each step and show tracebacks.", GLOBAL, flags=("-v", "--verbose"))] = False
+    no_color: Annotated[bool, Option("Never print colors.", GLOBAL)] = False

@@ -1,0 +1,81 @@
+"""The options of `robustness`."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from ckptx.options.option import OUTPUT, RUN, Argument, Hook, Option
+from ckptx.options.output import ReportOutput
+from ckptx.options.source import CallbackOptions
+from ckptx.options.step import DeviceOptions, GpuMemoryOptions, RecipeOptions
+from ckptx.report.documents.robustness import RobustnessReport
+
+
+def _ignore(report: RobustnessReport) -> None:
+    """Ignore a report that is not complete yet."""
+
+
+class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, RecipeOptions, kw_only=False):
+    """Options of `robustness`."""
+
+    command: ClassVar[str] = "robustness"
+
+    recipe: Annotated[
+        str | Path, Argument("Name of a recipe that ckptx brings, or a YAML file.", "RECIPE", is_optional=True)
+    ]
+    _: KW_ONLY
+    phases: Annotated[str | None, Option("Run only these phases, e.g. 0-3,6.", RUN, metavar="LIST", default="all")] = (
+        None
+    )
+    inject: Annotated[
+        str | None,
+        Option(
+            "Inject a fault that the run must detect (--inject list shows all).",
+            RUN,
+            metavar="FAULT|list",
+            default="none",
+            words=("list",),
+        ),
+    ] = None
+    out: Annotated[
+        str | Path | None,
+        Option(
+            "Directory for everything that is written.",
+            RUN,
+            metavar="DIR",
+            default="a temporary one, kept on failure",
+            is_path=True,
+        ),
+    ] = None
+    on_phase: Annotated[
+        Callable[[RobustnessReport], None],
+        Hook("Function that is called with the report so far, before the first phase and after each phase."),
+    ] = _ignore
+
+
+class RobustnessOutput(ReportOutput):
+    """Options for the output of `ckptx robustness`."""
+
+    html: Annotated[
+        str | Path | None,
+        Option(
+            "Write phases, losses, memory and differences to one HTML page that works offline.",
+            OUTPUT,
+            metavar="FILE",
+            default="no page",
+            is_path=True,
+        ),
+    ] = None
+    junit: Annotated[
+        str | Path | None,
+        Option(
+            "Write JUnit XML for CI: a test case for each phase and each oracle.",
+            OUTPUT,
+            metavar="FILE",
+            default="no file",
+            is_path=True,
+        ),
+    ] = None

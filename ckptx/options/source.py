@@ -1,0 +1,57 @@
+"""Mixins for commands that open a checkpoint: Hub ids, prefixes, custom code."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from pathlib import Path
+from typing import Annotated
+
+from ckptx.options.option import CONTENT, HUB, Hook, Option, Options
+from ckptx.report.report import Log
+
+
+class CallbackOptions(Options):
+    """Parameters for the notes of a run."""
+
+    log: Annotated[Log | None, Hook("Log that keeps the notes of the run, even if the run fails.")] = None
+
+
+class HubOptions(Options):
+    """Options for a Hub id."""
+
+    revision: Annotated[
+        str | None, Option("Branch, tag or commit of a Hub id.", HUB, metavar="REV", default="main")
+    ] = None
+    token: Annotated[
+        str | None,
+        Option("Hub token.", HUB, metavar="TOKEN", default="HF_TOKEN, then the token of hf auth login", is_secret=True),
+    ] = None
+    cache_dir: Annotated[
+        str | Path | None,
+        Option("Hub cache.", HUB, metavar="DIR", default="HF_HUB_CACHE, then HF_HOME", is_path=True),
+    ] = None
+
+
+class SourcePrefixOptions(Options):
+    """Options for the names of a source."""
+
+    source_prefix: Annotated[
+        str,
+        Option(
+            'Prefix to strip from the names of a DCP; it selects one of several models. "" selects names without one.',
+            CONTENT,
+            metavar="auto|TEXT",
+            words=("auto",),
+            replaces=("prefix",),
+        ),
+    ] = "auto"
+
+    @property
+    def model_prefix(self) -> str | None:
+        """Return the prefix of the model's names in the source; None to detect it."""
+        return None if self.source_prefix == "auto" else self.source_prefix
+
+
+class RemoteCodeOptions(Options):
+    """Options for custom model code."""
+
+    trust_remote_code: Annotated[bool, Option("Allow custom model code from the checkpoint.", CONTENT)] = False

@@ -1,0 +1,102 @@
+"""The options of `verify`: to compare bytes, or with `--run` the outputs of models."""
+
+# No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from ckptx.errors import UsageError
+from ckptx.options.buffers import SPELLINGS, BufferOptions, Dtype
+from ckptx.options.mesh import PipelineOptions, ReplicaOptions, ShardingOptions
+from ckptx.options.option import COMPARISON, LIMITS, RUNNING, STEP, Argument, Option, Requirement
+from ckptx.options.sizes import parse_size
+from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions, SourcePrefixOptions
+from ckptx.options.step import CheckpointedLayersOptions, DeviceOptions, GpuMemoryOptions, MicrobatchOptions
+
+_MOST_MICROBATCHES = 1024  # the logits of each are kept
+
+
+class RunOptions(
+    CallbackOptions,
+    GpuMemoryOptions,
+    RemoteCodeOptions,
+    DeviceOptions,
+    CheckpointedLayersOptions,
+    MicrobatchOptions,
+    PipelineOptions,
+    ShardingOptions,
+    ReplicaOptions,
+    SourcePrefixOptions,
+):
+    """Options for running the models that are compared."""
+
+    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"microbatches": (("pp", 2),)}
+
+    reference_memory: Annotated[
+        int | str | None,
+        Option(
+            "Memory limit for the reference model; larger models are run layer by layer. With one rank, it covers both "
+            "models.",
+            LIMITS,
+            is_size=True,
+            default="free memory",
+        ),
+    ] = None
+    compute_dtype: Annotated[
+        Dtype, Option("Compute dtype (auto: as stored).", RUNNING, spellings=SPELLINGS, replaces=("dtype",))
+    ] = "fp32"
+    compile: Annotated[bool, Option("Compile each layer.", RUNNING)] = False
+    backward: Annotated[bool, Option("Also compare gradients of one training step.", STEP, off="--no-backward")] = True
+    strict: Annotated[bool, Option("Also exit 1 if the result is inconclusive.", RUNNING)] = False
+
+    @property
+    def reference_bytes(self) -> int | None:
+        """Return the bytes that the reference may take; None for what is free."""
+        limit = self.reference_memory
+        return None if limit is None else parse_size(limit, "--reference-memory")
+
+    @property
+    def measures(self) -> bool:
+        """Return whether the bytes of tensors are counted while the checkpoint runs."""
+        return self.gpu_memory is not None
+
+    def check(self) -> None:
+        super().check()
+        if self.microbatches is not None and self.microbatches > _MOST_MICROBATCHES:
+            raise UsageError(f"--microbatches: {self.microbatches} must be between 1 and {_MOST_MICROBATCHES:,}")
+
+
+class CompareOptions(BufferOptions, CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=False):
+    """Options of `verify` without `--run`."""
+
+    command: ClassVar[str] = "verify"
+
+    reference: Annotated[str | Path, Argument("Checkpoint that the other should be equal to.", "REFERENCE")]
+    checkpoint: Annotated[str | Path, Argument("Checkpoint to check.", "CHECKPOINT")]
+    _: KW_ONLY
+    dtype: Annotated[
+        Dtype,
+        Option(
+            "Cast the reference first, as convert --dtype does (auto: compare as stored).",
+            COMPARISON,
+            spellings=SPELLINGS,
+        ),
+    ] = "auto"
+    run: Annotated[
+        Literal[False], Option("Load both checkpoints into transformers models and compare what they compute.", RUNNING)
+    ] = False
+
+
+class CompareRunOptions(RunOptions, HubOptions, kw_only=False):
+    """Options of `verify --run`."""
+
+    command: ClassVar[str] = "verify --run"
+
+    reference: Annotated[str | Path, Argument("Checkpoint that the other should be equal to.", "REFERENCE")]
+    checkpoint: Annotated[str | Path, Argument("Checkpoint to check.", "CHECKPOINT")]
+    _: KW_ONLY
+    run: Annotated[
+        Literal[True], Option("Load both checkpoints into transformers models and compare what they compute.", RUNNING)
+    ]

@@ -1,0 +1,59 @@
+"""Writes the tables of docs/options.md, one for each command, from the tables of options.
+
+python tools/build_options_page.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
+
+from ckptx.options.commands import COMMANDS, Command, tables_of
+from ckptx.options.option import SECTIONS, Option, Setting, settings_of
+from ckptx.options.output import GlobalOptions
+
+PATH = Path(__file__).parent.parent / "docs" / "options.md"
+_BEGIN, _END = "<!-- the tables of tools/build_options_page.py -->\n", "<!-- end of the tables -->\n"
+_HEAD = "| option | default | meaning |\n|---|---|---|\n"
+
+
+def options_of(command: Command) -> list[tuple[Setting, Option]]:
+    """Return the options of a command, section by section."""
+    found: dict[str, tuple[Setting, Option]] = {}
+    for table in tables_of(command):
+        for setting in settings_of(table).values():
+            if setting.option is not None and table is not GlobalOptions:
+                found.setdefault(setting.name, (setting, setting.option))
+    return sorted(found.values(), key=lambda each: SECTIONS.index(each[1].section))
+
+
+def row(setting: Setting, option: Option) -> str:
+    """Return a row of a table."""
+    flags = ", ".join(f"`{flag}`" for flag in (*setting.flags, *((option.off,) if option.off else ())))
+    value = "" if setting.metavar is None else f" `{setting.metavar}`".replace("|", "\\|")
+    default = setting.default_text if setting.kind is not bool else f"`{setting.default_text}`" * setting.default
+    notes = [f"`{flag}` is short for `{value}`." for flag, value in option.shorthands.items()]
+    return f"| {flags}{value} | {default} | {' '.join([option.help, *notes])} |\n"
+
+
+def tables() -> str:
+    """Return a heading and a table for each command."""
+    found = []
+    for words, command in COMMANDS.items():
+        other = f"\n\nAlso called `{words.split()[0]} {command.aliases[0]}`." if command.aliases else ""
+        rows = [row(*each) for each in options_of(command)]
+        found.append(f"### {words}\n\n`ckptx {words}`: {command.summary}.{other}\n\n{_HEAD}{''.join(rows)}\n")
+    glob = [row(each, each.option) for each in settings_of(GlobalOptions).values() if each.option is not None]
+    return "".join([*found, f"### Every command\n\n{_HEAD}{''.join(glob)}\n"])
+
+
+def page(text: str) -> str:
+    """Return a page with the tables of today."""
+    before, after = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
+    return f"{text[:before]}\n{tables()}{text[after:]}"
+
+
+if __name__ == "__main__":
+    PATH.write_text(page(PATH.read_text(encoding="utf-8")), encoding="utf-8")
