@@ -106,9 +106,9 @@ def test_lookup_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from ckptx.architecture.find import find_architecture\n"
-        "from ckptx.architecture.tied import resolve_ties, Stored\n"
+        "from ckptx.architecture.tied import resolve_ties, StoredTensor\n"
         "found = find_architecture({'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'})\n"
-        "names = dict.fromkeys(['lm_head.weight', 'model.embed_tokens.weight'], Stored((2, 2), 'f32'))\n"
+        "names = dict.fromkeys(['lm_head.weight', 'model.embed_tokens.weight'], StoredTensor((2, 2), 'f32'))\n"
         "resolve_ties(found, {}, names, lambda a, b: True)\n"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"
     )

@@ -27,7 +27,7 @@ _PATIENCE = timedelta(seconds=5)
 _LAST_WORDS = "ckptx: last words"
 # What torch 2.11 and 2.13 raise: for NCCL, for a socket, for a store. No ConnectionError, which a download may raise.
 _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-_GLOO_TRANSPORT = "/gloo/transport/"
+_GLOO = ("/gloo/transport/", "Gloo connectFullMesh failed")
 
 _meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
 
@@ -200,10 +200,11 @@ def _is_lost(error: BaseException) -> bool:
     """Return True for an error that says, itself or by its cause, that another rank is gone or does not answer.
 
     torch has classes for what sockets, the store and NCCL say. gloo says it in a plain RuntimeError ("Connection closed
-    by peer", "Read error", "Timed out waiting"), with the place in gloo's source that met it: this place is all that
-    tells it from an error of the model. A stage of a pipeline raises another RuntimeError from it.
+    by peer", "Read error", "Timed out waiting"), with the place in gloo's source that met it: this place, or what torch
+    puts before it when ranks meet, is all that tells it from an error of the model. A stage of a pipeline raises
+    another RuntimeError from it.
     """
-    if isinstance(error, _LOST) or (isinstance(error, RuntimeError) and _GLOO_TRANSPORT in str(error)):
+    if isinstance(error, _LOST) or (isinstance(error, RuntimeError) and any(each in str(error) for each in _GLOO)):
         return True
     return error.__cause__ is not None and _is_lost(error.__cause__)
 

@@ -153,10 +153,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_torch_is_named_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    import ckptx.architecture
+    import ckptx.architecture.introspection
 
     monkeypatch.delitem(sys.modules, "ckptx.architecture.introspection.meta_model")
-    monkeypatch.delattr(ckptx.architecture, "meta_model")
+    monkeypatch.delattr(ckptx.architecture.introspection, "meta_model")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert find_architecture({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}) is not None
     with pytest.raises(EnvironmentProblem, match=r"must be built: needs torch, .* pip install 'ckptx\[run\]'"):

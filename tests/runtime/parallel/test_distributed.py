@@ -19,7 +19,7 @@ import json, os, signal, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from ckptx.errors import PeerFailure
-from ckptx.runtime import distributed
+from ckptx.runtime.parallel import distributed
 
 how, waits = sys.argv[1:]
 distributed._PATIENCE = timedelta(seconds=0.5)
