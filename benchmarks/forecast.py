@@ -23,8 +23,8 @@ sys.path.insert(0, str(HERE.parent))
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
-from ckptx.api.forecast import ranks_of  # noqa: E402
 from ckptx.errors import CkptxError  # noqa: E402
+from ckptx.runtime.forecasting.ranks import ranks_of  # noqa: E402
 from tests.support.measured_steps import (  # noqa: E402
     CONFIGS,
     LAYOUTS,

@@ -60,10 +60,11 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
     import torch
 
     from ckptx.layout.stages import StageMap
-    from ckptx.options.verify import RunOptions, Side
+    from ckptx.options.verify import RunOptions
     from ckptx.runtime.parallel.distributed import Process
     from ckptx.runtime.parity.budget import Budget
     from ckptx.runtime.parity.reference import InOnePiece, InPieces, cut_into
+    from ckptx.runtime.parity.side import Side
 
     torch.set_num_threads(2)
     process = Process(0, 1, torch.device("cpu"))
