@@ -74,7 +74,7 @@ def calls(hf: str, trained: str) -> Iterator[tuple[Call, str]]:
     yield convert("dcp2hf", "OUT/dcp", "single", dtype="fp32", tied="drop")
     yield convert("dcp2hf", "OUT/dcp", "as-base", dtype="base", base=hf)
     yield convert("dcp2hf", "OUT/tp2-dp2", "alone", base="none")
-    yield convert("dcp2hf", hf, "refused")
+    yield convert("dcp2hf", hf, "completed")
     yield convert("dcp2hf", "OUT/dcp", "dry", dry_run=True)
     yield reshard(trained, "trained-tp2-pp2", base=hf, tp=2, pp=2)
     yield reshard(trained, "trained-dp3", base=hf, dp_shard=3, optimizer="drop")
