@@ -140,7 +140,7 @@ class CommandCall(NamedTuple):
     Attributes:
         words: The command, as it was called.
         given: The options and arguments of its function that are set.
-        output: Where its output goes.
+        output: Report and progress of this call.
         defaults: Options that a file or the environment sets, as a reader should see them.
     """
 

@@ -106,7 +106,7 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     """Run the command line and exit with the code that docs/running.md promises.
 
     Args:
-        work: What to run in place of the command line; its result is the exit code.
+        work: Function to run in place of the command line; returns the exit code.
     """
     settle_streams()
     for stream in (sys.stdout, sys.stderr):

@@ -45,7 +45,7 @@ class Output:
         """Looks at the environment.
 
         Args:
-            output: Where the report goes; None for a terminal alone.
+            output: File for the report; None prints it only.
             pages: Other files that are made of it, and written when it is: where, and what makes the text of each.
             is_quiet: Print errors only, as `--quiet`.
         """

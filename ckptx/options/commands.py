@@ -17,10 +17,10 @@ class Command(NamedTuple):
         summary: Line in the list of commands; begins with a verb.
         tables: The tables of its options, as `module:class` below `ckptx.options`. An option of the second table and
             not of the first needs the option that chooses the second table, as `--run` does.
-        function: Where the Python function is; empty for a command without one.
+        function: Python function as `module:name`; empty for a command without one.
         output: Table of what the command line has beside the function.
         aliases: Familiar names of the same command.
-        is_converting: Whether it makes a checkpoint.
+        is_converting: True if the command writes a checkpoint.
     """
 
     summary: str

@@ -87,7 +87,7 @@ def useful_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
         given: The options of the call by name.
 
     Raises:
-        UsageError: As `defaults_of`.
+        UsageError: `defaults_of` raised it.
     """
     found = {name: each for name, each in defaults_of(words).items() if name not in given}
     command = all_words()[words]
@@ -110,7 +110,7 @@ def every_default() -> Iterator[tuple[Default, list[str]]]:
     """Iterate over the defaults that are in force, each with the commands that it is for.
 
     Raises:
-        UsageError: As `defaults_of`.
+        UsageError: `defaults_of` raised it.
     """
     found: dict[tuple[str, str], tuple[Default, list[str]]] = {}
     for words in COMMANDS:

@@ -83,7 +83,7 @@ class Argument(NamedTuple):
     """A positional argument.
 
     Attributes:
-        help: What to pass.
+        help: Help text of the argument.
         metavar: Placeholder in the usage line; "" for a choice that the name of the command makes.
         is_path: The value is a local path or a Hub id, and never a URL.
         is_optional: The command line has a call without it.
@@ -99,7 +99,7 @@ class Hook(NamedTuple):
     """A parameter of the Python function that the command line does not have.
 
     Attributes:
-        help: What it is for.
+        help: Help text of the option.
         is_path: The value is a local path, and never a URL.
     """
 

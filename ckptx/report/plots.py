@@ -23,10 +23,10 @@ _NONE, _ROOM_FOR_NONE = 12, 46  # where numbers that are none are drawn, and how
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What stands beside a plot.
+    """A tick label on the vertical axis of a plot.
 
     Attributes:
-        down: How far down, in units of the drawing.
+        down: Distance from the top, in units of the drawing.
         text: The words.
     """
 
@@ -35,13 +35,13 @@ class Mark:
 
     @property
     def top(self) -> str:
-        """How far down, in percent."""
+        """Return the distance from the top, in percent."""
         return f"{100 * self.down / HIGH:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What stands on a plot, or below it.
+    """A label on a plot or below it.
 
     Attributes:
         text: The words.

@@ -148,7 +148,7 @@ class LossPlots:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What is still held after a phase.
+    """Memory that is retained after a phase.
 
     Attributes:
         said: In words.

@@ -169,7 +169,7 @@ class HeldDirectory:
             keep: As in `create`.
 
         Raises:
-            InputError, OutputError, SpaceError: As `create`.
+            InputError, OutputError, SpaceError: See `create`.
         """
         if nbytes is None:
             return self.make(name, keep=keep)

@@ -126,7 +126,7 @@ class SourceFiles(Protocol):
         """Return exactly `nbytes` bytes from `offset` on.
 
         Raises:
-            InputError: As `size`; or the file ends before.
+            InputError: See `size`; also if the file ends early.
         """
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
@@ -201,7 +201,7 @@ class Source(Protocol):
         """Return all bytes of a file.
 
         Raises:
-            InputError: As `head`; or the file is larger than `limit` bytes, of which none was read then.
+            InputError: See `head`; also if the file is larger than `limit` bytes, which is checked before reading.
         """
 
     def refuse_large(self, name: str, limit: int) -> None:

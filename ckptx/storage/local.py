@@ -26,7 +26,7 @@ class LocalSource:
 
         Args:
             location: The directory.
-            listings: What was listed already of this disk; None lists anew.
+            listings: Directories of this disk that were listed before; None starts with none.
         """
         self._path = Path(location)
         self._listings = _Listings() if listings is None else listings

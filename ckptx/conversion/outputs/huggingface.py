@@ -95,7 +95,7 @@ class HuggingFaceFormat(OutputFormat):
         return manifest_of("huggingface", allocation.catalog, digests)
 
     def _files_of_base(self, base: Base, target: Target, notes: list[str]) -> Mapping[str, int] | None:
-        """Which file of the base each tensor was in, where the trainer noted it and nothing else is asked for."""
+        """Return the file of each tensor in the base, or None if unknown or if other files are asked for."""
         asked = self.options.max_shard_size is not None or self.options.names not in (None, "disk")
         if asked or base.files.keys().isdisjoint(target.tensors):
             return None

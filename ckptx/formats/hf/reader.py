@@ -131,7 +131,7 @@ def json_in(source: Source, name: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        InputError: As `read_text`; or it holds something else, or an object with the same key twice.
+        InputError: `read_text` raised it, the file is not a JSON object, or an object has the same key twice.
     """
     path = source.location / name
     value = parse_json(read_text(source, name, CONFIG_BYTES), path)
