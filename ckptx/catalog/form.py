@@ -11,7 +11,7 @@ class Form:
     """Properties of every checkpoint of one format.
 
     Attributes:
-        name: As manifests and reports have it: "huggingface", "bin", "dcp" or "sharded".
+        name: As manifests and reports have it: "huggingface", "bin", "dcp", "sharded" or "fsdp".
         family: What `reshard` makes of it unless asked otherwise.
         has_archives: Its tensors lie in archives of `torch.save`, which have to be looked into.
         is_of_training: A trainer wrote it: names may have wrappers and a prefix, optimizer state and pickled objects
@@ -36,4 +36,5 @@ HUGGINGFACE = Form("huggingface", "safetensors", is_published=True, can_be_resto
 BIN = Form("bin", "safetensors", is_published=True)
 DCP = Form("dcp", "dcp", has_archives=True, is_of_training=True, has_manifest=True)
 SHARDED = Form("sharded", "safetensors", has_manifest=True, has_model_names=True)
-FORMS = {form.name: form for form in (HUGGINGFACE, BIN, DCP, SHARDED)}
+FSDP = Form("fsdp", "dcp", is_of_training=True)
+FORMS = {form.name: form for form in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP)}

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.fsdp.file_names import STATE_FILES
 from ckptx.storage.interface import Location, Source
 
 _SHOWN = 2
@@ -60,9 +61,9 @@ FOREIGN_KINDS = (
         "run zero_to_fp32.py on the checkpoint it was made of, with --safe_serialization, and pass what that writes",
     ),
     ForeignKind(
-        r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt",
-        "a verl checkpoint, one file for each rank,",
-        "run `python -m verl.model_merger merge --backend fsdp` on it and pass the directory it writes",
+        STATE_FILES,
+        "the optimizer or trainer state of FSDP ranks, as verl writes it,",
+        "pass the directory that has the model_world_size_* files",
     ),
     ForeignKind(
         r"model_optim_rng\.pt|model_rng\.pt|distrib_optim\.pt|mp_rank_\d\d(_\d\d\d)*",

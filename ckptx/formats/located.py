@@ -14,8 +14,9 @@ class Located(NamedTuple):
 
     Attributes:
         source: The directory.
-        kind: "huggingface", "bin", "dcp" or "sharded", as `Catalog.format`.
-        weights: A file name for "huggingface" and "bin", the parts (directories) for "dcp" and "sharded".
+        kind: "huggingface", "bin", "dcp", "sharded" or "fsdp", as `Catalog.format`.
+        weights: A file name for "huggingface" and "bin", the parts (directories) for "dcp" and "sharded", the files of
+            all ranks for "fsdp".
     """
 
     source: Source

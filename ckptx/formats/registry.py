@@ -20,6 +20,7 @@ from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.foreign import refuse_below, refuse_directory, refuse_file
+from ckptx.formats.fsdp import detect as fsdp
 from ckptx.formats.hf import detect as hf
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata
@@ -45,8 +46,8 @@ from ckptx.untrusted.limits import NAME_LENGTH, TENSORS
 from ckptx.untrusted.remote_name import refuse_remote
 
 # In the order in which they are asked: a `.metadata` counts before any weights beside it, shards by name before files
-# that are shards by their header alone.
-DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf.weights_in)
+# that are shards by their header alone, and HF weights before the files of ranks that they were merged from.
+DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf.weights_in, fsdp.detect)
 
 _METADATA = ".metadata"
 # Refused before anything below the directory is looked for: what lies there is not what was passed.
@@ -99,6 +100,10 @@ def _catalog_of(located: Located) -> tuple[Located, Catalog]:
         catalog = open_bin(source, list(located.weights))
         used = {*catalog.files, *located.weights}
         catalog.notes.extend(huggingface.stray_notes(source.listing(), used, (".bin",)))
+    elif located.kind == "fsdp":
+        from ckptx.formats.fsdp.reader import open_fsdp
+
+        catalog = open_fsdp(source, located.weights)
     else:
         found = huggingface.open_huggingface(source, located.weights[0])
         if found is None:
@@ -176,7 +181,7 @@ def _add_surroundings(catalog: Catalog, located: Located) -> None:
 def _has_own_directory(located: Located) -> bool:
     """False for a weight file with a name of its own: what else lies in its directory may be anything."""
     weights = located.weights[0]
-    return located.kind in ("dcp", "sharded") or weights in hf.USUAL_NAMES or weights.endswith(".index.json")
+    return located.kind in ("dcp", "sharded", "fsdp") or weights in hf.USUAL_NAMES or weights.endswith(".index.json")
 
 
 def _open_shards(source: Source) -> Catalog:
@@ -293,6 +298,9 @@ def locate(source: Source) -> Located:
 def _locate_file(source: Source, name: str) -> Located:
     if is_shard(name):
         return Located(source, "sharded", (".",))
+    ranks = fsdp.located_by_file(source, name)
+    if ranks is not None:
+        return ranks
     if not (name.endswith(".safetensors") and that_record_offsets(source, [name])):
         refuse_file(source, name)
     if name.endswith((".safetensors", ".safetensors.index.json")):

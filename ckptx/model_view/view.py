@@ -376,7 +376,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
     Raises:
         InputError: Two of them differ.
     """
-    from ckptx.formats.sharded.reader import replica_pairs
+    from ckptx.formats.assembly import replica_pairs
     from ckptx.transfer.digest_sink import digest_of
     from ckptx.transfer.stream import TensorReader
 

@@ -38,17 +38,11 @@ WRITTEN = {
     ),
     "DeepSpeed universal": (["latest_universal", "global_step5_universal/zero/w/fp32.pt"], "a DeepSpeed checkpoint"),
     "DeepSpeed universal, one parameter": (["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"], "DeepSpeed universal"),
-    "verl": (
-        [
-            "model_world_size_8_rank_0.pt",
-            "optim_world_size_8_rank_0.pt",
-            "extra_state_world_size_8_rank_0.pt",
-            "fsdp_config.json",
-            "huggingface/config.json",
-        ],
-        "a verl checkpoint",
+    "verl, saved without its model": (
+        ["optim_world_size_8_rank_0.pt", "fsdp_config.json", "huggingface/config.json"],
+        "the optimizer or trainer state of FSDP ranks",
     ),
-    "verl, of one rank": (["model_world_size_1_rank_0.pt"], "a verl checkpoint"),
+    "verl, trainer state alone": (["extra_state_world_size_1_rank_0.pt"], "the optimizer or trainer state of FSDP"),
     "accelerate, LOCAL_STATE_DICT": (["pytorch_model_fsdp_rank0.bin", "optimizer_rank0.bin"], "state dict of one rank"),
     "Composer": (["ep1-ba10-rank0.pt"], "state dict of one rank"),
     "OLMo": (["rank0.pt", "rank1.pt"], "state dict of one rank"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptx.api.convert import convert
 from ckptx.api.reshard import reshard
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.hf.hf_metadata import DIRECTORY, DTYPES, FILES, directory_of_config
+from ckptx.formats.hf.hf_metadata import DIRECTORIES, DTYPES, FILES, directory_of_config
 from ckptx.formats.registry import open_checkpoint
 from tests.formats.cut_writer import rows, write_shard
 from tests.support.writers import INDEX, LLAMA, SINGLE, Value, llama, names_in, write_dcp, write_hf
@@ -31,7 +31,7 @@ DTYPES_OF_BASE = {name: "F32" if "norm" in name else "BF16" for name in NAMES}
 def automodel(root: Path, files: Any = None, dtypes: Any = None, *, config: Any = CONFIG) -> Path:
     """A directory as Automodel leaves it: two ranks, the metadata of the base hidden beside them, a helper script."""
     write_ranks(root, MODEL)
-    hidden = root / DIRECTORY
+    hidden = root / DIRECTORIES["dcp"]
     (hidden / "code").mkdir(parents=True)
     (hidden / "tokenizer.json").write_text('{"version": "1.0"}')
     (hidden / "code" / "modeling.py").write_text("# nothing\n")
@@ -57,7 +57,7 @@ def test_it_is_the_base_of_every_command(tmp_path: Path) -> None:
     src = automodel(tmp_path / "model", dict.fromkeys(NAMES, 1), DTYPES_OF_BASE)
     catalog = open_checkpoint(src)
     assert catalog.config == CONFIG
-    assert directory_of_config(catalog) == src / DIRECTORY, "where a model is built from, and its code found"
+    assert directory_of_config(catalog) == src / DIRECTORIES["dcp"], "where a model is built from, and its code found"
     convert("dcp2hf", src, tmp_path / "hf")
     assert names_in(tmp_path / "hf") == ["ckptx.json", "code", "config.json", SINGLE, "tokenizer.json"]
     convert("hf2dcp", src, tmp_path / "dcp")

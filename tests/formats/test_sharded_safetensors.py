@@ -11,8 +11,9 @@ import pytest
 from ckptx.catalog.manifest import emit_manifest
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.assembly import replica_pairs
 from ckptx.formats.sharded.file_names import is_shard, shard_name
-from ckptx.formats.sharded.reader import open_sharded, replica_pairs
+from ckptx.formats.sharded.reader import open_sharded
 from tests.formats.cut_writer import rows, write_shard
 from tests.support.memory import MemoryPath
 from tests.support.writers import INDEX, SINGLE, flip, manifest, value, write_safetensors

@@ -24,11 +24,12 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.errors import InputError
+from ckptx.formats.assembly import replica_pairs
 from ckptx.formats.dcp.layout import allocate_cut, metadata_bytes
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.sharded.layout import allocate
-from ckptx.formats.sharded.reader import open_sharded, replica_pairs
+from ckptx.formats.sharded.reader import open_sharded
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
 from ckptx.storage.local import LocalSource

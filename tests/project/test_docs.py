@@ -26,7 +26,6 @@ GENERATED = "docs/situations.md"  # has hostile options, and links to nothing
 FOREIGN = {
     "--nproc-per-node": "torchrun",
     "--safe_serialization": "zero_to_fp32.py",
-    "--backend": "verl.model_merger",
     "--ckpt-format": "Megatron",
     "--exclude": "diff",
     "--ckptx-recipe": "pytest",

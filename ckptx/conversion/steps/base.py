@@ -11,7 +11,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.megatron import is_torch_dist
-from ckptx.formats.hf.hf_metadata import DIRECTORY, config_in, find_hf_metadata, read_hf_metadata, source_of_config
+from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata, read_hf_metadata, source_of_config
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST, look_around
@@ -141,7 +141,7 @@ def _base_beside(source: Catalog) -> Base:
         directory.location, "huggingface", {}, config=found.config, sidecars=found.sidecars, storage=directory
     )
     base.identities = {**directory.identities(sidecar.name for sidecar in found.sidecars), **before}
-    note = f"{DIRECTORY} beside the tensors is the base: its config and other files are taken"
+    note = f"{directory.location.name} beside the tensors is the base: its config and other files are taken"
     return Base(source, base, source.config, found.dtypes, found.files, notes=(note,))
 
 

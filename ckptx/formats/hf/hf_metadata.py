@@ -1,10 +1,11 @@
-"""`.hf_metadata/`: what NeMo Automodel leaves beside its shards for whoever makes an HF checkpoint of them.
+"""`.hf_metadata/` and `huggingface/`: what NeMo Automodel and verl leave beside their shards for an HF checkpoint.
 
     config.json, tokenizer, custom code            as they lie in the HF checkpoint to be
     fqn_to_file_index_mapping.json                 {NAME: number of its file in the original checkpoint, from 1 on}
     fqn_to_dtype_mapping.json                      {NAME: its dtype there, as safetensors calls it}; not always there
 
-Source: `nemo_automodel/components/checkpoint/addons.py`.
+The two mappings are Automodel's.
+Source: `nemo_automodel/components/checkpoint/addons.py`, `verl/utils/checkpoint/fsdp_checkpoint_manager.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ckptx.formats.hf.reader import json_in
 from ckptx.formats.sidecars import look_around
 from ckptx.storage.interface import Source, local_path
 
-DIRECTORY = ".hf_metadata"
+# By format of the checkpoint; verl's directory may hold weights, too, which are not looked at.
+DIRECTORIES = {"dcp": ".hf_metadata", "sharded": ".hf_metadata", "fsdp": "huggingface"}
 _CONFIG = "config.json"
 FILES = "fqn_to_file_index_mapping.json"
 DTYPES = "fqn_to_dtype_mapping.json"
@@ -46,9 +48,10 @@ class HfMetadata(NamedTuple):
 
 def find_hf_metadata(catalog: Catalog) -> Source | None:
     """The directory beside the weights of a checkpoint in shards; of two parts, beside the first."""
-    if catalog.format not in ("dcp", "sharded"):
+    directory = DIRECTORIES.get(catalog.format)
+    if directory is None:
         return None
-    name = f"{catalog.parts[0].directory}/{DIRECTORY}" if catalog.parts else DIRECTORY
+    name = f"{catalog.parts[0].directory}/{directory}" if catalog.parts else directory
     source = catalog.source
     return source.at(source.location / name) if source.listing().is_directory(name) else None
 

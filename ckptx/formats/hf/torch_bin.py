@@ -65,12 +65,13 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
     where = f"{files.root / name}"
     archive = open_archive(partial(files.read, name), 0, files.size(name), where)
     if not isinstance(archive.tree, dict):
-        raise UnsupportedError(f"{where}: holds {_kind(archive.tree)}, needed a dict of tensors by name")
+        raise UnsupportedError(f"{where}: holds {kind_of_value(archive.tree)}, needed a dict of tensors by name")
     entries = []
     for key, value in archive.tree.items():
-        if not isinstance(value, TensorRef | Refused) or type(key) is not str or not _is_text(key):
+        if not isinstance(value, TensorRef | Refused) or type(key) is not str or not is_text(key):
             raise UnsupportedError(
-                f"{where}: {str(key)[:80]!r} is {_kind(value)}, needed tensors by name; save the plain state_dict()"
+                f"{where}: {str(key)[:80]!r} is {kind_of_value(value)}, needed tensors by name; save the plain "
+                "state_dict()"
             )
         payload = place_tensor(value, archive.records, f'{where}: tensor "{key}"')
         dtype, shape = payload.dtype, payload.shape
@@ -85,7 +86,8 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
     return entries
 
 
-def _is_text(key: str) -> bool:
+def is_text(key: str) -> bool:
+    """Return True for a name that can be written as UTF-8."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -93,7 +95,8 @@ def _is_text(key: str) -> bool:
     return True
 
 
-def _kind(value: object) -> str:
+def kind_of_value(value: object) -> str:
+    """Return what a value in a state dict is, for error messages."""
     if isinstance(value, TensorRef):
         return "a tensor"
     if isinstance(value, Refused):

@@ -13,14 +13,15 @@ Source: `torch/distributed/checkpoint/hf_storage.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Region, Shape, coverage_fault, whole
+from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.assembly import CoverageCheck, Regions, split_replicas
 from ckptx.formats.hf.layout import natural_key
 from ckptx.formats.hf.reader import INDEX, read_header
 from ckptx.formats.hf.safetensors import Header
@@ -38,7 +39,7 @@ from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.interface import Location, Source
 from ckptx.untrusted.limits import shape_fault
-from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, salted
+from ckptx.untrusted.numbers import salted
 
 
 def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
@@ -131,7 +132,7 @@ class _Pieces:
 
     def __init__(self, root: Location) -> None:
         self._root = root
-        self._regions: OneOfEach[Region] = OneOfEach()
+        self._regions = Regions()
         self.chunks: dict[str, list[Chunk]] = {}
         self.dtypes: dict[str, tuple[DType, str]] = {}
 
@@ -159,10 +160,7 @@ class _Pieces:
         if known is not None:
             return known
         check_offsets(offsets, name, shape, where)
-        try:
-            return self._regions.keep(wanted)
-        except SharedHash as error:
-            raise InputError(f'{where}: tensor "{name}" has one of {error}; the file is damaged') from None
+        return self._regions.keep(wanted, name, where)
 
 
 class _Assembly:
@@ -171,7 +169,7 @@ class _Assembly:
     def __init__(self, root: Location, names: list[str]) -> None:
         self._root, self._names = root, names
         self._own: Counter[str] = Counter()
-        self._covered: set[tuple[bytes, Shape]] = set()
+        self._coverage = CoverageCheck()
         self._doubled: dict[tuple[str, str], tuple[str, Region]] = {}
 
     def entry(self, name: str, dtype: DType, pieces: list[Chunk]) -> TensorEntry:
@@ -189,19 +187,13 @@ class _Assembly:
         )
         # Ranks that got no rows say so all at the same place.
         filled = [chunk for chunk in pieces if chunk.region.numel] or [Chunk(whole(shape), *pieces[0][1:])]
-        first: dict[tuple[int, Region], Chunk] = {}
-        replicas = []
-        for chunk in filled:
-            kept = first.setdefault(salted(chunk.region), chunk)
-            if kept is not chunk:
-                replicas.append(chunk)
-        chunks = tuple(first.values())
+        chunks, replicas = split_replicas(filled)
         if len(chunks) > 1 or chunks[0].region.sizes != shape:
             self._check_coverage(name, shape, chunks)
             self._count(name, chunks, replicas)
         elif not replicas:
             self._own[chunks[0].file] += 1
-        return TensorEntry(name, dtype, shape, chunks, tuple(replicas))
+        return TensorEntry(name, dtype, shape, chunks, replicas)
 
     def _whole(self, name: str, shape: Shape) -> Shape:
         fault = shape_fault(shape)
@@ -210,12 +202,8 @@ class _Assembly:
         return shape
 
     def _check_coverage(self, name: str, shape: Shape, chunks: tuple[Chunk, ...]) -> None:
-        key = identity(chunk.region for chunk in chunks), shape  # equal regions are one object
-        if key in self._covered:
-            return
-        fault = coverage_fault(shape, [chunk.region for chunk in chunks])
+        fault = self._coverage.fault(shape, chunks)
         if fault is None:
-            self._covered.add(key)
             return
         where = f'{self._root}: tensor "{name}" of shape {list(shape)}'
         if fault.kind == "gap":
@@ -286,12 +274,3 @@ def check_shapes(catalog: Catalog, expected: Mapping[str, Shape]) -> None:
                 f'{catalog.root}: the shards of tensor "{name}" add up to {list(entry.shape)}, needed {list(shape)}; '
                 "the last shards are missing, or the shape is that of another model"
             )
-
-
-def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]]:
-    """Every replica with the chunk whose elements it repeats: what a reader has to compare."""
-    for entry in catalog.tensors.values():
-        if entry.replicas:
-            held = {salted(chunk.region): chunk for chunk in entry.chunks}
-            for replica in entry.replicas:
-                yield entry, held[salted(replica.region)], replica

@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import repeat, starmap
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
 from ckptx.errors import CkptxError, InputError
@@ -314,13 +314,18 @@ class Refused(NamedTuple):
     kind: str
 
 
-def load_torch(data: bytes, where: str) -> Any:
+def load_torch(data: bytes, where: str, allowed: Globals | None = None) -> Any:
     """The object tree of a `data.pkl` with `TensorRef`, `StorageRef` and `Refused` in the place of torch objects.
+
+    Args:
+        data: The pickle.
+        where: Subject of error messages.
+        allowed: Stand-in of each name that may occur; None for `TORCH_NAMES`.
 
     Raises:
         InputError: See `load`; also tensors whose shape, strides or storage make no sense.
     """
-    return load(data, _TORCH, where, _storage)
+    return load(data, TORCH_NAMES if allowed is None else allowed, where, _storage)
 
 
 def _layout(name: object) -> Symbol:
@@ -349,7 +354,8 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_shape(value: object) -> bool:
+def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
+    """Return True for a tuple of at most 64 counts."""
     return type(value) is tuple and len(value) <= DIMS and all(map(_is_count, value))
 
 
@@ -360,9 +366,9 @@ def _rebuild(
         return storage
     if not isinstance(storage, StorageRef) or dtype is None:
         raise InputError("describes a tensor without a storage or dtype")
-    if not (_is_count(offset) and _is_shape(shape) and _is_shape(strides)):
+    if not (_is_count(offset) and is_shape(shape) and is_shape(strides)):
         raise InputError("describes a tensor with values of the wrong type")
-    assert isinstance(offset, int) and isinstance(shape, tuple) and isinstance(strides, tuple)
+    assert isinstance(offset, int)
     if len(shape) != len(strides):
         raise InputError(f"describes a tensor with {len(shape)} dims and {len(strides)} strides")
     if (fault := shape_fault(shape)) is not None:
@@ -404,7 +410,7 @@ def _parameter(data: object, grad: object, hooks: object, state: object = None) 
     return data
 
 
-def _from_type(function: object, kind: object, arguments: object, state: object) -> object:
+def rebuild_from_type(function: object, kind: object, arguments: object, state: object) -> object:
     """A tensor with Python attributes, or of a subclass; the attributes of a plain one are dropped."""
     if kind in _PLAIN_TENSORS and function in _REBUILD and isinstance(arguments, tuple):
         assert isinstance(function, Call)
@@ -423,7 +429,7 @@ _PLAIN_TENSORS = (
     Symbol("torch.nn.parameter.Buffer"),
 )
 
-_TORCH: Globals = {
+TORCH_NAMES: Globals = {
     ("torch._utils", "_rebuild_tensor_v2"): _REBUILD[0],
     ("torch._utils", "_rebuild_tensor_v3"): _REBUILD[1],
     ("torch._utils", "_rebuild_parameter"): Call(_parameter),
@@ -435,7 +441,7 @@ _TORCH: Globals = {
     ("torch._utils", "_rebuild_wrapper_subclass"): _refusal("tensor of a subclass"),
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): _refusal("tensor pickled through numpy"),
     ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _refusal("tensor of another device"),
-    ("torch._tensor", "_rebuild_from_type_v2"): Call(_from_type),
+    ("torch._tensor", "_rebuild_from_type_v2"): Call(rebuild_from_type),
     ("torch.serialization", "_get_layout"): LAYOUT,
     ("torch", "Size"): tuple,
     ("torch", "device"): Call(lambda *_: Symbol("torch.device")),

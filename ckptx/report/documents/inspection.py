@@ -32,7 +32,7 @@ class InspectionReport(Report):
 
     Attributes:
         path: Where the checkpoint lies.
-        format: "huggingface", "bin", "dcp" or "sharded".
+        format: "huggingface", "bin", "dcp", "sharded" or "fsdp".
         bytes: Bytes of tensor data, shared bytes once.
         parameters: Elements of the model's tensors, each tensor once.
         architecture: Name of the class, or None.

@@ -1,0 +1,1 @@
+"""FSDP state dicts that every rank saved with `torch.save`: many archives, one checkpoint (verl)."""

@@ -1,0 +1,42 @@
+"""Find the FSDP files of all ranks in a directory, by their names."""
+
+from __future__ import annotations
+
+from ckptx.errors import InputError
+from ckptx.formats.fsdp.file_names import RankFile, rank_file
+from ckptx.formats.located import Located
+from ckptx.formats.rank_files import ShapesIn
+from ckptx.storage.interface import Source
+
+
+def detect(source: Source, shapes_in: ShapesIn) -> Located | None:
+    """Find `model_world_size_W_rank_R.pt`.
+
+    Raises:
+        InputError: Files of several world sizes lie there.
+    """
+    found = _rank_files(source)
+    sizes = sorted({each.world_size for each in found})
+    if len(sizes) > 1:
+        examples = ", ".join(min(each for each in found if each.world_size == size).name for size in sizes[:4])
+        raise InputError(
+            f"{source.location}: contains FSDP files of {len(sizes)} world sizes; choose one by passing a file of it: "
+            f"{examples}"
+        )
+    return _located(source, found) if found else None
+
+
+def located_by_file(source: Source, name: str) -> Located | None:
+    """Find the files that belong together with one of them, which was passed; None if the name is no such file."""
+    one = rank_file(name)
+    if one is None:
+        return None
+    return _located(source, [each for each in _rank_files(source) if each.world_size == one.world_size])
+
+
+def _rank_files(source: Source) -> list[RankFile]:
+    return [found for name in source.listing() if (found := rank_file(name)) is not None]
+
+
+def _located(source: Source, files: list[RankFile]) -> Located:
+    return Located(source, "fsdp", tuple(each.name for each in sorted(files)))

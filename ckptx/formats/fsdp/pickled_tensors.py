@@ -1,0 +1,322 @@
+"""The sharded tensors in a pickled FSDP state dict: which part of the whole tensor each rank holds.
+
+    DTensor                   its mesh, the coordinate of this rank in it, and a placement for each mesh dim
+    ShardedTensor             the offsets of its local shards (FSDP1 without a device mesh)
+    Tensor                    the whole tensor: a buffer, or any tensor of a single rank
+
+Their classes are stood in for by `Instance`, which keeps what the pickle says and runs nothing. The layouts are those
+of torch 2.2 to 2.13, which changed what a pickled mesh holds twice.
+Source: `torch/distributed/tensor/`, `device_mesh.py`, `_shard/sharded_tensor/api.py`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptx.catalog.region import Region, Shape, whole
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.torch_archive.unpickle import (
+    TORCH_NAMES,
+    Call,
+    Globals,
+    Refused,
+    Sealed,
+    TensorRef,
+    is_shape,
+    load_torch,
+    rebuild_from_type,
+)
+from ckptx.layout.placement import ceil_chunks
+from ckptx.untrusted.limits import RANKS, shape_fault
+
+_MESH_DIMS = 8
+
+
+class Instance(metaclass=Sealed):
+    """Stand-in for an object of a class of torch.distributed: its arguments and its state, as the pickle gives them."""
+
+    __slots__ = ("arguments", "state")
+    arguments: tuple[object, ...]
+    state: object
+
+    def __new__(cls, *arguments: object) -> Instance:
+        """Keep the arguments; nothing is called."""
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        """Keep the state; nothing is looked at."""
+        self.state = state
+
+    def field(self, name: str) -> object:
+        """Return an attribute that the state sets, or None."""
+        return _field(self.state, name)
+
+
+def _field(state: object, name: str) -> object:
+    """Return an attribute out of a pickled state: a dict, or a tuple of one of `__dict__` and one of `__slots__`."""
+    for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+        if isinstance(part, dict) and name in part:
+            return part[name]
+    return None
+
+
+def _stand_in(name: str) -> Sealed:
+    return Sealed(name, (Instance,), {"__slots__": ()})
+
+
+_DTENSOR, _SHARDED_TENSOR, _LOCAL_SHARD = _stand_in("DTensor"), _stand_in("ShardedTensor"), _stand_in("LocalShard")
+_SHARD, _STRIDED = _stand_in("Shard"), _stand_in("_StridedShard")
+_REPLICATE, _PARTIAL = _stand_in("Replicate"), _stand_in("Partial")
+_OTHER = _stand_in("object")
+_WRAPPER_SUBCLASS = Call(lambda *_: Refused("tensor of a subclass"))
+
+
+class _Distributed(NamedTuple):
+    """A DTensor or ShardedTensor: its class, what it is rebuilt from, and its state."""
+
+    kind: Sealed
+    arguments: tuple[object, ...]
+    state: object
+
+
+def _from_type(function: object, kind: object, arguments: object, state: object) -> object:
+    is_distributed = kind is _DTENSOR or kind is _SHARDED_TENSOR
+    if is_distributed and function is _WRAPPER_SUBCLASS and isinstance(arguments, tuple):
+        assert isinstance(kind, Sealed)
+        return _Distributed(kind, arguments, state)
+    return rebuild_from_type(function, kind, arguments, state)
+
+
+def _named(stand_in: object, name: str, *modules: str) -> dict[tuple[str, str], object]:
+    return {(module, name): stand_in for module in modules}
+
+
+_TENSOR = "torch.distributed.tensor"
+_OLD_TENSOR = "torch.distributed._tensor"  # until torch 2.4
+_SHARDS = "torch.distributed._shard"
+_PLACEMENTS = (f"{_TENSOR}.placement_types", f"{_OLD_TENSOR}.placement_types")
+
+_NAMES: Globals = {
+    **TORCH_NAMES,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _WRAPPER_SUBCLASS,
+    ("torch._tensor", "_rebuild_from_type_v2"): Call(_from_type),
+    **_named(_DTENSOR, "DTensor", _TENSOR, f"{_TENSOR}._api", _OLD_TENSOR, f"{_OLD_TENSOR}.api"),
+    **_named(_OTHER, "DTensorSpec", f"{_TENSOR}._dtensor_spec", f"{_OLD_TENSOR}._dtensor_spec", *_PLACEMENTS),
+    **_named(_OTHER, "TensorMeta", f"{_TENSOR}._dtensor_spec", f"{_OLD_TENSOR}._dtensor_spec", *_PLACEMENTS),
+    **_named(_OTHER, "ShardOrderEntry", f"{_TENSOR}._dtensor_spec"),
+    **_named(_SHARD, "Shard", *_PLACEMENTS),
+    **_named(_STRIDED, "_StridedShard", *_PLACEMENTS),
+    **_named(_REPLICATE, "Replicate", *_PLACEMENTS),
+    **_named(_PARTIAL, "Partial", *_PLACEMENTS),
+    **_named(_PARTIAL, "_Partial", *_PLACEMENTS),
+    **_named(_OTHER, "DeviceMesh", "torch.distributed.device_mesh", "torch.distributed._tensor.device_mesh"),
+    **_named(_OTHER, "_MeshLayout", "torch.distributed._mesh_layout"),
+    **_named(_OTHER, "_FlatLayout", "torch.distributed._mesh_layout"),
+    **_named(_SHARDED_TENSOR, "ShardedTensor", f"{_SHARDS}.sharded_tensor.api"),
+    **_named(_LOCAL_SHARD, "Shard", f"{_SHARDS}.sharded_tensor.shard"),
+    **_named(_OTHER, "ShardMetadata", f"{_SHARDS}.metadata"),
+    **_named(_OTHER, "ShardedTensorMetadata", f"{_SHARDS}.sharded_tensor.metadata"),
+    **_named(_OTHER, "TensorProperties", f"{_SHARDS}.sharded_tensor.metadata"),
+    **_named(_OTHER, "MEM_FORMAT_ENCODING", f"{_SHARDS}.sharded_tensor.metadata"),
+    **_named(_OTHER, "EnumerableShardingSpec", f"{_SHARDS}.sharding_spec.api"),
+    **_named(_OTHER, "ChunkShardingSpec", f"{_SHARDS}.sharding_spec.chunk_sharding_spec"),
+    **_named(_OTHER, "_remote_device", "torch.distributed.remote_device"),
+    # Of ShardedTensor, for the class of its process group: whatever is asked for, it is a class that keeps its state.
+    **_named(Call(lambda *_: _OTHER), "getattr", "builtins", "__builtin__"),
+}
+
+
+def load_state_dict(data: bytes, where: str) -> Any:
+    """Return the pickled state dict of one rank, with stand-ins for tensors; `parts_of` reads them.
+
+    Raises:
+        InputError: The pickle is damaged, or names something that has no place in a state dict.
+    """
+    return load_torch(data, where, _NAMES)
+
+
+class Parts(NamedTuple):
+    """What one rank holds of one tensor.
+
+    Attributes:
+        shape: Shape of the whole tensor, in elements.
+        local: The local tensors, each with the region of the whole that it holds; none if the rank holds nothing.
+    """
+
+    shape: Shape
+    local: tuple[tuple[TensorRef, Region], ...]
+
+
+def parts_of(value: object, rank: int, where: str) -> Parts:
+    """Return what a rank holds of a tensor.
+
+    Args:
+        value: A value of the state dict that `load_state_dict` returned.
+        rank: Global rank that wrote the file.
+        where: Subject of error messages.
+
+    Raises:
+        InputError: The parts of a DTensor or ShardedTensor contradict each other, or it was saved by another rank.
+        UnsupportedError: It is no tensor, or one that is not converted.
+    """
+    if isinstance(value, _Distributed):
+        found = _dtensor(value, rank, where) if value.kind is _DTENSOR else _sharded_tensor(value, where)
+        for local, region in found.local:
+            if local.shape != region.sizes:
+                raise InputError(
+                    f"{where}: local shape {list(local.shape)}, but its sharding gives rank {rank} "
+                    f"{list(region.sizes)} of {list(found.shape)}; the file is damaged"
+                )
+        return found
+    tensor = _tensor(value, where)
+    return Parts(tensor.shape, ((tensor, whole(tensor.shape)),))
+
+
+def _tensor(value: object, where: str) -> TensorRef:
+    if isinstance(value, Refused):
+        raise UnsupportedError(f"{where}: {value.kind}, which is not converted; save it as a plain dense tensor")
+    if not isinstance(value, TensorRef):
+        raise UnsupportedError(f"{where}: a value of type {type(value).__name__}, required a tensor")
+    return value
+
+
+def _shape(value: object, where: str) -> Shape:
+    sizes = tuple(value) if isinstance(value, list) else value
+    if not is_shape(sizes):
+        raise _damaged(where, "no valid shape")
+    fault = shape_fault(sizes)
+    if fault is not None:
+        raise _damaged(where, f"a shape of {fault}")
+    return sizes
+
+
+def _damaged(where: str, what: str) -> InputError:
+    return InputError(f"{where}: {what} in its pickled sharding; the file is damaged")
+
+
+# ---------------------------------------------------------------------------------------------------------- DTensor
+
+
+def _dtensor(value: _Distributed, rank: int, where: str) -> Parts:
+    shape = _shape(value.arguments[2] if len(value.arguments) > 2 else None, where)
+    spec = _field(value.state, "_spec")
+    mesh = spec.field("mesh") if isinstance(spec, Instance) else None
+    if not isinstance(spec, Instance) or not isinstance(mesh, Instance):
+        raise _damaged(where, "no device mesh")
+    sizes = _mesh_sizes(mesh, where)
+    coordinate = mesh.field("_coordinate_on_dim")
+    coordinate = tuple(coordinate) if isinstance(coordinate, list) else coordinate
+    if (
+        not is_shape(coordinate)
+        or len(coordinate) != len(sizes)
+        or any(at >= size for at, size in zip(coordinate, sizes, strict=True))
+    ):
+        raise _damaged(where, f"no coordinate in a mesh of {list(sizes)}")
+    _check_rank(mesh, sizes, coordinate, rank, where)
+    region = _region(shape, sizes, coordinate, spec.field("placements"), where)
+    return Parts(shape, ((_tensor(_field(value.state, "_local_tensor"), where), region),))
+
+
+def _mesh_sizes(mesh: Instance, where: str) -> Shape:
+    """Return the size of each mesh dim.
+
+    Torch 2.10 and 2.11 have a layout with `shape`, 2.13 a layout with an axis for each dim, older ones a tensor of
+    ranks.
+    """
+    tensor, layout = mesh.field("mesh"), mesh.field("_layout")
+    sizes: object = tensor.shape if isinstance(tensor, TensorRef) else None
+    if isinstance(layout, Instance):
+        axes = layout.field("axes")
+        sizes = layout.field("shape")
+        if isinstance(axes, tuple) and all(isinstance(axis, Instance) for axis in axes):
+            sizes = tuple(_size_of_axis(axis.field("shape")) for axis in axes)
+    if not is_shape(sizes) or not 0 < len(sizes) <= _MESH_DIMS or not 0 < prod(sizes) <= RANKS:
+        raise _damaged(where, "no shape of the device mesh")
+    return sizes
+
+
+def _size_of_axis(sizes: object) -> int:
+    return prod(sizes) if is_shape(sizes) else 0
+
+
+def _check_rank(mesh: Instance, sizes: Shape, coordinate: Shape, rank: int, where: str) -> None:
+    """Check that the mesh is the one that the rank in the file name sees: files may have been renamed or copied."""
+    saved_by, ranks = mesh.field("_rank"), mesh.field("_flatten_mesh_list")
+    if saved_by is None and isinstance(ranks, tuple) and len(ranks) == prod(sizes):
+        index = 0
+        for size, at in zip(sizes, coordinate, strict=True):
+            index = index * size + at
+        saved_by = ranks[index]
+    if type(saved_by) is int and saved_by != rank:
+        raise InputError(
+            f"{where}: saved by rank {saved_by}, but the file name says rank {rank}; the file was renamed or copied, "
+            "restore its name"
+        )
+
+
+def _region(shape: Shape, sizes: Shape, coordinate: Shape, placements: object, where: str) -> Region:
+    """Return the region that placements give to a coordinate: each shards what the ones before it left."""
+    if not isinstance(placements, tuple) or len(placements) != len(sizes):
+        raise _damaged(where, f"no placement for each of {len(sizes)} mesh dims")
+    offsets, lengths = [0] * len(shape), list(shape)
+    by_dim: dict[int, list[tuple[int, object]]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        if type(placement) is _PARTIAL:
+            raise UnsupportedError(f"{where}: a Partial placement, whose values are not yet reduced; redistribute it")
+        if type(placement) is _REPLICATE:
+            continue
+        dim = placement.field("dim") if type(placement) in (_SHARD, _STRIDED) else None
+        if type(dim) is not int or not 0 <= dim < len(shape):
+            raise _damaged(where, f"no placement of a tensor of {len(shape)} dims")
+        strided = placement.field("split_factor") if type(placement) is _STRIDED else None
+        by_dim.setdefault(dim, []).append((mesh_dim, strided))
+    for dim, shards in by_dim.items():
+        for mesh_dim in _in_order(shards, sizes, where):
+            begin, length = ceil_chunks(lengths[dim], sizes[mesh_dim])[coordinate[mesh_dim]]
+            offsets[dim], lengths[dim] = offsets[dim] + begin, length
+    return Region(tuple(offsets), tuple(lengths))
+
+
+def _in_order(shards: list[tuple[int, object]], sizes: Shape, where: str) -> list[int]:
+    """Return the mesh dims that shard one tensor dim in the order in which they do.
+
+    A strided shard comes after the mesh dims behind it, as FSDP on top of TP; its split factor is their product.
+    """
+    order: list[int] = []
+    for mesh_dim, split_factor in reversed(shards):
+        if split_factor is None:
+            order.insert(0, mesh_dim)
+            continue
+        if split_factor != prod(sizes[other] for other in order):
+            raise UnsupportedError(
+                f"{where}: a _StridedShard of split factor {split_factor!s:.20}, required that of the mesh dims behind "
+                "it; save it as a DCP"
+            )
+        order.append(mesh_dim)
+    return order
+
+
+# ---------------------------------------------------------------------------------------------------- ShardedTensor
+
+
+def _sharded_tensor(value: _Distributed, where: str) -> Parts:
+    if not (isinstance(value.state, tuple) and len(value.state) >= 2):
+        raise _damaged(where, "no metadata")
+    shards, metadata = value.state[:2]
+    if not isinstance(metadata, Instance) or not isinstance(shards, list):
+        raise _damaged(where, "no metadata")
+    shape = _shape(metadata.field("size"), where)
+    return Parts(shape, tuple(_local_shard(shard, shape, where) for shard in shards))
+
+
+def _local_shard(shard: object, shape: Shape, where: str) -> tuple[TensorRef, Region]:
+    metadata = shard.field("metadata") if isinstance(shard, Instance) else None
+    if not isinstance(shard, Instance) or not isinstance(metadata, Instance):
+        raise _damaged(where, "a local shard without offsets")
+    offsets, sizes = (_shape(metadata.field(name), where) for name in ("shard_offsets", "shard_sizes"))
+    if not len(offsets) == len(sizes) == len(shape):
+        raise _damaged(where, f"a local shard of {len(sizes)} dims of {len(shape)}")
+    return _tensor(shard.field("tensor"), where), Region(offsets, sizes)

@@ -1,0 +1,216 @@
+"""Open the FSDP files of all ranks as one checkpoint.
+
+Every file holds every name. A DTensor or ShardedTensor says which region of the whole its rank holds, a plain tensor is
+the whole; regions that several ranks hold are replicas, which are compared when the tensor is read. Only the directory
+and the pickle of each file are read here.
+
+verl's optimizer files are left behind: they are keyed by parameter index, and no file says which parameter that is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Region, Shape, whole
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.assembly import CoverageCheck, Regions, split_replicas
+from ckptx.formats.fsdp.file_names import STATE_FILES, RankFile, rank_file
+from ckptx.formats.fsdp.pickled_tensors import Parts, load_state_dict, parts_of
+from ckptx.formats.hf.torch_bin import is_text, kind_of_value
+from ckptx.formats.torch_archive.archive import open_archive, place_tensor
+from ckptx.formats.torch_archive.unpickle import without_garbage_collection
+from ckptx.storage.interface import Source, SourceFiles
+from ckptx.untrusted.json_text import parse_json
+from ckptx.untrusted.limits import CONFIG_BYTES, RANKS
+
+_CONFIG = "fsdp_config.json"
+_FLAT = ("_flat_param", "flat_param")
+
+
+def open_fsdp(source: Source, names: Sequence[str]) -> Catalog:
+    """Return the catalog of per-rank FSDP files.
+
+    Args:
+        source: The directory.
+        names: The files of one world size, as `RankFile.name` gives them.
+
+    Raises:
+        InputError: A rank has no file, a file is damaged or of another save, or the ranks do not hold the whole tensor.
+        UnsupportedError: A file holds more than dense tensors by name, or FSDP1's flat parameters, which have no names.
+    """
+    files = [found for name in names if (found := rank_file(name)) is not None]
+    _check_ranks(source, files)
+    catalog = Catalog(source.location, "fsdp", {}, storage=source)
+    state = _StateDicts()
+    with without_garbage_collection():
+        for file in files:
+            with source.open() as opened:
+                identity = opened.identity(file.name)
+                catalog.files[file.name], catalog.identities[file.name] = identity.nbytes, identity
+                state.add(opened, file)
+        catalog.tensors = state.tensors(str(source.location))
+    catalog.notes.extend(_notes(source, files))
+    return catalog
+
+
+def _check_ranks(source: Source, files: Sequence[RankFile]) -> None:
+    """Check that every rank of the world size has a file.
+
+    Raises:
+        InputError: One has none, or `fsdp_config.json` says another world size.
+    """
+    world_size = files[0].world_size
+    if world_size > RANKS:
+        raise InputError(f"{source.location}: FSDP files of {world_size:,} ranks, allowed at most {RANKS:,}")
+    ranks = {file.rank for file in files}
+    missing = [RankFile(world_size, rank).name for rank in islice(_absent(ranks, world_size), 4)]
+    if missing:
+        more = f" and {world_size - len(ranks) - 3} more" if len(missing) > 3 else ""
+        raise InputError(
+            f"{source.location}: {world_size - len(ranks)} of {world_size} FSDP files are missing "
+            f"({', '.join(missing[:3])}{more}); copy them from the machines that wrote them"
+        )
+    if not source.listing().has(_CONFIG):
+        return
+    where = source.location / _CONFIG
+    config = parse_json(source.read_small(_CONFIG, CONFIG_BYTES).decode("utf-8", "replace"), where)
+    recorded = config.get("world_size") if isinstance(config, dict) else None
+    if type(recorded) is int and recorded != world_size:
+        raise InputError(
+            f"{where}: says world_size {recorded}, but the files are those of {world_size} ranks; they are of another "
+            f"save, remove those that are not of the last one"
+        )
+
+
+def _absent(ranks: set[int], world_size: int) -> Iterator[int]:
+    return (rank for rank in range(world_size) if rank not in ranks)
+
+
+def _notes(source: Source, files: Sequence[RankFile]) -> Iterator[str]:
+    """Yield what the user should know about files beside the model."""
+    state = [name for name in source.listing() if re.fullmatch(STATE_FILES, name)]
+    optimizer = [name for name in state if name.startswith("optim")]
+    if optimizer:
+        yield (
+            f"optimizer state not converted: {len(optimizer)} optim_world_size_* files, keyed by parameter index "
+            "instead of name"
+        )
+    if len(optimizer) < len(state):
+        yield f"{len(state) - len(optimizer)} extra_state_world_size_* files (scheduler and RNG state) not converted"
+
+
+class _StateDicts:
+    """The state dicts of the ranks, as far as they were read.
+
+    Attributes:
+        blocks: What ranks hold of each tensor, in the order of ranks.
+        known: Data type and shape of each tensor, by the file of the first rank.
+    """
+
+    def __init__(self) -> None:
+        self._regions = Regions()
+        self._first = ""
+        self.blocks: dict[str, list[Chunk]] = {}
+        self.known: dict[str, tuple[DType | None, Shape]] = {}
+
+    def add(self, files: SourceFiles, file: RankFile) -> None:
+        """Add the state dict of one rank.
+
+        Raises:
+            InputError, UnsupportedError: As `open_fsdp`.
+        """
+        where = f"{files.root / file.name}"
+        archive = open_archive(partial(files.read, file.name), 0, files.size(file.name), where, load_state_dict)
+        if not isinstance(archive.tree, dict):
+            raise UnsupportedError(f"{where}: holds {kind_of_value(archive.tree)}, required a dict of tensors by name")
+        _refuse_flat(archive.tree, where)
+        for name, value in archive.tree.items():
+            if type(name) is not str or not is_text(name):
+                raise UnsupportedError(
+                    f"{where}: a key of type {type(name).__name__}, required tensors by name; save model.state_dict()"
+                )
+            subject = f'{where}: tensor "{name}"'
+            parts = parts_of(value, file.rank, subject)
+            blocks = self.blocks.setdefault(name, [])
+            dtype = None
+            for local, region in parts.local:
+                payload = place_tensor(local, archive.records, subject)
+                if payload.dtype.pack > 1:
+                    raise UnsupportedError(f"{subject}: {payload.dtype.torch}, which is not read from FSDP files")
+                dtype = payload.dtype
+                at = payload.data_offset, payload.nbytes, payload.strides, payload.record
+                blocks.append(Chunk(self._region(region, name, where), file.name, *at))
+            self._check_equal(name, dtype, parts, subject)
+        if not self._first:
+            self._first = file.name
+        elif len(archive.tree) != len(self.known):
+            lost = next(name for name in self.known if name not in archive.tree)
+            raise InputError(
+                f'{where}: has no tensor "{lost}", which {self._first} has; the files are of different saves'
+            )
+
+    def _region(self, region: Region, name: str, where: str) -> Region:
+        known = self._regions.get(region)
+        return known if known is not None else self._regions.keep(region, name, where)
+
+    def _check_equal(self, name: str, dtype: DType | None, parts: Parts, where: str) -> None:
+        """Check dtype and shape of a tensor against those in the files of lower ranks."""
+        if self._first and name not in self.known:
+            raise InputError(f"{where}: {self._first} has no such tensor; the files are of different saves")
+        known, shape = self.known.get(name, (None, parts.shape))
+        if shape != parts.shape or (known is not None and dtype is not None and known is not dtype):
+            raise InputError(
+                f"{where}: {dtype or known} {list(parts.shape)}, but {known} {list(shape)} in {self._first}; the files "
+                "are of different saves"
+            )
+        self.known[name] = known if known is not None else dtype, shape
+
+    def tensors(self, where: str) -> dict[str, TensorEntry]:
+        """Return the tensors in the order in which they lie in the files.
+
+        Raises:
+            InputError: The ranks together do not hold a tensor exactly once.
+        """
+        coverage = CoverageCheck()
+        entries: dict[str, TensorEntry] = {}
+        for name, blocks in self.blocks.items():
+            dtype, shape = self.known[name]
+            subject = f'{where}: tensor "{name}" of shape {list(shape)}'
+            chunks, replicas = split_replicas(block for block in blocks if block.region.numel or 0 in shape)
+            fault = coverage.fault(shape, chunks)
+            if fault is not None or dtype is None or not chunks:
+                what = "no rank holds it" if fault is None else _FAULTS[fault.kind].format(fault.region)
+                raise InputError(f"{subject}: {what}; the files are damaged or of different saves")
+            if 0 in shape:
+                chunks, replicas = (chunks[0]._replace(region=whole(shape)),), ()
+            entries[name] = TensorEntry(name, dtype, shape, chunks, replicas)
+        return {entry.name: entry for entry in sorted(entries.values(), key=lambda entry: entry.chunks[0][1:3])}
+
+
+_FAULTS = {
+    "gap": "no rank holds {}",
+    "overlap": "several ranks hold parts that overlap at {}",
+    "outside": "a rank holds {}, which lies outside",
+    "tangle": "its shards are cut across each other too often to be checked, at {}",
+}
+
+
+def _refuse_flat(tree: dict[Any, Any], where: str) -> None:
+    """Refuse FSDP1's LOCAL_STATE_DICT: one flat vector per wrapped module.
+
+    Raises:
+        UnsupportedError: The state dict is one.
+    """
+    for name in tree:
+        if type(name) is str and name.rpartition(".")[2] in _FLAT:
+            raise UnsupportedError(
+                f'{where}: "{name[:80]}" is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which does not say what '
+                "parameters are in it; save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"
+            )
