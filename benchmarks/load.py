@@ -83,8 +83,11 @@ def check(rows: list[dict[str, Any]], rank: int, described: int) -> None:
 
 
 def _may_open(name: str, rank: int) -> bool:
-    """Its own file, that of the first rank, which has what all ranks of a stage hold, and what describes them."""
-    return name in (".metadata", "config.json") or name.startswith((f"__{rank}_", "__0_"))
+    """Its own file, that of the first rank, which has what all ranks of a stage hold, and what describes them.
+
+    `ckptx.json` is opened to see that it is a file; none of it is read.
+    """
+    return name in (".metadata", "config.json", "ckptx.json") or name.startswith((f"__{rank}_", "__0_"))
 
 
 def summary(how: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

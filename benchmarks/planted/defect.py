@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from benchmarks.planted.models import Config, Tensors
-from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 
@@ -78,8 +77,6 @@ def wc(name: str, plant: InStored, missed: str = "") -> Defect:
 
 def r(name: str, plant: InRuntime, missed: str = "", **options: Any) -> Defect:
     """In the runtime; `tp` and `dp_shard` among the options are the mesh, which is tp 2 where they are left out."""
-    if "dp_shard" in options:
-        options["dims"] = ParallelDims(tp=options.pop("tp"), dp_shard=options.pop("dp_shard"))
     return Defect("", "runtime", name, runtime=plant, missed=missed, options=options)
 
 
