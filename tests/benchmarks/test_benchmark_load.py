@@ -29,8 +29,8 @@ def test_a_rank_reads_its_part_from_its_own_files_and_has_what_others_load(tmp_p
     assert done.returncode == 0, done.stderr
     ranks = json.loads((tmp_path / "load.json").read_text())["ranks"]
     assert [row["files"] for row in ranks] == [
-        [".metadata", "__0_0.distcp", "config.json"],
-        [".metadata", "__0_0.distcp", "__1_0.distcp", "config.json"],
+        [".metadata", "__0_0.distcp", "ckptx.json", "config.json"],
+        [".metadata", "__0_0.distcp", "__1_0.distcp", "ckptx.json", "config.json"],
     ]
 
 
