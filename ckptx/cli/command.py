@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from ckptx.cli.output import say_error
+from ckptx.cli.streams import say_error
 from ckptx.errors import CkptxError, UsageError
 from ckptx.options.commands import COMMANDS, Command, all_words
 from ckptx.options.option import GLOBAL, SECTIONS, Argument, Option, Options, Setting, settings_of

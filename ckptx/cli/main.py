@@ -12,9 +12,8 @@ from io import TextIOWrapper
 import click
 
 from ckptx.cli.command import SectionedGroup, words_of
-from ckptx.cli.output import say_error
 from ckptx.cli.signals import listen
-from ckptx.cli.streams import settle_streams
+from ckptx.cli.streams import say_error, settle_streams
 from ckptx.errors import Defect, Terminated, exit_code_of
 from ckptx.options.commands import COMMANDS, GROUPS, all_words, refuse_unknown, tables_of
 from ckptx.options.output import GlobalOptions

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ckptx.cli.streams import print_result, say_error
 from ckptx.errors import (
     CkptxError,
     EnvironmentProblem,
@@ -19,7 +20,6 @@ from ckptx.errors import (
     PeerFailure,
     Terminated,
     UnsupportedError,
-    UsageError,
     exit_code_of,
 )
 from ckptx.options.output import JsonOutput, ReportOutput
@@ -128,7 +128,7 @@ class Output:
                 click.echo(f"note: {one_line(warning)}", err=True)
         said = verdict if self.quiet and verdict is not None else text
         if self._is_first and (not self.quiet or code or said is verdict):
-            code = _print(said(shown(report)) + "\n") or code
+            code = print_result(said(shown(report)) + "\n") or code
         return code
 
     def _fail(self, stopwatch: Stopwatch, report: Report, failure: str, raised: BaseException) -> int:
@@ -151,7 +151,7 @@ class Output:
         """
         if self.quiet or self.as_json:
             return False
-        _print(text(shown(report)) + "\n")
+        print_result(text(shown(report)) + "\n")
         return True
 
     def _files(self) -> list[str]:
@@ -172,7 +172,7 @@ class Output:
                 report = replace(report, exit=report.exit or error.exit_code)
                 code = report.exit
         if self.as_json and self._is_first:
-            code = _print(report.to_json()) or code
+            code = print_result(report.to_json()) or code
         return code
 
     def _trace(self, error: BaseException) -> None:
@@ -224,29 +224,3 @@ def _say_trace(error: BaseException) -> None:
     from textwrap import indent
 
     click.echo(indent(lines("".join(traceback.format_exception(error))), "| "), err=True)
-
-
-def _print(text: str) -> int:
-    """Writes a result to stdout; gives the exit code if that fails. That whoever read it has gone is no failure."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at the end
-        say_error(f"stdout: cannot be written: {error.strerror}")
-        return OutputError.exit_code
-    return 0
-
-
-def say_error(message: str, *, as_json: bool = False) -> None:
-    """One line on stderr; for an error in the call itself, `as_json` adds the document the caller waits for."""
-    if as_json:
-        report = Report(command="usage", exit=UsageError.exit_code, error=message)
-        _print(Stopwatch().stop(report).to_json())
-    context = click.get_current_context(silent=True)
-    settings = context.find_root().ensure_object(dict) if context is not None else {}
-    plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
-    label = "error:" if plain or not sys.stderr.isatty() else click.style("error:", fg="red", bold=True)
-    click.echo(f"{label} {one_line(message)}", err=True, color=False if plain else None)

@@ -1,10 +1,15 @@
-"""The three standard streams, made safe to use whatever the caller left of them."""
+"""The three standard streams: made safe to use whatever the caller left of them, and what is written to them."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+
+import click
+
+from ckptx.errors import OutputError, UsageError
+from ckptx.untrusted.printable import one_line
 
 
 def settle_streams() -> None:
@@ -33,3 +38,36 @@ def settle_streams() -> None:
 def _text(descriptor: int, mode: str) -> io.TextIOWrapper:
     binary = io.FileIO(descriptor, mode, closefd=False)
     return io.TextIOWrapper(io.BufferedReader(binary) if mode == "r" else io.BufferedWriter(binary), encoding="utf-8")
+
+
+def print_result(text: str) -> int:
+    """Write a result to stdout and return the exit code; a reader that has gone is no failure."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at the end
+        say_error(f"stdout: cannot be written: {error.strerror}")
+        return OutputError.exit_code
+    return 0
+
+
+def say_error(message: str, *, as_json: bool = False) -> None:
+    """Print one line to stderr.
+
+    Args:
+        message: The error.
+        as_json: Print a report to stdout, too, for an error in the call itself: its caller waits for one.
+    """
+    if as_json:
+        from ckptx.report.report import Report, Stopwatch  # takes longer to import than most errors take to be found
+
+        report = Report(command="usage", exit=UsageError.exit_code, error=message)
+        print_result(Stopwatch().stop(report).to_json())
+    context = click.get_current_context(silent=True)
+    settings = context.find_root().ensure_object(dict) if context is not None else {}
+    plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
+    label = "error:" if plain or not sys.stderr.isatty() else click.style("error:", fg="red", bold=True)
+    click.echo(f"{label} {one_line(message)}", err=True, color=False if plain else None)

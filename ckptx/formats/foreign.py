@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import cache
 from typing import NamedTuple
 
 from ckptx.errors import InputError, UnsupportedError
@@ -144,12 +145,17 @@ FOREIGN_KINDS = (
         "save its state_dict with safetensors, or as pytorch_model.bin",
     ),
 )  # fmt: skip
-_COMPILED = [(re.compile(kind.names), kind) for kind in FOREIGN_KINDS]
+
+
+@cache
+def _compiled() -> list[tuple[re.Pattern[str], ForeignKind]]:
+    """Return the pattern of each kind; most checkpoints have no file that is asked about."""
+    return [(re.compile(kind.names), kind) for kind in FOREIGN_KINDS]
 
 
 def kind_of_name(name: str) -> ForeignKind | None:
     """The kind that a file or directory of this name belongs to, or None."""
-    return next((kind for pattern, kind in _COMPILED if pattern.fullmatch(name)), None)
+    return next((kind for pattern, kind in _compiled() if pattern.fullmatch(name)), None)
 
 
 def is_foreign_weights(name: str) -> bool:
@@ -164,7 +170,7 @@ def kind_among(names: Collection[str]) -> tuple[ForeignKind, list[str]] | None:
     Returns:
         None when no name is known.
     """
-    for pattern, kind in _COMPILED:
+    for pattern, kind in _compiled():
         found = sorted(name for name in names if pattern.fullmatch(name))
         if found:
             return kind, found

@@ -6,11 +6,15 @@ over silently, because it would have given the original files back.
 
 from __future__ import annotations
 
-from ckptx.catalog.manifest import Manifest
+from typing import TYPE_CHECKING
+
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.storage.interface import Source
 from ckptx.untrusted.limits import MANIFEST_BYTES
+
+if TYPE_CHECKING:
+    from ckptx.catalog.manifest import Manifest
 
 
 def manifest_in(source: Source, notes: list[str]) -> Manifest | None:

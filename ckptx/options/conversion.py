@@ -5,9 +5,8 @@
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from ckptx.catalog.form import Form
 from ckptx.errors import UsageError
 from ckptx.options.buffers import SPELLINGS, BufferOptions
 from ckptx.options.mesh import ShardingOptions
@@ -16,6 +15,9 @@ from ckptx.options.sizes import parse_size
 from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions, SourcePrefixOptions
 from ckptx.untrusted.limits import RANKS
 from ckptx.wording import counted
+
+if TYPE_CHECKING:  # a help page needs none of it
+    from ckptx.catalog.form import Form
 
 Names = Literal["disk", "model", "torchtitan"]
 SHARD_SIZE = "5GB"
@@ -113,7 +115,7 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
         if self.optimizer == "keep":
             raise UsageError("--optimizer keep: safetensors hold the model alone; write a DCP to keep it")
 
-    def check_source(self, source: Form) -> None:
+    def check_source(self, source: "Form") -> None:
         """Check the options against the format of the source.
 
         Raises:
@@ -145,7 +147,7 @@ class DcpOptions(ConversionOptions):
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "prefix": self.prefix}
 
-    def check_prefix(self, source: Form) -> None:
+    def check_prefix(self, source: "Form") -> None:
         """Check that the names of the source may get a prefix.
 
         Raises:

@@ -3,13 +3,15 @@
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptx.errors import UsageError
-from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import SPLITS
 from ckptx.options.option import LAYOUT, Option, Options
 from ckptx.untrusted.limits import RANKS
+
+if TYPE_CHECKING:  # a help page needs none of it
+    from ckptx.layout.parallel_dims import ParallelDims
 
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
 
@@ -44,8 +46,10 @@ class MeshOptions(Options):
     ] = None
 
     @property
-    def dims(self) -> ParallelDims:
+    def dims(self) -> "ParallelDims":
         """Return the mesh; an axis that is not set has size 1."""
+        from ckptx.layout.parallel_dims import ParallelDims
+
         return ParallelDims(self.tp or 1, self.pp or 1, self.dp_shard or 1)
 
     def check(self) -> None:
@@ -94,8 +98,10 @@ class ReplicaOptions(MeshOptions):
     ] = None
 
     @property
-    def dims(self) -> ParallelDims:
+    def dims(self) -> "ParallelDims":
         """Return the mesh; an axis that is not set has size 1."""
+        from ckptx.layout.parallel_dims import ParallelDims
+
         return ParallelDims(self.tp or 1, self.pp or 1, self.dp_shard or 1, self.dp_replicate or 1)
 
 

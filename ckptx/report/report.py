@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ckptx.catalog.entry import TensorEntry
 from ckptx.processes.peak_memory import peak_memory, peak_of_children
-from ckptx.publishing.report_file import write_text
 from ckptx.wording import counted as counted
+
+if TYPE_CHECKING:  # help pages import this module, and need no catalog
+    from ckptx.catalog.entry import TensorEntry
 
 SCHEMA_VERSION = 2
 THIS_PROCESS, LARGEST_RANK, LARGEST_PROCESS = "this process", "largest rank", "largest process"
@@ -115,6 +116,8 @@ class Report:
 
     def write(self, path: str | Path) -> None:
         """Writes the document to a file."""
+        from ckptx.publishing.report_file import write_text  # most reports are printed alone
+
         write_text(path, self.to_json())
 
 
