@@ -48,7 +48,7 @@ COMMANDS = {
         "convert dcp2hf SRC DST --max-shard-size 1KB",
     ],
 }
-DCP = ("dcp", "written", "cut", "sharded", "experts-cut")
+DCP = ("dcp", "written", "cut", "sharded", "experts-cut", "fsdp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,7 +334,7 @@ def _mutation_of(name: str) -> Mutation:
         return mutate_header
     if name.endswith(".metadata"):
         return mutate_pickle
-    return mutate_zip if name.endswith((".bin", ".distcp")) else mutate_bytes
+    return mutate_zip if name.endswith((".bin", ".pt", ".distcp")) else mutate_bytes
 
 
 def mutate(random: Random, files: Files) -> Files:

@@ -99,9 +99,37 @@ def _read(root: Path) -> Tensors:
         return _indexed(root, dict.fromkeys(_names(found[0]), found[0].name))
     if found:
         return _load(HuggingFaceStorageReader(str(root)))
+    ranks = sorted(root.glob("model_world_size_*_rank_*.pt"))
+    if ranks:
+        return _of_ranks(ranks)
     _refuse_damaged((root / "pytorch_model.bin").read_bytes())
     loaded: Tensors = torch.load(root / "pytorch_model.bin", weights_only=True)
     return loaded
+
+
+def _of_ranks(files: list[Path]) -> Tensors:
+    """The tensors of FSDP ranks on a mesh of one dim, put together as verl's merger does: local tensors in a row.
+
+    Raises:
+        ValueError: They are not those of one save.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+
+    states = []
+    for file in files:
+        _refuse_damaged(file.read_bytes())
+        states.append(torch.load(file, weights_only=True))
+    found = {}
+    for name, first in states[0].items():
+        parts = [state[name] for state in states]
+        locals_ = [part._local_tensor if isinstance(part, DTensor) else part for part in parts]
+        placement = first._spec.placements[0] if isinstance(first, DTensor) else None
+        whole = torch.cat(locals_, dim=placement.dim) if isinstance(placement, Shard) else locals_[0]
+        if whole.shape != first.shape or any(part.shape != first.shape for part in parts):
+            raise ValueError(f"{name[:80]}: parts of {list(whole.shape)}, needed {list(first.shape)}")
+        found[name] = whole
+    return found
 
 
 def _refuse_damaged(data: bytes) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import tempfile
 import zipfile
+from math import prod
 from pathlib import Path
 
 import ckptx
 from ckptx.catalog.region import Region
+from tests.support.forged_fsdp import Archive, dtensor, mesh, shard
 from tests.support.writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
 
 Files = dict[str, bytes]
@@ -66,6 +69,7 @@ def seeds() -> dict[str, Files]:
         (root / "bin").mkdir()
         (root / "bin" / "config.json").write_bytes((single / "config.json").read_bytes())
         (root / "bin" / "pytorch_model.bin").write_bytes(torch_file(tensors))
+        fsdp_files(root / "fsdp", tensors)
         found = {path.name: tree_bytes(path) for path in (single, indexed, dcp, *map(root.joinpath, _OURS))}
     found["legacy"] = {
         **found["bin"],
@@ -74,7 +78,7 @@ def seeds() -> dict[str, Files]:
     return found
 
 
-_OURS = ("written", "cut", "sharded", "bin", "experts", "experts-cut")
+_OURS = ("written", "cut", "sharded", "bin", "experts", "experts-cut", "fsdp")
 _STORAGES = {"BF16": "BFloat16Storage", "F32": "FloatStorage"}
 
 
@@ -94,6 +98,28 @@ def torch_file(tensors: dict[str, Value]) -> bytes:
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
         archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
     return stream.getvalue()
+
+
+def fsdp_files(root: Path, tensors: dict[str, Value]) -> None:
+    """Write the files of two FSDP ranks: DTensors with rows on each, and a norm as a plain tensor on both."""
+    (root / "huggingface").mkdir(parents=True)
+    (root / "huggingface" / "config.json").write_text(json.dumps(CONFIG))
+    (root / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 2}))
+    for rank in range(2):
+        archive, state = Archive(), {}
+        where = mesh((2,), (rank,), rank)
+        for name, (dtype, shape, data) in tensors.items():
+            kind, wide = _STORAGES[dtype], 2 if dtype == "BF16" else 4
+            if name == "model.norm.weight":
+                state[name] = archive.stored(kind, shape, data)
+                continue
+            step = -(-shape[0] // 2)
+            rows = min((rank + 1) * step, shape[0]) - rank * step
+            row = prod(shape[1:]) * wide
+            part = data[rank * step * row : (rank * step + rows) * row]
+            local = archive.stored(kind, (rows, *shape[1:]), part)
+            state[name] = dtensor(shape, local, where, (shard(0),), "bfloat16" if dtype == "BF16" else "float32")
+        (root / f"model_world_size_2_rank_{rank}.pt").write_bytes(archive.contents(state))
 
 
 def text(value: str) -> bytes:

@@ -42,10 +42,11 @@ class Called:
 
 @dataclass(frozen=True)
 class Storage:
-    """A float32 storage of an archive, by its persistent id."""
+    """A storage of an archive, by its persistent id."""
 
     key: str
     numel: int
+    kind: str
 
 
 class _Pickler(pickle._Pickler):
@@ -61,7 +62,7 @@ class _Pickler(pickle._Pickler):
                 self.save(obj.state)
                 write(b"b")
         elif isinstance(obj, Storage):
-            self.save(("storage", Name("torch", "FloatStorage"), obj.key, "cpu", obj.numel))
+            self.save(("storage", Name("torch", obj.kind), obj.key, "cpu", obj.numel))
             write(b"Q")
         else:
             super().save(obj, save_persistent_id)
@@ -82,19 +83,29 @@ class Archive:
     def tensor(self, values: np.ndarray[Any, Any]) -> Called:
         """A float32 tensor in a storage of its own."""
         values = np.ascontiguousarray(values, np.float32)
-        self.storages.append(values.tobytes())
-        strides = tuple(int(prod(values.shape[at + 1 :])) for at in range(values.ndim))
-        storage = Storage(str(len(self.storages) - 1), values.size)
-        arguments = storage, 0, values.shape, strides, False, Called(Name("collections", "OrderedDict"))
+        return self.stored("FloatStorage", values.shape, values.tobytes())
+
+    def stored(self, kind: str, shape: tuple[int, ...], data: bytes) -> Called:
+        """A row-major tensor in a storage of its own, of a kind such as "BFloat16Storage"."""
+        self.storages.append(data)
+        strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+        storage = Storage(str(len(self.storages) - 1), prod(shape), kind)
+        arguments = storage, 0, shape, strides, False, Called(Name("collections", "OrderedDict"))
         return Called(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
 
     def write(self, path: Path, state: Any) -> None:
-        with zipfile.ZipFile(path, "w") as file:
-            file.writestr("archive/data.pkl", pickled(state))
-            file.writestr("archive/byteorder", "little")
+        path.write_bytes(self.contents(state))
+
+    def contents(self, state: Any) -> bytes:
+        """The archive; the same bytes whenever it is made."""
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as file:
+            file.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled(state))
+            file.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
             for key, data in enumerate(self.storages):
-                file.writestr(f"archive/data/{key}", data)
-            file.writestr("archive/version", "3\n")
+                file.writestr(zipfile.ZipInfo(f"archive/data/{key}"), data)
+            file.writestr(zipfile.ZipInfo("archive/version"), "3\n")
+        return stream.getvalue()
 
 
 def placement(kind: str, **state: Any) -> Object:
@@ -111,10 +122,17 @@ def mesh(sizes: tuple[int, ...], coordinate: Any, rank: Any = None, **state: Any
     return Object(Name("torch.distributed.device_mesh", "DeviceMesh"), (), known)
 
 
-def dtensor(shape: Any, local: Any, mesh: Any, placements: Any) -> Called:
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
+
+
+def dtensor(shape: Any, local: Any, mesh: Any, placements: Any, dtype: str = "float32") -> Called:
     spec = Object(Name(f"{_TENSOR}._dtensor_spec", "DTensorSpec"), (), {"mesh": mesh, "placements": placements})
     kind = Name(_TENSOR, "DTensor")
-    rebuilt = kind, Name("torch", "float32"), shape, (1,), 0, None, None, False
+    strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape))) if _is_shape(shape) else (1,)
+    strided = Called(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    device = Called(Name("torch", "device"), ("cpu",))
+    rebuilt = kind, Name("torch", dtype), shape, strides, 0, strided, device, False
     wrapper = Name("torch._utils", "_rebuild_wrapper_subclass")
     state = (None, {"_local_tensor": local, "_spec": spec})
     return Called(Name("torch._tensor", "_rebuild_from_type_v2"), (wrapper, kind, rebuilt, state))
