@@ -166,7 +166,7 @@ def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[Comman
             try:
                 call = _call_of(made, values)
             except CkptxError as error:
-                say_error(str(error), as_json=bool(values.get("as_json")))
+                say_error(str(error), as_json=bool(values.get("as_json")), exit_code=error.exit_code)
                 return error.exit_code
             code = function(call)
             if code == UsageError.exit_code and call.defaults:

@@ -54,17 +54,18 @@ def print_result(text: str) -> int:
     return 0
 
 
-def say_error(message: str, *, as_json: bool = False) -> None:
+def say_error(message: str, *, as_json: bool = False, exit_code: int = UsageError.exit_code) -> None:
     """Print one line to stderr.
 
     Args:
         message: The error.
         as_json: Print a report to stdout, too, for an error in the call itself: its caller waits for one.
+        exit_code: Exit code that the report gives.
     """
     if as_json:
         from ckptx.report.report import Report, Stopwatch  # takes longer to import than most errors take to be found
 
-        report = Report(command="usage", exit=UsageError.exit_code, error=message)
+        report = Report(command="usage", exit=exit_code, error=message)
         print_result(Stopwatch().stop(report).to_json())
     context = click.get_current_context(silent=True)
     settings = context.find_root().ensure_object(dict) if context is not None else {}

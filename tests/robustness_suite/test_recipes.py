@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptx import robustness
 from ckptx.report.robustness import robustness_text
-from ckptx.robustness_suite.run import robustness
 
 IMAGES = ("model.shrunk=true", "data.dataset=synthetic_images", "data.sequence_length=64")
 TEXT = ("model.shrunk=true", "data.dataset=synthetic_text", "data.sequence_length=64")

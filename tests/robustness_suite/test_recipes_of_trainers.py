@@ -113,10 +113,10 @@ OF_THE_SCRIPT = MISTAKES["fsdp2_script"]
     ("mistake", "said"),
     [
         (OF_THE_SCRIPT["iterator"], "make the iterator first"),
-        (OF_THE_SCRIPT["scheduler"], "schedule was not loaded"),
-        (OF_THE_SCRIPT["data"], "place in the data was not loaded"),
-        (OF_THE_SCRIPT["optimizer"], "the optimizer was not set"),
-        (RNG_OF_RANK_0, "random numbers of one rank were given to others"),
+        (OF_THE_SCRIPT["scheduler"], "scheduler state differs"),
+        (OF_THE_SCRIPT["data"], "state of the sampler or data loader was not restored"),
+        (OF_THE_SCRIPT["optimizer"], "the param groups of the optimizer were not restored"),
+        (RNG_OF_RANK_0, "RNG state of another rank was restored (rank 1 has that of rank 0)"),
     ],
     ids=lambda each: each.says if isinstance(each, Mistake) else "",
 )
