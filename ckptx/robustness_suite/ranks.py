@@ -20,19 +20,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, SIGKILL, pthread_sigmask
 from typing import Any, NamedTuple
 
-from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure
-from ckptx.processes.fork import in_child, nobodys_script
+from ckptx.errors import CkptxError, EnvironmentProblem, PeerFailure
+from ckptx.processes.fork import hide_main_module, in_child
 from ckptx.processes.launch import is_launched
-from ckptx.processes.peak_memory import peak_memory
+from ckptx.processes.worker import Worker, WorkerDied, reply, use_one_thread
 from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
 _NURSERY = "ckptx.robustness_suite.nursery"
@@ -40,6 +39,7 @@ _TASKS = "ckptx.robustness_suite.tasks"
 _CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
 _worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
 _GRACE = 30.0  # seconds that the others get to end once a rank has failed or died
+_IDLE = 0.5  # seconds in which a rank that has nothing to do ends when it is closed
 _PATIENCE = 1.0  # seconds in which the threads of a group that was ended are gone
 
 
@@ -105,7 +105,7 @@ class Ranks:
             is_fresh: Each rank is an interpreter of its own, which imports everything itself.
         """
         self._is_fresh = is_fresh
-        self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._workers: dict[int, Worker] = {}
         self._peaks = [0]  # shared with those that `fresh` gives
         self._directory = tempfile.TemporaryDirectory(prefix="ckptx-ranks-")
         self._settings = Settings(device, backend, gpu_memory, self._directory.name, is_launched())
@@ -128,26 +128,21 @@ class Ranks:
         here = [int(os.environ["RANK"])] if self._settings.is_launched else list(range(world_size))
         world = next(_worlds)
         for rank in here:
-            if rank not in self._workers or not self._workers[rank][0].is_alive():
+            if rank not in self._workers or not self._workers[rank].is_alive:
                 self._workers[rank] = self._start(rank)
-        said = pickle.dumps((task, args, world_size, world))
+        call = pickle.dumps((task, args, world_size, world))
         for rank in here:
-            self._workers[rank][1].send_bytes(said)
+            self._workers[rank].pipe.send_bytes(call)
         answers = self._answers(here)
-        failed = {rank: value for rank, (value, _) in answers.items() if isinstance(value, BaseException)}
-        died = {rank: value for rank, value in failed.items() if isinstance(value, _Died)}
+        failed = {rank: each for rank, each in answers.items() if isinstance(each, BaseException)}
+        died = {rank: each.signal for rank, each in failed.items() if isinstance(each, _Died)}
         if failed:
             self._stop(here)
         is_expected = may_die and (died or self._settings.is_launched)  # it may be the rank of another process
         if failed and not is_expected:
             raise _first(failed)
         return {
-            rank: Answer(died=value.signal)
-            if isinstance(value, _Died)
-            else Answer()
-            if isinstance(value, BaseException)
-            else Answer(value, residue)
-            for rank, (value, residue) in answers.items()
+            rank: each if isinstance(each, Answer) else Answer(died=died.get(rank)) for rank, each in answers.items()
         }
 
     def aside(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -161,11 +156,8 @@ class Ranks:
             CkptxError: As the function raised it.
             Defect: It raised something else, or its process died.
         """
-        shorten_socket_paths()
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_NURSERY])
-        with nobodys_script(), _environment():
-            return in_child(function, *args, context=context)
+        with _inherited():
+            return in_child(function, *args, context=_fork_server())
 
     def fresh(self) -> Ranks:
         """The same in interpreters of their own, none of which is started yet."""
@@ -199,68 +191,51 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
-        context: Any = multiprocessing.get_context("spawn" if self._is_fresh else "forkserver")
-        if not self._is_fresh:
-            shorten_socket_paths()
-            context.set_forkserver_preload([_NURSERY])
-        here, there = context.Pipe()
-        arguments = (there, rank, self._settings)
-        process: BaseProcess = context.Process(target=_work, args=arguments, name=f"ckptx-rank-{rank}", daemon=True)
-        with nobodys_script(), _environment():
-            with _deaf_to_ctrl_c():
-                process.start() if self._is_fresh else forkserver.ensure_running()
-            if not self._is_fresh:
-                process.start()  # waits until the nursery has imported
-        there.close()
-        return process, here
+    def _start(self, rank: int) -> Worker:
+        with _inherited():
+            with _block_sigint():
+                context = multiprocessing.get_context("spawn") if self._is_fresh else _fork_server()
+            with _block_sigint() if self._is_fresh else nullcontext():  # a fork waits until the nursery has imported
+                return Worker(context, _work, rank, self._settings, name=f"ckptx-rank-{rank}", daemon=True)
 
-    def _answers(self, ranks: Sequence[int]) -> dict[int, tuple[Any, Residue | None]]:
-        """What each rank sent, or how it ended; when one has failed the others have a while."""
-        waiting = {self._workers[rank][1]: rank for rank in ranks}
-        found: dict[int, tuple[Any, Residue | None]] = {}
-        is_failing = False
-        while waiting:
+    def _answers(self, ranks: Sequence[int]) -> dict[int, Answer | BaseException]:
+        """Return what each rank sent, or why it failed; when one has failed the others have a while."""
+        waiting: dict[Any, int] = {self._workers[rank].pipe: rank for rank in ranks}
+        found: dict[int, Answer | BaseException] = {}
+        while waiting and not any(isinstance(each, _Died) for each in found.values()):  # others only say that it died
+            is_failing = any(isinstance(each, BaseException) for each in found.values())
             ready = wait(list(waiting), _GRACE if is_failing else None)
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                found[rank] = self._answer(rank)
             if not ready:
                 break
-            for each in ready:
-                assert isinstance(each, Connection)
-                rank = waiting.pop(each)
-                found[rank] = self._received(rank)
-                is_failing = is_failing or isinstance(found[rank][0], BaseException)
-            if any(isinstance(value, _Died) for value, _ in found.values()):
-                break  # what others say of one that died is known
         for rank in waiting.values():
-            found[rank] = (PeerFailure(f"rank {rank}: gave no answer when another had ended", 7, is_said=False), None)
+            found[rank] = PeerFailure(f"rank {rank}: gave no answer when another had ended", 7, is_said=False)
         return found
 
-    def _received(self, rank: int) -> tuple[Any, Residue | None]:
-        process, pipe = self._workers[rank]
+    def _answer(self, rank: int) -> Answer | BaseException:
+        worker = self._workers[rank]
         try:
-            is_fine, value, residue = pickle.loads(pipe.recv_bytes())
-            self._peaks[:] = [max(self.peak_rss, peak_memory(process.pid))]
-        except (EOFError, OSError):
-            process.join(_GRACE)
-            code = process.exitcode
-            if code is not None and code < 0:
-                return _Died(rank, -code), None
+            value, residue = worker.answer()
+            return Answer(pickle.loads(value), residue)
+        except WorkerDied as died:
+            if died.code is not None and died.code < 0:
+                return _Died(rank, -died.code)
             return EnvironmentProblem(
-                f"rank {rank}: ended with code {code} and without a word; look at its output"
-            ), None
-        return (pickle.loads(value), residue) if is_fine else (_as_error(value), None)
+                f"rank {rank}: ended with code {died.code} and without a word; look at its output"
+            )
+        except CkptxError as error:
+            return error
+        finally:
+            self._peaks[:] = [max(self.peak_rss, worker.peak_rss)]
 
     def _stop(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            if rank not in self._workers:
-                continue
-            process, pipe = self._workers.pop(rank)
-            self._peaks[:] = [max(self.peak_rss, peak_memory(process.pid))]
-            pipe.close()
-            process.join(0.5)
-            if process.is_alive():
-                process.kill()
-            process.join()
+            worker = self._workers.pop(rank, None)
+            if worker is not None:
+                self._peaks[:] = [max(self.peak_rss, worker.peak_rss)]
+                worker.end(_IDLE)
 
 
 class _Died(PeerFailure):
@@ -278,21 +253,9 @@ def _first(failed: Mapping[int, BaseException]) -> BaseException:
     return min(errors, key=lambda each: (not isinstance(each, _Died), isinstance(each, PeerFailure)))
 
 
-def _as_error(said: tuple[type[BaseException] | None, str, str]) -> BaseException:
-    cls, text, trace = said
-    if cls is None or not issubclass(cls, CkptxError):
-        error: BaseException = Defect(text)
-    elif issubclass(cls, PeerFailure):
-        error = PeerFailure(text, 7, is_said=False)
-    else:
-        error = cls(text)
-    error.__cause__ = RuntimeError(trace)
-    return error
-
-
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """What begins here does not hear SIGINT, which a terminal sends to all of them: it ends when this process does.
+def _block_sigint() -> Iterator[None]:
+    """Keep SIGINT, which a terminal sends to all processes, from what starts here: it ends when this process does.
 
     Else nursery and ranks would each show where they were. Here one that arrives meanwhile is heard afterwards.
     """
@@ -304,14 +267,24 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         pthread_sigmask(SIG_SETMASK, before)
 
 
+def _fork_server() -> Any:
+    """Start the nursery unless it runs, and return the context of multiprocessing that forks from it."""
+    shorten_socket_paths()
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_NURSERY])
+    forkserver.ensure_running()
+    return context
+
+
 @contextmanager
-def _environment() -> Iterator[None]:
-    """What nursery and ranks inherit, where nobody said otherwise: one thread each, as ranks share the cores."""
+def _inherited() -> Iterator[None]:
+    """Set what nursery and ranks inherit: no main module, and one thread each unless that is set already."""
     given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     missing = [name for name in given if name not in os.environ]
     os.environ.update({name: given[name] for name in missing})
     try:
-        yield
+        with hide_main_module():
+            yield
     finally:
         for name in missing:
             del os.environ[name]
@@ -321,49 +294,37 @@ def _environment() -> Iterator[None]:
 
 
 def _work(pipe: Connection, rank: int, settings: Settings) -> None:
-    """What a rank does: one task after another, until nobody asks any more."""
+    """Do one task after another, until nobody asks any more."""
     importlib.import_module(_NURSERY)  # is there already but in an interpreter of its own
-    import torch
     from transformers.utils import logging
 
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
+    use_one_thread()
     logging.set_verbosity_error()
     while True:
         try:
-            said = pipe.recv_bytes()
+            call = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        done = _done(said, rank, settings)
-        try:
-            pipe.send_bytes(done)
-        except BrokenPipeError:  # another rank has ended meanwhile, and nobody waits for this one
+        if not reply(pipe, _done, call, rank, settings):  # another rank has ended meanwhile
             return
 
 
-def _done(said: bytes, rank: int, settings: Settings) -> bytes:
-    """One task, in a world that ends with it."""
-    import traceback
-
+def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, Residue]:
+    """Do one task, in a world that ends with it; return its pickled result, and what it left."""
     from ckptx.runtime.parallel.distributed import alone, process_group
 
-    try:
-        task, args, world_size, world = pickle.loads(said)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-        if not settings.is_launched:
-            os.environ["LOCAL_RANK"] = str(rank)
-        store = _store(settings, rank, world, world_size)
-        if isinstance(task, str):
-            task = getattr(importlib.import_module(_TASKS), task)
-        with process_group(settings.device, settings.backend, store) as place, alone():
-            _bound(settings, place.device)
-            answer = pickle.dumps(task(place, *args))
-        del args, place, store
-        return pickle.dumps((True, answer, _residue()))
-    except BaseException as error:  # told to who asked, and raised there
-        cls = type(error) if isinstance(error, CkptxError) else None
-        text = str(error) if cls is not None else f"{type(error).__name__}: {error}; please report this"
-        return pickle.dumps((False, (cls, text, traceback.format_exc()), None))
+    task, args, world_size, world = pickle.loads(call)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    if not settings.is_launched:
+        os.environ["LOCAL_RANK"] = str(rank)
+    store = _store(settings, rank, world, world_size)
+    if isinstance(task, str):
+        task = getattr(importlib.import_module(_TASKS), task)
+    with process_group(settings.device, settings.backend, store) as place, alone():
+        _bound(settings, place.device)
+        result = pickle.dumps(task(place, *args))
+    del args, place, store
+    return result, _residue()
 
 
 def _bound(settings: Settings, device: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptx.processes.fork import nobodys_script
+from ckptx.processes.fork import hide_main_module
 from ckptx.robustness_suite.commands import Ended, _last_lines
 from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
@@ -23,7 +23,7 @@ def run_warm(words: Sequence[str], log: Path, environment: Mapping[str, str], ti
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ckptx.robustness_suite.nursery"])
     begin = time.monotonic()
-    with nobodys_script():
+    with hide_main_module():
         process = context.Process(target=_script, args=(words[1:], str(log), dict(environment)))
         process.start()
     process.join(time_limit)
