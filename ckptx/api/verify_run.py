@@ -6,7 +6,6 @@ hands them its options as one document, and reads what they found.
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,7 +17,8 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.document import to_json
 from ckptx.options.verify import CompareRunOptions
-from ckptx.processes.launch import is_launched, is_launched_by_us, launch
+from ckptx.processes.launch import launch
+from ckptx.processes.rendezvous import is_first_rank, is_launched, is_launched_by_us
 from ckptx.report.documents.running import RunReport
 from ckptx.report.numbers import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
@@ -40,9 +40,7 @@ def verify_running(options: CompareRunOptions) -> RunReport:
     if options.model_prefix is not None:
         seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     peak = None
-    if (  # other ranks wait for the first
-        options.gpu_bytes is not None and not is_launched_by_us() and os.environ.get("RANK", "0") == "0"
-    ):
+    if options.gpu_bytes is not None and not is_launched_by_us() and is_first_rank():  # others wait for the first
         peak = peak_that_fits(reference, checkpoint, options, options.gpu_bytes)
     if dims.world_size > 1 and not is_launched():
         order = to_json(options.with_values(reference=str(reference), checkpoint=str(checkpoint)))

@@ -23,6 +23,7 @@ from ckptx.errors import (
     exit_code_of,
 )
 from ckptx.options.output import JsonOutput, ReportOutput
+from ckptx.processes.rendezvous import is_first_rank
 from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.report import Log, Report, Stopwatch, human_bytes
 from ckptx.untrusted.printable import lines, one_line, shown
@@ -51,7 +52,7 @@ class Output:
         """
         context = click.get_current_context(silent=True)
         settings: dict[str, Any] = context.find_root().ensure_object(dict) if context is not None else {}
-        self._is_first = os.environ.get("RANK", "0") == "0"
+        self._is_first = is_first_rank()
         self.quiet = is_quiet or bool(settings.get("quiet")) or not self._is_first
         self.as_json = output is not None and output.as_json
         self.report_file = (

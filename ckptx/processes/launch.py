@@ -17,21 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import EnvironmentProblem
+from ckptx.processes.rendezvous import LAUNCHED_BY_US, rank_variables
 
-_BY_US = "CKPTX_LAUNCHED"
 _GRACE = 20.0  # seconds that the others get to say what they have to say once one has failed
 _POLL = 0.05
 _LAST_WORDS = 2000  # characters of stderr
-
-
-def is_launched() -> bool:
-    """True when torchrun, or anything that speaks as it does, started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_launched_by_us() -> bool:
-    """True when `launch` started this process, which asked before whether what it does can be done."""
-    return _BY_US in os.environ
 
 
 def launch(order: str, world_size: int) -> dict[str, Any]:
@@ -51,13 +41,12 @@ def launch(order: str, world_size: int) -> dict[str, Any]:
         options, report = Path(directory, "options.json"), Path(directory, "report.json")
         options.write_text(order, encoding="utf-8")
         command = [sys.executable, "-m", "ckptx.cli.rank", str(options), str(report)]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
-        shared[_BY_US] = "1"
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), LAUNCHED_BY_US: "1"}
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // world_size))
         processes = []
         words = [Path(directory, f"stderr-{rank}") for rank in range(world_size)]
         for rank, said in enumerate(words):
-            environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = os.environ | shared | rank_variables(rank, world_size)
             with said.open("wb") as stderr:
                 processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr))
         codes = _wait(processes)

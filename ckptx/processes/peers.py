@@ -17,10 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ckptx.errors import EnvironmentProblem, PeerFailure, Terminated, exit_code_of, missing_package
+from ckptx.processes.rendezvous import PATIENCE, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -29,7 +29,6 @@ _POLL = 0.02  # seconds between two looks into the store
 _BEAT = 1.0  # seconds between two signs of life
 _SILENCE = 30  # signs of life missed in a row after which a rank is taken for dead
 _LAST_LOOKS = 3  # the same, once this process was told to end
-_PATIENCE = 300.0  # seconds that ranks may start apart
 _FAREWELL = 60.0  # seconds that rank 0 waits for the others to hear how it ended
 _PART = 4 << 20  # bytes of a value; the store refuses 8 MiB
 _GONE = "ended without a word, or its connection was lost; look at its output"
@@ -166,13 +165,13 @@ class Processes:
         if self._failure is not None:
             raise self._failure
         self._check_connection()
-        is_late = time.monotonic() - self._began > _PATIENCE
+        is_late = time.monotonic() - self._began > PATIENCE
         for rank in self._expected():
             if self._missed[rank] >= _SILENCE:
                 raise _silent(rank, _GONE)
             if is_late and not self._beats[rank]:
                 self._given_up.update(each for each in self._expected() if not self._beats[each])
-                raise EnvironmentProblem(f"rank {rank}: did not come within {_PATIENCE:.0f} s; was it started?")
+                raise EnvironmentProblem(f"rank {rank}: did not come within {PATIENCE:.0f} s; was it started?")
 
     def _check_connection(self) -> None:
         if not self._problem and self._is_connected and time.monotonic() - self._round_at > _SILENCE * _BEAT:
@@ -311,25 +310,17 @@ def _take(store: Store, key: str) -> bytes:
 
 
 def _store_at(host: str, port: int, rank: int) -> Callable[[], Store]:
-    """How to open the store that torchrun's agent has there, or else that of rank 0, which it starts itself.
+    """Return what opens the store at which the processes meet for the next time.
 
     Raises:
         EnvironmentProblem: torch is not installed.
     """
     global _meetings
     _meetings += 1
-    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    prefix = f"ckptx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
+    name = str(_meetings)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what goes wrong is said here, in one line
     try:
-        from torch.distributed import PrefixStore, TCPStore
+        import torch.distributed  # noqa: F401  # the store is opened in a thread
     except ImportError as error:
         raise missing_package("several processes", error) from error
-
-    def connect() -> Store:
-        is_master = rank == 0 and not is_of_agent
-        patience = timedelta(seconds=_PATIENCE)
-        store = TCPStore(host, port, None, is_master, patience, wait_for_workers=False, multi_tenant=True)
-        return PrefixStore(prefix, store)
-
-    return connect
+    return lambda: open_store(host, port, rank, name)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.errors import EnvironmentProblem, OutputError, UsageError
+from ckptx.processes.rendezvous import without_launcher
 from ckptx.storage.files import open_regular
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
@@ -27,10 +28,6 @@ _FAREWELL = 40.0  # seconds for the supervisor to end everything: its own limits
 _LISTED = 6  # processes that a note names
 _LAST_LINES, _TAIL = 6, 1 << 16
 _RAISED = re.compile(r"(\[\w+\]:\s*)?([A-Za-z_][\w.]*(Error|Exception|Interrupt)|AssertionError)\b.*")
-# What a launcher tells its ranks; a trainer that is started below one would take itself for one of them.
-_OF_LAUNCHERS = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
-)
 
 
 class Ended(NamedTuple):
@@ -170,8 +167,8 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
         EnvironmentProblem: It cannot be started.
         OutputError: The file cannot be written.
     """
-    inherited = {key: value for key, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(key)}
-    order = {"words": [*words], "environment": {**inherited, **environment}, "time_limit": time_limit}
+    variables = {**without_launcher(os.environ), **environment}
+    order = {"words": [*words], "environment": variables, "time_limit": time_limit}
     try:
         output = log.open("wb")
     except OSError as error:

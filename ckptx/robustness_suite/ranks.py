@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from ckptx.errors import CkptxError, EnvironmentProblem, PeerFailure
 from ckptx.processes.fork import hide_main_module, in_child
-from ckptx.processes.launch import is_launched
+from ckptx.processes.rendezvous import is_launched, launched_world_size, open_store, rank_variables
 from ckptx.processes.worker import Worker, WorkerDied, reply, use_one_thread
 from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
@@ -178,7 +178,7 @@ class Ranks:
 
     def can_have(self, world_size: int) -> bool:
         """Whether there can be so many ranks: under torchrun only as many as it started."""
-        return not self._settings.is_launched or world_size == int(os.environ["WORLD_SIZE"])
+        return launched_world_size() in (None, world_size)
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -314,9 +314,8 @@ def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, Residue]:
     from ckptx.runtime.parallel.distributed import alone, process_group
 
     task, args, world_size, world = pickle.loads(call)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if not settings.is_launched:
-        os.environ["LOCAL_RANK"] = str(rank)
+        os.environ.update(rank_variables(rank, world_size))
     store = _store(settings, rank, world, world_size)
     if isinstance(task, str):
         task = getattr(importlib.import_module(_TASKS), task)
@@ -345,15 +344,12 @@ def _store(settings: Settings, rank: int, world: int, world_size: int) -> Any:
 
     if not settings.is_launched:
         return dist.FileStore(str(Path(settings.directory, f"world-{world}")), world_size)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and not is_of_agent and not _hosted:
-        _hosted.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False))
-    store = _hosted[0] if _hosted else dist.TCPStore(address, port, is_master=False)
-    return dist.PrefixStore(f"ckptx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/world-{world}", store)
+    store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, f"world-{world}")
+    _opened[:] = [store]
+    return store
 
 
-_hosted: list[Any] = []  # the store of rank 0, where no agent has one
+_opened: list[Any] = []  # the last store: the one of rank 0, where no agent has one, serves until the next is there
 
 
 def _residue() -> Residue:

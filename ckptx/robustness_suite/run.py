@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.options.robustness import RobustnessOptions
-from ckptx.processes.launch import is_launched
+from ckptx.processes.rendezvous import is_first_rank, is_launched, launched_world_size
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
 from ckptx.report.numbers import peak_of_processes
@@ -44,7 +43,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     phases, inject, settings, on_phase = options.phases, options.inject, options.settings, options.on_phase
     device, backend, memory = options.device, options.backend, options.gpu_bytes
     path = find_recipe(options.recipe)
-    read = read_recipe(path, settings, int(os.environ["WORLD_SIZE"]) if is_launched() else None)
+    read = read_recipe(path, settings, launched_world_size())
     log(read)
     wanted = chosen(phases)
     planted = Planted()
@@ -241,13 +240,12 @@ def _most_of(differences: list[dict[str, Any]], log: Log) -> list[dict[str, Any]
 def _folder(out: str | Path | None) -> tuple[Path, bool]:
     """Where everything is written, and whether it is ours to remove."""
     if out is None:
-        if is_launched() and os.environ["RANK"] != "0":
+        if is_launched() and not is_first_rank():
             return Path(), False  # rank 0 tells
         return Path(tempfile.mkdtemp(prefix="ckptx-robustness-")), True
     folder = Path(out)
     try:
-        is_first = os.environ.get("RANK", "0") == "0"  # others may come when it has begun to write
-        if is_first and folder.exists() and any(folder.iterdir()):
+        if is_first_rank() and folder.exists() and any(folder.iterdir()):  # others may come when it writes already
             raise OutputError(
                 f"{folder}: holds other files, needed a folder that is absent or empty; use another --out"
             )

@@ -301,7 +301,7 @@ def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytes
 
 
 def test_another_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_PATIENCE", 0.3)
+    monkeypatch.setattr(processes, "PATIENCE", 0.3)
     (found,) = together(Meeting(3).attend(0, lambda here: here.hear(1, "word")))
     assert isinstance(found, EnvironmentProblem)
     assert str(found) == "rank 1: did not come within 0 s; was it started?"

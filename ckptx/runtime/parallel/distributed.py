@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure, UsageError, exit_code_of
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.processes.launch import is_launched
+from ckptx.processes.rendezvous import is_launched
 from ckptx.runtime.torch_private import default_store, forget_groups
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major, so that a rank is where `ParallelDims` says

@@ -1,0 +1,72 @@
+"""What a launcher, torchrun or ckptx, tells a rank by its environment: which one it is, and where all of them meet.
+
+    RANK, LOCAL_RANK, WORLD_SIZE       which rank this process is, of how many
+    MASTER_ADDR, MASTER_PORT           a key-value store: that of torchrun's agent, or else of rank 0
+    TORCHELASTIC_RESTART_COUNT         how often torchrun has started all of them again, after a failure
+
+It imports torch only to open the store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PATIENCE = 300.0  # seconds that ranks may start apart
+LAUNCHED_BY_US = "CKPTX_LAUNCHED"
+_OF_LAUNCHERS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+)
+
+
+def is_launched() -> bool:
+    """True when torchrun, or anything that speaks as it does, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_launched_by_us() -> bool:
+    """True when `launch` started this process, which asked before whether what it does can be done."""
+    return LAUNCHED_BY_US in os.environ
+
+
+def is_first_rank() -> bool:
+    """True for rank 0, and for a process that is no rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def launched_world_size() -> int | None:
+    """Return the number of ranks that were launched; None for a process that is no rank."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else None
+
+
+def rank_variables(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables of a rank, if all of them are on this machine."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a process below a rank that is no rank itself, but would take itself for one."""
+    return {key: value for key, value in environment.items() if not _OF_LAUNCHERS.fullmatch(key)}
+
+
+def open_store(host: str, port: int, rank: int, name: str) -> Store:
+    """Open the store of torchrun's agent, or else that of rank 0, which rank 0 starts.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        rank: Rank of this process.
+        name: Separates the keys of this meeting from those of others; the same on every rank.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    patience = timedelta(seconds=PATIENCE)
+    store = TCPStore(host, port, None, is_master, patience, wait_for_workers=False, multi_tenant=True)
+    return PrefixStore(f"ckptx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}", store)
