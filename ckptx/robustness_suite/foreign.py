@@ -17,10 +17,8 @@ soon as A had ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ckptx.runtime.training
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
@@ -29,12 +27,13 @@ from ckptx.robustness_suite.causes import IN_NO_CHECKPOINT, likely_causes
 from ckptx.robustness_suite.command_runs import CommandRun, CommandRuns
 from ckptx.robustness_suite.event_files import require_tensorboard
 from ckptx.robustness_suite.file_noise import following_steps, lines_on_files, noisy_files, not_compared_line
-from ckptx.robustness_suite.judge import Findings, phase_row, rows_of_differences
+from ckptx.robustness_suite.judge import Findings, Judge
 from ckptx.robustness_suite.losses import Losses
 from ckptx.robustness_suite.oracles import (
     Difference,
     Items,
     Verdict,
+    all_finite,
     compare,
     distance,
     failing,
@@ -79,32 +78,8 @@ _SELF_EVIDENT = {
 _OF_ITSELF = ("adam step", "group", "scheduler", "step", "epoch", "samples", "rng", "batch", "rate")
 
 
-@dataclass(slots=True)
-class ForeignOutcome:
-    """What was found, as the report has it.
-
-    Attributes:
-        phases: A row for each.
-        losses: A row for each run.
-        differing: A row for each item that differs.
-        noise: Of the loss.
-        world_size: Ranks that wrote the checkpoint, None where it does not say.
-    """
-
-    phases: list[dict[str, Any]] = field(default_factory=list)
-    losses: list[dict[str, Any]] = field(default_factory=list)
-    differing: list[dict[str, Any]] = field(default_factory=list)
-    noise: dict[str, Any] = field(default_factory=dict)
-    world_size: int | None = None
-
-    @property
-    def ok(self) -> bool:
-        """No phase failed."""
-        return all(phase["ok"] is not False for phase in self.phases)
-
-
 T = TypeVar("T")
-OnPhase = Callable[[ForeignOutcome], None]
+OnPhase = Callable[[Judge], None]
 
 
 def run_foreign(
@@ -114,7 +89,7 @@ def run_foreign(
     on_phase: OnPhase = lambda found: None,
     *,
     folder: Path = SHIPPED,
-) -> ForeignOutcome:
+) -> Judge:
     """Runs the command of a recipe four times, and judges what it left.
 
     Args:
@@ -130,17 +105,17 @@ def run_foreign(
         EnvironmentProblem: The command cannot be started, or the run without a resume fails: there is nothing to judge.
         InputError: A checkpoint or the losses are not where the recipe says, or damaged.
     """
-    judge = _Judge(recipe, out, log or Log(), on_phase, folder)
-    judge.check()
-    judge.straight()
-    judge.sharded()
-    judge.again()
-    judge.saved_again()
-    judge.resumed()
-    return judge.outcome
+    phases = _CommandPhases(recipe, out, log or Log(), on_phase, folder)
+    phases.check()
+    phases.straight()
+    phases.sharded()
+    phases.again()
+    phases.saved_again()
+    phases.resumed()
+    return phases.judge
 
 
-class _Judge:
+class _CommandPhases:
     """The four runs, in order, and what each shows."""
 
     def __init__(self, recipe: Recipe, out: Path, log: Log, on_phase: OnPhase, folder: Path) -> None:
@@ -150,9 +125,9 @@ class _Judge:
         self.checks: ChecksBlock = recipe.checks
         self.training = recipe.training
         self.save_at = min(self.training.save_at, default=0)
-        self.outcome = ForeignOutcome()
+        self.judge = Judge(on_phase)
         self._runs = CommandRuns(self.block, self.training, out, folder)
-        self._log, self._on_phase = log, on_phase
+        self._log = log
         self._ends: tuple[Items, Items] = ({}, {})
         self._saved: Items = {}
         self._reference: RunFiles | None = None
@@ -180,7 +155,7 @@ class _Judge:
         if run.has_failed:
             raise EnvironmentProblem(run.failure)
         self._sharding = sharding_of(self._runs.checkpoint(run, self.save_at))
-        self.outcome.world_size = self._sharding.world_size
+        self.judge.world_size = self._sharding.world_size
         self._saved = self._runs.items(run, self.save_at)
         end = self._runs.items(run, self.training.steps)
         losses = self._read_losses(run)
@@ -189,7 +164,7 @@ class _Judge:
         self._reference = self._snapshot()
         notes = [*losses.notes, f"{counted(len(end), 'item')} in its last checkpoint"]
         notes += lines_on_files(not_compared(self._runs.checkpoint(run, self.training.steps)))
-        self._say(run, [_finite(end, losses.by_step)], notes)
+        self._say(run, [all_finite([end], losses.by_step)], notes)
 
     def sharded(self) -> None:
         """Whether ranks had parts of the parameters, where the recipe asks."""
@@ -212,7 +187,7 @@ class _Judge:
         first, (end, losses) = self._ends[0], found
         self._ends = (first, end)
         self._noise = largest(distance(*pair) for pair in _pairs(self._losses, losses.by_step, 0))
-        self.outcome.noise = {"loss": {"repeated": plain_number(self._noise), "moved": None}}
+        self.judge.noise = {"loss": {"repeated": plain_number(self._noise), "moved": None}}
         by_time = noisy_files(first, end, {})
         verdicts = compare([_without(first, by_time)], [_without(end, by_time)])
         notes = [*losses.notes, f"noise of the loss: {self._noise:.3g}"]
@@ -292,7 +267,7 @@ class _Judge:
     def _why(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
         """What the ends say of the cause, where the run for no step said nothing."""
         failed = [each.oracle for each in failing(verdicts)]
-        was_named = any(row["name"] == SAVED_AGAIN and row["ok"] is False for row in self.outcome.phases)
+        was_named = any(row["name"] == SAVED_AGAIN and row["ok"] is False for row in self.judge.phases)
         if not failed or was_named:
             return
         yield IN_NO_CHECKPOINT if self.block.zero_steps else _COULD_NOT_BE_NAMED
@@ -366,8 +341,7 @@ class _Judge:
 
     def _read_losses(self, run: CommandRun) -> Losses:
         losses = self._runs.losses(run)
-        row = {"run": run.name, "steps": [*losses.by_step], "losses": [*map(plain_number, losses.by_step.values())]}
-        self.outcome.losses.append(row)
+        self.judge.add_losses(run.name, losses.by_step)
         return losses
 
     # ------------------------------------------------------------------------------------------------- the report
@@ -393,27 +367,14 @@ class _Judge:
         self._add(name, Findings([*verdicts], [*notes], has_failed=failed), seconds, cause)
 
     def _add(self, name: str, found: Findings, seconds: float, cause: str = "") -> None:
-        bad = [*failing(found.verdicts)]
-        self.outcome.differing += rows_of_differences(name, bad, are_by_rank=False)
-        row = phase_row(name, _TITLES[name], found, seconds)
-        row["cause"] = (cause or _unknown(bad)) if found.ok is False else None
-        self.outcome.phases.append(row)
+        cause = cause or _unknown([*failing(found.verdicts)])
+        row = self.judge.add(name, _TITLES[name], found, seconds, cause=cause)
         if row["ok"] is False:
             self._log.note(*(f"{row['name']}: {note}" for note in row["notes"]))
-        self._on_phase(self.outcome)
 
 
 def _without(items: Items, keys: set[tuple[str, str]]) -> Items:
     return {key: value for key, value in items.items() if key not in keys}
-
-
-def _finite(items: Items, losses: Mapping[int, float]) -> Verdict:
-    """That nothing is NaN or infinite."""
-    of_items = {name: value for (oracle, name), value in items.items() if oracle == "finite"}
-    of_losses = {f"loss of step {step}": repr(loss) for step, loss in losses.items() if not isfinite(loss)}
-    bad = {**{name: value for name, value in of_items.items() if value != "finite"}, **of_losses}
-    differences = [Difference("finite", name, None, "finite", value) for name, value in bad.items()]
-    return Verdict("finite", len(of_items) + len(losses), differences)
 
 
 def _modified(run: CommandRun, changed: Verdict) -> str:

@@ -1,19 +1,26 @@
-"""Judges a phase: its findings become rows of the report, the same for our trainer and for one that is a command.
+"""Judges phases: their findings become rows of the report, the same for our trainer and for one that is a command.
 
-Findings                  the verdicts of the oracles, and notes
+Findings                  the verdicts of the oracles, and notes, of one phase
 phase_row                 the row of the phase
 rows_of_differences       a row for each item that differs
+Judge                     the rows of all phases so far, and the report that is made of them
+
+How a phase comes to its findings differs: `phases.py` asks ranks of its own, `foreign.py` reads what a command left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptx.errors import InputError
-from ckptx.robustness_suite.oracles import Difference, Verdict, phase_ok
+from ckptx.report.documents.robustness import RobustnessReport
+from ckptx.report.report import Log
+from ckptx.robustness_suite.oracles import Difference, Verdict, phase_ok, plain_number
+
+_SHOWN = 200  # rows of differences in a report
 
 
 @dataclass(slots=True)
@@ -58,6 +65,7 @@ def phase_row(
     *,
     number: int | None = None,
     memory: Mapping[str, int] | None = None,
+    cause: str = "",
 ) -> dict[str, Any]:
     """Return the row of a phase.
 
@@ -69,8 +77,9 @@ def phase_row(
         number: Its number, as `--phases` chooses it; None for a phase without one.
         memory: Bytes, parameters and threads that it left in the ranks, and those of the baseline; None if nobody
             measured.
+        cause: The reason why a phase without a number failed, if it failed.
     """
-    return {
+    row = {
         "name": name,
         **({} if number is None else {"number": number}),
         "title": title,
@@ -80,6 +89,7 @@ def phase_row(
         "notes": [*found.notes, *([found.skipped] if found.skipped else [])],
         "memory": memory,
     }
+    return row if number is not None else {**row, "cause": cause if found.ok is False else None}
 
 
 def rows_of_differences(phase: int | str, verdicts: Iterable[Verdict], *, are_by_rank: bool) -> list[dict[str, Any]]:
@@ -92,3 +102,50 @@ def rows_of_differences(phase: int | str, verdicts: Iterable[Verdict], *, are_by
     """
     rows = [{"phase": phase, **each._asdict()} for verdict in verdicts for each in verdict.differences]
     return rows if are_by_rank else [{key: value for key, value in row.items() if key != "rank"} for row in rows]
+
+
+@dataclass(slots=True)
+class Judge:
+    """Everything that was found so far, as rows of the report.
+
+    Attributes:
+        on_phase: Called with this judge after each phase.
+        world_size: Number of ranks; None if a trainer does not tell it.
+        phases: A row for each phase.
+        losses: A row for each run.
+        differing: A row for each item that differs.
+        noise: The noise by which losses and logits are judged, once it was measured.
+    """
+
+    on_phase: Callable[[Judge], None]
+    world_size: int | None = None
+    phases: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    differing: list[dict[str, Any]] = field(default_factory=list)
+    noise: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """True if no phase failed."""
+        return all(row["ok"] is not False for row in self.phases)
+
+    def add_losses(self, run: str, by_step: Mapping[int, float]) -> None:
+        """Add the row of a run."""
+        self.losses.append({"run": run, "steps": [*by_step], "losses": [*map(plain_number, by_step.values())]})
+
+    def add(self, name: str, title: str, found: Findings, seconds: float, **known: Any) -> dict[str, Any]:
+        """Add the row of a phase, which is returned, and those of the items that differ; `known` as in `phase_row`."""
+        row = phase_row(name, title, found, seconds, **known)
+        self.phases.append(row)
+        self.differing += rows_of_differences(row.get("number", name), found.verdicts, are_by_rank="number" in row)
+        self.on_phase(self)
+        return row
+
+    def report(self, report: RobustnessReport, log: Log | None = None) -> RobustnessReport:
+        """Return a report with all rows; `log` gets a note if there are more differences than it lists."""
+        if log is not None and len(self.differing) > _SHOWN:
+            log.note(f"{len(self.differing)} items differ; the report lists the first {_SHOWN}")
+        return replace(
+            report, exit=0 if self.ok else 1, phases=self.phases, losses=self.losses, noise=self.noise,
+            differing=self.differing[:_SHOWN], world_size=self.world_size,
+        )  # fmt: skip

@@ -146,8 +146,8 @@ def replicas(by_rank: Sequence[Mapping[tuple[str, str], str]]) -> Verdict:
     return Verdict("replicas", compared, differences)
 
 
-def all_finite(by_rank: Sequence[Items]) -> Verdict:
-    """No NaN anywhere, no infinity in what is trained."""
+def all_finite(by_rank: Sequence[Items], losses: Mapping[int, float] | None = None) -> Verdict:
+    """Require that no NaN is anywhere, and no infinity in what is trained or in a loss, by step."""
     compared, differences = 0, []
     for rank, items in enumerate(by_rank):
         for (oracle, name), said in items.items():
@@ -155,6 +155,10 @@ def all_finite(by_rank: Sequence[Items]) -> Verdict:
                 compared += 1
                 if said != "finite":
                     differences.append(Difference("finite", name, rank, "finite", said))
+    for step, loss in (losses or {}).items():
+        compared += 1
+        if not isfinite(loss):
+            differences.append(Difference("finite", f"loss of step {step}", None, "finite", str(loss)))
     return Verdict("finite", compared, differences)
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.options.robustness import RobustnessOptions
@@ -18,16 +17,14 @@ from ckptx.report.environment import environment
 from ckptx.report.numbers import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
 from ckptx.report.robustness_words import first_cause
-from ckptx.robustness_suite.judge import phase_row, rows_of_differences
+from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.memory import Memory, forecast_memory, with_measured
-from ckptx.robustness_suite.oracles import Difference, Verdict, plain_number
+from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.robustness_suite.phases import Phase, chosen
 from ckptx.robustness_suite.ranks import Ranks, Residue
 from ckptx.robustness_suite.session import Planted, Session
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import find_recipe, read_recipe
-
-_SHOWN = 200  # rows of differences in a report
 
 
 def robustness(options: RobustnessOptions) -> RobustnessReport:
@@ -131,21 +128,14 @@ def _foreign(
     report: RobustnessReport, recipe: Recipe, path: Path, log: Log, on_phase: Callable[[RobustnessReport], None]
 ) -> RobustnessReport:
     """What a trainer that is not ours left."""
-    from ckptx.robustness_suite.foreign import ForeignOutcome, run_foreign
+    from ckptx.robustness_suite.foreign import run_foreign
 
     assert recipe.train is not None
     report = replace(report, trainer=recipe.train.command, layout={})
-
-    def with_found(found: ForeignOutcome, log: Log) -> RobustnessReport:
-        return replace(
-            report, exit=0 if found.ok else 1, phases=found.phases, losses=found.losses,
-            differing=_most_of(found.differing, log), noise=found.noise, world_size=found.world_size,
-        )  # fmt: skip
-
     found = run_foreign(
-        recipe, Path(report.out), log, lambda so_far: on_phase(with_found(so_far, Log())), folder=path.parent
+        recipe, Path(report.out), log, lambda so_far: on_phase(so_far.report(report)), folder=path.parent
     )
-    return with_found(found, log)
+    return found.report(report, log)
 
 
 def _run(
@@ -154,31 +144,20 @@ def _run(
 ) -> RobustnessReport:  # fmt: skip
     """The phases one after another."""
     baseline = baseline_of(session)
-    rows: list[dict[str, Any]] = []
-    differences: list[dict[str, Any]] = []
+    judge = Judge(lambda so_far: on_phase(so_far.report(report)), session.world_size)
     for phase in phases:
-        row, found = judged(session, phase, baseline)
-        rows.append(row)
-        differences += found
-        on_phase(replace(report, phases=rows, differing=differences[:_SHOWN]))
-    ok = all(row["ok"] is not False for row in rows)
+        _judge_phase(judge, session, phase, baseline)
+    judge.noise = session.noise_found
+    for name, losses in session.losses.items():
+        judge.add_losses(name, losses)
     return replace(
-        report,
-        exit=0 if ok else 1,
-        phases=rows,
-        noise=session.noise_found,
-        losses=[
-            {"run": name, "steps": list(losses), "losses": [plain_number(each) for each in losses.values()]}
-            for name, losses in session.losses.items()
-        ],
-        differing=_most_of(differences, session.log),
+        judge.report(report, session.log),
         kills=session.kills or None,
         step_memory=with_measured(forecast, session.taken),
     )
 
 
-def judged(session: Session, phase: Phase, baseline: Residue) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Runs a phase: its row of the report, and a row for each item that differs."""
+def _judge_phase(judge: Judge, session: Session, phase: Phase, baseline: Residue) -> None:
     begin = time.perf_counter()
     found = phase.run(session)
     reference = session.reference_verdict()
@@ -187,8 +166,7 @@ def judged(session: Session, phase: Phase, baseline: Residue) -> tuple[dict[str,
     found.verdicts.append(_memory(session, baseline))
     seconds, residue = round(time.perf_counter() - begin, 3), _most(session.residues)
     session.residues.clear()
-    row = phase_row(phase.name, phase.title, found, seconds, number=phase.number, memory=memory_of(residue, baseline))
-    return row, rows_of_differences(phase.number, found.verdicts, are_by_rank=True)
+    judge.add(phase.name, phase.title, found, seconds, number=phase.number, memory=memory_of(residue, baseline))
 
 
 def baseline_of(session: Session) -> Residue:
@@ -228,13 +206,6 @@ def _memory(session: Session, baseline: Residue) -> Verdict:
         if left > most
     ]
     return Verdict("memory", len(Residue._fields) * len(session.residues), differences)
-
-
-def _most_of(differences: list[dict[str, Any]], log: Log) -> list[dict[str, Any]]:
-    """The first of them, and a note where there are more."""
-    if len(differences) > _SHOWN:
-        log.note(f"{len(differences)} items differ; the report lists the first {_SHOWN}")
-    return differences[:_SHOWN]
 
 
 def _folder(out: str | Path | None) -> tuple[Path, bool]:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
 from benchmarks.planted.trainers import plant_in
 from ckptx.robustness_suite import command_runs, foreign
-from ckptx.robustness_suite.foreign import ForeignOutcome
+from ckptx.robustness_suite.judge import Judge
 from ckptx.runtime.training.recipe_file import read_recipe
 from tests.robustness_suite.test_foreign_trainer import failed
 from tests.support.warm_commands import run_warm
@@ -26,15 +26,15 @@ CASES = [
     for trainer, found in MISTAKES.items()
     for which in found
 ]
-Judge = Callable[[str, str | None], ForeignOutcome]
+RunTrainer = Callable[[str, str | None], Judge]
 
 
 @pytest.fixture
-def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTrainer:
     """Runs a trainer four times, as it is or with a mistake."""
     monkeypatch.setattr(command_runs, "run_command", run_warm)
 
-    def run(trainer: str, which: str | None) -> ForeignOutcome:
+    def run(trainer: str, which: str | None) -> Judge:
         if trainer == "accumulation" and find_spec("accelerate") is None:
             pytest.skip("accelerate is not installed")
         shutil.copytree(EXTERNAL, tmp_path / "recipes")
@@ -50,13 +50,13 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
     "trainer",
     ["averaged", pytest.param("mesh", marks=pytest.mark.slow), pytest.param("accumulation", marks=pytest.mark.slow)],
 )
-def test_a_trainer_that_is_right_passes(trainer: str, judge: Judge) -> None:
+def test_a_trainer_that_is_right_passes(trainer: str, judge: RunTrainer) -> None:
     outcome = judge(trainer, None)
     assert failed(outcome) == {} and outcome.ok and outcome.noise["loss"]["repeated"] == 0
 
 
 @pytest.mark.parametrize(("trainer", "which"), CASES)
-def test_a_mistake_is_found_and_named_rightly_or_called_unknown(trainer: str, which: str, judge: Judge) -> None:
+def test_a_mistake_is_found_and_named_rightly_or_called_unknown(trainer: str, which: str, judge: RunTrainer) -> None:
     mistake = MISTAKES[trainer][which]
     outcome = judge(trainer, which)
     first = next(row for row in outcome.phases if row["ok"] is False)

@@ -16,7 +16,8 @@ from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.causes import likely_causes
 from ckptx.robustness_suite.commands import run_command, words_of
-from ckptx.robustness_suite.foreign import ForeignOutcome, run_foreign
+from ckptx.robustness_suite.foreign import run_foreign
+from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.oracles import compare
 from ckptx.runtime.training.recipe import ChecksBlock, ForeignBlock, Recipe, TrainingBlock
 
@@ -34,18 +35,18 @@ def recipe(fault: str = "", checks: dict[str, Any] | None = None, **keys: Any) -
     )
 
 
-def run(tmp_path: Path, fault: str = "", **keys: Any) -> ForeignOutcome:
+def run(tmp_path: Path, fault: str = "", **keys: Any) -> Judge:
     """Its outcome, in a folder whose name needs quotes."""
     return run_foreign(recipe(fault, **keys), tmp_path / "it's $HOME; out", folder=Path(__file__).parent)
 
 
-def failed(outcome: ForeignOutcome) -> dict[str, list[str]]:
+def failed(outcome: Judge) -> dict[str, list[str]]:
     """The oracles that failed, by phase."""
     rows = {row["name"]: [each["name"] for each in row["oracles"] if not each["ok"]] for row in outcome.phases}
     return {name: oracles for name, oracles in rows.items() if oracles}
 
 
-def notes(outcome: ForeignOutcome, name: str) -> str:
+def notes(outcome: Judge, name: str) -> str:
     """What a phase says."""
     return " ".join(next(row for row in outcome.phases if row["name"] == name)["notes"])
 

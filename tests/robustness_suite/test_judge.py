@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ckptx.errors import InputError
-from ckptx.robustness_suite.judge import Findings, phase_row, rows_of_differences
+from ckptx.report.documents.robustness import RobustnessReport
+from ckptx.report.report import Log
+from ckptx.robustness_suite.judge import Findings, Judge, phase_row, rows_of_differences
 from ckptx.robustness_suite.oracles import Difference, Verdict
 
 GOOD, NOTHING = Verdict("model", 3), Verdict("replicas", 0)
@@ -51,3 +53,30 @@ def test_what_cannot_be_read_is_a_finding() -> None:
         raise InputError("step-3: is truncated")
     assert [each.ok for each in found.verdicts] == [True, False]
     assert found.verdicts[1].differences[0].found == "step-3: is truncated"
+
+
+REPORT = RobustnessReport(
+    command="robustness", recipe="r", recipe_file="r.yaml", out="", world_size=9, layout={}, trainer="ckptx", phases=[]
+)
+
+
+def test_a_report_has_the_rows_of_all_phases_so_far() -> None:
+    seen: list[tuple[int, bool]] = []
+    judge = Judge(lambda so_far: seen.append((len(so_far.phases), so_far.ok)), world_size=2)
+    judge.add("straight", "runs", Findings([GOOD]), 1.0, cause="none was found")
+    judge.add("resumed", "same end", Findings([GOOD, BAD]), 2.0, cause="no scheduler")
+    judge.add_losses("straight", {1: 2.5, 2: float("nan")})
+    assert seen == [(1, True), (2, False)]
+    report = judge.report(REPORT)
+    assert (report.exit, report.world_size) == (1, 2)
+    assert [(row["name"], row["cause"]) for row in report.phases] == [("straight", None), ("resumed", "no scheduler")]
+    assert report.losses == [{"run": "straight", "steps": [1, 2], "losses": [2.5, "nan"]}]
+    assert report.differing == rows_of_differences("resumed", [BAD], are_by_rank=False)
+
+
+def test_a_report_lists_the_first_of_many_differences_and_says_so() -> None:
+    judge, log = Judge(lambda _: None), Log()
+    judge.add("resume", "same end", Findings([BAD._replace(differences=BAD.differences[:1] * 300)]), 0.0, number=6)
+    report = judge.report(REPORT, log)
+    assert len(judge.differing) == 300 and len(report.differing) == 200 and report.differing[0]["rank"] == 1
+    assert list(log.notes) == ["300 items differ; the report lists the first 200"]

@@ -18,7 +18,8 @@ import pytest
 from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, plant
 from ckptx.report.report import Log
 from ckptx.robustness_suite import foreign
-from ckptx.robustness_suite.foreign import SHIPPED, ForeignOutcome
+from ckptx.robustness_suite.foreign import SHIPPED
+from ckptx.robustness_suite.judge import Judge
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import read_recipe
 
@@ -30,9 +31,9 @@ def read(name: str) -> Recipe:
     return read_recipe(SHIPPED / f"{name}.yaml")
 
 
-def judge_of(recipe: Recipe, out: Path, folder: Path = SHIPPED) -> Any:
+def phases_of(recipe: Recipe, out: Path, folder: Path = SHIPPED) -> Any:
     """What runs the phases, one by one."""
-    return foreign._Judge(recipe, out, Log(), lambda row: None, folder)
+    return foreign._CommandPhases(recipe, out, Log(), lambda row: None, folder)
 
 
 Straight = Callable[[str], Any]
@@ -41,29 +42,29 @@ Straight = Callable[[str], Any]
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     """The run of a script that is right and does not stop: once for all of its faults."""
-    judges: dict[str, Any] = {}
+    made: dict[str, Any] = {}
 
     def run(name: str) -> Any:
-        if name not in judges:
-            judges[name] = judge_of(read(name), tmp_path_factory.mktemp(name) / "out")
-            judges[name].straight()
-        return judges[name]
+        if name not in made:
+            made[name] = phases_of(read(name), tmp_path_factory.mktemp(name) / "out")
+            made[name].straight()
+        return made[name]
 
     return run
 
 
 def with_mistake(straight: Any, tmp_path: Path, name: str, mistake: Mistake) -> Any:
-    """A judge whose script has a mistake, and which takes the straight run as its own."""
+    """The phases of a script with a mistake, after the straight run of the script without it."""
     shutil.copytree(SHIPPED, tmp_path / "recipes")
     plant(name, mistake, tmp_path / "recipes")
     shutil.copytree(straight._runs._out, tmp_path / "out")
-    judge = judge_of(read(name), tmp_path / "out", tmp_path / "recipes")
-    judge._ends, judge._saved = straight._ends, straight._saved
-    judge._losses, judge._noise = straight._losses, 0.0
-    return judge
+    phases = phases_of(read(name), tmp_path / "out", tmp_path / "recipes")
+    phases._ends, phases._saved = straight._ends, straight._saved
+    phases._losses, phases._noise = straight._losses, 0.0
+    return phases
 
 
-def failed(outcome: ForeignOutcome) -> dict[str, list[str]]:
+def failed(outcome: Judge) -> dict[str, list[str]]:
     """The oracles that failed, by phase."""
     rows = {row["name"]: [each["name"] for each in row["oracles"] if each["ok"] is False] for row in outcome.phases}
     return {name: oracles for name, oracles in rows.items() if oracles}
@@ -73,7 +74,7 @@ def test_every_recipe_has_what_its_command_names() -> None:
     for name in (*SCRIPTS, "torchtitan"):
         recipe = read(name)
         assert recipe.name == name and recipe.description
-        judge_of(recipe, Path("/nonexistent")).check()
+        phases_of(recipe, Path("/nonexistent")).check()
 
 
 @pytest.mark.slow
@@ -121,10 +122,10 @@ OF_THE_SCRIPT = MISTAKES["fsdp2_script"]
     ids=lambda each: each.says if isinstance(each, Mistake) else "",
 )
 def test_a_mistake_of_a_plain_script_is_named(mistake: Mistake, said: str, straight: Straight, tmp_path: Path) -> None:
-    judge = with_mistake(straight("fsdp2_script"), tmp_path, "fsdp2_script", mistake)
-    judge.saved_again()
-    (row,) = judge.outcome.phases
-    assert set(failed(judge.outcome)["saved again"]) == mistake.oracles
+    phases = with_mistake(straight("fsdp2_script"), tmp_path, "fsdp2_script", mistake)
+    phases.saved_again()
+    (row,) = phases.judge.phases
+    assert set(failed(phases.judge)["saved again"]) == mistake.oracles
     assert said in " ".join(row["notes"])
 
 
@@ -136,35 +137,35 @@ def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
     text = script.read_text(encoding="utf-8")
     text = text.replace("fully_shard(layer)", "pass").replace("    fully_shard(model)\n", "")
     script.write_text(text, encoding="utf-8")
-    judge = judge_of(read(name), tmp_path / "out", tmp_path / "recipes")
-    judge.straight()
-    judge.sharded()
-    assert failed(judge.outcome) == {"sharded": ["sharded"]}
-    assert "0 of 21 parameters are in several pieces" in judge.outcome.phases[-1]["notes"][0]
+    phases = phases_of(read(name), tmp_path / "out", tmp_path / "recipes")
+    phases.straight()
+    phases.sharded()
+    assert failed(phases.judge) == {"sharded": ["sharded"]}
+    assert "0 of 21 parameters are in several pieces" in phases.judge.phases[-1]["notes"][0]
 
 
 @pytest.mark.slow
 @NEEDS_ACCELERATE
 def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, tmp_path: Path) -> None:
-    judge = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["scheduler"])
-    judge.saved_again()
-    assert failed(judge.outcome) == {"saved again": ["scheduler"]}
+    phases = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["scheduler"])
+    phases.saved_again()
+    assert failed(phases.judge) == {"saved again": ["scheduler"]}
 
 
 @pytest.mark.slow
 @NEEDS_ACCELERATE
 def test_data_that_accelerate_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
     """Its checkpoint has no place in the data, so that only what was trained on it differs."""
-    judge = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["data"])
-    judge.resumed()
-    assert {"model", "moments", "loss"} <= set(failed(judge.outcome)["resumed"])
+    phases = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["data"])
+    phases.resumed()
+    assert {"model", "moments", "loss"} <= set(failed(phases.judge)["resumed"])
 
 
 @pytest.mark.slow
 @NEEDS_ACCELERATE
 def test_data_that_the_trainer_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
     mistake = MISTAKES["transformers_trainer"]["data"]
-    judge = with_mistake(straight("transformers_trainer"), tmp_path, "transformers_trainer", mistake)
-    judge.resumed()
-    assert {"model", "moments", "loss"} <= set(failed(judge.outcome)["resumed"])
-    assert "what was not restored is not" in " ".join(judge.outcome.phases[-1]["notes"])
+    phases = with_mistake(straight("transformers_trainer"), tmp_path, "transformers_trainer", mistake)
+    phases.resumed()
+    assert {"model", "moments", "loss"} <= set(failed(phases.judge)["resumed"])
+    assert "what was not restored is not" in " ".join(phases.judge.phases[-1]["notes"])

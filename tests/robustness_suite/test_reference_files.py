@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.robustness_suite.foreign import ForeignOutcome
+from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.reference_files import changes, snapshot
 from tests.robustness_suite.tampering import CHANGES, NO_CHANGES, tamper
 from tests.robustness_suite.test_foreign_trainer import failed, notes, run
@@ -97,7 +97,7 @@ def test_links_in_a_circle_end(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- a whole run
 
 
-def tampered(tmp_path: Path, when: str, file: str, change: str, fault: str = "") -> ForeignOutcome:
+def tampered(tmp_path: Path, when: str, file: str, change: str, fault: str = "") -> Judge:
     """The outcome of a trainer that does that."""
     command = (
         "{python} {recipe}/stub_trainer.py --out {out} --steps {steps} --total {total_steps} --save-at {save_at} "
