@@ -1,11 +1,17 @@
-"""Starts the ranks of a run on this machine, for those who did not start them with torchrun.
+"""Starts the ranks of a command on this machine if torchrun did not start them.
 
+    this process      options.json  ->  each rank: `python -m ckptx.cli.rank`, stderr in a file
+    rank 0            report.json   ->  this process
+
+A rank is a program and no worker with a pipe, as it is under torchrun: its errors are in the report of rank 0, with
+the exit code of the command. The last lines of stderr are shown only for a rank that died before there was a report.
 Nothing here imports torch: the process that starts the ranks only waits for them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -25,7 +31,7 @@ _LAST_WORDS = 2000  # characters of stderr
 
 
 def launch(order: str, world_size: int) -> dict[str, Any]:
-    """Runs a command on `world_size` processes of this machine; each gets the same options as one document.
+    """Run a command on `world_size` processes of this machine; each gets the same options as one document.
 
     Args:
         order: What `ckptx.options.document.to_json` makes of the options; `ckptx.cli.rank` reads it.
@@ -35,47 +41,47 @@ def launch(order: str, world_size: int) -> dict[str, Any]:
         The report of rank 0, as `--report` writes it; its `exit` and `error` say how it ended.
 
     Raises:
-        EnvironmentProblem: A process died without a word.
+        EnvironmentProblem: A rank ended, and there is no report.
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-run-") as directory:
         options, report = Path(directory, "options.json"), Path(directory, "report.json")
         options.write_text(order, encoding="utf-8")
         command = [sys.executable, "-m", "ckptx.cli.rank", str(options), str(report)]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), LAUNCHED_BY_US: "1"}
-        shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // world_size))
+        cores = max(1, len(os.sched_getaffinity(0)) // world_size)
+        shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores)
         processes = []
-        words = [Path(directory, f"stderr-{rank}") for rank in range(world_size)]
-        for rank, said in enumerate(words):
+        errors = [Path(directory, f"stderr-{rank}") for rank in range(world_size)]
+        for rank, file in enumerate(errors):
             environment = os.environ | shared | rank_variables(rank, world_size)
-            with said.open("wb") as stderr:
+            with file.open("wb") as stderr:
                 processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr))
-        codes = _wait(processes)
+        rank = _wait(processes)
         if report.is_file():
             document: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
             return document
-        rank = next((rank for rank, code in enumerate(codes) if code), 0)
-        last = words[rank].read_text(errors="replace")[-_LAST_WORDS:].strip()
+        last = errors[rank].read_text(errors="replace")[-_LAST_WORDS:].strip()
         raise EnvironmentProblem(
-            f"rank {rank} of {world_size} ended with code {codes[rank]}, needed a report; it said: {last or 'nothing'}"
+            f"rank {rank} of {world_size} ended with code {processes[rank].returncode}, needed a report; "
+            f"it said: {last or 'nothing'}"
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Their exit codes; when one fails the others have a while, then they are ended."""
-    deadline: float | None = None
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for all ranks, and return the one that failed first, or 0; the others have a while then, and are ended."""
+    first: int | None = None
+    deadline = math.inf
     try:
-        while any(process.poll() is None for process in processes):
-            if deadline is None and any(process.poll() for process in processes):
-                deadline = time.monotonic() + _GRACE
-            if deadline is not None and time.monotonic() > deadline:
-                break
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if first is None:
+                first = next((rank for rank, process in enumerate(processes) if process.poll()), None)
+                deadline = math.inf if first is None else time.monotonic() + _GRACE
             time.sleep(_POLL)
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()  # does nothing to one that has ended
             process.wait()
-    return [process.returncode for process in processes]
+    return first if first is not None else next((rank for rank, each in enumerate(processes) if each.returncode), 0)
 
 
 def _free_port() -> int:
@@ -83,7 +89,3 @@ def _free_port() -> int:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
     return port
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
