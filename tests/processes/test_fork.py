@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ckptx.errors import Defect, InputError
+from ckptx.errors import Defect, InputError, PeerFailure
 from ckptx.processes.fork import in_child, in_children
 
 
@@ -62,6 +63,24 @@ def test_an_error_ends_the_others() -> None:
 def test_a_process_that_dies_is_a_defect() -> None:
     with pytest.raises(Defect, match="ended with code 9"):
         in_child(os._exit, 9)
+
+
+def lose_a_peer() -> None:
+    raise PeerFailure("rank 1: is gone", 5)
+
+
+def test_the_failure_of_a_peer_comes_back_as_one() -> None:
+    with pytest.raises(PeerFailure, match=r"^rank 1: is gone$"):
+        in_child(lose_a_peer)
+
+
+def test_a_result_that_cannot_be_sent_is_a_defect_with_its_cause() -> None:
+    with pytest.raises(Defect, match=r"lambda.*please report this"):
+        in_child(unsendable)
+
+
+def unsendable() -> Any:
+    return lambda: None
 
 
 def nested(path: Path) -> None:
