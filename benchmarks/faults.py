@@ -20,10 +20,11 @@ from typing import Any
 
 from ckptx.report.report import Log
 from ckptx.robustness_suite.faults import FAULTS
+from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.oracles import distance, largest
 from ckptx.robustness_suite.phases import PHASES
 from ckptx.robustness_suite.ranks import Ranks, Residue
-from ckptx.robustness_suite.run import baseline_of, judged
+from ckptx.robustness_suite.run import baseline_of, run_phase
 from ckptx.robustness_suite.session import Planted, Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
@@ -60,7 +61,8 @@ def named(session: Session, baseline: Residue, name: str | None, number: int) ->
     """What a phase says with a fault, or without one."""
     fault = FAULTS[name] if name is not None else None
     session.planted = fault.planted() if fault is not None else Planted()
-    row, differing = judged(session, PHASES[number], baseline)
+    judge = Judge(lambda _: None)
+    row = run_phase(judge, session, PHASES[number], baseline)
     failed = [each["name"] for each in row["oracles"] if not each["ok"]]
     run = fault.run if fault is not None else "resumed"
     found = session.losses.get(run, {}) if number == _RESUME else {}
@@ -69,7 +71,7 @@ def named(session: Session, baseline: Residue, name: str | None, number: int) ->
     ]
     return {
         "fault": name or "none", "says": fault.says if fault is not None else "", "phase": number,
-        "needed": fault.oracle if fault is not None else "", "failed": failed, "differing": differing[:8],
+        "needed": fault.oracle if fault is not None else "", "failed": failed, "differing": judge.differing[:8],
         "first": away[0] if away else None, "largest": largest(away) if away else None,
     }  # fmt: skip
 

@@ -174,7 +174,7 @@ class _CommandPhases:
         is_right = found.is_sharded == self.checks.sharded
         said, wanted = ("sharded" if each else "whole" for each in (found.is_sharded, self.checks.sharded))
         differences = [] if is_right else [Difference("sharded", "placement of parameters", None, wanted, said)]
-        self._row("sharded", [Verdict("sharded", 1, differences)], [f"{said}: {found.how}"], 0.0)
+        self._add("sharded", Findings([Verdict("sharded", 1, differences)], [f"{said}: {found.how}"]), 0.0)
 
     def again(self) -> None:
         """A': the noise."""
@@ -358,13 +358,7 @@ class _CommandPhases:
                 self._is_modified = True
             elif self._is_modified and run.name in _RESUMING:
                 notes = [*notes, _FROM_MODIFIED]
-        self._row(run.name, verdicts, notes, run.ended.seconds, failed, cause)
-
-    def _row(
-        self, name: str, verdicts: Sequence[Verdict], notes: Sequence[str], seconds: float, failed: bool = False,
-        cause: str = "",
-    ) -> None:  # fmt: skip
-        self._add(name, Findings([*verdicts], [*notes], has_failed=failed), seconds, cause)
+        self._add(run.name, Findings([*verdicts], [*notes], has_failed=failed), run.ended.seconds, cause)
 
     def _add(self, name: str, found: Findings, seconds: float, cause: str = "") -> None:
         cause = cause or _unknown([*failing(found.verdicts)])

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,26 +188,22 @@ def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[
         EnvironmentProblem: The process that matches ended without an answer.
     """
     order = json.dumps({"pattern": pattern, "lines": [*lines], "seconds": _SECONDS})
-    with _ended(
-        subprocess.Popen(
-            [sys.executable, "-IS", "-W", "ignore", str(_MATCHER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    ) as process:
-        try:
-            said, _ = process.communicate(order.encode(), _SECONDS * 2 + _START)
-        except subprocess.TimeoutExpired:  # where the engine does not look for signals
-            found: dict[str, Any] = {"late": None}
-        else:
-            if process.returncode:
-                raise EnvironmentProblem(
-                    f"train.pattern: the process that matches it ended with code {process.returncode}; check that the "
-                    "machine has enough memory"
-                )
-            found = json.loads(said)
+    command = [sys.executable, "-IS", "-W", "ignore", str(_MATCHER)]
+    limit = _SECONDS * 2 + _START
+    try:
+        done = subprocess.run(
+            command, input=order.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=limit,
+            check=False, start_new_session=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:  # where the engine does not look for signals
+        found: dict[str, Any] = {"late": None}
+    else:
+        if done.returncode:
+            raise EnvironmentProblem(
+                f"train.pattern: the process that matches it ended with code {done.returncode}; check that the machine "
+                "has enough memory"
+            )
+        found = json.loads(done.stdout)
     if "late" in found:
         line = f" (stopped at line {found['late']})" if found["late"] else ""
         raise UsageError(
@@ -218,16 +213,6 @@ def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[
         )
     matches: Sequence[tuple[int, str, str]] = found["found"]
     return matches
-
-
-@contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Give a process, and end it if it still runs afterwards."""
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def _of_trainer_state(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -379,20 +380,9 @@ def _same_files(reference: Path, found: Path) -> Verdict:
         if not (first.is_file() and second.is_file()):
             here = "there" if first.is_file() else "not there"
             differences.append(Difference("names", name, None, here, "there" if second.is_file() else "not there"))
-        elif not _are_equal(first, second):
+        elif not filecmp.cmp(first, second, shallow=False):
             differences.append(Difference("model", name, None, "the same bytes", "other bytes"))
     return Verdict("model", len(names), differences)
-
-
-def _are_equal(first: Path, second: Path) -> bool:
-    size = 1 << 20
-    with first.open("rb") as one, second.open("rb") as other:
-        while True:
-            a, b = one.read(size), other.read(size)
-            if a != b:
-                return False
-            if not a:
-                return True
 
 
 def chosen(text: str | None) -> Sequence[Phase]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.options.robustness import RobustnessOptions
@@ -146,7 +147,7 @@ def _run(
     baseline = baseline_of(session)
     judge = Judge(lambda so_far: on_phase(so_far.report(report)), session.world_size)
     for phase in phases:
-        _judge_phase(judge, session, phase, baseline)
+        run_phase(judge, session, phase, baseline)
     judge.noise = session.noise_found
     for name, losses in session.losses.items():
         judge.add_losses(name, losses)
@@ -157,7 +158,8 @@ def _run(
     )
 
 
-def _judge_phase(judge: Judge, session: Session, phase: Phase, baseline: Residue) -> None:
+def run_phase(judge: Judge, session: Session, phase: Phase, baseline: Residue) -> dict[str, Any]:
+    """Run a phase, and return its row, which `judge` has from then on."""
     begin = time.perf_counter()
     found = phase.run(session)
     reference = session.reference_verdict()
@@ -166,7 +168,8 @@ def _judge_phase(judge: Judge, session: Session, phase: Phase, baseline: Residue
     found.verdicts.append(_memory(session, baseline))
     seconds, residue = round(time.perf_counter() - begin, 3), _most(session.residues)
     session.residues.clear()
-    judge.add(phase.name, phase.title, found, seconds, number=phase.number, memory=memory_of(residue, baseline))
+    memory = residue._asdict() | {f"baseline_{name}": value for name, value in baseline._asdict().items()}
+    return judge.add(phase.name, phase.title, found, seconds, number=phase.number, memory=memory)
 
 
 def baseline_of(session: Session) -> Residue:
@@ -179,18 +182,6 @@ def baseline_of(session: Session) -> Residue:
     found = _most(session.residues)
     session.residues.clear()
     return found
-
-
-def memory_of(residue: Residue, baseline: Residue) -> dict[str, int]:
-    """Return what a phase left in the ranks, and what a run of two steps leaves, in bytes and numbers."""
-    return {
-        "tensor_bytes": residue.tensor_bytes,
-        "parameters": residue.parameters,
-        "threads": residue.threads,
-        "baseline_tensor_bytes": baseline.tensor_bytes,
-        "baseline_parameters": baseline.parameters,
-        "baseline_threads": baseline.threads,
-    }
 
 
 def _most(residues: Sequence[Residue]) -> Residue:
