@@ -60,7 +60,7 @@ def opened(
 def named(session: Session, baseline: Residue, name: str | None, number: int) -> Row:
     """What a phase says with a fault, or without one."""
     fault = FAULTS[name] if name is not None else None
-    session.planted = fault.planted() if fault is not None else Planted()
+    session.planted = fault.planted if fault is not None else Planted()
     judge = Judge(lambda _: None)
     row = run_phase(judge, session, PHASES[number], baseline)
     failed = [each["name"] for each in row["oracles"] if not each["ok"]]

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import structs
 
 from ckptx.errors import UsageError
-from ckptx.robustness_suite.runs import Event, Run
+from ckptx.robustness_suite.runs import Run
 from ckptx.robustness_suite.session import Planted
 from ckptx.runtime.training.recipe import Recipe
 
@@ -32,30 +32,16 @@ class Fault:
         oracle: The oracle that has to name it.
         phase: Number of the phase that has to fail.
         run: The run in which it is planted.
-        event: The event at which `plant` is called.
         needs: Sizes of the mesh without which there is nothing to plant it in.
-        plant: Changes the trainer, on every rank; None for another kind of fault.
-        alter: Changes the run before it starts; None for another kind.
-        published: Changes the folder of the run when it is over; None for another kind.
+        planted: What a session calls to plant it.
     """
 
     says: str
     oracle: str
     phase: int
     run: str
-    event: str
     needs: Mapping[str, int]
-    plant: Event | None
-    alter: Callable[[Run], Run] | None
-    published: Callable[[Path], None] | None
-
-    def planted(self) -> Planted:
-        """For a session."""
-        return Planted(
-            events={self.run: {self.event: self.plant}} if self.plant is not None else {},
-            altered={self.run: self.alter} if self.alter is not None else {},
-            published={self.run: self.published} if self.published is not None else {},
-        )
+    planted: Planted
 
 
 FAULTS: dict[str, Fault] = {}  # by name, in the order in which they are declared
@@ -86,12 +72,14 @@ def fault(
     """
 
     def declared(function: F) -> F:
+        planted = {
+            "trainer": Planted(events={run: {event: function}}),
+            "run": Planted(altered={run: function}),
+            "files": Planted(published={run: function}),
+        }[on]
         FAULTS[function.__name__] = Fault(
-            says=says, oracle=oracle, phase=phase, run=run, event=event, needs=needs or {},
-            plant=function if on == "trainer" else None,
-            alter=function if on == "run" else None,
-            published=function if on == "files" else None,
-        )  # fmt: skip
+            says=says, oracle=oracle, phase=phase, run=run, needs=needs or {}, planted=planted
+        )
         return function
 
     return declared

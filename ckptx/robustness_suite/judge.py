@@ -92,16 +92,16 @@ def phase_row(
     return row if number is not None else {**row, "cause": cause if found.ok is False else None}
 
 
-def rows_of_differences(phase: int | str, verdicts: Iterable[Verdict], *, are_by_rank: bool) -> list[dict[str, Any]]:
+def rows_of_differences(phase: int | str, verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
     """Return a row for each item that differs.
 
     Args:
-        phase: Number of the phase, or its name where it has no number.
+        phase: Number of the phase, or its name where it has no number: the items of a command are of no rank.
         verdicts: The verdicts of its oracles.
-        are_by_rank: True names the rank of each item; the items of a command are those of all ranks.
     """
     rows = [{"phase": phase, **each._asdict()} for verdict in verdicts for each in verdict.differences]
-    return rows if are_by_rank else [{key: value for key, value in row.items() if key != "rank"} for row in rows]
+    unknown = () if isinstance(phase, int) else ("rank",)
+    return [{key: value for key, value in row.items() if key not in unknown} for row in rows]
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Judge:
         """Add the row of a phase, which is returned, and those of the items that differ; `known` as in `phase_row`."""
         row = phase_row(name, title, found, seconds, **known)
         self.phases.append(row)
-        self.differing += rows_of_differences(row.get("number", name), found.verdicts, are_by_rank="number" in row)
+        self.differing += rows_of_differences(row.get("number", name), found.verdicts)
         self.on_phase(self)
         return row
 

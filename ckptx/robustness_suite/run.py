@@ -49,7 +49,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         from ckptx.robustness_suite.faults import find_fault  # the only one that knows them
 
         fault = find_fault(inject, read)
-        planted = fault.planted()
+        planted = fault.planted
         if phases is None:
             wanted = [each for each in wanted if each.number == fault.phase]
     if read.train is not None:

@@ -39,9 +39,9 @@ def test_a_row_has_a_number_only_where_the_phase_has_one() -> None:
 
 
 def test_items_of_a_command_are_of_no_rank() -> None:
-    (ours,) = rows_of_differences(6, [GOOD, BAD], are_by_rank=True)
+    (ours,) = rows_of_differences(6, [GOOD, BAD])
     assert ours == {"phase": 6, "oracle": "moments", "item": "w.exp_avg", "rank": 1, "reference": "a", "found": "b"}
-    (external,) = rows_of_differences("resumed", [BAD], are_by_rank=False)
+    (external,) = rows_of_differences("resumed", [BAD])
     assert external == {**{key: value for key, value in ours.items() if key != "rank"}, "phase": "resumed"}
 
 
@@ -71,7 +71,7 @@ def test_a_report_has_the_rows_of_all_phases_so_far() -> None:
     assert (report.exit, report.world_size) == (1, 2)
     assert [(row["name"], row["cause"]) for row in report.phases] == [("straight", None), ("resumed", "no scheduler")]
     assert report.losses == [{"run": "straight", "steps": [1, 2], "losses": [2.5, "nan"]}]
-    assert report.differing == rows_of_differences("resumed", [BAD], are_by_rank=False)
+    assert report.differing == rows_of_differences("resumed", [BAD])
 
 
 def test_a_report_lists_the_first_of_many_differences_and_says_so() -> None:
