@@ -285,7 +285,7 @@ def _params(setting: Setting, *, is_global: bool) -> list[click.Parameter]:
 def _type_of(setting: Setting, option: Option) -> click.ParamType[Any]:
     if setting.choices:
         return ChoiceParam(setting.words)
-    if option.is_path and not option.words:
+    if setting.is_path and not option.words:
         return click.Path()
     if setting.kind is int and not option.is_size:
         return Number(option.minimum, option.maximum)

@@ -78,7 +78,6 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
             CONTENT,
             metavar="HF|none",
             default="SRC itself",
-            is_path=True,
             words=("none",),
         ),
     ] = None
@@ -87,7 +86,7 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
     resume: Annotated[bool, Option("Continue an interrupted run.", RUN)] = False
     report_file: Annotated[
         str | Path | None,
-        Hook("File that the caller will write the report to; checked before the work begins.", is_path=True),
+        Hook("File that the caller will write the report to; checked before the work begins."),
     ] = None
 
     def check(self) -> None:
@@ -165,7 +164,7 @@ class ToDcpOptions(DcpOptions, ShardingOptions, kw_only=False):
 
     command: ClassVar[str] = "convert to-dcp"
 
-    direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(_DIRECTION, is_path=False)]
+    direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(_DIRECTION)]
     src: Annotated[str | Path, Argument("Checkpoint to convert.", "SRC")]
     dst: Annotated[str | Path, Argument("Directory to write.", "DST")]
 
@@ -175,7 +174,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
 
     command: ClassVar[str] = "convert to-hf"
 
-    direction: Annotated[Literal["to-hf", "dcp2hf"], Argument(_DIRECTION, is_path=False)]
+    direction: Annotated[Literal["to-hf", "dcp2hf"], Argument(_DIRECTION)]
     src: Annotated[str | Path, Argument("Checkpoint to convert.", "SRC")]
     dst: Annotated[str | Path, Argument("Directory to write.", "DST")]
     _: KW_ONLY

@@ -50,7 +50,6 @@ class StepOptions(
             RECIPE,
             metavar="RECIPE",
             default="none",
-            is_path=True,
         ),
     ] = None
     batch: Annotated[
@@ -150,6 +149,5 @@ class ForecastOutput(ReportOutput):
             OUTPUT,
             metavar="FILE",
             default="no page",
-            is_path=True,
         ),
     ] = None

@@ -35,6 +35,5 @@ class InspectOptions(CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=F
             OUTPUT,
             metavar="FILE",
             default="no page",
-            is_path=True,
         ),
     ] = None

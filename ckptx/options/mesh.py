@@ -84,7 +84,6 @@ class ShardingOptions(StageSplitOptions):
             LAYOUT,
             metavar="FILE",
             default="the model's plan",
-            is_path=True,
             requires=(("tp", 2),),
         ),
     ] = None

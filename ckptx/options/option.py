@@ -4,7 +4,8 @@
     Annotated[type, Argument(...)]   a positional argument of both
     Annotated[type, Hook(...)]       a parameter of the Python function alone: a callback, a log
 
-The type says the rest: a `Literal` has choices, an `int` a range, a `bool` is a flag, a `Sequence` may be repeated.
+The type says the rest: a `Literal` has choices, an `int` a range, a `bool` is a flag, a `Sequence` may be repeated, and
+`str | Path` is a path, which is never a URL.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ class Option(NamedTuple):
         default: Default as a reader should see it; None shows the default of the field.
         minimum, maximum: Range of a number.
         is_size: The value is a number of bytes, `5GB` or `256MiB`.
-        is_path: The value is a local path, and never a URL.
         is_secret: The value is never printed.
         words: Words with a meaning of their own among free text, for shell completion.
         spellings: Other spellings of a choice -> the choice.
@@ -69,7 +69,6 @@ class Option(NamedTuple):
     minimum: int | None = None
     maximum: int | None = None
     is_size: bool = False
-    is_path: bool = False
     is_secret: bool = False
     words: Sequence[str] = ()
     spellings: Mapping[str, str] = {}
@@ -85,13 +84,11 @@ class Argument(NamedTuple):
     Attributes:
         help: Help text of the argument.
         metavar: Placeholder in the usage line; "" for a choice that the name of the command makes.
-        is_path: The value is a local path or a Hub id, and never a URL.
         is_optional: The command line has a call without it.
     """
 
     help: str
     metavar: str = ""
-    is_path: bool = True
     is_optional: bool = False
 
 
@@ -99,12 +96,10 @@ class Hook(NamedTuple):
     """A parameter of the Python function that the command line does not have.
 
     Attributes:
-        help: Help text of the option.
-        is_path: The value is a local path, and never a URL.
+        help: Help text of the parameter.
     """
 
     help: str
-    is_path: bool = False
 
 
 class Setting(NamedTuple):
@@ -178,6 +173,11 @@ class Setting(NamedTuple):
         return "N" if self.kind is int else "TEXT"
 
     @property
+    def is_path(self) -> bool:
+        """Return whether the value is a local path or, as an argument, a Hub id; a URL is refused."""
+        return Path in _parts_of(self.type)
+
+    @property
     def is_secret(self) -> bool:
         """Return whether the value is never printed."""
         return self.option is not None and self.option.is_secret
@@ -203,7 +203,7 @@ class Setting(NamedTuple):
             UnsupportedError: The value is a URL, and a path is required.
         """
         subject = subject or self.flag
-        if getattr(self.annotation, "is_path", False):
+        if self.is_path:
             refuse_remote(value)
         option = self.option
         if option is None:
@@ -395,6 +395,8 @@ def _setting_of(table: type[Options], name: str, hint: Any) -> Setting:
         kind = tuple
     elif isinstance(parts[0], type):
         kind = parts[0]
+    if isinstance(annotation, Option) and kind not in (bool, int, str, tuple):
+        raise TypeError(f"{table.__name__}.{name}: an option is a bool, int, str, str | Path, Literal or Sequence[str]")
     return Setting(name, base, kind, choices, getattr(table, name, MISSING), annotation)
 
 

@@ -28,7 +28,6 @@ class ReportOutput(JsonOutput):
             flags=("--report",),
             metavar="FILE",
             default="no file",
-            is_path=True,
         ),
     ] = None
 
@@ -36,7 +35,7 @@ class ReportOutput(JsonOutput):
         super().check()
         named: dict[Path, str] = {}
         for setting, value in self.values():
-            if setting.option is not None and setting.option.is_path:
+            if setting.option is not None and setting.is_path:
                 other = named.setdefault(Path(value), setting.flag)
                 if other != setting.flag:
                     raise UsageError(f"{value}: is the file of both {other} and {setting.flag}; name two files")

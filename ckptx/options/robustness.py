@@ -47,7 +47,6 @@ class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, Recipe
             RUN,
             metavar="DIR",
             default="a temporary one, kept on failure",
-            is_path=True,
         ),
     ] = None
     on_phase: Annotated[
@@ -66,7 +65,6 @@ class RobustnessOutput(ReportOutput):
             OUTPUT,
             metavar="FILE",
             default="no page",
-            is_path=True,
         ),
     ] = None
     junit: Annotated[
@@ -76,6 +74,5 @@ class RobustnessOutput(ReportOutput):
             OUTPUT,
             metavar="FILE",
             default="no file",
-            is_path=True,
         ),
     ] = None

@@ -27,7 +27,7 @@ class HubOptions(Options):
     ] = None
     cache_dir: Annotated[
         str | Path | None,
-        Option("Hub cache.", HUB, metavar="DIR", default="HF_HUB_CACHE, then HF_HOME", is_path=True),
+        Option("Hub cache.", HUB, metavar="DIR", default="HF_HUB_CACHE, then HF_HOME"),
     ] = None
 
 

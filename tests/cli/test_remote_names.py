@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect as introspection
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import click
 import pytest
 
 import ckptx
-from ckptx.cli.command import ChoiceParam, Words
 from ckptx.cli.main import cli, commands
 from ckptx.errors import UnsupportedError, exit_code_of
 from ckptx.formats.hf.hub import resolve
 from ckptx.options.commands import COMMANDS as CANONICAL
+from ckptx.options.commands import tables_of
+from ckptx.options.option import Argument, Options, settings_of
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.untrusted.remote_name import refuse_remote
+from tests.support.calls import arguments_of
 from tests.support.runner import CliRunner
 from tests.support.writers import llama, names_in, write_dcp, write_hf
 
@@ -30,26 +33,6 @@ URLS = (
     "s3://", "c://x", "https://huggingface.co/org/name",
 )  # fmt: skip
 
-# String options that are no path. A new option is of type click.Path, or is added here.
-NO_PATHS = {
-    "--ac-scope", "--activation-checkpointing", "--backend", "--compute-dtype", "--device", "--dtype", "--gpu-memory",
-    "--index", "--inject", "--loss", "--match", "--max-memory", "--max-shard-size", "--names", "--optimizer",
-    "--param-dtype", "--phases", "--pp-split", "--prefix", "--source-prefix", "--reduce-dtype", "--reference-memory",
-    "--revision", "--schedule", "--set", "--tied", "--to", "--token",
-}  # fmt: skip
-
-# What else a command needs, so that nothing but the URL is wrong with the call.
-ARGUMENTS: Mapping[str, Sequence[str]] = {
-    "inspect": ["hf"],
-    "convert to-dcp": ["hf", "out"],
-    "convert to-hf": ["dcp", "out"],
-    "reshard": ["hf", "out"],
-    "diff": ["hf", "hf"],
-    "verify": ["hf", "hf"],
-    "forecast": ["hf"],
-    "robustness": ["llama_tiny"],
-    "env": [],
-}
 BESIDE: Mapping[tuple[str, str], Sequence[str]] = {
     ("convert to-dcp", "--tp-plan"): ["--tp", "2"],
     ("reshard", "--tp-plan"): ["--tp", "2"],
@@ -58,21 +41,18 @@ BESIDE: Mapping[tuple[str, str], Sequence[str]] = {
 }
 
 
-def is_path(param: click.Parameter) -> bool:
-    return isinstance(param.type, click.Path) or "--base" in param.opts
-
-
 def path_params() -> list[tuple[str, str, int]]:
     """Every argument (by its position) and option (by its flag) of every command that takes a path."""
     found = []
     for words, command in COMMANDS.items():
         position = 0
+        settings = {name: each for table in tables_of(CANONICAL[words]) for name, each in settings_of(table).items()}
         for param in command.params:
             if isinstance(param, click.Argument):
-                assert is_path(param), (words, param.name)
+                assert settings[str(param.name)].is_path, (words, param.name)
                 found.append((words, str(param.metavar), position))
                 position += 1
-            elif is_path(param):
+            elif str(param.name) in settings and settings[str(param.name)].is_path:
                 found.append((words, param.opts[0], -1))
     return found
 
@@ -80,14 +60,13 @@ def path_params() -> list[tuple[str, str, int]]:
 PARAMS = path_params()
 
 
-def test_each_string_option_is_known_to_be_a_path_or_not() -> None:
-    for words, command in COMMANDS.items():
-        for param in command.params:
-            is_text = isinstance(param.type, Words | ChoiceParam)
-            if isinstance(param, click.Option) and is_text and not is_path(param):
-                assert param.opts[0] in NO_PATHS, f"{words} {param.opts[0]}: a path, or one for NO_PATHS?"
-    assert set(ARGUMENTS) == set(COMMANDS)
+def test_every_path_is_found() -> None:
+    for words, command in CANONICAL.items():
+        for table in tables_of(command):
+            for setting in settings_of(table).values():
+                assert setting.is_path or setting.metavar not in ("DIR", "FILE", "PATH"), (words, setting.flag)
     assert len(PARAMS) >= 35
+    assert {("inspect", "--html", -1), ("reshard", "--base", -1), ("diff", "B", 1)} <= {*PARAMS}
 
 
 @pytest.fixture
@@ -113,7 +92,7 @@ def invoke(arguments: Sequence[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(("words", "param", "position"), PARAMS, ids=[f"{a} {b}" for a, b, _ in PARAMS])
 def test_each_path_of_each_command(place: Path, words: str, param: str, position: int, url: str) -> None:
     before = names_in(place)
-    arguments = list(ARGUMENTS[words])
+    arguments = arguments_of(words, "hf", "out")
     if (words, param) == ("forecast", "--recipe"):
         arguments = []
     if position >= 0:
@@ -133,38 +112,35 @@ def refusal(name: str | Path) -> str:
     return str(refused.value)
 
 
+def function_params() -> list[tuple[str, type[Options], str]]:
+    """Every parameter of every function of a command that takes a path, by its table."""
+    return [
+        (words, table, name)
+        for words, command in CANONICAL.items()
+        if command.function
+        for table in command.options
+        for name, each in settings_of(table).items()
+        if each.is_path
+    ]
+
+
+def call_function(words: str, table: type[Options], name: str, value: str | Path) -> object:
+    """Call the Python function of a command with one other argument."""
+    settings = settings_of(table)
+    arguments = [each.name for each in settings.values() if isinstance(each.annotation, Argument) and each.is_path]
+    given: dict[str, Any] = dict(zip(arguments, arguments_of(words, "hf", "out"), strict=True))
+    needed = {each.name: each.choices[0] for each in settings.values() if each.is_required and each.choices}
+    return getattr(ckptx, words.split()[0])(**{**needed, **given, name: value})
+
+
 FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
-    "convert src": lambda name: ckptx.convert("hf2dcp", name, "out"),
-    "convert dst": lambda name: ckptx.convert("hf2dcp", "hf", name),
+    **{
+        f"{words} {table.__name__} {name}": partial(call_function, words, table, name)
+        for words, table, name in function_params()
+    },
     "convert dst, resumed": lambda name: ckptx.convert("hf2dcp", "hf", name, resume=True),
     "convert dst, dry": lambda name: ckptx.convert("hf2dcp", "hf", name, dry_run=True),
-    "convert base": lambda name: ckptx.convert("dcp2hf", "dcp", "out", base=name),
-    "convert cache_dir": lambda name: ckptx.convert("hf2dcp", "org/name", "out", cache_dir=name),
-    "convert tp_plan": lambda name: ckptx.convert("hf2dcp", "hf", "out", tp=2, tp_plan=name),
-    "convert report_file": lambda name: ckptx.convert("hf2dcp", "hf", "out", report_file=name),
-    "reshard src": lambda name: ckptx.reshard(name, "out"),
-    "reshard dst": lambda name: ckptx.reshard("hf", name),
-    "reshard base": lambda name: ckptx.reshard("dcp", "out", base=name),
-    "reshard cache_dir": lambda name: ckptx.reshard("org/name", "out", cache_dir=name),
-    "reshard tp_plan": lambda name: ckptx.reshard("hf", "out", tp=2, tp_plan=name),
-    "reshard report_file": lambda name: ckptx.reshard("hf", "out", report_file=name),
-    "inspect path": lambda name: ckptx.inspect(name),
-    "inspect html": lambda name: ckptx.inspect("hf", html=name),
-    "inspect cache_dir": lambda name: ckptx.inspect("hf", cache_dir=name),
-    "diff a": lambda name: ckptx.diff(name, "hf"),
-    "diff cache_dir": lambda name: ckptx.diff("org/name", "hf", cache_dir=name),
-    "diff b": lambda name: ckptx.diff("hf", name),
-    "verify reference": lambda name: ckptx.verify(name, "hf"),
-    "verify checkpoint": lambda name: ckptx.verify("hf", name),
-    "verify checkpoint, run": lambda name: ckptx.verify("hf", name, run=True),
-    "verify cache_dir": lambda name: ckptx.verify("org/name", "hf", cache_dir=name),
-    "verify tp_plan": lambda name: ckptx.verify("hf", "hf", run=True, tp=2, tp_plan=name),
     "open_checkpoint": lambda name: ckptx.open_checkpoint(name),
-    "forecast model": lambda name: ckptx.forecast(name),
-    "forecast cache_dir": lambda name: ckptx.forecast("org/name", cache_dir=name),
-    "forecast recipe": lambda name: ckptx.forecast(recipe=name),
-    "robustness recipe": lambda name: ckptx.robustness(name),
-    "robustness out": lambda name: ckptx.robustness("llama_tiny", out=name),
     "resolve": lambda name: resolve(str(name)),
 }
 
@@ -183,15 +159,12 @@ def test_each_path_of_each_function(place: Path, function: str, url: str, kind: 
     assert names_in(place) == before
 
 
-def test_each_function_with_a_path_is_among_them() -> None:
-    """Parameters that are annotated as paths, of every function that ckptx offers."""
-    for name in ("convert", "reshard", "inspect", "diff", "verify", "open_checkpoint", "forecast", "robustness"):
-        function = getattr(ckptx, name)
-        target = function if introspection.isfunction(function) else function.robustness
-        for parameter in introspection.signature(target).parameters.values():
+def test_each_parameter_that_is_annotated_as_a_path_is_refused() -> None:
+    assert {"reshard ReshardOptions tp_plan", "convert to-dcp ToDcpOptions report_file"} <= FUNCTIONS.keys()
+    for name in {command.function.partition(":")[2] for command in CANONICAL.values() if command.function}:
+        for parameter in introspection.signature(getattr(ckptx, name)).parameters.values():
             if "Path" in str(parameter.annotation):
-                label = name if name == "open_checkpoint" else f"{name} {parameter.name}"
-                assert label in FUNCTIONS
+                assert any(each.startswith(f"{name} ") and each.endswith(f" {parameter.name}") for each in FUNCTIONS)
 
 
 @pytest.mark.parametrize("url", URLS)

@@ -6,15 +6,15 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 import ckptx
-from ckptx.errors import UsageError
+from ckptx.errors import UnsupportedError, UsageError
 from ckptx.options.commands import COMMANDS, tables_of
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
-from ckptx.options.option import settings_of
+from ckptx.options.option import OUTPUT, Option, Options, settings_of
 from ckptx.options.sizes import default_workers, parse_size
 
 
@@ -45,6 +45,24 @@ def test_defaults() -> None:
 def test_none_is_not_set() -> None:
     given: dict[str, Any] = {"source_prefix": None, "files": None, "tied": None, "workers": None, "overwrite": None}
     assert ToDcpOptions("to-dcp", "in", "out", **given) == ToDcpOptions("to-dcp", "in", "out")
+
+
+@pytest.mark.parametrize(("kind", "is_path"), [(str, False), (str | Path, True), (str | Path | None, True)])
+def test_the_type_of_an_option_says_whether_it_is_a_path(kind: Any, is_path: bool) -> None:
+    made = type("Made", (Options,), {"__annotations__": {"x": Annotated[kind, Option("", OUTPUT)]}, "x": ""})
+    assert settings_of(made)["x"].is_path is is_path
+    if is_path:
+        with pytest.raises(UnsupportedError, match="is a URL"):
+            made(x="s3://bucket/x")
+    else:
+        assert made(x="s3://bucket/x").x == "s3://bucket/x"
+
+
+@pytest.mark.parametrize("kind", [float, dict[str, str], Path])
+def test_an_option_of_a_type_that_nothing_reads_is_refused(kind: Any) -> None:
+    made = type("Made", (Options,), {"__annotations__": {"x": Annotated[kind, Option("", OUTPUT)]}, "x": None})
+    with pytest.raises(TypeError, match=r"Made\.x: an option is a bool, int"):
+        settings_of(made)
 
 
 def test_spellings_of_a_dtype() -> None:

@@ -1,0 +1,22 @@
+"""A valid call of each command, from the names of its arguments, so that tests call a new command as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptx.options.commands import COMMANDS
+from ckptx.options.option import Argument, settings_of
+
+
+def arguments_of(words: str, checkpoint: str | Path, out: str | Path) -> list[str]:
+    """Return the positional arguments of a command.
+
+    Args:
+        words: The command, as in `COMMANDS`.
+        checkpoint: Checkpoint to pass for every argument that is not named below.
+        out: Directory to pass for `dst`.
+    """
+    places = {"dst": out, "recipe": "llama_tiny"}
+    settings = settings_of(COMMANDS[words].options[0])
+    names = [name for name, each in settings.items() if isinstance(each.annotation, Argument) and each.is_path]
+    return [str(places.get(name, checkpoint)) for name in names]
