@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ckptx.processes.peak_memory import peak_memory, peak_of_children
 from ckptx.wording import counted as counted
@@ -56,6 +56,7 @@ class Report:
     """Top level of `--json`. docs/report.md defines every word of it.
 
     Attributes:
+        commands: Words of the commands that print it, other names included; empty for reports of failures alone.
         command: "convert hf2dcp", "verify", ...
         exit: The exit code; `ok` is true when it is 0.
         error: The one line of an error, or None.
@@ -74,6 +75,8 @@ class Report:
         peak_rss: Peak resident set size of the process that `peak_rss_of` names, in bytes.
         peak_rss_of: "this process"; "largest rank" or "largest process" of a run of several, this one included.
     """
+
+    commands: ClassVar[Sequence[str]] = ()
 
     command: str
     exit: int = 0

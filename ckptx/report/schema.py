@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import msgspec
 
-from ckptx.report.documents.comparison import DiffReport, VerifyReport
-from ckptx.report.documents.conversion import ConversionReport
-from ckptx.report.documents.environment import EnvironmentReport
-from ckptx.report.documents.forecast import ForecastReport, SearchReport
+from ckptx.report import documents
 from ckptx.report.documents.inspection import InspectionReport, RanksOfInspection
-from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
-from ckptx.report.documents.running import RunReport
 from ckptx.report.report import SCHEMA_VERSION, Report
 
-# Words of the command line -> what they report. A call that cannot be understood and any failure are plain reports.
-COMMANDS: Mapping[type[Report], tuple[str, ...]] = {
-    ConversionReport: ("convert to-dcp", "convert hf2dcp", "convert to-hf", "convert dcp2hf", "reshard"),
-    InspectionReport: ("inspect",),
-    DiffReport: ("diff",),
-    VerifyReport: ("verify",),
-    RunReport: ("verify",),
-    ForecastReport: ("forecast",),
-    SearchReport: ("forecast",),
-    RobustnessReport: ("robustness",),
-    FaultsReport: ("robustness",),
-    EnvironmentReport: ("env",),
-}
 _DESCRIBED = re.compile(r"^        (\w+): (.+(?:\n            .+)*)", re.MULTILINE)
+
+
+def reports() -> list[type[Report]]:
+    """Return the class of every report that a command prints, module by module of `documents/`."""
+    found = []
+    for each in sorted(iter_modules(documents.__path__), key=lambda module: module.name):
+        module = import_module(f"{documents.__name__}.{each.name}")
+        made = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Report)]
+        found += [report for report in made if report.__module__ == module.__name__ and report.commands]
+    return found
 
 
 def schema() -> dict[str, Any]:
     """The schema, draft 2020-12, of every document that `--json` prints."""
-    definitions = {"Failure": _failure(), **{made.__name__: _report(made, words) for made, words in COMMANDS.items()}}
+    definitions = {"Failure": _failure(), **{made.__name__: _report(made) for made in reports()}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A report of ckptx, schema_version {SCHEMA_VERSION}",
@@ -52,11 +45,11 @@ def _failure() -> dict[str, Any]:
     return {**made, "description": "Of a command that could not do what was asked."}
 
 
-def _report(made: type[Report], words: Sequence[str]) -> dict[str, Any]:
+def _report(made: type[Report]) -> dict[str, Any]:
     found = _object(made)
     if made is InspectionReport:  # what `--ranks` adds stands beside the other fields
         found["properties"].update(_object(RanksOfInspection)["properties"])
-    found["properties"]["command"] = {**found["properties"]["command"], "enum": list(words)}
+    found["properties"]["command"] = {**found["properties"]["command"], "enum": list(made.commands)}
     found["properties"]["error"] = {**found["properties"]["error"], "type": "null"}
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptx.report.report import Report
 
@@ -19,6 +19,8 @@ class DiffReport(Report):
         differing: A row for each difference.
         tied: Names that one side leaves out, because they are tied to one that both have.
     """
+
+    commands: ClassVar[Sequence[str]] = ("diff",)
 
     parameters: int
     compared: int
@@ -35,6 +37,8 @@ class VerifyReport(Report):
         compared: Pairs of tensors that were compared.
         differing: A row for each difference.
     """
+
+    commands: ClassVar[Sequence[str]] = ("verify",)
 
     parameters: int
     compared: int

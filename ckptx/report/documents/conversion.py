@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptx.report.report import OPTIONAL, Report
 
@@ -41,6 +41,14 @@ class ConversionReport(Report):
         memory: Of a dry run: bytes of buffers.
         free_space: Of a dry run: bytes free at the target.
     """
+
+    commands: ClassVar[Sequence[str]] = (
+        "convert to-dcp",
+        "convert hf2dcp",
+        "convert to-hf",
+        "convert dcp2hf",
+        "reshard",
+    )
 
     parameters: int
     output_bytes: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptx.report.report import Report
 
@@ -23,6 +23,8 @@ class EnvironmentReport(Report):
         defaults: A row for each default from a file or the environment: `option`, `value` (secrets are not shown),
             `origin` (file and key, or variable), and the `commands` that it is for.
     """
+
+    commands: ClassVar[Sequence[str]] = ("env",)
 
     ckptx: str
     python: str

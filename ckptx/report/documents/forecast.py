@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptx.report.report import Report
 
@@ -30,6 +30,8 @@ class ForecastReport(Report):
         recomputed: Those of them that are computed a second time.
         assumptions: What the numbers do and do not say.
     """
+
+    commands: ClassVar[Sequence[str]] = ("forecast",)
 
     architecture: str
     parameters: int
@@ -64,6 +66,8 @@ class SearchReport(Report):
         tried: Steps that were looked at.
         assumptions: What the numbers do and do not say.
     """
+
+    commands: ClassVar[Sequence[str]] = ("forecast",)
 
     architecture: str
     parameters: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptx.report.report import OPTIONAL, Report
 
@@ -52,6 +52,8 @@ class InspectionReport(Report):
         by_rank: Of `--ranks`; in the document its fields stand beside the others.
         html: Where the page is.
     """
+
+    commands: ClassVar[Sequence[str]] = ("inspect",)
 
     path: str
     format: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptx.report.report import OPTIONAL, Report
 
@@ -46,6 +46,8 @@ class RobustnessReport(Report):
         environment: What it ran with: ckptx, python, torch, transformers, device, ... -> version or name.
     """
 
+    commands: ClassVar[Sequence[str]] = ("robustness",)
+
     recipe: str
     recipe_file: str
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -71,5 +73,7 @@ class FaultsReport(Report):
     Attributes:
         faults: Name of each fault that can be planted -> what it does.
     """
+
+    commands: ClassVar[Sequence[str]] = ("robustness",)
 
     faults: Mapping[str, str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptx.report.report import OPTIONAL, Report
 
@@ -60,6 +60,8 @@ class RunReport(Report):
             `tensors` and the first `names`.
         peak_rss_rank_0: Peak resident set size of rank 0, where this process started the ranks.
     """
+
+    commands: ClassVar[Sequence[str]] = ("verify",)
 
     run: bool = True
     compared: int
