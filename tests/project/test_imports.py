@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptx.options.commands import COMMANDS
 from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
 _LOADED = """
@@ -81,6 +82,8 @@ def test_importing_ckptx_loads_nothing_of_it() -> None:
 def test_the_python_api_offers_what_it_names() -> None:
     import ckptx
 
+    functions = {command.function.partition(":")[2] for command in COMMANDS.values() if command.function}
+    assert functions <= {*ckptx.__all__}, "name the function in ckptx/__init__.py: among the imports and in __all__"
     for name in ckptx.__all__:
         assert getattr(ckptx, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
