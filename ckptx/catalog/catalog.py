@@ -32,8 +32,7 @@ class Catalog:
 
     Attributes:
         root: The directory every file name is relative to.
-        format: "huggingface", "bin", "dcp", "sharded" (safetensors with a file for each rank) or "fsdp" (a state dict
-            of each rank).
+        format: Name of its `Form`.
         tensors: Logical tensors by name, in the order they lie on disk. Names that share bytes (aliases in a DCP,
             shared storages in a `.bin`) are entries of their own with equal chunks.
         objects: Pickled objects of a DCP, never opened.

@@ -9,7 +9,7 @@ class Form(NamedTuple):
     """Properties of every checkpoint of one format.
 
     Attributes:
-        name: As manifests and reports have it: "huggingface", "bin", "dcp", "sharded" or "fsdp".
+        name: Name in catalogs, manifests, reports and docs/formats.md.
         family: What `reshard` makes of it unless asked otherwise.
         has_archives: Its tensors lie in archives of `torch.save`, which have to be looked into.
         is_of_training: A trainer wrote it: names may have wrappers and a prefix, optimizer state and pickled objects

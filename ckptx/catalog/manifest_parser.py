@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.form import FORMS
 from ckptx.catalog.manifest import (
     ORIGINAL_FORMAT,
     RANK_ORDER,
@@ -39,7 +40,11 @@ from ckptx.untrusted.numbers import OneOfEach, SharedHash, salted
 
 _MAX_VALUES = 1 << 24  # of any type; the largest published model with its optimizer state has a tenth
 _END = 1 << 63
-_FORMATS = ("dcp", "sharded", "huggingface")
+# Of the checkpoints that a manifest describes: outputs that have one, then sources that it can restore.
+_FORMATS = (
+    *(form.name for form in FORMS.values() if form.has_manifest),
+    *(form.name for form in FORMS.values() if form.can_be_restored),
+)
 _NUMBERS = frozenset({int})
 _DIGEST = re.compile("[0-9a-f]{32}")
 

@@ -14,9 +14,8 @@ class Located(NamedTuple):
 
     Attributes:
         source: The directory.
-        kind: "huggingface", "bin", "dcp", "sharded" or "fsdp", as `Catalog.format`.
-        weights: A file name for "huggingface" and "bin", the parts (directories) for "dcp" and "sharded", the files of
-            all ranks for "fsdp".
+        kind: Name of its `Form`, as `Catalog.format`.
+        weights: Weight files or an index, by name; for "dcp" and "sharded" the directories with the parts.
     """
 
     source: Source

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog, Part
 from ckptx.catalog.entry import StoredChunks, TensorEntry
+from ckptx.catalog.form import FORMS
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
@@ -129,7 +130,7 @@ def _refuse_part(located: Located, catalog: Catalog) -> None:
     source, shapes_in = located.source, partial(_shapes_in, located.source)
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
     metadata = _metadata_of(catalog, located.weights[0])
-    if located.kind in ("huggingface", "bin") and not located.weights[0].endswith(".index.json"):
+    if FORMS[located.kind].is_published and not located.weights[0].endswith(".index.json"):
         refuse_part_file(source, located.weights[0], shapes, shapes_in, metadata)
     refuse_part_directory(source, shapes, shapes_in, metadata)
 
@@ -181,7 +182,7 @@ def _add_surroundings(catalog: Catalog, located: Located) -> None:
 def _has_own_directory(located: Located) -> bool:
     """False for a weight file with a name of its own: what else lies in its directory may be anything."""
     weights = located.weights[0]
-    return located.kind in ("dcp", "sharded", "fsdp") or weights in hf.USUAL_NAMES or weights.endswith(".index.json")
+    return not FORMS[located.kind].is_published or weights in hf.USUAL_NAMES or weights.endswith(".index.json")
 
 
 def _open_shards(source: Source) -> Catalog:

@@ -32,7 +32,7 @@ class InspectionReport(Report):
 
     Attributes:
         path: Where the checkpoint lies.
-        format: "huggingface", "bin", "dcp", "sharded" or "fsdp".
+        format: Name of the format, as in docs/formats.md.
         bytes: Bytes of tensor data, shared bytes once.
         parameters: Elements of the model's tensors, each tensor once.
         architecture: Name of the class, or None.

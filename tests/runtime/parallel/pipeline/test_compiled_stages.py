@@ -67,7 +67,7 @@ def compiled(
     batches = batches_of(name, dims.dp, lengths)
     whole = whole_of(deep(name), batches)
     kinds = [batches[0]]
-    plain = {} if is_around else {"_AroundCompiled": lambda module, before, after: (
+    plain = {} if is_around else {"_AroundCompiled": lambda module, _, before, after: (
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True), module.register_forward_hook(after)
     )}  # fmt: skip
     with compiler(), mock.patch.multiple(taps, **plain) if plain else mock.MagicMock():
