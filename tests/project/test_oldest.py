@@ -12,8 +12,8 @@ from ckptx.errors import _BY_EXTRA, missing_package
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# What judges the code and does not run it, and what builds the package: `make check` and `pip` have their newest.
-NOT_RUN = {"mypy", "ruff", "setuptools"}
+# Tools that check the code, or build the package and the docs site, and that no test runs.
+NOT_RUN = {"build", "markdown-it-py", "mkdocs-material", "mypy", "pre-commit", "ruff", "setuptools", "twine"}
 
 
 def pins(name: str) -> dict[str, str]:
