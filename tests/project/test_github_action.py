@@ -1,0 +1,119 @@
+"""The script of action.yml: annotations, summaries and exit codes from the reports of ckptx."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tool import tool
+from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+
+action = tool("github_action")
+
+REPORT: dict[str, Any] = {"command": "verify", "ok": False, "exit": 1, "error": None, "warnings": [], "seconds": 1.0}
+ORACLE = {"ok": False, "compared": 36, "count": 2, "differing": ["torch", "torch"], "value": None, "limit": None}
+PHASE = {"name": "resume", "title": "t", "ok": False, "seconds": 2.0, "oracles": [], "notes": []}
+
+
+def missing(name: str) -> dict[str, Any]:
+    return {"name": name, "what": "missing", "a": "BF16 [2]", "b": None}
+
+
+def test_commands_in_names_are_escaped() -> None:
+    line = action.annotation("error", "a:b,c", "x\n::error::100%\r", "d,e")
+    assert line == "::error file=d%2Ce,title=a%3Ab%2Cc::x%0A::error::100%25%0D"
+
+
+def test_markup_in_names_is_escaped() -> None:
+    report = REPORT | {"differing": [missing("a|b\n<img src=x> [c](d) `e`")]}
+    (row,) = [line for line in action.summary(report).splitlines() if "missing" in line]
+    assert row.count("|") == 4 and not set("<>[]`") & set(row)
+
+
+def test_ten_annotations_name_the_number_of_the_others(tmp_path: Path) -> None:
+    lines = action.annotations(REPORT | {"differing": [missing(f"w{i}") for i in range(60)]}, tmp_path)
+    assert len(lines) == 10 and "and 51 more" in lines[-1]
+    assert len(action.annotations(REPORT | {"differing": [missing(f"w{i}") for i in range(10)]}, tmp_path)) == 10
+    assert "10 more rows are in the report" in action.summary(
+        REPORT | {"differing": [missing(f"w{i}") for i in range(60)]}
+    )
+
+
+def test_levels_of_a_run_and_inconclusive_results(tmp_path: Path) -> None:
+    rows = [{"level": "gradients", "rank": 1, "name": "w", "max_abs": 0.5, "limit": 0.1}]
+    report = REPORT | {"differing": rows, "undecided": [{"level": "forward", "name": "logits"}]}
+    assert action.annotations(report, tmp_path) == [
+        "::error title=ckptx verify::gradients: w: rank 1, max_abs 0.5, limit 0.1",
+        "::warning title=ckptx verify::inconclusive: forward: logits",
+    ]
+
+
+def test_oracles_are_named_beside_the_recipe(tmp_path: Path) -> None:
+    phases = [
+        PHASE
+        | {"oracles": [ORACLE | {"name": "rng"}, ORACLE | {"name": "loss", "count": 0, "value": 0.5, "limit": 0}]},
+        PHASE | {"name": "export", "notes": ["out of memory"]},
+        PHASE | {"name": "kills", "ok": None},
+    ]
+    cause = {"phase": "resume", "oracle": "rng", "cause": "RNG state differs"}
+    report = REPORT | {
+        "command": "robustness", "phases": phases, "cause": cause, "recipe_file": str(tmp_path / "ci/ours.yaml"),
+        "kills": [{"at": "rename", "ok": False}, {"at": "write", "ok": True}],
+    }  # fmt: skip
+    head = "::error file=ci/ours.yaml,title=ckptx robustness::"
+    assert action.annotations(report, tmp_path) == [
+        f"{head}resume: rng: 2 of 36 items: torch; RNG state differs",
+        f"{head}resume: loss: difference 0.5, tolerance 0",
+        f"{head}export: phase: out of memory",
+        f"{head}killed while saving: rename: the last good step cannot be loaded",
+    ]
+    text = action.summary(report)
+    assert "failed, exit 1" in text and "| resume | **failed** | 2.0 |" in text and "| kills | not run | 2.0 |" in text
+    assert "file=" not in action.annotations(report, tmp_path / "other")[0]
+
+
+def test_a_failure_without_rows_still_has_an_error(tmp_path: Path) -> None:
+    (line,) = action.annotations(REPORT | {"differing": []}, tmp_path)
+    assert line.startswith("::error ")
+    assert action.annotations(REPORT | {"ok": True, "exit": 0, "differing": []}, tmp_path) == []
+
+
+def test_exit_codes_are_those_of_ckptx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = LLAMA | {
+        "hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "vocab_size": 16,
+    }  # fmt: skip
+    tensors = llama()
+    name, (dtype, shape, payload) = next(iter(tensors.items()))
+    write_hf(tmp_path / "a b", tensors, config=config)
+    write_dcp(tmp_path / "same", tensors, config=config)
+    write_hf(tmp_path / "other", tensors | {name: (dtype, shape, payload[:-1] + b"\x01")}, config=config)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+
+    def started(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["github_action.py", "--reports", str(tmp_path / "reports"), *words])
+        return int(action.main())
+
+    reference = f"'{tmp_path / 'a b'}'"
+    assert started("--verify", f"{reference} {tmp_path / 'same'}") == 0
+    assert "::error" not in capfd.readouterr().out
+    assert started("--verify", f"{reference} {tmp_path / 'other'}", "--robustness", str(tmp_path / "none.yaml")) == 1
+    printed = capfd.readouterr().out
+    assert (
+        f"::error title=ckptx verify::content: {name}" in printed and "::error title=ckptx robustness::exit" in printed
+    )
+    begin = printed.index("::stop-commands::")
+    token = printed[begin:].split("\n")[0].removeprefix("::stop-commands::")
+    assert printed.index("DIFFERENT") < printed.index(f"::{token}::") < printed.index("::error")
+    assert json.loads((tmp_path / "reports/verify.json").read_bytes())["exit"] == 1
+    assert started("--verify", f"{reference} {tmp_path / 'same'} --nonesuch") == 2
+    assert "no report was written" in capfd.readouterr().out
+    assert started() == 2
+    text = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert text.index("passed") < text.index("failed, exit 1") < text.index("No report was written")

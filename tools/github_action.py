@@ -1,0 +1,273 @@
+"""Run ckptx for the GitHub action (action.yml), and show its reports as annotations and as a summary of the job.
+
+    python tools/github_action.py [--verify "REFERENCE CHECKPOINT ..."] [--robustness "RECIPE ..."] [--reports DIR]
+
+The arguments of each command are one string, split as a shell would. Both commands run, also when the first one
+fails; the exit code is that of the first that failed. The report of each (docs/report.md) is DIR/verify.json and
+DIR/robustness.json.
+
+Names in a checkpoint are untrusted. GitHub takes a line that begins with `::` for a command, so its commands are
+switched off while ckptx prints, and everything from a report is escaped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# GitHub shows ten annotations of a kind for a step.
+MOST_ANNOTATIONS = 10
+MOST_ROWS = 50
+LONGEST_TEXT = 500
+
+Report = Mapping[str, Any]
+
+
+# ------------------------------------------------------------------------------------------------------- annotations
+
+
+def annotation(kind: str, title: str, message: str, file: str = "") -> str:
+    """Return a workflow command that GitHub shows beside the job, and beside the file if there is one.
+
+    Args:
+        kind: `error`, `warning` or `notice`.
+        title: First line.
+        message: Text below it.
+        file: Path of the file in the repository; empty for none.
+    """
+    properties = {"file": file, "title": title}
+    told = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value)
+    return f"::{kind} {told}::{_data(_short(message))}"
+
+
+def annotations(report: Report, workspace: Path) -> list[str]:
+    """Return the annotations of a report: errors and warnings, at most ten of each.
+
+    Args:
+        report: Document of `--report`.
+        workspace: Directory of the repository, in which a recipe has an annotation of its own file.
+    """
+    title = f"ckptx {report['command']}"
+    file = _in_repository(report.get("recipe_file"), workspace)
+    errors = [annotation("error", title, message, file) for message in _errors(report)]
+    warnings = [annotation("warning", title, message, file) for message in _warnings(report)]
+    return [*_limited(errors, "error", title), *_limited(warnings, "warning", title)]
+
+
+def _errors(report: Report) -> list[str]:
+    if report["ok"]:
+        return []
+    if report["error"]:
+        return [f"exit {report['exit']}: {report['error']}"]
+    found = [": ".join(row) for row in differences(report)]
+    return found or [f"exit {report['exit']}: {verdict(report)}"]
+
+
+def _warnings(report: Report) -> list[str]:
+    undecided = [f"inconclusive: {row['level']}: {row['name']}" for row in report.get("undecided") or ()]
+    return [*report["warnings"], *undecided]
+
+
+def _limited(lines: list[str], kind: str, title: str) -> list[str]:
+    if len(lines) <= MOST_ANNOTATIONS:
+        return lines
+    kept = lines[: MOST_ANNOTATIONS - 1]
+    more = f"and {len(lines) - len(kept):,} more; the summary of the job and the report have them"
+    return [*kept, annotation(kind, title, more)]
+
+
+def _in_repository(path: str | None, workspace: Path) -> str:
+    """Return a path relative to the repository, empty if it is outside."""
+    if not path:
+        return ""
+    try:
+        return str(Path(path).resolve().relative_to(workspace.resolve()))
+    except ValueError:
+        return ""
+
+
+# ----------------------------------------------------------------------------------------------------------- summary
+
+
+def differences(report: Report) -> list[tuple[str, str, str]]:
+    """Return a row for each difference: what kind it is of, which item differs, and how."""
+    if report["command"] == "robustness":
+        return [*_failed_oracles(report), *_failed_kills(report)]
+    rows = []
+    for row in report.get("differing") or ():
+        if "level" in row:
+            rank = f"rank {row['rank']}" if "rank" in row else ""
+            known = {key: value for key, value in row.items() if key not in ("level", "rank", "name")}
+            rows.append((str(row["level"]), str(row["name"]), ", ".join(filter(None, [rank, _values(known)]))))
+        elif row["what"] == "content":
+            first = f"first difference at {row['index']}: 0x{row['a']} and 0x{row['b']}"
+            rows.append(("content", str(row["name"]), first))
+        else:
+            rows.append((str(row["what"]), str(row["name"]), f"{row['a'] or 'absent'} and {row['b'] or 'absent'}"))
+    return rows
+
+
+def _failed_oracles(report: Report) -> list[tuple[str, str, str]]:
+    rows = []
+    first = report.get("cause") or {}
+    for phase in report.get("phases") or ():
+        if phase["ok"] is not False:
+            continue
+        failed = [oracle for oracle in phase["oracles"] if oracle["ok"] is False]
+        for oracle in failed:
+            parts = []
+            if oracle["count"]:
+                items = ", ".join(dict.fromkeys(map(str, oracle["differing"])))
+                parts.append(f"{oracle['count']:,} of {oracle['compared']:,} items: {items}")
+            if oracle["value"] is not None:
+                parts.append(f"difference {oracle['value']}, tolerance {oracle['limit']}")
+            if (first.get("phase"), first.get("oracle")) == (phase["name"], oracle["name"]):
+                parts.append(str(first["cause"]))
+            rows.append((str(phase["name"]), str(oracle["name"]), "; ".join(parts)))
+        if not failed:
+            reason = str(phase.get("cause") or "; ".join(phase["notes"]) or phase["title"])
+            rows.append((str(phase["name"]), "phase", reason))
+    return rows
+
+
+def _failed_kills(report: Report) -> list[tuple[str, str, str]]:
+    return [
+        ("killed while saving", str(row["at"]), "the last good step cannot be loaded")
+        for row in report.get("kills") or ()
+        if not row["ok"]
+    ]
+
+
+def verdict(report: Report) -> str:
+    """Return the result of a report in one line."""
+    if report["error"]:
+        return str(report["error"])
+    if report["command"] == "robustness":
+        phases = [phase for phase in report.get("phases") or () if phase["ok"] is not None]
+        failed = [str(phase["name"]) for phase in phases if phase["ok"] is False]
+        return f"failed: {', '.join(failed)}" if failed else f"{len(phases)} phases run"
+    if report["ok"]:
+        return f"equal, tensors compared: {report.get('compared', 0):,}"
+    return f"different: {len(report.get('differing') or ()):,} rows" if report.get("differing") else "not equal"
+
+
+def summary(report: Report) -> str:
+    """Return a report as Markdown for the summary of the job."""
+    passed = "passed" if report["ok"] else f"failed, exit {report['exit']}"
+    lines = [f"### `ckptx {report['command']}`: {passed}", "", f"{_cell(verdict(report))} ({report['seconds']:.1f} s)"]
+    if phases := report.get("phases"):
+        rows = [(phase["name"], _state(phase["ok"]), f"{phase['seconds']:.1f}") for phase in phases]
+        lines += _table(("phase", "result", "seconds"), rows)
+    found = differences(report)
+    if found:
+        head = (
+            ("phase", "oracle", "difference") if report["command"] == "robustness" else ("level", "name", "difference")
+        )
+        lines += _table(head, found[:MOST_ROWS])
+    if len(found) > MOST_ROWS:
+        lines += ["", f"{len(found) - MOST_ROWS:,} more rows are in the report."]
+    if warnings := _warnings(report):
+        lines += ["", *(f"* {_cell(each)}" for each in warnings[:MOST_ROWS])]
+    return "\n".join([*lines, "", ""])
+
+
+def _state(ok: bool | None) -> str:
+    return "not run" if ok is None else "passed" if ok else "**failed**"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    shown = [[cell if cell == "**failed**" else _cell(str(cell)) for cell in row] for row in rows]
+    return ["", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in shown)]
+
+
+# ---------------------------------------------------------------------------------------------------------- escaping
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
+
+
+def _data(text: str) -> str:
+    """Escape the message of a workflow command."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    """Escape a property of a workflow command."""
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def _cell(text: str) -> str:
+    """Escape text for a cell of a Markdown table: one line, without markup."""
+    line = " ".join(_short(text).split())
+    return "".join(f"&#{ord(char)};" if char in "|<>&`*_[]!@#\\~" else char for char in line)
+
+
+def _values(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in row.items() if value is not None)
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+def run(command: str, arguments: str, path: Path) -> tuple[int, Report | None]:
+    """Run a command of ckptx; return its exit code and its report, None if it wrote none.
+
+    Args:
+        command: `verify` or `robustness`.
+        arguments: Its arguments, as one string.
+        path: File for the report.
+    """
+    path.unlink(missing_ok=True)  # of a run before
+    words = [sys.executable, "-m", "ckptx", command, *shlex.split(arguments), "--report", str(path)]
+    token = secrets.token_hex(16)
+    print(f"::stop-commands::{token}", flush=True)
+    try:
+        code = subprocess.run(words, stderr=subprocess.STDOUT).returncode
+    finally:
+        print(f"::{token}::", flush=True)
+    code = 128 - code if code < 0 else code  # killed by a signal
+    return code, json.loads(path.read_bytes()) if path.is_file() else None
+
+
+def main() -> int:
+    """Run the commands, print annotations and write the summary; return the exit code of ckptx."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verify", default="", help="arguments of `ckptx verify`")
+    parser.add_argument("--robustness", default="", help="arguments of `ckptx robustness`")
+    parser.add_argument("--reports", type=Path, default=Path("ckptx-reports"), help="directory for the reports")
+    options = parser.parse_args()
+    asked = {name: words for name in ("verify", "robustness") if (words := getattr(options, name).strip())}
+    if not asked:
+        print(annotation("error", "ckptx", "the input verify or robustness is required"))
+        return 2
+    options.reports.mkdir(parents=True, exist_ok=True)
+    workspace = Path(os.environ.get("GITHUB_WORKSPACE") or ".")
+    exits = []
+    for command, arguments in asked.items():
+        code, report = run(command, arguments, options.reports / f"{command}.json")
+        exits.append(code)
+        if report is None:
+            text = f"exit {code}: no report was written; the log of the step has the reason"
+            print(annotation("error", f"ckptx {command}", text), flush=True)
+            markdown = f"### `ckptx {command}`: failed, exit {code}\n\nNo report was written.\n\n"
+        else:
+            for line in annotations(report, workspace):
+                print(line, flush=True)
+            markdown = summary(report)
+        if file := os.environ.get("GITHUB_STEP_SUMMARY"):
+            with Path(file).open("a", encoding="utf-8") as out:
+                out.write(markdown)
+    return next((code for code in exits if code), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
