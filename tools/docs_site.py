@@ -1,0 +1,204 @@
+"""Hooks of mkdocs: make a site of Markdown files that are written for GitHub (`make docs-site`).
+
+GitHub and Python-Markdown, which mkdocs uses, differ in four points:
+
+    links     a page links to files of the repository (`../README.md`, `../ckptx/errors.py`); the site has pages for
+              some of them (`EXTRA_PAGES`), and the others are on GitHub
+    lists     GitHub takes the text of an item from the column where it begins, Python-Markdown from every fourth
+              column; and Python-Markdown needs an empty line above a list
+    tables    GitHub needs a backslash before a `|` in code, Python-Markdown prints it
+    start     GitHub shows docs/README.md for the folder; the site has its navigation instead and starts with README.md
+
+`on_page_content` compares what Python-Markdown made of a page with what a CommonMark parser makes of it, so that a page
+which only GitHub shows correctly fails the build.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+BRANCH = "main"
+
+# Files outside docs/ that the site has, each with its name there.
+EXTRA_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
+# docs/README.md is a list of the pages: the navigation of the site.
+LIST_OF_PAGES = "docs/README.md"
+
+# Code in the pages has lines of up to 120 columns.
+STYLE = "site.css"
+_CSS = """\
+.md-grid { max-width: 78rem; }
+.md-typeset h1 { color: inherit; }
+.md-typeset pre > code { font-size: 0.62rem; }
+.md-typeset td code { word-break: normal; overflow-wrap: anywhere; }
+"""
+
+_FENCE = re.compile(r" *(`{3,}|~{3,})")
+_LINK = re.compile(r"(\]\(\s*)([^)\s]+)(\s*\))")
+_ITEM = re.compile(r"( *)([*+-]|\d+[.)])( +)(?=\S)")
+_CODE = re.compile(r"`[^`]+`")
+_COMMENT = re.compile(r" *<!-- not run: .* -->")
+_INDENT = 4  # of Python-Markdown
+_COUNTED = ("h1", "h2", "h3", "h4", "li", "pre", "table", "tr", "a", "img", "strong", "code")
+
+
+def source_path(src_uri: str) -> str:
+    """Return the path in the repository of a page of the site."""
+    extra = {page: path for path, page in EXTRA_PAGES.items()}
+    return extra.get(src_uri, f"docs/{src_uri}")
+
+
+def site_link(target: str, source: str, repository: str) -> str:
+    """Return a link of a page as the site needs it.
+
+    Args:
+        target: The link as written, relative to the file that has it.
+        source: Path of that file in the repository.
+        repository: Address of the repository on GitHub.
+
+    Raises:
+        ValueError: The link leads to no file of the repository.
+    """
+    name, hash_sign, anchor = target.partition("#")
+    if not name or "://" in target or target.startswith("mailto:"):
+        return target
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), name))
+    if path == LIST_OF_PAGES or path == "docs":
+        path, anchor, hash_sign = "README.md", "", ""
+    there = ROOT / path
+    if path.startswith("..") or not there.exists():
+        raise ValueError(f"{source}: the link {target} leads to no file of the repository")
+    page = EXTRA_PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+    if page is None:
+        kind = "tree" if there.is_dir() else "blob"
+        return f"{repository}/{kind}/{BRANCH}/{path}{hash_sign}{anchor}"
+    here = posixpath.dirname(EXTRA_PAGES.get(source) or source.removeprefix("docs/"))
+    return f"{posixpath.relpath(page, here or '.')}{hash_sign}{anchor}"
+
+
+def with_site_links(text: str, source: str, repository: str) -> str:
+    """Return a page whose links lead to pages of the site, or to GitHub; code stays as it is."""
+    lines = []
+    for line, is_code in _lines(text):
+        if not is_code:
+            line = _LINK.sub(lambda link: f"{link[1]}{site_link(link[2], source, repository)}{link[3]}", line)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def with_wide_lists(text: str) -> str:
+    """Return a page whose lists are indented by four columns a level, with an empty line above each list."""
+    lines: list[str] = []
+    columns: list[int] = []  # where the text of each open item begins, the outermost first
+    for line, is_code in _lines(text):
+        if not line.strip():
+            lines.append(line)
+            continue
+        indent = len(line) - len(line.lstrip(" "))
+        item = None if is_code else _ITEM.match(line)
+        after_blank = not lines or not lines[-1].strip()
+        if item or after_blank or is_code:  # any other line continues the paragraph above it
+            while columns and indent < columns[-1]:
+                columns.pop()
+        depth = len(columns)
+        left = columns[-1] if columns else 0
+        if item:
+            if not after_blank and not any(_ITEM.match(each) for each in _paragraph(lines)):
+                lines.append("")
+            columns.append(item.end())
+            lines.append(f"{' ' * _INDENT * depth}{line[left:]}")
+        else:
+            lines.append(f"{' ' * _INDENT * depth}{line[min(left, indent) :]}")
+    return "\n".join(lines)
+
+
+def with_plain_pipes(text: str) -> str:
+    """Return a page without backslashes before the `|` in code in tables."""
+    return "\n".join(
+        _CODE.sub(lambda code: code[0].replace("\\|", "|"), line) if line.startswith("|") and not is_code else line
+        for line, is_code in _lines(text)
+    )
+
+
+def _paragraph(lines: list[str]) -> list[str]:
+    """Return the last lines up to an empty one."""
+    found: list[str] = []
+    for line in reversed(lines):
+        if not line.strip():
+            break
+        found.append(line)
+    return found
+
+
+def _lines(text: str) -> list[tuple[str, bool]]:
+    """Return each line of a page, and whether it is in a fenced block (the fences are)."""
+    found, fence = [], ""
+    for line in text.splitlines():
+        mark = _FENCE.match(line)
+        if fence:
+            found.append((line, True))
+            if line.strip() == fence:
+                fence = ""
+        else:
+            found.append((line, mark is not None))
+            fence = mark[1] if mark else ""
+    return found
+
+
+def tags(html: str) -> Counter[str]:
+    """Count the elements of a page that both Markdown parsers must agree on."""
+    return Counter(tag for tag in re.findall(r"<(\w+)[\s>]", html) if tag in _COUNTED)
+
+
+# --------------------------------------------------------------------------------------------------- called by mkdocs
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages outside docs/, and leave out the list of pages."""
+    from mkdocs.structure.files import File
+
+    listed = files.get_file_from_path("README.md")
+    if listed is not None:
+        files.remove(listed)
+    for path, page in EXTRA_PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, STYLE, content=_CSS))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite the links and lists of a page."""
+    source = source_path(page.file.src_uri)
+    kept = "\n".join(line for line in markdown.splitlines() if not _COMMENT.fullmatch(line))
+    text = with_site_links(kept, source, str(config.repo_url).rstrip("/"))
+    page.meta["commonmark"] = text
+    return with_wide_lists(with_plain_pipes(text))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Compare the page with what CommonMark makes of it.
+
+    Raises:
+        PluginError: The parsers disagree about headings, lists, code blocks, tables or links.
+    """
+    from markdown_it import MarkdownIt
+    from mkdocs.exceptions import PluginError
+
+    expected = tags(MarkdownIt("commonmark").enable("table").render(page.meta.pop("commonmark")))
+    own = re.sub(r'<a class="headerlink".*?</a>', "", html)
+    found = tags(re.sub(r'<a id="__codelineno.*?</a>', "", own))
+    wrong = {tag: (found[tag], expected[tag]) for tag in _COUNTED if found[tag] != expected[tag]}
+    if wrong:
+        told = ", ".join(f"{found} <{tag}> instead of {expected}" for tag, (found, expected) in wrong.items())
+        raise PluginError(f"{source_path(page.file.src_uri)}: the site would differ from GitHub: {told}")
+    return html
