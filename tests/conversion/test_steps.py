@@ -396,8 +396,10 @@ def test_a_tensor_that_ends_nowhere_is_a_defect() -> None:
 def test_every_format_that_is_read_says_what_follows_from_it(name: str) -> None:
     form = FORMS[name]
     assert form.name == name and form.family in ("dcp", "safetensors")
-    assert form.is_published != form.has_manifest  # what ckptx writes for training, or what authors publish
-    assert not form.is_of_training or form.has_archives
+    assert not (form.is_published and form.has_manifest)  # what ckptx writes for training, or what authors publish
+    assert form.is_published or form.has_manifest or form.is_of_training
+    assert not form.has_archives or form.is_of_training
+    assert not form.can_be_restored or form.is_published
 
 
 @pytest.mark.parametrize("output", FORMATS)
