@@ -70,7 +70,7 @@ def split_replicas(blocks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Ch
 
 
 def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]]:
-    """Every replica with the chunk whose elements it repeats: what a reader has to compare."""
+    """Iterate over replicas, each with its tensor and the chunk that holds the same elements; readers compare both."""
     for entry in catalog.tensors.values():
         if entry.replicas:
             held = {salted(chunk.region): chunk for chunk in entry.chunks}

@@ -1,4 +1,4 @@
-"""What a launcher, torchrun or ckptx, tells a rank by its environment: which one it is, and where all of them meet.
+"""Read the environment variables that a launcher (torchrun or ckptx) sets for a rank, and open the store of the ranks.
 
     RANK, LOCAL_RANK, WORLD_SIZE       which rank this process is, of how many
     MASTER_ADDR, MASTER_PORT           a key-value store: that of torchrun's agent, or else of rank 0

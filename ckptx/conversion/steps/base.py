@@ -165,5 +165,5 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
     if base.config is None or source_of_config(base).location != base.root:
         raise InputError(f"{base.root}: has no config.json; --base needs an HF checkpoint")
     if base.form.is_of_training:
-        raise UnsupportedError(f"{base.root}: is a DCP; --base needs an HF checkpoint")
+        raise UnsupportedError(f"{base.root}: is of format {base.format}; --base requires an HF checkpoint")
     return base

@@ -19,7 +19,7 @@ _NAME = re.compile(r"model_world_size_(0|[1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt
 
 
 class RankFile(NamedTuple):
-    """What the name of a file says: the number of ranks that saved, and which of them wrote it."""
+    """The numbers in a file name: the world size of the save and the rank that wrote the file."""
 
     world_size: int
     rank: int

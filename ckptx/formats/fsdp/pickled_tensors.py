@@ -1,4 +1,4 @@
-"""The sharded tensors in a pickled FSDP state dict: which part of the whole tensor each rank holds.
+"""Read the sharded tensors in a pickled FSDP state dict: the region of the whole tensor that each rank holds.
 
     DTensor                   its mesh, the coordinate of this rank in it, and a placement for each mesh dim
     ShardedTensor             the offsets of its local shards (FSDP1 without a device mesh)
@@ -139,7 +139,7 @@ def load_state_dict(data: bytes, where: str) -> Any:
 
 
 class Parts(NamedTuple):
-    """What one rank holds of one tensor.
+    """The shards of one tensor on one rank.
 
     Attributes:
         shape: Shape of the whole tensor, in elements.
@@ -151,7 +151,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(value: object, rank: int, where: str) -> Parts:
-    """Return what a rank holds of a tensor.
+    """Return the shards of a tensor on one rank.
 
     Args:
         value: A value of the state dict that `load_state_dict` returned.

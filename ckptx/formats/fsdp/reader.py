@@ -4,7 +4,7 @@ Every file holds every name. A DTensor or ShardedTensor says which region of the
 the whole; regions that several ranks hold are replicas, which are compared when the tensor is read. Only the directory
 and the pickle of each file are read here.
 
-verl's optimizer files are left behind: they are keyed by parameter index, and no file says which parameter that is.
+verl's optimizer files are not converted: they are keyed by parameter index, and no file maps an index to a name.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _StateDicts:
     """The state dicts of the ranks, as far as they were read.
 
     Attributes:
-        blocks: What ranks hold of each tensor, in the order of ranks.
+        blocks: The shards of each tensor, in the order of ranks.
         known: Data type and shape of each tensor, by the file of the first rank.
     """
 
