@@ -33,7 +33,7 @@ class Fault:
         phase: Number of the phase that has to fail.
         run: The run in which it is planted.
         needs: Sizes of the mesh without which there is nothing to plant it in.
-        planted: What a session calls to plant it.
+        planted: Function that a session calls to inject the fault.
     """
 
     says: str

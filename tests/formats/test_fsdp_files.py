@@ -29,11 +29,12 @@ ROWS = ((0, 3), (3, 2))
 
 @dataclass
 class Case:
-    """What one rank writes; a test changes one value.
+    """The values that one rank writes; a test changes one of them.
 
     Attributes:
-        shape, local, sizes, coordinate, placements, saved_by, extra: Of tensor "w".
-        name: Of the tensor.
+        shape, local, placements: Shape, local tensor and placements of the DTensor.
+        sizes, coordinate, saved_by: Mesh, position of the rank in it, and rank that the mesh records.
+        name: Name of the tensor.
         also: Other entries of the state dict.
     """
 
