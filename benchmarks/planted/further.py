@@ -161,7 +161,7 @@ _HEADS_AND_NORMS = [
         r(
             "soft-cap of the scores forgotten on rank 1",
             at.cap_of_scores_on_one_rank,
-            "scores this far below the cap of 50 are changed by less than rounding may",
+            "scores far below the cap of 50: the difference is about as large as the tolerance",
         ),
         r("soft-cap of the logits forgotten on rank 1", at.final_cap_on_one_rank),
     ),

@@ -139,10 +139,17 @@ def test_of_what_is_missed_the_reason_is_known(tables: dict[str, list[Row]], dty
 
 
 @pytest.mark.slow
-def test_what_is_found_has_no_reason_to_be_missed(tables: dict[str, list[Row]]) -> None:
+def test_what_is_found_by_far_has_no_reason_to_be_missed(tables: dict[str, list[Row]]) -> None:
+    """A defect may have a reason and be found, if its effect is about as large as the tolerance."""
     rows = tables["known"] + tables["further"]
     somewhere = {key for dtype in benchmark.DTYPES for key in missed(rows, dtype)}
-    assert {key for key, each in EVERY.items() if each.missed} == somewhere
+    explained = {key for key, each in EVERY.items() if each.missed}
+    largest = {
+        key: max(max(row["logits"], row["gradient"]) for row in rows if f"{row['model']} | {row['defect']}" == key)
+        for key in explained - somewhere
+    }
+    assert somewhere <= explained
+    assert {key: ratio for key, ratio in largest.items() if ratio > 2} == {}
 
 
 @pytest.mark.slow
