@@ -23,9 +23,9 @@ from ckptx.robustness_suite.faults import FAULTS
 from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.oracles import distance, largest
 from ckptx.robustness_suite.phases import PHASES
-from ckptx.robustness_suite.ranks import Ranks, Residue
+from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
 from ckptx.robustness_suite.run import baseline_of, run_phase
-from ckptx.robustness_suite.session import Planted, Session
+from ckptx.robustness_suite.session import InjectedFault, Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
 RECIPE = "llama_tiny"
@@ -45,7 +45,7 @@ class Shared(Session):
 @contextmanager
 def opened(
     folder: Path, needs: Mapping[str, int], ranks: Ranks | None = None, settings: Sequence[str] = ()
-) -> Iterator[tuple[Session, Residue]]:
+) -> Iterator[tuple[Session, LeakedMemory]]:
     """A session on a mesh that has what a fault needs, and what its ranks have when they have nothing."""
     recipe = read_recipe(RECIPE, [*settings, *(_SETTINGS[axis] for axis in needs if axis in _SETTINGS)])
     with Ranks(device="cpu") if ranks is None else nullcontext(ranks) as own:
@@ -53,14 +53,14 @@ def opened(
         session = Shared(
             recipe=recipe, source=folder / "source", out=folder, ranks=own, is_exact=True, log=Log(),
         )  # fmt: skip
-        session.source, _ = session.ask("prepared", recipe, session.source)
+        session.source, _ = session.run_task("prepared", recipe, session.source)
         yield session, baseline_of(session)
 
 
-def named(session: Session, baseline: Residue, name: str | None, number: int) -> Row:
+def named(session: Session, baseline: LeakedMemory, name: str | None, number: int) -> Row:
     """What a phase says with a fault, or without one."""
     fault = FAULTS[name] if name is not None else None
-    session.planted = fault.planted if fault is not None else Planted()
+    session.planted = fault.planted if fault is not None else InjectedFault()
     judge = Judge(lambda _: None)
     row = run_phase(judge, session, PHASES[number], baseline)
     failed = [each["name"] for each in row["oracles"] if not each["ok"]]

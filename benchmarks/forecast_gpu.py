@@ -39,12 +39,12 @@ from ckptx.options.forecast import ForecastOptions
 from ckptx.runtime.forecasting.fake_world import fake_world
 from ckptx.runtime.forecasting.step import StepSpec, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task, task_of_options
-from ckptx.runtime.memory.measured import measured
+from ckptx.runtime.memory.measured_memory import measured
 from ckptx.runtime.memory.reserve import reserved
 from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import materialize
 from ckptx.runtime.parallel.distributed import device_of, mesh_of
-from ckptx.runtime.training.assembly import Assembled, lay_out
+from ckptx.runtime.training.assembly import AssembledModel, lay_out
 from ckptx.runtime.training.recipe_file import read_recipe
 
 _GIB = 2**30
@@ -195,7 +195,7 @@ def _taken(step: StepSpec, device: torch.device) -> Row:
     return row
 
 
-def _filled(assembled: Assembled, task: Task, device: torch.device) -> StepSpec:
+def _filled(assembled: AssembledModel, task: Task, device: torch.device) -> StepSpec:
     """With random weights, and rows on the device."""
     torch.manual_seed(0)
     model = assembled.models[0]

@@ -22,7 +22,7 @@ from measure import HERE, publish, table
 sys.path.insert(0, str(HERE.parent))
 
 from ckptx.robustness_suite.kills import kill_points, kind_of
-from ckptx.robustness_suite.survivors import survivors
+from ckptx.robustness_suite.surviving_steps import survivors
 from tests.support import killed_ranks
 from tests.support.killed_ranks import HOW, Kill
 

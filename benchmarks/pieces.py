@@ -61,24 +61,24 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
 
     from ckptx.layout.stages import StageMap
     from ckptx.options.verify import RunOptions
-    from ckptx.runtime.parallel.distributed import Process
+    from ckptx.runtime.parallel.distributed import RankContext
     from ckptx.runtime.parity.budget import Budget
-    from ckptx.runtime.parity.reference import InOnePiece, InPieces, cut_into
-    from ckptx.runtime.parity.side import Side
+    from ckptx.runtime.parity.reference import OffloadedReference, WholeReference, partition_reference
+    from ckptx.runtime.parity.side import ModelSide
 
     torch.set_num_threads(2)
-    process = Process(0, 1, torch.device("cpu"))
-    side = Side(path, path, RunOptions(device="cpu", compute_dtype="auto"))
+    process = RankContext(0, 1, torch.device("cpu"))
+    side = ModelSide(path, path, RunOptions(device="cpu", compute_dtype="auto"))
     seen = side.look()
     batches = side.batches(seen, count)
     model, stacks = side.stacked()
     budget = Budget(model, stacks, batches, backward=True, both=False)
-    running: Any = InOnePiece(side, batches, process, backward=True)
+    running: Any = WholeReference(side, batches, process, backward=True)
     expected = budget.whole
     if pieces > 1:
         stages = StageMap(stacks, pieces)
         expected = budget.needed(stages)
-        running = InPieces(side, batches, process, cut_into(model, stages, seen), backward=True)
+        running = OffloadedReference(side, batches, process, partition_reference(model, stages, seen), backward=True)
     base = peak_rss()
     found = running.forward()
     digests = {f"logits {index}": _digest(each) for index, each in enumerate(found.outcome.logits)}

@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE.parent))
 from benchmarks.planted import external_trainers
 from benchmarks.planted.external_trainers import EXTERNAL
 from benchmarks.planted.trainers import MISTAKES, SCRIPTS, plant_in
-from ckptx.robustness_suite.foreign import SHIPPED
+from ckptx.robustness_suite.external_trainer import SHIPPED
 
 ALL = {**MISTAKES, **external_trainers.MISTAKES}
 Row = dict[str, Any]

@@ -21,7 +21,7 @@ from ckptx.architecture.rows import Row
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.architecture.shared_layers import SharedLayers
 from ckptx.architecture.spec import TiePair
-from ckptx.architecture.structure import Change, StackRule, Structure
+from ckptx.architecture.structure import LoadConversion, StackRule, Structure
 
 Values = dict[str, Any]
 
@@ -194,7 +194,7 @@ def _own_ends(stack: StackRule, lead: str) -> dict[str, list[str]]:
     return {key: [each for each in names if not each.startswith(lead)] for key, names in ends.items()}
 
 
-def _is_below(change: Change, lead: str) -> bool:
+def _is_below(change: LoadConversion, lead: str) -> bool:
     return all(name.startswith(lead) for name in (*change.sources, *change.targets))
 
 
@@ -228,13 +228,13 @@ def _stack_values(stack: StackRule, lead: str) -> Values:
     }
 
 
-def _renames(changes: Iterable[Change], lead: str) -> list[list[str]]:
+def _renames(changes: Iterable[LoadConversion], lead: str) -> list[list[str]]:
     return sorted(
         [each.sources[0].removeprefix(lead), each.targets[0].removeprefix(lead)] for each in changes if not each.ops
     )
 
 
-def _changes(changes: Iterable[Change], lead: str) -> list[Values]:
+def _changes(changes: Iterable[LoadConversion], lead: str) -> list[Values]:
     return [
         {
             "sources": [name.removeprefix(lead) for name in each.sources],

@@ -7,7 +7,7 @@ from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.pipeline import convert_opened
 from ckptx.conversion.steps.base import Need
-from ckptx.conversion.steps.opening import opened
+from ckptx.conversion.steps.opening import open_source
 from ckptx.options.api import api_of_two
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
 from ckptx.report.documents.conversion import ConversionReport
@@ -25,7 +25,7 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
         CkptxError: One subclass for each exit code from 2 to 7; nothing was published.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
-    with opened(options.src, options.dst, options) as ready:
+    with open_source(options.src, options.dst, options) as ready:
         log(ready)
         form = ready.source.form
         options.check_source(form)

@@ -79,10 +79,10 @@ def _of(options: ForecastOptions, task: Task) -> ForecastReport:
 
 def _searched(options: SearchOptions, task: Task, directory: Path) -> SearchReport:
     from ckptx.runtime.forecasting.reporting import search_report_of
-    from ckptx.runtime.forecasting.search import Pins, SearchSpace, search, with_microbatches
+    from ckptx.runtime.forecasting.search import FixedDims, SearchSpace, search, with_microbatches
 
     assert options.gpus is not None and options.gpu_bytes is not None
-    pins = Pins(
+    pins = FixedDims(
         tp=options.tp, pp=options.pp, dp_shard=options.dp_shard, dp_replicate=options.dp_replicate or 1,
         microbatches=options.microbatches, mode=options.activation_checkpointing,
     )  # fmt: skip

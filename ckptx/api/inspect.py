@@ -12,7 +12,7 @@ from ckptx.errors import EnvironmentProblem, UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
-from ckptx.model_view.config_check import fit_noted
+from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.parameter_count import aliases_of, parameters_of
 from ckptx.model_view.view import ModelView, manifest_beside, view_model
 from ckptx.options.api import api
@@ -65,7 +65,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         other=list(view.other),
         objects=len(catalog.objects),
         unknown=list(view.unknown),
-        fit=fit_noted(view, log.notes),
+        fit=match_config_with_notes(view, log.notes),
         groups=_groups_of(view),
         listed=[_describe(catalog, name) for name in names] if is_listed else None,
     )

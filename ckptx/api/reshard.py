@@ -6,7 +6,7 @@ from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
 from ckptx.conversion.pipeline import convert_opened
-from ckptx.conversion.steps.opening import opened
+from ckptx.conversion.steps.opening import open_source
 from ckptx.options.api import api
 from ckptx.options.conversion import ReshardOptions
 from ckptx.report.documents.conversion import ConversionReport
@@ -24,7 +24,7 @@ def reshard(options: ReshardOptions) -> ConversionReport:
         CkptxError: One subclass for each exit code from 2 to 7; nothing was published.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
-    with opened(options.src, options.dst, options) as ready:
+    with open_source(options.src, options.dst, options) as ready:
         log(ready)
         form = ready.source.form
         options.check_source(form)

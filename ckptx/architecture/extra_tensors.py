@@ -146,7 +146,7 @@ _TASK_HEADS = frozenset({"score", "classifier", "classification_head", "qa_outpu
 _LEAST_PARTS = 2  # of a name that a class of a tower must know
 
 
-class Extra(NamedTuple):
+class ExtraTensor(NamedTuple):
     """A tensor that the class does not have.
 
     Attributes:
@@ -182,8 +182,8 @@ class ExtraTensors:
         """
         self._architecture, self._config, self._tensors = architecture, config, tensors
         self._known: dict[str, bool] = {}
-        self._reasons: dict[tuple[str, int], Extra | None] = {}
-        self.found: dict[str, Extra] = {}
+        self._reasons: dict[tuple[str, int], ExtraTensor | None] = {}
+        self.found: dict[str, ExtraTensor] = {}
         for name, entry in tensors.items() if architecture.name_patterns else ():
             extra = self._find(name, entry)
             if extra is not None:
@@ -231,7 +231,7 @@ class ExtraTensors:
 
     # -- one tensor
 
-    def _find(self, name: str, entry: TensorEntry) -> Extra | None:
+    def _find(self, name: str, entry: TensorEntry) -> ExtraTensor | None:
         if self._knows(name):
             return None
         pattern, dims = pattern_of(name), len(entry.shape)
@@ -239,12 +239,12 @@ class ExtraTensors:
             self._reasons[pattern, dims] = self._by_kind(pattern, dims)
         return self._reasons[pattern, dims] or self._by_place(name, pattern)
 
-    def _by_kind(self, pattern: str, dims: int) -> Extra | None:
+    def _by_kind(self, pattern: str, dims: int) -> ExtraTensor | None:
         """Return the first row that matches a pattern, None if no row does and the class does not ignore it."""
         row = next((row for row in ROWS if self._is_of(row, pattern, dims)), None)
         if row is not None:
-            return Extra(row.reason, is_computed=row.is_computed, may_be_left_out=True)
-        return Extra(IGNORED, may_be_left_out=True) if self._architecture.knows(pattern) else None
+            return ExtraTensor(row.reason, is_computed=row.is_computed, may_be_left_out=True)
+        return ExtraTensor(IGNORED, may_be_left_out=True) if self._architecture.knows(pattern) else None
 
     def _is_of(self, row: ExtraRow, pattern: str, dims: int) -> bool:
         place = re.search(row.pattern, pattern)
@@ -254,16 +254,16 @@ class ExtraTensors:
             return False
         return not row.beside_weight or parent_of(pattern, self._knows) is not None
 
-    def _by_place(self, name: str, pattern: str) -> Extra:
+    def _by_place(self, name: str, pattern: str) -> ExtraTensor:
         if self.is_of_quantized_weight(name):
-            return Extra(OTHER_FORM, may_be_left_out=True)
+            return ExtraTensor(OTHER_FORM, may_be_left_out=True)
         other, module = self._other_class(pattern), self._module_of(pattern)
         is_head = not self._is_below_base(pattern) and (bool(other) or pattern.split(".")[0] in _TASK_HEADS)
         if is_head and self._lacks_own_head:
-            return Extra("", module or "the place of the own head, which is not stored")
+            return ExtraTensor("", module or "the place of the own head, which is not stored")
         if other and pattern.rpartition(".")[0] not in self._modules:  # no bias that the own head does not have
-            return Extra(f"of {other}, another class of this model type", module)
-        return Extra("", module) if module else Extra(OUTSIDE)
+            return ExtraTensor(f"of {other}, another class of this model type", module)
+        return ExtraTensor("", module) if module else ExtraTensor(OUTSIDE)
 
     # -- tensors beside it
 

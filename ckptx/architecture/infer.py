@@ -21,7 +21,7 @@ _PREFERRED = (
 _MASKED = "ForMaskedLM"
 
 
-class Inferred(NamedTuple):
+class InferredClass(NamedTuple):
     """A class that was found by its names.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Fit(NamedTuple):
     class_name: str
 
 
-def infer_class(config: Mapping[str, Any], names: Collection[str]) -> Inferred | None:
+def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredClass | None:
     """The class of the config's model type that has the names of a checkpoint.
 
     A head decides: a class with one is chosen where its tensors are there, or where the config ties them to some that
@@ -82,7 +82,7 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> Inferred |
     said = f'config.json names no architecture: taken for {best.class_name}, a "{model_type}" with these names'
     if equal:
         said += f"; as good: {', '.join(equal[:5])}{', ...' if len(equal) > 5 else ''}; say in config.json which it is"
-    return Inferred(best.class_name, said)
+    return InferredClass(best.class_name, said)
 
 
 def _is_held_several_times(fit: _Fit, patterns: set[str], model_type: str) -> bool:

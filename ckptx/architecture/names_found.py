@@ -10,11 +10,11 @@ from ckptx.architecture.spec import Architecture
 from ckptx.architecture.trainer_naming.detect import in_trainer_naming, trainer_naming_of
 from ckptx.errors import InputError
 from ckptx.mapping.models import KnownNames, Models, find_models
-from ckptx.mapping.names import Unwrapped, assign_roles, pattern_of, strip_wrappers
+from ckptx.mapping.names import UnwrappedNames, assign_roles, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
 
 
-class FoundNames(NamedTuple):
+class ModelNames(NamedTuple):
     """The model that the names of a checkpoint show.
 
     Attributes:
@@ -24,7 +24,7 @@ class FoundNames(NamedTuple):
         trainer_naming: Conversions to published names, see `ModelView`.
     """
 
-    unwrapped: Unwrapped
+    unwrapped: UnwrappedNames
     models: Models
     architecture: Architecture | None = None
     trainer_naming: tuple[Conversion, ...] = ()
@@ -35,7 +35,7 @@ def find_names(
     published: Architecture | None,
     config: dict[str, Any] | None,
     prefix: str | None,
-) -> FoundNames:
+) -> ModelNames:
     """Finds the model in the names of a training checkpoint.
 
     Args:
@@ -51,7 +51,7 @@ def find_names(
     known = known_names(architecture, config)
     unwrapped = strip_wrappers(names, frozenset() if known is None else known.spellings)
     roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
-    return FoundNames(unwrapped, find_models(roles, known, is_given=prefix is not None), architecture, trainer_naming)
+    return ModelNames(unwrapped, find_models(roles, known, is_given=prefix is not None), architecture, trainer_naming)
 
 
 def in_naming_of(

@@ -13,7 +13,7 @@ from ckptx.architecture.correction_rows import PlanRow, expanded
 from ckptx.architecture.corrections import absent_rows, plan_rows
 from ckptx.architecture.expressions import Scope, attempt, evaluate
 from ckptx.architecture.fused import compositions_of
-from ckptx.architecture.structure import Change, Heads, StackRule, Structure, is_live, op_parts, under
+from ckptx.architecture.structure import Heads, LoadConversion, StackRule, Structure, is_live, op_parts, under
 from ckptx.errors import InputError
 from ckptx.layout.stages import Stack
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
@@ -84,7 +84,11 @@ def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Con
     scope = _scope(structure, config)
     written = {target for change in structure.changes for target in change.targets}
     same = sorted({target for change in structure.variants for target in change.targets} - written)
-    changes = (*sorted(structure.changes), *(Change((name,), (name,)) for name in same), *sorted(structure.variants))
+    changes = (
+        *sorted(structure.changes),
+        *(LoadConversion((name,), (name,)) for name in same),
+        *sorted(structure.variants),
+    )
     return tuple(
         Conversion(change.sources, change.targets, tuple(_op(op, scope) for op in change.ops)) for change in changes
     )

@@ -30,7 +30,7 @@ class StackRule(NamedTuple):
     after: tuple[str, ...] = ()
 
 
-class Change(NamedTuple):
+class LoadConversion(NamedTuple):
     """How tensors on disk become tensors of the model; a rename when there are no operations.
 
     Attributes:
@@ -77,8 +77,8 @@ class Structure:
     stacks: tuple[StackRule, ...] = ()
     heads: Mapping[str, Heads] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
-    changes: frozenset[Change] = frozenset()
-    variants: frozenset[Change] = frozenset()
+    changes: frozenset[LoadConversion] = frozenset()
+    variants: frozenset[LoadConversion] = frozenset()
     defaults: Mapping[str, int | None] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     root: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ckptx.architecture.structure import Change, StackRule, Structure
+from ckptx.architecture.structure import LoadConversion, StackRule, Structure
 
 
 def decode_structure(own: Mapping[str, Any], shared: Mapping[str, Any], lead: str) -> Structure:
@@ -50,11 +50,11 @@ def _read(values: Mapping[str, Any], lead: str) -> Structure:
     def names(key: str, of: Mapping[str, Any] = values) -> tuple[str, ...]:
         return tuple(lead + each for each in of.get(key, ()))
 
-    def changes(renames: Iterable[Any], others: Iterable[Mapping[str, Any]]) -> Iterator[Change]:
+    def changes(renames: Iterable[Any], others: Iterable[Mapping[str, Any]]) -> Iterator[LoadConversion]:
         for source, target in renames:
-            yield Change((lead + source,), (lead + target,))
+            yield LoadConversion((lead + source,), (lead + target,))
         for each in others:
-            yield Change(names("sources", each), names("targets", each), tuple(each["ops"]))
+            yield LoadConversion(names("sources", each), names("targets", each), tuple(each["ops"]))
 
     return Structure(
         text=values.get("text", ""),

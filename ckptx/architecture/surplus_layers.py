@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ckptx.architecture.extra_tensors import Extra
+from ckptx.architecture.extra_tensors import ExtraTensor
 from ckptx.architecture.shape_rules import paths_of
-from ckptx.mapping.names import parted
+from ckptx.mapping.names import split_pattern
 
 # A layer behind the last one with any of these modules predicts further tokens.
 _PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp[a-z0-9_]*)\.")
@@ -35,7 +35,7 @@ def layer_behind(model_name: str, counts: Mapping[str, int]) -> SurplusLayer | N
         model_name: Name of the tensor in the model.
         counts: Number of layers by path of the list.
     """
-    pattern, indices = parted(model_name)
+    pattern, indices = split_pattern(model_name)
     for path in paths_of(pattern)[:1]:
         if indices[0] >= counts.get(path, indices[0] + 1):
             return SurplusLayer(path, indices[0])
@@ -46,7 +46,7 @@ def unexplained_layers(
     layers: Mapping[str, SurplusLayer],
     counts: Mapping[str, int],
     config: Mapping[str, Any],
-    extras: Mapping[str, Extra],
+    extras: Mapping[str, ExtraTensor],
 ) -> Iterator[tuple[str, SurplusLayer]]:
     """Find the layers that do not predict further tokens, each with the name of its first tensor.
 
@@ -66,7 +66,7 @@ def unexplained_layers(
             yield name, layer
 
 
-def _may_be_there(extra: Extra | None) -> bool:
+def _may_be_there(extra: ExtraTensor | None) -> bool:
     return extra is not None and bool(extra.reason) and not extra.is_computed
 
 

@@ -12,7 +12,7 @@ from ckptx.storage.interface import FileIdentity, Location, Source, local_path
 from ckptx.storage.local import LocalSource
 
 
-class Part(NamedTuple):
+class CheckpointPart(NamedTuple):
     """One of two directories that are a checkpoint together: what it takes to write them apart again.
 
     Attributes:
@@ -60,7 +60,7 @@ class Catalog:
     config: dict[str, Any] | None = None
     verbatim: dict[str, str] = field(default_factory=dict)
     planner_data: Mapping[str, Any] | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[CheckpointPart, ...] = ()
     notes: list[str] = field(default_factory=list)
     opened_from: Location | None = None
     storage: Source | None = None

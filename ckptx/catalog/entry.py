@@ -64,7 +64,7 @@ class Block(NamedTuple):
     replica: bool = False
 
 
-class CutChunks(Sequence[Chunk]):
+class ShardedChunks(Sequence[Chunk]):
     """The chunks of one tensor cut for a mesh, made when asked for.
 
     Tensors that are cut alike share all but the offsets, so that a plan for thousands of ranks stays small.
@@ -258,7 +258,7 @@ class TensorEntry(NamedTuple):
         chunks = self.chunks
         if type(chunks) is ArchivedChunks:
             chunks = chunks.archives
-        if type(chunks) is StoredChunks or type(chunks) is CutChunks:
+        if type(chunks) is StoredChunks or type(chunks) is ShardedChunks:
             return chunks.files[0], chunks.offsets[0]
         return chunks[0][1:3]
 

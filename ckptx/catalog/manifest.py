@@ -43,7 +43,7 @@ class FileRecord(NamedTuple):
     digest: str
 
 
-class CutRecord(NamedTuple):
+class ShardingRecord(NamedTuple):
     """Blocks of tensors that are cut alike: the file of each, by index, and the blocks that repeat another one."""
 
     files: tuple[int, ...]
@@ -136,7 +136,7 @@ class Manifest:
     format: str
     layout: LayoutRecord
     original: OriginalFiles | None
-    cuts: tuple[CutRecord, ...]
+    cuts: tuple[ShardingRecord, ...]
     files: Mapping[str, FileRecord]
     sidecars: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]

@@ -7,7 +7,7 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from ckptx.catalog.manifest import CutRecord, Manifest
+from ckptx.catalog.manifest import Manifest, ShardingRecord
 from ckptx.catalog.region import Region, Shape, coverage_fault
 from ckptx.untrusted.numbers import salted
 
@@ -77,7 +77,7 @@ def _in_cuts(manifest: Manifest) -> Contradiction | None:
     return None
 
 
-def _kept(cut: CutRecord) -> list[Region]:
+def _kept(cut: ShardingRecord) -> list[Region]:
     replicas = set(cut.replicas)
     return [region for index, region in enumerate(cut.regions) if index not in replicas]
 

@@ -20,13 +20,13 @@ from ckptx.catalog.manifest import (
     ORIGINAL_FORMAT,
     RANK_ORDER,
     SCHEMA,
-    CutRecord,
     FileRecord,
     LayoutRecord,
     Manifest,
     OriginalFile,
     OriginalFiles,
     OriginalIndex,
+    ShardingRecord,
     TensorRecord,
 )
 from ckptx.catalog.manifest_consistency import contradiction_in
@@ -36,7 +36,7 @@ from ckptx.storage.files import read_small
 from ckptx.untrusted.file_name import colliding_name, name_fault, weights_fault
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MANIFEST_BYTES, shape_fault
-from ckptx.untrusted.numbers import OneOfEach, SharedHash, salted
+from ckptx.untrusted.numbers import SharedHash, UniqueTuples, salted
 
 _MAX_VALUES = 1 << 24  # of any type; the largest published model with its optimizer state has a tenth
 _END = 1 << 63
@@ -123,7 +123,7 @@ class _ManifestReader:
     """Reads the fields of one manifest; what is wrong is refused by its path in the file."""
 
     def __init__(self) -> None:
-        self._shapes: OneOfEach[Shape] = OneOfEach()
+        self._shapes: UniqueTuples[Shape] = UniqueTuples()
         self._inside: list[set[tuple[int, Shape]]] = []
 
     def manifest(self, found: Mapping[str, Any], where: str) -> Manifest:
@@ -174,7 +174,7 @@ class _ManifestReader:
         row = self._object(row, "")
         return FileRecord(self._count(row.get("bytes"), ".bytes"), self._digest(row.get("digest"), ".digest"))
 
-    def _tensor(self, row: Any, cuts: tuple[CutRecord, ...], files: int) -> TensorRecord:
+    def _tensor(self, row: Any, cuts: tuple[ShardingRecord, ...], files: int) -> TensorRecord:
         row = self._object(row, "")
         name = row.get("dtype")
         dtype = BY_NAME.get(name) if isinstance(name, str) else None
@@ -214,7 +214,7 @@ class _ManifestReader:
                     f"{_at('tensors', name)}.tied_to", row.tied_to, "another tensor of the same dtype and shape"
                 )
 
-    def _cut(self, cut: Any, files: int, at: str) -> CutRecord:
+    def _cut(self, cut: Any, files: int, at: str) -> ShardingRecord:
         cut = self._object(cut, at)
         held, offsets, sizes, replicas = (
             self._list(cut.get(key), f"{at}.{key}") for key in ("files", "offsets", "sizes", "replicas")
@@ -231,7 +231,7 @@ class _ManifestReader:
             if len(region.offsets) != len(region.sizes):
                 self._refuse(f"{at}.offsets", begin, f"{len(size)} of them")
             regions.append(region)
-        return CutRecord(tuple(held), tuple(regions), tuple(replicas))
+        return ShardingRecord(tuple(held), tuple(regions), tuple(replicas))
 
     def _layout(self, layout: Any, at: str) -> LayoutRecord:
         layout = self._object(layout, at)

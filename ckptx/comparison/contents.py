@@ -16,9 +16,9 @@ from ckptx.comparison.optimizer_state import has_state, not_compared, notes_on_o
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
-from ckptx.model_view.config_check import fit_noted
+from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.parameter_count import parameters_of
-from ckptx.model_view.view import ModelView, compare_replicas, locate_all, locate_payloads, settle_duplicates
+from ckptx.model_view.view import ModelView, compare_replicas, locate_all, locate_archives, resolve_duplicates
 from ckptx.options.verify import CompareOptions
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
@@ -49,7 +49,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     )
     first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     for view in (first, second):
-        fit_noted(view, log.notes)
+        match_config_with_notes(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
         with_state = with_state and has_state(first) and has_state(second)
@@ -95,9 +95,9 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
 
 def _located(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
     """The view with every block of its model located, and of its state if asked; what is stored twice is compared."""
-    view = locate_all(view, files) if with_state and view.catalog.form.has_archives else locate_payloads(view, files)
+    view = locate_all(view, files) if with_state and view.catalog.form.has_archives else locate_archives(view, files)
     compare_replicas(view.catalog, files)
-    view = settle_duplicates(view, files, with_state=with_state)
+    view = resolve_duplicates(view, files, with_state=with_state)
     others = () if with_state else view.notes_on_others("not compared")
     log.note(*(f"{view.catalog.root}: {note}" for note in (*view.notes, *others)))
     return view

@@ -13,7 +13,7 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.duplicates import second_namings
 from ckptx.mapping.models import below
-from ckptx.model_view.config_check import fit_noted
+from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.parameter_count import parameters_of
 from ckptx.model_view.view import ModelView, SeveralModels, rules_of, trainer_rules, view_model_under
 from ckptx.options.api import api
@@ -40,7 +40,7 @@ def diff(options: DiffOptions) -> DiffReport:
     ]
     a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths), prefix=options.model_prefix)
     for view in (a_view, b_view):
-        fit_noted(view, log.notes)
+        match_config_with_notes(view, log.notes)
     first, second = in_common_names(_headers_of(a_view), _headers_of(b_view))
     for view in (first, second):
         log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))

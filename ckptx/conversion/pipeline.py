@@ -11,22 +11,28 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ckptx.conversion.outputs.output_format import ConfigEdits, Contents, OutputFormat
-from ckptx.conversion.steps.base import Base, Need, find_base
+from ckptx.conversion.outputs.output_format import ConfigEdits, OutputContents, OutputFormat
+from ckptx.conversion.steps.base import BaseCheckpoint, Need, find_base
 from ckptx.conversion.steps.cast_losses import refuse_overflow
-from ckptx.conversion.steps.choosing import choose_tensors
 from ckptx.conversion.steps.dtypes import cast_tensors
-from ckptx.conversion.steps.ledger import settle_ledger
-from ckptx.conversion.steps.model import LeftBehind, hold_against_config, refuse_without_model, see_model, settle_ties
-from ckptx.conversion.steps.opening import Opened
+from ckptx.conversion.steps.ledger import build_ledger
+from ckptx.conversion.steps.model import (
+    DroppedState,
+    check_against_config,
+    find_model,
+    refuse_without_model,
+    resolve_ties,
+)
+from ckptx.conversion.steps.opening import SourceCheckpoint
 from ckptx.conversion.steps.recorded_config import check_recorded_config
-from ckptx.conversion.steps.sharding import Sharded, shard
+from ckptx.conversion.steps.selection import select_tensors
+from ckptx.conversion.steps.sharding import ShardedTarget, shard
 from ckptx.conversion.steps.sidecars import carry
 from ckptx.conversion.steps.summary import ConversionState, report_of
 from ckptx.conversion.steps.training_state import TrainingState, carry_state
 from ckptx.model_view.view import compare_replicas
 from ckptx.options.conversion import ConversionOptions
-from ckptx.processes.peers import Processes
+from ckptx.processes.peers import PeerProcesses
 from ckptx.publishing.publish import Job, publish
 from ckptx.publishing.replacing import refuse_foreign
 from ckptx.report.documents.conversion import ConversionReport
@@ -38,7 +44,9 @@ from ckptx.transfer.planner import plan_copy
 _logger = logging.getLogger(__name__)
 
 
-def convert_opened(command: str, opened: Opened, output: OutputFormat, need: Need, log: Log) -> ConversionReport:
+def convert_opened(
+    command: str, opened: SourceCheckpoint, output: OutputFormat, need: Need, log: Log
+) -> ConversionReport:
     """Carries out one conversion.
 
     Args:
@@ -56,21 +64,21 @@ def convert_opened(command: str, opened: Opened, output: OutputFormat, need: Nee
 
     # What is there.
     base = log(find_base(source, dst, options, need))
-    model = log(see_model(base, files, options, with_state=keeps_state))
+    model = log(find_model(base, files, options, with_state=keeps_state))
     view = model.view
     _logger.info(
         "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.files_from.root,
         view.architecture.class_name if view.architecture else "no class", len(view.tensors), len(view.optimizer),
         len(view.other),
     )  # fmt: skip
-    ties = log(settle_ties(view, files, options))
-    held = log(hold_against_config(view, allow_misfit=options.allow_misfit))
-    left = log(LeftBehind() if keeps_state else output.left_behind(view))
+    ties = log(resolve_ties(view, files, options))
+    held = log(check_against_config(view, allow_misfit=options.allow_misfit))
+    left = log(DroppedState() if keeps_state else output.dropped_state(view))
     if output.needs_model:
         refuse_without_model(view)
 
     # What the target holds: which tensors, called what, in which dtypes, cut how.
-    chosen = log(choose_tensors(base, view, ties, output, options))
+    chosen = log(select_tensors(base, view, ties, output, options))
     check_recorded_config(view, base, chosen.named)
     naming = chosen.named.naming
     _logger.info(
@@ -78,7 +86,7 @@ def convert_opened(command: str, opened: Opened, output: OutputFormat, need: Nee
         len(chosen.named.target.tensors), len(chosen.named.target.aliases),
     )  # fmt: skip
     cast = log(cast_tensors(view, chosen.named, base, options.dtype))
-    sharded = Sharded(cast.target)
+    sharded = ShardedTarget(cast.target)
     if output.layout is not None:
         sharded = log(shard(view, cast.target, naming, output.layout, every_rank_alone=output.every_rank_alone))
     names = output.names(view, chosen.named)
@@ -93,7 +101,7 @@ def convert_opened(command: str, opened: Opened, output: OutputFormat, need: Nee
     # Where it lies, and what goes along.
     is_altered = cast.was_cast or output.has_new_prefix
     original = None if is_altered else chosen.original
-    contents = Contents(placed, state, names, naming, base, chosen.restored, original)
+    contents = OutputContents(placed, state, names, naming, base, chosen.restored, original)
     allocation = log(output.allocate(dst, contents, files))
     edits = ConfigEdits()
     if chosen.restored is None:
@@ -112,7 +120,7 @@ def convert_opened(command: str, opened: Opened, output: OutputFormat, need: Nee
     if _logger.isEnabledFor(logging.DEBUG):
         for line in plan.lines():
             _logger.debug("%s", line)
-    ledger = settle_ledger(
+    ledger = build_ledger(
         source.tensors.keys(),
         plan,
         written=target.written() | state.written(),
@@ -124,7 +132,7 @@ def convert_opened(command: str, opened: Opened, output: OutputFormat, need: Nee
 
     def is_decision_unchanged() -> bool:
         compare_replicas(view.catalog, files)
-        return settle_ties(view, files, options) == ties and state_of_source() == state
+        return resolve_ties(view, files, options) == ties and state_of_source() == state
 
     job = Job(
         plan=plan,
@@ -147,7 +155,12 @@ def convert_opened(command: str, opened: Opened, output: OutputFormat, need: Nee
 
 
 def _published(
-    job: Job, dst: Path, files: SourceFiles, options: ConversionOptions, processes: Processes | None, base: Base
+    job: Job,
+    dst: Path,
+    files: SourceFiles,
+    options: ConversionOptions,
+    processes: PeerProcesses | None,
+    base: BaseCheckpoint,
 ) -> CopyResult | None:
     """Writes the output."""
     total = job.plan.bytes_written

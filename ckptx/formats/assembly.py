@@ -11,14 +11,14 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import CoverageFault, Region, Shape, coverage_fault
 from ckptx.errors import InputError
-from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, salted
+from ckptx.untrusted.numbers import SharedHash, UniqueTuples, identity, salted
 
 
 class Regions:
     """Keeps one object for equal regions, as those of a checkpoint repeat; the functions below compare the objects."""
 
     def __init__(self) -> None:
-        self._known: OneOfEach[Region] = OneOfEach()
+        self._known: UniqueTuples[Region] = UniqueTuples()
 
     def get(self, region: Region) -> Region | None:
         """Return the region that is kept for an equal one, or None."""

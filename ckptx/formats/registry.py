@@ -13,19 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptx.catalog.catalog import Catalog, Part
+from ckptx.catalog.catalog import Catalog, CheckpointPart
 from ckptx.catalog.entry import StoredChunks, TensorEntry
 from ckptx.catalog.form import FORMS
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
-from ckptx.formats.foreign import refuse_below, refuse_directory, refuse_file
 from ckptx.formats.fsdp import detect as fsdp
 from ckptx.formats.hf import detect as hf
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata
-from ckptx.formats.located import Detect, Located
+from ckptx.formats.located_checkpoint import Detect, LocatedCheckpoint
 from ckptx.formats.manifest_file import note_no_file
 from ckptx.formats.rank_files import (
     Shapes,
@@ -38,6 +37,7 @@ from ckptx.formats.sharded import detect as sharded
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.formats.sharding_info import that_record_offsets
 from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
+from ckptx.formats.unsupported import refuse_below, refuse_directory, refuse_file
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.interface import Location, Source
 from ckptx.storage.listing import EntryKind
@@ -88,7 +88,7 @@ def open_checkpoint(place: str | Path | Source) -> Catalog:
     return catalog
 
 
-def _catalog_of(located: Located) -> tuple[Located, Catalog]:
+def _catalog_of(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalog]:
     """Open what was found, without the files beside it; headers may say that it is of another kind than it seemed."""
     source = located.source
     if located.kind == "dcp":
@@ -108,7 +108,7 @@ def _catalog_of(located: Located) -> tuple[Located, Catalog]:
     else:
         found = huggingface.open_huggingface(source, located.weights[0])
         if found is None:
-            located = Located(source, "sharded", (".",))
+            located = LocatedCheckpoint(source, "sharded", (".",))
         catalog = _open_shards(source) if found is None else found
     return located, catalog
 
@@ -121,7 +121,7 @@ def _shapes_in(source: Source, location: Location) -> Shapes | None:
         return None
 
 
-def _refuse_part(located: Located, catalog: Catalog) -> None:
+def _refuse_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
     """Refuses one rank's part of a checkpoint: a file with others beside it, or a directory.
 
     Raises:
@@ -154,7 +154,7 @@ def _refuse_absurd(catalog: Catalog) -> None:
         raise InputError(f"{catalog.root}: {len(catalog.tensors):,} tensors, allowed at most {TENSORS:,}")
 
 
-def _add_surroundings(catalog: Catalog, located: Located) -> None:
+def _add_surroundings(catalog: Catalog, located: LocatedCheckpoint) -> None:
     source = located.source
     beside = find_hf_metadata(catalog)
     catalog.config = None if beside is None else config_in(beside)
@@ -168,7 +168,7 @@ def _add_surroundings(catalog: Catalog, located: Located) -> None:
         catalog.sidecars = around.carried
         catalog.identities = {**around.identities, **catalog.identities}
         named = {note.split(" ", 1)[0] for note in catalog.notes}
-        left = [name for name in around.left if name not in named and not (is_megatron and name == COMMON_FILE)]
+        left = [name for name in around.dropped if name not in named and not (is_megatron and name == COMMON_FILE)]
         if left:
             listed = ", ".join(left[:5]) + (f", and {len(left) - 5} more" if len(left) > 5 else "")
             catalog.notes.append(f"not carried: {listed}")
@@ -179,7 +179,7 @@ def _add_surroundings(catalog: Catalog, located: Located) -> None:
         catalog.notes.append("Megatron torch_dist: tensors have Megatron's own names and layout")
 
 
-def _has_own_directory(located: Located) -> bool:
+def _has_own_directory(located: LocatedCheckpoint) -> bool:
     """False for a weight file with a name of its own: what else lies in its directory may be anything."""
     weights = located.weights[0]
     return not FORMS[located.kind].is_published or weights in hf.USUAL_NAMES or weights.endswith(".index.json")
@@ -191,7 +191,7 @@ def _open_shards(source: Source) -> Catalog:
     return open_sharded(source)
 
 
-def _open_parts(located: Located) -> Catalog:
+def _open_parts(located: LocatedCheckpoint) -> Catalog:
     """Opens a DCP of one part or two; names and files of both end in one catalog.
 
     The model may lie in sharded safetensors beside the DCP of its optimizer.
@@ -207,7 +207,7 @@ def _open_parts(located: Located) -> Catalog:
     ]
     merged = Catalog(located.root, "dcp", {}, storage=source)
     for part, catalog in parts:
-        is_second, below = part == located.weights[1], _Below(part)
+        is_second, below = part == located.weights[1], _Relocation(part)
         names: dict[str, str] = {}
         for on_disk, entry in catalog.tensors.items():
             name = _optimizer_name(on_disk) if is_second else on_disk
@@ -221,14 +221,14 @@ def _open_parts(located: Located) -> Catalog:
                 name = f"optimizer.{on_disk}"
             merged.objects[name] = pickled._replace(name=name, file=f"{part}/{pickled.file}")
             names[name] = on_disk
-        merged.parts += (Part(part, names, catalog.planner_data),)
+        merged.parts += (CheckpointPart(part, names, catalog.planner_data),)
         merged.files.update((f"{part}/{name}", size) for name, size in catalog.files.items())
         merged.identities.update((f"{part}/{name}", each) for name, each in catalog.identities.items())
         merged.notes.extend(f"{part}: {note}" for note in catalog.notes)
     return merged
 
 
-class _Below:
+class _Relocation:
     """Moves tensors into a directory below the root of their catalog; those that are cut alike stay alike."""
 
     def __init__(self, directory: str) -> None:
@@ -260,7 +260,7 @@ def _optimizer_name(name: str) -> str:
     return name if is_optimizer(name) or is_trainer_state(name) else f"optimizer.{name}"
 
 
-def locate(source: Source) -> Located:
+def locate(source: Source) -> LocatedCheckpoint:
     """Finds the checkpoint at a location, which may be a file, without opening it.
 
     Raises:
@@ -296,9 +296,9 @@ def locate(source: Source) -> Located:
     raise InputError(f"{path}: no checkpoint found, {found}")
 
 
-def _locate_file(source: Source, name: str) -> Located:
+def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
     if is_shard(name):
-        return Located(source, "sharded", (".",))
+        return LocatedCheckpoint(source, "sharded", (".",))
     ranks = fsdp.located_by_file(source, name)
     if ranks is not None:
         return ranks
@@ -307,13 +307,13 @@ def _locate_file(source: Source, name: str) -> Located:
     if name.endswith((".safetensors", ".safetensors.index.json")):
         return hf.located_by_header(source, name)
     if name == _METADATA:
-        return Located(source, "dcp", (".",))
+        return LocatedCheckpoint(source, "dcp", (".",))
     if name.endswith((".bin", ".bin.index.json", ".pt", ".pth")):
-        return Located(source, "bin", (name,))
+        return LocatedCheckpoint(source, "bin", (name,))
     raise InputError(f"{source.location / name}: is no weight file or index; pass the directory of the checkpoint")
 
 
-def _locate_directory(source: Source) -> Located | None:
+def _locate_directory(source: Source) -> LocatedCheckpoint | None:
     shapes_in = partial(_shapes_in, source)
     for detect in DETECTORS:
         located = detect(source, shapes_in)
@@ -326,7 +326,7 @@ def _locate_directory(source: Source) -> Located | None:
 
 def _candidates(
     source: Source, lead: str, depth: int, refusals: list[UnsupportedError]
-) -> Iterator[tuple[str, Located]]:
+) -> Iterator[tuple[str, LocatedCheckpoint]]:
     """Checkpoints in the directories below, by name; a checkpoint is not searched for others."""
     for name in source.listing().directories():
         if name.startswith("."):

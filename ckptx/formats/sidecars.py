@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
-from ckptx.formats.foreign import is_foreign_weights
+from ckptx.formats.unsupported import is_unsupported_weights
 from ckptx.storage.files import changed
 from ckptx.storage.interface import FileIdentity, Source
 from ckptx.storage.listing import EntryKind, Listing
@@ -54,7 +54,7 @@ def is_known_sidecar(base: str) -> bool:
     return _KNOWN.fullmatch(base) is not None or _ABOUT.fullmatch(base) is not None
 
 
-class Surroundings(NamedTuple):
+class SidecarFiles(NamedTuple):
     """The files beside the weights.
 
     Attributes:
@@ -64,11 +64,11 @@ class Surroundings(NamedTuple):
     """
 
     carried: tuple[Sidecar, ...]
-    left: tuple[str, ...]
+    dropped: tuple[str, ...]
     identities: Mapping[str, FileIdentity]
 
 
-def look_around(source: Source, used: frozenset[str]) -> Surroundings:
+def look_around(source: Source, used: frozenset[str]) -> SidecarFiles:
     """Lists the sidecars of a checkpoint.
 
     A directory that holds weights of its own (`onnx/`, `original/`) is left behind, unless `modules.json` says that the
@@ -87,7 +87,7 @@ def look_around(source: Source, used: frozenset[str]) -> Surroundings:
     left: list[str] = []
     for directory, names in _walk(source, source.listing(), 0):
         inside = [name for name in names if name not in used and _base(name) not in _OWN]
-        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES) or is_foreign_weights(_base(name))]
+        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES) or is_unsupported_weights(_base(name))]
         if directory == ".":
             carried.extend(name for name in inside if name not in weights)
             left.extend(weights)
@@ -102,19 +102,19 @@ def look_around(source: Source, used: frozenset[str]) -> Surroundings:
     return _surroundings(source, carried, tuple(sorted(left)))
 
 
-def beside_one_file(source: Source) -> Surroundings:
+def beside_one_file(source: Source) -> SidecarFiles:
     """The sidecars of one weight file with a name of its own, in a directory that may hold anything."""
     listing = source.listing()
     names = [name for name in listing if _KNOWN.fullmatch(name) and listing.is_file(name)]
     return _surroundings(source, names, ())
 
 
-def _surroundings(source: Source, names: list[str], left: tuple[str, ...]) -> Surroundings:
+def _surroundings(source: Source, names: list[str], left: tuple[str, ...]) -> SidecarFiles:
     """Carry those of the names that a manifest may hold, too."""
     names = [name for name in sorted(names) if name_fault(name) is None]
     identities = source.identities(names)
     carried = (Sidecar(name, identities[name].nbytes if name in identities else source.size(name)) for name in names)
-    return Surroundings(tuple(carried), left, identities)
+    return SidecarFiles(tuple(carried), left, identities)
 
 
 def _walk(source: Source, listing: Listing, depth: int, below: str = ".") -> Iterator[tuple[str, list[str]]]:

@@ -40,11 +40,11 @@ def named(pattern: str, fixed: tuple[int, ...], at: int) -> str:
     return fill(pattern, fixed if pattern.count("*") == len(fixed) else (*fixed, at))
 
 
-class Settled(NamedTuple):
+class ResolvedNames(NamedTuple):
     """Places of names, and the runs that stay as they are for the sake of what lies beside their weights."""
 
     places: dict[str, Destination | str | None]
-    staying: set[Run]
+    unconvertible: set[Run]
 
 
 def with_scales(
@@ -53,7 +53,7 @@ def with_scales(
     place_of: Callable[[str], Destination | str | None],
     renamed: Callable[[Destination], str],
     is_possible: Callable[[str], bool] = lambda weight: True,
-) -> Settled:
+) -> ResolvedNames:
     """Gives what no rule knows but lies beside a weight a place beside it again.
 
     Args:
@@ -63,7 +63,7 @@ def with_scales(
         renamed: The name at a place of a conversion without ops.
         is_possible: False for a pattern of weights that have no place, whatever their numbers.
     """
-    settled = Settled(places, set())
+    settled = ResolvedNames(places, set())
     found = []
     apart: dict[str, bool] = {}  # by pattern: whether there can be no weight beside its names
     for name in [name for name, place in places.items() if place is None]:
@@ -78,11 +78,15 @@ def with_scales(
             continue
         new = parent.beside(name, renamed(weight) if isinstance(weight, Destination) else weight)
         if isinstance(weight, Destination) and (new is None or _is_rebuilt(conversions[weight.conversion])):
-            settled.staying.add(weight.run)
+            settled.unconvertible.add(weight.run)
         else:
             found.append((name, new, weight))
     for name, new, weight in found:
-        if new is not None and new != name and not (isinstance(weight, Destination) and weight.run in settled.staying):
+        if (
+            new is not None
+            and new != name
+            and not (isinstance(weight, Destination) and weight.run in settled.unconvertible)
+        ):
             places[name] = new
     return settled
 

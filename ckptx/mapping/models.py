@@ -78,7 +78,7 @@ class OtherModel(NamedTuple):
     is_complete: bool
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """A phrase for messages."""
         return f"{'second model' if self.is_complete else 'part of a second model'} {below(self.prefix)}"
 

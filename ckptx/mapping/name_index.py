@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ckptx.mapping.names import parted, pattern_of
+from ckptx.mapping.names import pattern_of, split_pattern
 
 
 class PatternMatch(NamedTuple):
@@ -63,7 +63,7 @@ class NameIndex:
 
     def find(self, name: str) -> Iterator[PatternMatch]:
         """The patterns that `name` fits, in the order of their groups, those with a star in a component last."""
-        pattern, found = parted(name)
+        pattern, found = split_pattern(name)
         entries = self._entries.get(pattern)
         if entries:
             for group, column, numbers in entries:
@@ -78,7 +78,7 @@ class NameIndex:
 
 def indices_of(name: str) -> tuple[int, ...]:
     """The indices in a name, left to right."""
-    return parted(name)[1]
+    return split_pattern(name)[1]
 
 
 def fill(pattern: str, indices: Sequence[int]) -> str:

@@ -42,7 +42,7 @@ _OF_OPTIMIZER = re.compile(r"(optimi[sz]ers?|optim|opt)(_?(states?|state_dict|\d
 _CONTAINER_ROOTS = frozenset({"state", "app", "checkpoint", "training"})
 
 
-class Unwrapped(NamedTuple):
+class UnwrappedNames(NamedTuple):
     """Names without wrappers.
 
     Attributes:
@@ -58,7 +58,7 @@ class Unwrapped(NamedTuple):
     kept: tuple[str, ...] = ()
 
 
-def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset()) -> Unwrapped:
+def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset()) -> UnwrappedNames:
     """Removes wrapper components at any depth, except from names the architecture has itself (`patterns`).
 
     A wrapper wraps something: the last component of a name is never one. Two names that differ in nothing but wrappers
@@ -70,7 +70,7 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
     """
     names = list(names)
     if all(WRAPPERS.isdisjoint(key.split(".")) for key in {pattern_of(name) for name in names}):
-        return Unwrapped({name: name for name in names}, {})
+        return UnwrappedNames({name: name for name in names}, {})
     shorts = {name: _without(name, WRAPPERS, patterns) for name in names}
     doubtful = _names_of_modules(shorts, patterns)
     if doubtful and not patterns:
@@ -91,7 +91,7 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
     duplicates = {name: owner[shorts[name]] for name in duplicates}
     renamed = {name: short for name, short in shorts.items() if name not in duplicates}
     kept_names = tuple(name for name in shorts if name in doubtful and not _LIKE_A_MODULE.isdisjoint(_parents(name)))
-    return Unwrapped(renamed, dict(counts), duplicates, kept_names)
+    return UnwrappedNames(renamed, dict(counts), duplicates, kept_names)
 
 
 def _parents(name: str) -> list[str]:
@@ -276,7 +276,7 @@ def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
 
 
 @lru_cache(maxsize=1 << 16)
-def parted(name: str) -> tuple[str, tuple[int, ...]]:
+def split_pattern(name: str) -> tuple[str, tuple[int, ...]]:
     """The pattern of a name, and the indices that its stars stand for, left to right.
 
     Example:
@@ -290,4 +290,4 @@ def parted(name: str) -> tuple[str, tuple[int, ...]]:
 @lru_cache(maxsize=1 << 16)
 def pattern_of(name: str) -> str:
     """`name` with every all-digit component replaced by `*`."""
-    return parted(name)[0]
+    return split_pattern(name)[0]

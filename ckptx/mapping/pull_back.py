@@ -29,7 +29,7 @@ BlocksOf = Callable[[str, Shape], tuple[Block, ...]]
 _BYTE = BY_NAME["U8"]
 
 
-class _Stretch(NamedTuple):
+class _SourceSpan(NamedTuple):
     """A stretch of a model tensor that lies in one disk tensor; `target` is the index of the model tensor."""
 
     target: int
@@ -47,7 +47,7 @@ class _Trace(NamedTuple):
 
     shapes: tuple[Shape, ...]
     names: tuple[tuple[int, int], ...]
-    parts: dict[tuple[int, int], list[_Stretch]]
+    parts: dict[tuple[int, int], list[_SourceSpan]]
 
 
 class PullBack:
@@ -139,18 +139,18 @@ def _traced(conversion: Conversion, columns: list[list[Shape]], wanted: Sequence
         return None
     shapes: list[Shape] = []
     names: list[tuple[int, int]] = []
-    parts: dict[tuple[int, int], list[_Stretch]] = {}
+    parts: dict[tuple[int, int], list[_SourceSpan]] = {}
     for column, made in enumerate(results):
         for at, entry in enumerate(made):
             for chunk in entry.chunks:
                 i, _, position = chunk.file.partition("/")
-                parts.setdefault((int(i), int(position)), []).append(_Stretch(len(shapes), chunk))
+                parts.setdefault((int(i), int(position)), []).append(_SourceSpan(len(shapes), chunk))
             shapes.append(entry.shape)
             names.append((column, at))
     return _Trace(tuple(shapes), tuple(names), parts)
 
 
-def _pulled(shape: Shape, parts: Iterable[_Stretch], cuts: list[tuple[Block, ...]]) -> tuple[Block, ...] | None:
+def _pulled(shape: Shape, parts: Iterable[_SourceSpan], cuts: list[tuple[Block, ...]]) -> tuple[Block, ...] | None:
     """The blocks of one disk tensor; None when they are more than those of the model's tensors."""
     by_holder: dict[tuple[int, bool], list[Region]] = {}
     allowed: dict[tuple[int, bool], int] = {}

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.mapping.destinations import Destination, Run, Settled, named, renamed_at, with_scales
+from ckptx.mapping.destinations import Destination, ResolvedNames, Run, named, renamed_at, with_scales
 from ckptx.mapping.name_index import NameIndex, indices_of
-from ckptx.mapping.names import parted, pattern_of
+from ckptx.mapping.names import pattern_of, split_pattern
 from ckptx.mapping.ops import Columns, Conversion, convert
 from ckptx.mapping.quantization_scales import SCALE_OF_BLOCKS, bases_of_scales
 from ckptx.wording import counted
@@ -148,7 +148,7 @@ class NameRules:
         """True when none of these names is one of the disk alone."""
         return not any(isinstance(place, Destination) for place in self.places(names).values())
 
-    def _places(self, names: Iterable[str]) -> Settled:
+    def _places(self, names: Iterable[str]) -> ResolvedNames:
         found: dict[str, Destination | str | None] = {}
         doubtful: dict[str, tuple[Destination, str]] = {}
         for name in names:
@@ -178,16 +178,16 @@ class NameRules:
         """How a disk name is converted, and what it is called as one of the model's own; None for what it is not."""
         known = self._looked_up.get(name)
         if known is None:
-            known = self._looked_up[name] = self._found(name)
+            known = self._looked_up[name] = self._resolve(name)
         return known
 
-    def _found(self, name: str) -> tuple[Destination | None, str | None]:
-        pattern, indices = parted(name)
+    def _resolve(self, name: str) -> tuple[Destination | None, str | None]:
+        pattern, indices = split_pattern(name)
         alike = self._alike.get(pattern)
         if alike is None:
-            found = self._found_for(name)
+            found = self._resolve_uncached(name)
             if pattern not in self._alike:
-                self._alike[pattern] = None if self._counts(name) else self._generalised(name, *found)
+                self._alike[pattern] = None if self._depends_on_indices(name) else self._pattern_entry(name, *found)
             return found
         plain = None if alike.plain is None else alike.plain[0] + name[alike.plain[1] :]
         if alike.conversion is None:
@@ -196,13 +196,13 @@ class NameRules:
             return Destination(alike.conversion, indices[:-1], alike.column, indices[-1]), plain
         return Destination(alike.conversion, indices, alike.column), plain
 
-    def _counts(self, name: str) -> bool:
+    def _depends_on_indices(self, name: str) -> bool:
         """True when it may depend on the numbers in a name what is found for it."""
         if self._asks_extra or any(self._sources.counts(naming) for naming in self._spellings(name)):
             return True
         return bool(indices_of(self._prefix))
 
-    def _generalised(self, name: str, place: Destination | None, plain: str | None) -> _PatternEntry:
+    def _pattern_entry(self, name: str, place: Destination | None, plain: str | None) -> _PatternEntry:
         change = None
         if plain is not None:
             change = (self._prefix, 0) if len(plain) > len(name) else ("", len(name) - len(plain))
@@ -210,7 +210,7 @@ class NameRules:
             return _PatternEntry(None, 0, False, change)
         return _PatternEntry(place.conversion, place.column, len(place.fixed) < len(indices_of(name)), change)
 
-    def _found_for(self, name: str) -> tuple[Destination | None, str | None]:
+    def _resolve_uncached(self, name: str) -> tuple[Destination | None, str | None]:
         place = plain = None
         for naming in self._spellings(name):
             for fit in self._sources.find(naming):
@@ -266,7 +266,7 @@ class NameRules:
             UnsupportedError: A conversion is none of ckptx's.
         """
         settled = self._places(tensors)
-        places, kept = self._without_staying(settled, self.conversions)
+        places, kept = self._keep_unconvertible(settled, self.conversions)
         renamed = _Rewrite(tensors, self.conversions, self.shape_of).run(places, kept)
         if self._prefix:
             plain = [(old, new) for old, new in places.items() if isinstance(new, str)]
@@ -306,21 +306,21 @@ class NameRules:
             lambda place: names.get(place) or renamed_at(self._back, place),
             lambda weight: pattern_of(weight) in known or self._targets.may_fit(weight) or self._is_known(weight),
         )
-        places, kept = self._without_staying(settled, self._back)
+        places, kept = self._keep_unconvertible(settled, self._back)
         return _Rewrite(tensors, self._back, lambda name: None, names).run(places, kept)
 
-    def _without_staying(
-        self, settled: Settled, conversions: Sequence[Conversion]
+    def _keep_unconvertible(
+        self, settled: ResolvedNames, conversions: Sequence[Conversion]
     ) -> tuple[dict[str, Destination | str | None], tuple[str, ...]]:
         """The places once quantized weights that cannot be converted stay as they are, and which do.
 
         Raises:
             UnsupportedError: One would have the name of the tensor that it should have become.
         """
-        if not settled.staying:
+        if not settled.unconvertible:
             return settled.places, ()
-        scales = {(k, fixed) for k, base in self._bases.items() for j, fixed in settled.staying if j == base}
-        staying = settled.staying | scales
+        scales = {(k, fixed) for k, base in self._bases.items() for j, fixed in settled.unconvertible if j == base}
+        staying = settled.unconvertible | scales
         places, kept = dict(settled.places), []
         for name, place in settled.places.items():
             if isinstance(place, Destination) and place.run in staying:

@@ -15,7 +15,7 @@ from itertools import chain, islice, product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptx.architecture.extra_tensors import Extra, ExtraTensors
+from ckptx.architecture.extra_tensors import ExtraTensor, ExtraTensors
 from ckptx.architecture.overrides import SUFFIX_TABLE
 from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, paths_of
 from ckptx.architecture.shapes import expected_of, says_layers
@@ -27,7 +27,7 @@ from ckptx.catalog.region import Shape, whole
 from ckptx.errors import CkptxError, InputError
 from ckptx.mapping.destinations import Destination, named
 from ckptx.mapping.name_index import fill, indices_of
-from ckptx.mapping.names import parted, pattern_of
+from ckptx.mapping.names import pattern_of, split_pattern
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
@@ -41,7 +41,7 @@ _EXTRAS_NAMED = 3  # of each reason
 _NO_TENSOR = "no tensor of this name"
 
 
-class Misfit(NamedTuple):
+class Mismatch(NamedTuple):
     """One name that is not as the config says.
 
     Attributes:
@@ -54,7 +54,7 @@ class Misfit(NamedTuple):
     found: str
     needed: str
 
-    def said(self) -> str:
+    def description(self) -> str:
         """Return it as part of a sentence."""
         if self.needed == _NO_TENSOR:
             return f'"{self.name}" {self.found}'
@@ -62,7 +62,7 @@ class Misfit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ConfigMatch:
     """What a check found.
 
     Attributes:
@@ -75,10 +75,10 @@ class Fit:
     """
 
     checked: str
-    misfits: tuple[Misfit, ...] = ()
+    misfits: tuple[Mismatch, ...] = ()
     unchecked: int = 0
     is_cut_short: bool = False
-    extras: Mapping[str, Extra] = field(default_factory=dict)
+    extras: Mapping[str, ExtraTensor] = field(default_factory=dict)
 
     @property
     def note(self) -> str | None:
@@ -121,13 +121,13 @@ class Fit:
 
     def summary(self, subject: str) -> str:
         """One line with the first three."""
-        said = "; ".join(each.said() for each in self.misfits[:3])
+        said = "; ".join(each.description() for each in self.misfits[:3])
         over = "over " * self.is_cut_short
         more = f"; and {over}{len(self.misfits) - 3:,} more" if len(self.misfits) > 3 else ""
         return f"{subject}: does not fit its config: {said}{more}"
 
 
-def fit_of(view: ModelView) -> Fit:
+def match_config(view: ModelView) -> ConfigMatch:
     """Holds the tensors of a model against its config; no byte of them is read.
 
     Raises:
@@ -135,7 +135,7 @@ def fit_of(view: ModelView) -> Fit:
     """
     architecture, config = view.published, view.config
     if architecture is None or config is None or architecture.known_from == SUFFIX_TABLE:
-        return Fit("nothing")
+        return ConfigMatch("nothing")
     expected = expected_of(architecture, config)
     rules = rules_of(view)
     assert view.architecture is not None
@@ -146,14 +146,16 @@ def fit_of(view: ModelView) -> Fit:
     try:
         if view.trainer_naming:
             tensors = trainer_rules(view.trainer_naming).to_model(tensors).tensors
-        survey = _Survey(architecture, config, rules, expected, extras)
+        survey = _ConfigMatcher(architecture, config, rules, expected, extras)
         legacy = {name: _LEGACY.sub(_modern, name) for name in tensors if "LayerNorm." in name}
         return survey.of({legacy.get(name, name): entry for name, entry in tensors.items()})
     except InputError as error:
-        return Fit("names and shapes", (Misfit(str(view.catalog.root), str(error), "tensors that go together"),))
+        return ConfigMatch(
+            "names and shapes", (Mismatch(str(view.catalog.root), str(error), "tensors that go together"),)
+        )
 
 
-def fit_noted(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
+def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
     """The fit of what is only looked at, for a report; `notes` gets a line where it does not fit, and one for each kind
     of tensor that the class does not have.
 
@@ -163,7 +165,7 @@ def fit_noted(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
     if view.published is None or view.config is None:
         return None
     try:
-        fit = fit_of(view)
+        fit = match_config(view)
     except CkptxError as error:
         notes.append(str(error))
         return None
@@ -179,8 +181,8 @@ def _modern(found: re.Match[str]) -> str:
 
 
 def _layers_alone(
-    view: ModelView, architecture: Architecture, config: Mapping[str, Any], extras: Mapping[str, Extra]
-) -> Fit:
+    view: ModelView, architecture: Architecture, config: Mapping[str, Any], extras: Mapping[str, ExtraTensor]
+) -> ConfigMatch:
     """The number of layers, names and the rows of embeddings, for a class of which no shapes are known."""
     misfits = _lost_rows(view, architecture, config)
     stacks = architecture.stacks(config) if says_layers(architecture, config) else ()
@@ -191,27 +193,27 @@ def _layers_alone(
     misfits += _surplus(behind, counts, config, extras)
     lost = list(islice(_wholly_gone({s.path: _Empty.of(s.count, below) for s, below in found.items()}), _NAMED + 1))
     checked = "layers" if misfits or found else "nothing"
-    return Fit(checked, (*misfits, *lost[:_NAMED]), is_cut_short=len(lost) > _NAMED, extras=extras)
+    return ConfigMatch(checked, (*misfits, *lost[:_NAMED]), is_cut_short=len(lost) > _NAMED, extras=extras)
 
 
 def _of_other_models(
-    extras: Mapping[str, Extra], behind: Mapping[str, SurplusLayer], class_name: str
-) -> Iterator[Misfit]:
+    extras: Mapping[str, ExtraTensor], behind: Mapping[str, SurplusLayer], class_name: str
+) -> Iterator[Mismatch]:
     """Tensors in modules of the class that neither the class nor any row of extra tensors has."""
     for name, extra in extras.items():
         if not extra.reason and name not in behind:
-            yield Misfit(name, f"lies in {extra.module}, where {class_name} has no such tensor", _NO_TENSOR)
+            yield Mismatch(name, f"lies in {extra.module}, where {class_name} has no such tensor", _NO_TENSOR)
 
 
 def _surplus(
     behind: Mapping[str, SurplusLayer],
     counts: Mapping[str, int],
     config: Mapping[str, Any],
-    extras: Mapping[str, Extra],
-) -> Iterator[Misfit]:
+    extras: Mapping[str, ExtraTensor],
+) -> Iterator[Mismatch]:
     """Layers behind the last one, unless they predict further tokens; one misfit each."""
     for name, layer in unexplained_layers(behind, counts, config, extras):
-        yield Misfit(name, f"layer {layer.number}", f"{counts[layer.path]} of {layer.path} by config.json")
+        yield Mismatch(name, f"layer {layer.number}", f"{counts[layer.path]} of {layer.path} by config.json")
 
 
 def _layers_below(path: str, names: Iterable[str]) -> set[int]:
@@ -221,7 +223,7 @@ def _layers_below(path: str, names: Iterable[str]) -> set[int]:
     return {int(head) for head in heads if INDEX.fullmatch(head)}
 
 
-def _lost_rows(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> list[Misfit]:
+def _lost_rows(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> list[Mismatch]:
     """Embeddings of fewer rows than the vocabulary has words; they are the names that are tied."""
     nested = config.get("text_config")
     sizes = [each.get("vocab_size") for each in (config, nested) if isinstance(each, Mapping)]
@@ -231,7 +233,7 @@ def _lost_rows(view: ModelView, architecture: Architecture, config: Mapping[str,
         for name in sorted({name for naming in pair.namings for name in naming}) if pair.is_primary else ():
             entry = view.tensors.get(name)
             if entry is not None and len(entry.shape) == 2 and entry.shape[0] < words:
-                misfits.append(Misfit(name, str(list(entry.shape)), f"{words} rows, one for each word of vocab_size"))
+                misfits.append(Mismatch(name, str(list(entry.shape)), f"{words} rows, one for each word of vocab_size"))
     return misfits
 
 
@@ -251,15 +253,15 @@ class _Empty(NamedTuple):
         return cls(said, sorted(index for index in filled if index < said))
 
 
-def _wholly_gone(lists: Mapping[str, _Empty]) -> Iterator[Misfit]:
+def _wholly_gone(lists: Mapping[str, _Empty]) -> Iterator[Mismatch]:
     for path, layers in sorted(lists.items()):
         others = set(layers.others)
         for index in range(layers.said):
             if index not in others:
-                yield Misfit(f"{path}.{index}", "nothing", f"one of the {layers.said} layers that config.json says")
+                yield Mismatch(f"{path}.{index}", "nothing", f"one of the {layers.said} layers that config.json says")
 
 
-class _Run(NamedTuple):
+class _NumberedRun(NamedTuple):
     """Tensors on disk that go together.
 
     Attributes:
@@ -279,7 +281,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Survey:
+class _ConfigMatcher:
     """One pass over the names of a checkpoint, tensors that are alike together."""
 
     architecture: Architecture
@@ -289,14 +291,14 @@ class _Survey:
     extras: ExtraTensors
     _there: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     _filled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
-    _runs: dict[tuple[int, tuple[int, ...]], _Run] = field(default_factory=dict)
+    _runs: dict[tuple[int, tuple[int, ...]], _NumberedRun] = field(default_factory=dict)
     _fits: dict[tuple[object, ...], Sizes | bool] = field(default_factory=dict)
     _sources: dict[tuple[object, ...], list[list[Shape]] | None] = field(default_factory=dict)
     _foreign: set[str] = field(default_factory=set)
     _unchecked: int = 0
     _tensors: int = 0
 
-    def of(self, tensors: Mapping[str, TensorEntry]) -> Fit:
+    def of(self, tensors: Mapping[str, TensorEntry]) -> ConfigMatch:
         """Everything that does not fit, shapes first."""
         self._tensors = len(tensors)
         places = self.rules.places(tensors)
@@ -315,7 +317,7 @@ class _Survey:
         lost = chain(_wholly_gone(empty), self._missing(is_base, empty), self._not_added(), self._incomplete_runs())
         named = list(islice(lost, _NAMED + 1))
         every = (*misfits, *named[:_NAMED])
-        return Fit("names and shapes", every, self._unchecked, len(named) > _NAMED, self.extras.found)
+        return ConfigMatch("names and shapes", every, self._unchecked, len(named) > _NAMED, self.extras.found)
 
     def _modules_of(self, name: str) -> set[str]:
         """The module of a name that the model does not have, on disk and in the model."""
@@ -325,15 +327,15 @@ class _Survey:
 
     # -- what is there
 
-    def _look_at(self, name: str, place: Destination | str | None, entry: TensorEntry) -> Misfit | None:
+    def _look_at(self, name: str, place: Destination | str | None, entry: TensorEntry) -> Mismatch | None:
         if place is None:
             return None
         if isinstance(place, str):
-            pattern, indices = parted(place)
+            pattern, indices = split_pattern(place)
             self._there.setdefault(pattern, set()).add(indices)
             if pattern in self.expected.absent:
                 return self._switched_off(name, [pattern])
-            return self._misfit(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
+            return self._mismatch(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
         number, fixed, column, at = place
         run = self._runs.get(place.run)
         if run is None:
@@ -342,25 +344,25 @@ class _Survey:
         patterns = [pattern_of(named(target, fixed, 0)) for target in run.conversion.targets]
         if all(pattern in self.expected.absent for pattern in patterns):
             return self._switched_off(name, patterns)
-        return self._misfit(
+        return self._mismatch(
             name, entry, (number, column, run.alike), lambda: self._shapes_on_disk(run.conversion, place)
         )
 
-    def _switched_off(self, name: str, patterns: Sequence[str]) -> Misfit | None:
+    def _switched_off(self, name: str, patterns: Sequence[str]) -> Mismatch | None:
         """A tensor that the class has under another config alone."""
         if self.extras.is_of_quantized_weight(name):
             return None  # some packages store a bias beside each packed weight
         keys = ", ".join(dict.fromkeys(self.expected.absent[pattern] for pattern in patterns))
         class_name = self.architecture.class_name
-        return Misfit(name, f"is no tensor of {class_name} with this config.json (it depends on {keys})", _NO_TENSOR)
+        return Mismatch(name, f"is no tensor of {class_name} with this config.json (it depends on {keys})", _NO_TENSOR)
 
-    def _run_at(self, conversion: Conversion, fixed: tuple[int, ...]) -> _Run:
+    def _run_at(self, conversion: Conversion, fixed: tuple[int, ...]) -> _NumberedRun:
         """A run of which nothing was seen yet; what it goes into is there from now on."""
         for target in conversion.targets:
             self._note_target(target, fixed)
         names = [named(target, fixed, 0) for target in conversion.targets]
         positions: list[set[int]] = [set() for _ in conversion.sources]
-        return _Run(
+        return _NumberedRun(
             conversion, fixed, positions, tuple(map(pattern_of, names)), layer_behind(names[0], self.expected.counts)
         )
 
@@ -371,7 +373,7 @@ class _Survey:
         else:  # a list of modules that one tensor on disk holds: all of it
             self._filled.add((pattern_of(named(target, fixed, 0)), indices_of(named(target, fixed, 0))[:-1]))
 
-    def _misfit(self, name: str, entry: TensorEntry, key: tuple[object, ...], wanted: Any) -> Misfit | None:
+    def _mismatch(self, name: str, entry: TensorEntry, key: tuple[object, ...], wanted: Any) -> Mismatch | None:
         """A row where the shape is none of those wanted; quantized tensors have forms of their own."""
         if not entry.dtype.cast or (self._foreign and name.rpartition(".")[0] in self._foreign):
             self._unchecked += 1
@@ -385,7 +387,7 @@ class _Survey:
         if verdict is False:
             self._unchecked += 1
             return None
-        return Misfit(name, f"shape {list(entry.shape)}", f"{_said(verdict)} by config.json")
+        return Mismatch(name, f"shape {list(entry.shape)}", f"{_said(verdict)} by config.json")
 
     def _shapes_on_disk(self, conversion: Conversion, place: Destination) -> tuple[Sizes, ...] | None:
         """The shapes that a part of the model's tensors may have."""
@@ -435,7 +437,7 @@ class _Survey:
 
     # -- what is missing, and what is too much
 
-    def _missing(self, is_base: bool, empty: Mapping[str, _Empty]) -> Iterator[Misfit]:
+    def _missing(self, is_base: bool, empty: Mapping[str, _Empty]) -> Iterator[Mismatch]:
         """Tensors that must be there, of layers of which something is."""
         tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
         prefix = f"{self.architecture.base_prefix}."
@@ -446,16 +448,16 @@ class _Survey:
             for indices in self._indices(pattern, empty):
                 name = fill(pattern, indices) if indices not in there else ""
                 if name and name not in tied and not self._has_other_form(name):
-                    yield Misfit(name, "no such tensor", self._shape_said(pattern))
+                    yield Mismatch(name, "no such tensor", self._shape_said(pattern))
 
-    def _not_added(self) -> Iterator[Misfit]:
+    def _not_added(self) -> Iterator[Mismatch]:
         """Tensors that a key of the config adds to the class, and of which no layer has any."""
         tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
         for pattern, key in sorted(self.expected.added.items()):
             name = fill(pattern, (0,) * pattern.count("*"))
             is_there = pattern in self._there or any(pattern == each for each, _ in self._filled)
             if not is_there and name not in tied and not self._has_other_form(name):
-                yield Misfit(name, "no such tensor", f"one in each such module, as config.json sets {key}")
+                yield Mismatch(name, "no such tensor", f"one in each such module, as config.json sets {key}")
 
     def _indices(self, pattern: str, empty: Mapping[str, _Empty]) -> Iterator[tuple[int, ...]]:
         """What the stars of a required pattern stand for, without empty layers and lists that one tensor holds."""
@@ -498,7 +500,7 @@ class _Survey:
         told = self.expected.shapes.get(pattern)
         return f"{_said(told[0])} by config.json" if told else "one by config.json"
 
-    def _incomplete_runs(self) -> Iterator[Misfit]:
+    def _incomplete_runs(self) -> Iterator[Mismatch]:
         """Experts, or parts of a fused tensor, that are not all there."""
         for conversion, fixed, positions, _, _ in self._runs.values():
             parts = self._parts(conversion, fixed)
@@ -508,9 +510,9 @@ class _Survey:
                 for position in range(count) if len(positions[at]) < count else ():
                     name = named(source, fixed, position)
                     if position not in positions[at] and not self._has_other_form(name):
-                        yield Misfit(name, "no such tensor", needed)
+                        yield Mismatch(name, "no such tensor", needed)
                 for position in sorted(each for each in positions[at] if each >= count):
-                    yield Misfit(named(source, fixed, position), "one more", needed)
+                    yield Mismatch(named(source, fixed, position), "one more", needed)
 
     def _behind_the_last(self, places: Mapping[str, Destination | str | None]) -> dict[str, SurplusLayer]:
         """Tensors of layers behind the last one that the config says, by name."""

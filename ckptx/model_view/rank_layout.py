@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import CutChunks, TensorEntry
+from ckptx.catalog.entry import ShardedChunks, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
@@ -322,7 +322,7 @@ class _ShardingTable:
         """The number of the cut of a tensor, and its first holder."""
         chunks = entry.chunks
         key: object
-        if isinstance(chunks, CutChunks):
+        if isinstance(chunks, ShardedChunks):
             key = (self._ids(chunks.blocks), self._ids(chunks.files))
         else:
             key = (entry.shape, *[chunk[:2] for chunk in chunks], None, *[chunk[:2] for chunk in entry.replicas])
@@ -342,7 +342,7 @@ class _ShardingTable:
 
     def _pieces(self, entry: TensorEntry) -> Iterator[Shard]:
         chunks, holder_of = entry.chunks, self._holder_of
-        if isinstance(chunks, CutChunks):
+        if isinstance(chunks, ShardedChunks):
             self.files.update(chunks.files)
             for block, file in zip(chunks.blocks, chunks.files, strict=True):
                 yield Shard(holder_of[file], block.region, block.replica)

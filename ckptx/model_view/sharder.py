@@ -34,7 +34,7 @@ from ckptx.untrusted.limits import PLAN_BYTES
 _MTP = ("mtp", "nextn", "eagle")  # MTP layers, which follow the last layer
 
 
-class Placed(NamedTuple):
+class TensorPlacement(NamedTuple):
     """Where one tensor goes."""
 
     stage: int
@@ -55,7 +55,7 @@ class ShardedModel:
 
     dims: ParallelDims
     stages: StageMap
-    placed: Mapping[str, Placed]
+    placed: Mapping[str, TensorPlacement]
     passed: tuple[str, ...] = ()
 
     @property
@@ -152,7 +152,7 @@ class Sharder:
             unknown: Names that the model does not have.
         """
         decisions = _Decisions(self.plan, self.dims.tp, self.rules, {name: e.shape for name, e in tensors.items()})
-        placed: dict[str, Placed] = {}
+        placed: dict[str, TensorPlacement] = {}
         replicated = []
         passed = frozenset(unknown)
         stages: dict[str, tuple[int, bool]] = {}  # of tensors of the model, into which many may go
@@ -176,7 +176,7 @@ class Sharder:
             if blocks is None:
                 blocks = cut(shape, decision.placement, self.dims, self.replicate, dtype.pack)
                 cuts[shape, id(decision), dtype] = blocks
-            placed[name] = Placed(stage, blocks, decision)
+            placed[name] = TensorPlacement(stage, blocks, decision)
         return ShardedModel(self.dims, self.stages, placed, tuple(replicated))
 
     def stage_of(self, name: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
 from ckptx.architecture.installed import note_on
-from ckptx.architecture.names_found import FoundNames, find_names, in_naming_of, known_names
+from ckptx.architecture.names_found import ModelNames, find_names, in_naming_of, known_names
 from ckptx.architecture.shapes import shapes_of
 from ckptx.architecture.spec import Architecture
 from ckptx.catalog.catalog import Catalog
@@ -23,7 +23,7 @@ from ckptx.formats.manifest_file import manifest_in
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.duplicates import second_namings
 from ckptx.mapping.models import Models, OtherModel, below, find_models, repeated_prefixes
-from ckptx.mapping.names import Roles, Unwrapped, pattern_of
+from ckptx.mapping.names import Roles, UnwrappedNames, pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
 from ckptx.mapping.rules import NameRules
@@ -94,7 +94,8 @@ class ModelView:
     def notes_on_others(self, done: str) -> tuple[str, ...]:
         """A note on each further model; `done` says what is not done with it."""
         return tuple(
-            f'{each.said}: {counted(len(each.names), "tensor")}, {done}; choose it with --source-prefix "{each.prefix}"'
+            f"{each.description}: {counted(len(each.names), 'tensor')}, {done}; "
+            f'choose it with --source-prefix "{each.prefix}"'
             for each in self.others
         )
 
@@ -236,9 +237,9 @@ def _names_of_model(
     config: dict[str, Any] | None,
     prefix: str | None,
     notes: list[str],
-) -> FoundNames:
+) -> ModelNames:
     """The names of a checkpoint as they are looked at. In an HF checkpoint every name is one of the model, as it is."""
-    plain = Unwrapped({name: name for name in catalog.tensors}, {})
+    plain = UnwrappedNames({name: name for name in catalog.tensors}, {})
     as_they_are = plain, Models(Roles("", plain.names, [], []))
     if not catalog.form.is_of_training:
         architecture, trainer_naming = in_naming_of(published, config, catalog.tensors)
@@ -249,7 +250,7 @@ def _names_of_model(
             for each in others
             if each.is_complete
         )
-        return FoundNames(*as_they_are, architecture, trainer_naming)
+        return ModelNames(*as_they_are, architecture, trainer_naming)
     found = find_names(catalog.tensors, published, config, prefix)
     unwrapped, models = found.unwrapped, found.models
     roles = models.roles
@@ -343,10 +344,10 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
     return manifest
 
 
-def locate_payloads(view: ModelView, files: SourceFiles, *, later: bool = False) -> ModelView:
+def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
     """The view with every block of its tensors located; archives of other tensors are not looked into.
 
-    `later` is as in `open_payloads`.
+    `lazy` is as in `open_payloads`.
     """
     if not view.catalog.form.has_archives:
         return view
@@ -355,17 +356,17 @@ def locate_payloads(view: ModelView, files: SourceFiles, *, later: bool = False)
     names = {entry.name: name for name, entry in view.tensors.items()}
     wanted = (*names, *view.model_duplicates)
     located = open_payloads(
-        replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in wanted}), files, later=later
+        replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in wanted}), files, lazy=lazy
     )
     tensors = {short: located.tensors[name] for name, short in names.items()}
     return replace(view, tensors=tensors, catalog=replace(view.catalog, tensors=view.catalog.tensors | located.tensors))
 
 
-def locate_all(view: ModelView, files: SourceFiles, *, later: bool = False) -> ModelView:
+def locate_all(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
     """The view with every block of its checkpoint located, those of optimizer state too."""
     from ckptx.formats.dcp.reader import open_payloads
 
-    located = open_payloads(view.catalog, files, later=later)
+    located = open_payloads(view.catalog, files, lazy=lazy)
     tensors = {name: located.tensors[entry.name] for name, entry in view.tensors.items()}
     return replace(view, tensors=tensors, catalog=located)
 
@@ -400,7 +401,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
             )
 
 
-def settle_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool) -> ModelView:
+def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool) -> ModelView:
     """Compares what is in the checkpoint under two names; the view has a note on what is one tensor.
 
     Two names are those of one tensor when they differ in nothing but wrappers and the prefix, or when the rules of the

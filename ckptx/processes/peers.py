@@ -37,7 +37,7 @@ _LEFT = -(1 << 40)  # makes any number of signs of life negative
 _meetings = 0  # of this process; all ranks hold as many, so that no word of one is heard in the next
 
 
-class Processes:
+class PeerProcesses:
     """The processes of one run, as one of them sees the others.
 
     All dealings with the store are a thread's: a connection that hangs holds up that thread, and is noticed here.
@@ -74,7 +74,7 @@ class Processes:
         self._thread.start()
 
     @classmethod
-    def from_environment(cls) -> Processes | None:
+    def from_environment(cls) -> PeerProcesses | None:
         """The processes that torchrun's environment speaks of; None for a process on its own.
 
         Raises:

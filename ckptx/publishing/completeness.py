@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
+from ckptx.catalog.entry import Chunk, ShardedChunks, TensorEntry
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.reader import open_payloads
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.executor import CopyResult
-from ckptx.transfer.plan import CopyPlan, Step
+from ckptx.transfer.plan import CopyPlan, CopyStep
 from ckptx.transfer.stream import TensorReader
 
 
@@ -58,7 +58,7 @@ def outcome_of_written(target: Source, plan: CopyPlan, source: SourceFiles, max_
     return CopyResult(digests, was_complete=True, overflows=losses.overflows, underflows=losses.underflows)
 
 
-def _leaves(step: Step, written: SourceFiles, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:
+def _leaves(step: CopyStep, written: SourceFiles, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:
     """Digests of a tensor as it was written, once more for each way in which replicas put it together."""
     reader = TensorReader(written, max_memory)
     entry = step.target
@@ -72,7 +72,7 @@ def _leaves(step: Step, written: SourceFiles, in_archives: bool, max_memory: int
 def _copies(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:
     """The chunks of a tensor, and again with each replica in the place of what it repeats."""
     chunks = entry.chunks
-    if not isinstance(chunks, CutChunks):
+    if not isinstance(chunks, ShardedChunks):
         yield tuple(chunks)
         return
     kept = {chunk.region: chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if not block.replica}

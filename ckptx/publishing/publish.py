@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import Chunk, CutChunks
+from ckptx.catalog.entry import Chunk, ShardedChunks
 from ckptx.catalog.manifest import Manifest, emit_manifest
 from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.catalog.object_ids import ObjectIds
@@ -20,13 +20,13 @@ from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.processes.peak_memory import peak_memory
-from ckptx.processes.peers import Processes
+from ckptx.processes.peers import PeerProcesses
 from ckptx.publishing.completeness import outcome_of_written
 from ckptx.publishing.publisher import Claim, Publisher
 from ckptx.publishing.source_contents import require_unchanged
 from ckptx.publishing.source_state import FileIdentities, agreement, is_agreed, seen_of
 from ckptx.publishing.staging import Staging, open_staged
-from ckptx.storage.held_directory import refuse_clashes
+from ckptx.storage.directory_handle import refuse_clashes
 from ckptx.storage.interface import ExpectedFile, OutputTree, Source, SourceFiles, StoredFile
 from ckptx.transfer.digest import LEAF, digest_bytes, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import CopyResult, execute
@@ -96,7 +96,7 @@ def publish(
     overwrite: bool,
     resume: bool,
     on_progress: Callable[[int], None],
-    processes: Processes | None = None,
+    processes: PeerProcesses | None = None,
     beside: Iterable[Catalog] = (),
     may_replace: Callable[[Path], None] = lambda target: None,
     claim: Claim = Staging,
@@ -199,7 +199,7 @@ def _begin(job: Job, staging: Publisher, seen: FileIdentities, resume: bool) -> 
     plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
     resumed = staging.begin(plan, resume)
     if resumed:
-        staging.output.keep_only({file.name for file in job.plan.files})
+        staging.output.remove_others({file.name for file in job.plan.files})
     staging.require_space(job.nbytes - staging.output.allocated())
     return resumed
 
@@ -211,7 +211,7 @@ def _assist(
     workers: int,
     max_memory: int,
     on_progress: Callable[[int], None],
-    processes: Processes,
+    processes: PeerProcesses,
     seen: FileIdentities,
 ) -> CopyResult | None:
     """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
@@ -293,7 +293,7 @@ def _write_rest(output: OutputTree, job: Job, outcome: CopyResult, seen: FileIde
     return written
 
 
-def _share(plan: CopyPlan, processes: Processes) -> list[int]:
+def _share(plan: CopyPlan, processes: PeerProcesses) -> list[int]:
     """The groups that this rank writes: the largest first, each to the rank that has the least."""
     sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.groups]
     loads = [(0, rank) for rank in range(processes.world_size)]
@@ -306,7 +306,7 @@ def _share(plan: CopyPlan, processes: Processes) -> list[int]:
     return sorted(mine)
 
 
-def _watching(on_progress: Callable[[int], None], processes: Processes | None) -> Callable[[int], None]:
+def _watching(on_progress: Callable[[int], None], processes: PeerProcesses | None) -> Callable[[int], None]:
     """Looks after the other ranks whenever there is progress to tell."""
     if processes is None:
         return on_progress
@@ -389,7 +389,7 @@ def _layout(plan: CopyPlan) -> str:
     ids, known = ObjectIds(), dict[tuple[int, int], bytes]()
 
     def places(chunks: Sequence[Chunk]) -> bytes:
-        if type(chunks) is not CutChunks:
+        if type(chunks) is not ShardedChunks:
             return repr([(*chunk.region, *chunk[1:]) for chunk in chunks]).encode()
         key = (ids(chunks.files), ids(chunks.blocks))  # which tensors that are cut alike share
         if key not in known:

@@ -21,7 +21,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST, is_known_sidecar
 from ckptx.publishing.output_place import refuse_files_inside
 from ckptx.publishing.report_file import is_earlier_output
-from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.interface import local_path
 from ckptx.transfer.digest import file_digest
 from ckptx.untrusted.printable import one_line
@@ -65,8 +65,8 @@ def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
     manifest = _digests(resolved)
     try:
         with ExitStack() as stack:
-            held = stack.enter_context(HeldDirectory.at(resolved))
-            kept = None if kept_in is None else stack.enter_context(HeldDirectory.at(kept_in))
+            held = stack.enter_context(DirectoryHandle.at(resolved))
+            kept = None if kept_in is None else stack.enter_context(DirectoryHandle.at(kept_in))
             foreign = sorted(_foreign(held, manifest or {}, kept))
     except OSError as error:
         raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
@@ -110,7 +110,7 @@ def _digests(root: Path) -> Mapping[str, str] | None:
         return None
 
 
-def _foreign(held: HeldDirectory, digests: Mapping[str, str], kept: HeldDirectory | None) -> Iterator[str]:
+def _foreign(held: DirectoryHandle, digests: Mapping[str, str], kept: DirectoryHandle | None) -> Iterator[str]:
     for name, found in held.walk():
         if stat.S_ISLNK(found.st_mode):
             is_foreign = not is_known_name(name)
@@ -138,7 +138,7 @@ def _is_known(base: str) -> bool:
     return is_known_sidecar(base) or any(known.fullmatch(base) for known in (_WEIGHTS, _TRAINER_STATE))
 
 
-def _is_ours(held: HeldDirectory, name: str, digests: Mapping[str, str]) -> bool:
+def _is_ours(held: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
     """True for a file that has the bytes ckptx wrote, or is a report or page of ckptx."""
     try:
         with held.reading(name) as file:
@@ -147,7 +147,7 @@ def _is_ours(held: HeldDirectory, name: str, digests: Mapping[str, str]) -> bool
         return False
 
 
-def _is_in(held: HeldDirectory, name: str, kept: HeldDirectory | None) -> bool:
+def _is_in(held: DirectoryHandle, name: str, kept: DirectoryHandle | None) -> bool:
     """True for a file that another directory has, too."""
     if kept is None:
         return False

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from ckptx.errors import OutputError, SpaceError
 from ckptx.publishing.output_place import free_space, refuse_existing
+from ckptx.storage.directory_handle import PROBE, DirectoryHandle
 from ckptx.storage.files import take_lock, unwritable
-from ckptx.storage.held_directory import PROBE, HeldDirectory
 from ckptx.storage.interface import ExpectedFile
 from ckptx.storage.local import LocalSource
 from ckptx.storage.open_file import OpenFile
@@ -48,8 +48,8 @@ class Staging:
             this one notices before it publishes.
     """
 
-    output: HeldDirectory
-    notes: HeldDirectory
+    output: DirectoryHandle
+    notes: DirectoryHandle
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class Staging:
         self.root = self.tree.parent
         self._overwrite, self._may_replace = overwrite, may_replace
         self._aside = f".{self.target.name}.ckptx-old"
-        self._opened: list[HeldDirectory] = []
+        self._opened: list[DirectoryHandle] = []
         self._lock, self.is_locked, self._signature = -1, True, b""
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._parent = self._keep(
-                HeldDirectory(self.target.parent, os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY))
+                DirectoryHandle(self.target.parent, os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY))
             )
         except OSError as error:
             raise unwritable(self.root, error) from error
@@ -98,7 +98,7 @@ class Staging:
             self._leave()
             raise
 
-    def _keep(self, directory: HeldDirectory) -> HeldDirectory:
+    def _keep(self, directory: DirectoryHandle) -> DirectoryHandle:
         self._opened.append(directory)
         return directory
 
@@ -134,7 +134,7 @@ class Staging:
             root.close()
         raise OutputError(f"{self.root}: cannot be made; is its directory being removed?")
 
-    def _take(self, root: HeldDirectory, lock: int) -> bool:
+    def _take(self, root: DirectoryHandle, lock: int) -> bool:
         """Locks the directory; False when its owner finished and removed it between our open and our lock."""
         try:
             is_free = take_lock(lock, self.root / "lock")
@@ -216,7 +216,7 @@ class Staging:
 
     def digest_of_published(self, name: str) -> str:
         """Return the digest of a file at the target; a link on the way is refused."""
-        with HeldDirectory.at(self.target) as held, held.reading(name) as file:
+        with DirectoryHandle.at(self.target) as held, held.reading(name) as file:
             return file_digest(file).hex()
 
     def refuse_target_unless(self, overwrite: bool) -> None:
@@ -263,7 +263,7 @@ class Staging:
                 replaced, or somebody created the target meanwhile.
         """
         try:
-            self.output.settle(expected)
+            self.output.fsync_and_verify(expected)
             self.require_own()
             if self._overwrite and self._parent.stat(self.target.name) is not None:
                 self._exchange()
@@ -368,7 +368,7 @@ class Staging:
         with suppress(OSError):  # the new one is in place; what is left of the old is removed by the next run
             place[0].remove(place[1])
 
-    def _rename(self, a: HeldDirectory, name: str, b: HeldDirectory, other: str) -> None:
+    def _rename(self, a: DirectoryHandle, name: str, b: DirectoryHandle, other: str) -> None:
         os.rename(name, other, src_dir_fd=a.descriptor, dst_dir_fd=b.descriptor)
 
 
@@ -377,7 +377,7 @@ def _noted(found: os.stat_result) -> bytes:
     return f"{found.st_ino}\n".encode()
 
 
-def _refuse_foreign(root: HeldDirectory) -> None:
+def _refuse_foreign(root: DirectoryHandle) -> None:
     """A staging directory holds what ckptx puts there and nothing else; another one may be anybody's.
 
     Raises:
@@ -394,7 +394,7 @@ def _refuse_foreign(root: HeldDirectory) -> None:
         raise OutputError(f"{root.path}: is no staging directory of ckptx, it has no lock; move it elsewhere")
     if foreign:
         raise OutputError(f"{root.path}: is no staging directory of ckptx, it holds {foreign[0]!a}; move it elsewhere")
-    if not root.is_own():
+    if not root.is_owned_by_us():
         raise OutputError(f"{root.path}: is the staging directory of another user; remove it, or choose another DST")
 
 
@@ -405,14 +405,14 @@ _CONTENTS: dict[str, Callable[[int], bool]] = {
 
 
 @contextmanager
-def open_staged(target: Path) -> Iterator[tuple[HeldDirectory, HeldDirectory]]:
+def open_staged(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandle]]:
     """Tree and journal of the run that is making `target`, for a process that helps it.
 
     Raises:
         OutputError: They are not there, or something else is.
     """
     root = Path(os.path.realpath(target)).parent / staged(target)[0].parent.name
-    with HeldDirectory.at(root) as held, held.below("tree") as tree, held.below("journal") as journal:
+    with DirectoryHandle.at(root) as held, held.below("tree") as tree, held.below("journal") as journal:
         yield tree, journal
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
-from ckptx.formats.torch_archive.pickle_machine import External, Made, Name, PickledSet
+from ckptx.formats.torch_archive.pickle_machine import CallResult, External, Name, PickledSet
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, Storage, Tensor
 
@@ -127,7 +127,7 @@ class Digests:
             self._work += len(waiting) + sum(len(parts[each].ordered) + len(parts[each].unordered) for each in waiting)
             if self._work > _MOST_WORK:
                 raise InputError(f"{self._where}: its values refer to each other in circles too long to compare")
-            known = _Either(colors, self._codes)
+            known = _OneOf(colors, self._codes)
             refined = {each: hashed("cycle", colors[each], self._encoded(parts[each], known)) for each in waiting}
             colors, before, count = refined, count, len({*refined.values()})
             if count == before:
@@ -163,7 +163,7 @@ class Digests:
             return _Parts(value.kind, value.rest, value.items)
         if isinstance(value, PickledSet):
             return _Parts(value.kind, (), [(each,) for each in value.items])
-        if isinstance(value, Made):
+        if isinstance(value, CallResult):
             lengths = f"{len(value.arguments)} {len(value.items)} {len(value.states)}"
             setters = [each for setter in value.setters for each in (len(setter), *setter)]
             held = (value.function, value.keywords, *value.arguments, *value.items, *value.states, *setters)
@@ -183,7 +183,7 @@ class Digests:
         return _Parts("external", (value.pid,))
 
 
-class _Either:
+class _OneOf:
     """Codes that are found in one of two tables."""
 
     __slots__ = ("_first", "_second")

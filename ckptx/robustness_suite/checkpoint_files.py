@@ -51,7 +51,7 @@ _KINDS_OF_FILES = (
 )
 
 
-class Place(NamedTuple):
+class ComparedFile(NamedTuple):
     """A file, the folder of a DCP, or something that has no contents.
 
     Attributes:
@@ -85,7 +85,7 @@ class Place(NamedTuple):
         return self.word is None or self.word.partition(".")[0] == word
 
 
-def places(path: Path) -> list[Place]:
+def places(path: Path) -> list[ComparedFile]:
     """Everything in a checkpoint, in the order of labels.
 
     Args:
@@ -101,7 +101,9 @@ def places(path: Path) -> list[Place]:
     return sorted(_places_in(path, (), frozenset()), key=lambda each: (each.label, each.file))
 
 
-def _places_in(folder: Path, above: tuple[str, ...], looked_through: frozenset[tuple[int, int]]) -> Iterator[Place]:
+def _places_in(
+    folder: Path, above: tuple[str, ...], looked_through: frozenset[tuple[int, int]]
+) -> Iterator[ComparedFile]:
     waiting = [(folder, above, looked_through)]
     while waiting:
         folder, above, looked_through = waiting.pop()
@@ -114,7 +116,7 @@ def _places_in(folder: Path, above: tuple[str, ...], looked_through: frozenset[t
         of_dcp: set[str] = set()
         if any(each.name == METADATA and each.is_file() for each in entries):
             catalog, word = open_dcp(LocalSource(folder)), word_of_file(above[-1]) if above else None
-            yield Place(folder, "/".join(above), word, DCP, catalog=catalog)
+            yield ComparedFile(folder, "/".join(above), word, DCP, catalog=catalog)
             of_dcp = {METADATA, *catalog.files}
         if not entries and above:
             yield _mark(folder, above, "empty folder")
@@ -131,11 +133,11 @@ def _places_in(folder: Path, above: tuple[str, ...], looked_through: frozenset[t
                 waiting.append((path, within, looked_through))
 
 
-def _mark(path: Path, within: tuple[str, ...], note: str) -> Place:
-    return Place(path, "/".join(within), None, MARK, note, "/".join(within))
+def _mark(path: Path, within: tuple[str, ...], note: str) -> ComparedFile:
+    return ComparedFile(path, "/".join(within), None, MARK, note, "/".join(within))
 
 
-def _of_file(path: Path, above: tuple[str, ...], name: str, must_be_read: bool = False) -> Place:
+def _of_file(path: Path, above: tuple[str, ...], name: str, must_be_read: bool = False) -> ComparedFile:
     stem, ending = os.path.splitext(name)
     stem, shown = printable(stem), printable(name)
     label, file = "/".join((*above, stem)), "/".join((*above, shown))
@@ -144,15 +146,17 @@ def _of_file(path: Path, above: tuple[str, ...], name: str, must_be_read: bool =
     except OSError as error:
         if not os.path.islink(path) or ending in (".safetensors", ".json", *_PICKLES):
             raise unreadable(path, error) from error
-        return Place(path, label, None, MARK, f"link to {printable(os.readlink(path))}, which is not there", file)
+        return ComparedFile(
+            path, label, None, MARK, f"link to {printable(os.readlink(path))}, which is not there", file
+        )
     for is_such, kind in _KINDS_OF_FILES:
         if is_such(state.st_mode):
-            return Place(path, label, None, MARK, kind, file)
+            return ComparedFile(path, label, None, MARK, kind, file)
     for pattern, reason in _LEFT_OUT:
         if pattern.fullmatch(name) and not must_be_read:
-            return Place(path, label, None, LEFT_OUT, reason, file)
+            return ComparedFile(path, label, None, LEFT_OUT, reason, file)
     word = None if must_be_read else word_of_file(stem)
-    return Place(path, label, word, _kind(path, ending, state.st_size, must_be_read), "", file)
+    return ComparedFile(path, label, word, _kind(path, ending, state.st_size, must_be_read), "", file)
 
 
 def _kind(path: Path, ending: str, size: int, must_be_read: bool) -> str:

@@ -9,11 +9,18 @@ from shlex import quote
 from typing import NamedTuple
 
 from ckptx.errors import InputError, OutputError, UsageError
-from ckptx.robustness_suite.commands import Ended, check_environment, filled, placeholders, run_command, words_of
+from ckptx.robustness_suite.commands import (
+    CommandResult,
+    check_environment,
+    filled,
+    placeholders,
+    run_command,
+    words_of,
+)
 from ckptx.robustness_suite.losses import Losses, check_losses, read_losses
 from ckptx.robustness_suite.oracles import Items
 from ckptx.robustness_suite.stored_items import items_of
-from ckptx.runtime.training.recipe import ForeignBlock, TrainingBlock
+from ckptx.runtime.training.recipe import ExternalBlock, TrainingBlock
 from ckptx.untrusted.printable import one_line
 
 OUTPUT = "output.log"
@@ -30,7 +37,7 @@ class CommandRun(NamedTuple):
 
     name: str
     out: Path
-    ended: Ended
+    ended: CommandResult
 
     @property
     def has_failed(self) -> bool:
@@ -41,15 +48,14 @@ class CommandRun(NamedTuple):
     def failure(self) -> str:
         """One line on how it failed, with the last lines that it printed."""
         said = " | ".join(self.ended.last_lines) or "it printed nothing"
-        return (
-            f"train.command, {self.name}: {self.ended.said()}; its output is in {self.out / OUTPUT}, and ends: {said}"
-        )
+        failure, output = self.ended.failure(), self.out / OUTPUT
+        return f"train.command, {self.name}: {failure}; its output is in {output}, and ends: {said}"
 
 
 class CommandRuns:
     """The command of a recipe, run several times, each time in a folder of its own."""
 
-    def __init__(self, block: ForeignBlock, training: TrainingBlock, out: Path, folder: Path) -> None:
+    def __init__(self, block: ExternalBlock, training: TrainingBlock, out: Path, folder: Path) -> None:
         """Prepare runs; nothing is run or written.
 
         Args:

@@ -30,7 +30,7 @@ _LAST_LINES, _TAIL = 6, 1 << 16
 _RAISED = re.compile(r"(\[\w+\]:\s*)?([A-Za-z_][\w.]*(Error|Exception|Interrupt)|AssertionError)\b.*")
 
 
-class Ended(NamedTuple):
+class CommandResult(NamedTuple):
     """How a command ended.
 
     Attributes:
@@ -49,7 +49,7 @@ class Ended(NamedTuple):
     left: Sequence[str] = ()
     unkillable: Sequence[str] = ()
 
-    def said(self) -> str:
+    def failure(self) -> str:
         """Why it did not end well, in a line."""
         if self.is_late:
             return f"was ended after {self.seconds:.0f} seconds, its time limit"
@@ -152,7 +152,7 @@ def check_environment(variables: Mapping[str, str]) -> None:
             )
 
 
-def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> Ended:
+def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> CommandResult:
     """Runs a command to its end, with its output in a file.
 
     Whatever ends this call, an interruption too, ends the command and all that it started.
@@ -187,7 +187,7 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
             f"train.command: {one_line(words[0], 120)} cannot be started: {found['error']}; "
             "install it, or write its path"
         )
-    return Ended(
+    return CommandResult(
         found["code"], found["seconds"], _last_lines(log), found["is_late"], found["left"], found["unkillable"]
     )
 

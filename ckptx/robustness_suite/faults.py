@@ -17,7 +17,7 @@ from msgspec import structs
 
 from ckptx.errors import UsageError
 from ckptx.robustness_suite.runs import Run
-from ckptx.robustness_suite.session import Planted
+from ckptx.robustness_suite.session import InjectedFault
 from ckptx.runtime.training.recipe import Recipe
 
 _kept: list[Any] = []  # by faults that do not let go
@@ -41,7 +41,7 @@ class Fault:
     phase: int
     run: str
     needs: Mapping[str, int]
-    planted: Planted
+    planted: InjectedFault
 
 
 FAULTS: dict[str, Fault] = {}  # by name, in the order in which they are declared
@@ -73,9 +73,9 @@ def fault(
 
     def declared(function: F) -> F:
         planted = {
-            "trainer": Planted(events={run: {event: function}}),
-            "run": Planted(altered={run: function}),
-            "files": Planted(published={run: function}),
+            "trainer": InjectedFault(events={run: {event: function}}),
+            "run": InjectedFault(altered={run: function}),
+            "files": InjectedFault(published={run: function}),
         }[on]
         FAULTS[function.__name__] = Fault(
             says=says, oracle=oracle, phase=phase, run=run, needs=needs or {}, planted=planted
@@ -179,7 +179,7 @@ def data_restarted(trainer: Any) -> None:
     trainer.sampler.samples = 0
 
 
-class _Moved:
+class _ShiftedDataset:
     """A data set of which every sample is another one."""
 
     def __init__(self, dataset: Any, by: int) -> None:
@@ -194,7 +194,7 @@ class _Moved:
 
 @fault("every sample is the one after it", oracle="batch")
 def data_off_by_one(trainer: Any) -> None:
-    trainer.dataset = _Moved(trainer.dataset, 1)
+    trainer.dataset = _ShiftedDataset(trainer.dataset, 1)
 
 
 @fault("data ranks see each other's samples", oracle="batch", needs={"dp": 2})
@@ -216,9 +216,9 @@ def rng_stale(trainer: Any) -> None:
 
 @fault("every rank has the random numbers of rank 0", oracle="rng", needs={"dp": 2})
 def rng_of_rank_0(trainer: Any) -> None:
-    from ckptx.runtime.parallel.distributed import told
+    from ckptx.runtime.parallel.distributed import broadcast_object
 
-    trainer.random.load_state_dict(told(trainer.random.state_dict()))
+    trainer.random.load_state_dict(broadcast_object(trainer.random.state_dict()))
 
 
 @fault("an iterator is made after random numbers were restored", oracle="rng")
@@ -251,10 +251,10 @@ def rows_swapped(trainer: Any) -> None:
 @fault("two ranks have each other's part of a matrix", oracle="model", needs={"ranks": 2})
 def shards_swapped(trainer: Any) -> None:
     """Neighbours in the world exchange what they have of one matrix."""
-    from ckptx.runtime.parallel.distributed import everywhere
+    from ckptx.runtime.parallel.distributed import all_gather_object
 
     values = _matrix(trainer)
-    others = everywhere(values.cpu().clone())
+    others = all_gather_object(values.cpu().clone())
     other = others[trainer.place.rank ^ 1] if trainer.place.rank ^ 1 < len(others) else values
     if other.shape == values.shape:
         values.copy_(other)

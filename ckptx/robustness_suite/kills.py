@@ -47,7 +47,7 @@ Act = Callable[[str], bool]  # told the name before the operation; True where a 
 
 
 @contextmanager
-def rehearse(root: Path) -> Iterator[list[str]]:
+def record_operations(root: Path) -> Iterator[list[str]]:
     """Notes every operation of this process below a directory, in order; a name that occurs again is numbered.
 
     Args:
@@ -133,7 +133,7 @@ def kind_of(name: str) -> str:
 
 @contextmanager
 def _watched(root: Path, act: Act, half_way: Callable[[], None] = lambda: None) -> Iterator[None]:
-    watch = _Watch(Path(os.path.realpath(root)), act, half_way)
+    watch = _PatchedFunctions(Path(os.path.realpath(root)), act, half_way)
     with ExitStack() as stack:
         for name, function in watch.replacements():
             stack.enter_context(patch.object(os, name, function))
@@ -148,7 +148,7 @@ def _watched(root: Path, act: Act, half_way: Callable[[], None] = lambda: None) 
         yield
 
 
-class _Watch:
+class _PatchedFunctions:
     """Replacements for functions that change files below a directory."""
 
     def __init__(self, root: Path, act: Act, half_way: Callable[[], None]) -> None:
@@ -273,7 +273,7 @@ class _Watch:
 class _Raw(io.FileIO):
     """A file without a buffer that tells of each write."""
 
-    watch: _Watch
+    watch: _PatchedFunctions
 
     def write(self, data: Any, /) -> int:
         if self.watch.cut(self.fileno()):

@@ -13,7 +13,7 @@ from typing import Any
 from ckptx.catalog.entry import Record
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.formats.torch_archive.pickle_machine import External, Made, Mapping, PickledSet
+from ckptx.formats.torch_archive.pickle_machine import CallResult, External, Mapping, PickledSet
 from ckptx.robustness_suite.pickled_kinds import described_storage
 from ckptx.untrusted.limits import TENSORS
 
@@ -75,7 +75,7 @@ def _sizes(tree: Any, where: str) -> dict[str, int]:
     waiting = [tree]
     while waiting:
         node = waiting.pop()
-        if type(node) not in (list, tuple, Made, Mapping, PickledSet, External) or id(node) in seen:
+        if type(node) not in (list, tuple, CallResult, Mapping, PickledSet, External) or id(node) in seen:
             continue
         seen.add(id(node))
         if isinstance(node, External):
@@ -89,7 +89,7 @@ def _sizes(tree: Any, where: str) -> dict[str, int]:
             waiting.extend(node.items)
         elif isinstance(node, Mapping):
             waiting.extend(each for item in node.items for each in item)
-        elif isinstance(node, Made):
+        elif isinstance(node, CallResult):
             waiting.extend((node.function, node.keywords, *node.arguments, *node.items, *node.states))
             waiting.extend(each for pair in node.pairs for each in pair)
             waiting.extend(each for setter in node.setters for each in setter)

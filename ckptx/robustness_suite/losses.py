@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.robustness_suite.event_files import scalars
-from ckptx.runtime.training.recipe import ForeignBlock
+from ckptx.runtime.training.recipe import ExternalBlock
 from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import INDEX_BYTES
@@ -49,7 +49,7 @@ class Losses(NamedTuple):
     notes: list[str]
 
 
-def read_losses(place: Path, block: ForeignBlock) -> Losses:
+def read_losses(place: Path, block: ExternalBlock) -> Losses:
     """The losses of one run.
 
     Args:
@@ -82,7 +82,7 @@ def read_losses(place: Path, block: ForeignBlock) -> Losses:
     return Losses(dict(sorted(found.items())), notes)
 
 
-def _looked_for(block: ForeignBlock) -> str:
+def _looked_for(block: ExternalBlock) -> str:
     if block.losses_kind == "regex":
         return f"looked for {one_line(str(block.pattern), _SHOWN)}"
     if block.losses_kind == "tensorboard":
@@ -90,7 +90,7 @@ def _looked_for(block: ForeignBlock) -> str:
     return f'looked for "{block.step_key}" and "{block.loss_key}"'
 
 
-def _of_lines(place: Path, block: ForeignBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
+def _of_lines(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
     text = read_small(place, INDEX_BYTES).decode("utf-8", "replace")
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -107,7 +107,7 @@ def _of_lines(place: Path, block: ForeignBlock, notes: list[str]) -> Iterator[tu
             yield from _of_row(row, block, f"{place}, line {number}")
 
 
-def _of_row(row: dict[str, Any], block: ForeignBlock, where: str) -> Iterator[tuple[int, float]]:
+def _of_row(row: dict[str, Any], block: ExternalBlock, where: str) -> Iterator[tuple[int, float]]:
     step, loss = _under(row, block.step_key), _under(row, block.loss_key)
     if step is None or loss is None:
         return  # a line of something else: an evaluation, a message
@@ -143,7 +143,7 @@ def _number(value: Any, where: str) -> float:
     raise InputError(f"{where}: the loss is {one_line(repr(value), _SHOWN)}, needed a number")
 
 
-def check_losses(block: ForeignBlock) -> None:
+def check_losses(block: ExternalBlock) -> None:
     """Refuses what losses cannot be read with, before there are some.
 
     Raises:
@@ -153,7 +153,7 @@ def check_losses(block: ForeignBlock) -> None:
         _pattern(block)
 
 
-def _pattern(block: ForeignBlock) -> re.Pattern[str]:
+def _pattern(block: ExternalBlock) -> re.Pattern[str]:
     if block.pattern is None:
         raise UsageError(
             r"train.pattern: found nothing, needed one with losses_kind: regex; write (?P<step>\d+) and (?P<loss>\S+)"
@@ -172,7 +172,7 @@ def _pattern(block: ForeignBlock) -> re.Pattern[str]:
     return pattern
 
 
-def _of_text(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:
+def _of_text(place: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
     pattern = _pattern(block).pattern
     text = _COLOUR.sub("", read_small(place, INDEX_BYTES).decode("utf-8", "replace"))
     for number, step, loss in _matches(pattern, text.split("\n"), place):
@@ -215,7 +215,7 @@ def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[
     return matches
 
 
-def _of_trainer_state(place: Path, block: ForeignBlock) -> Iterator[tuple[int, float]]:
+def _of_trainer_state(place: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
     state = parse_json(read_small(place, INDEX_BYTES).decode("utf-8", "replace"), place)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
@@ -225,7 +225,7 @@ def _of_trainer_state(place: Path, block: ForeignBlock) -> Iterator[tuple[int, f
             yield from _of_row(row, block, f"{place}, log_history[{index}]")
 
 
-def _of_tensorboard(place: Path, block: ForeignBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
+def _of_tensorboard(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
     files = sorted(place.rglob("*tfevents*")) if place.is_dir() else [place]
     if not files:
         raise InputError(f"{place}: no event files of TensorBoard in it; set train.losses to the folder they are in")

@@ -18,12 +18,12 @@ import sys
 from typing import Any
 
 
-class _Late(Exception):
+class _Timeout(Exception):
     """The time is over."""
 
 
 def _alarm(*_: object) -> None:
-    raise _Late
+    raise _Timeout
 
 
 def _matches(pattern: str, lines: list[str], seconds: float) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _matches(pattern: str, lines: list[str], seconds: float) -> dict[str, Any]:
         for number, line in enumerate(lines, start=1):
             found += [(number, each["step"], each["loss"]) for each in expression.finditer(line)]
         signal.setitimer(signal.ITIMER_REAL, 0)
-    except _Late:
+    except _Timeout:
         return {"late": number}
     return {"found": found}
 

@@ -26,7 +26,7 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
     """
     try:
         shares = session.devices is None and not session.ranks.is_launched
-        found = session.ranks.aside(_forecast, session.recipe, session.source, gpu_memory, shares)
+        found = session.ranks.run_in_subprocess(_forecast, session.recipe, session.source, gpu_memory, shares)
     except SpaceError:
         raise
     except CkptxError as error:

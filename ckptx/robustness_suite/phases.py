@@ -42,7 +42,7 @@ from ckptx.robustness_suite.oracles import (
     replicas,
     within_noise,
 )
-from ckptx.robustness_suite.runs import Logits, RunResult, Watch, away
+from ckptx.robustness_suite.runs import KillPoint, Logits, RunResult, away
 from ckptx.robustness_suite.session import DRAWS, Session, of_steps
 from ckptx.robustness_suite.stored_items import items_of
 from ckptx.runtime.training.checkpoints import LATEST
@@ -70,8 +70,8 @@ class Phase(NamedTuple):
 
 def source_parity(session: Session) -> Findings:
     """Phase 0."""
-    reference, noise = session.ask("source_logits", session.recipe, session.source, DRAWS)
-    found = session.ask("runtime_logits", session.run_of())
+    reference, noise = session.run_task("source_logits", session.recipe, session.source, DRAWS)
+    found = session.run_task("runtime_logits", session.run_of())
     return Findings([_logits(session, reference, found, noise)])
 
 
@@ -103,7 +103,7 @@ def replicas_and_reference(session: Session) -> Findings:
     straight, last = session.straight, session.stops[-1]
     found = Findings([replicas(straight.held[step]) for step in session.stops])
     with found.reading(f"step-{last}"):
-        logits = session.ask("runtime_logits", session.run_of(resumed=session.checkpoint(last)))
+        logits = session.run_task("runtime_logits", session.run_of(resumed=session.checkpoint(last)))
         noise = None if session.is_exact else session.noise_of("logits")
         found.verdicts.append(_logits(session, session.reference_logits, logits, noise))
     return _merged(found)
@@ -138,7 +138,7 @@ def export(session: Session) -> Findings:
         convert("dcp2hf", checkpoint, exported, base=str(session.source), names=names, overwrite=True)
         found.verdicts.append(_names(session.source, exported))
         found.verdicts.append(_same_bytes(checkpoint, exported))
-        logits, noise = session.ask("source_logits", session.recipe, exported, DRAWS)  # of a forward pass alone
+        logits, noise = session.run_task("source_logits", session.recipe, exported, DRAWS)  # of a forward pass alone
         found.verdicts.append(_logits(session, session.reference_logits, logits, noise))
     return _merged(found)
 
@@ -235,22 +235,22 @@ def kills(session: Session) -> Findings:
         run = replace(session.run_of(resumed=first), recipe=recipe)
         if is_asynchronous not in names:
             root = _root_with(session, f"rehearsed-{number}", first)
-            names[is_asynchronous] = session.ask("saved_under_watch", run, Watch(root=root))[0]
+            names[is_asynchronous] = session.run_task("saved_under_watch", run, KillPoint(root=root))[0]
         at = kill_points(names[is_asynchronous], len(ways))[number - 1]
         root = _root_with(session, f"killed-{number}", first)
-        before = session.ask("left_over", root, good, {})
-        ended = session.die("saved_under_watch", run, Watch(root=root, at=at, everyone=everyone))
+        before = session.run_task("left_over", root, good, {})
+        ended = session.run_until_killed("saved_under_watch", run, KillPoint(root=root, at=at, everyone=everyone))
         session.plant(f"killed-{number}", root)
-        left = session.ask("left_over", root, good, before.digests)
+        left = session.run_task("left_over", root, good, before.digests)
         faults = list(left.faults)
         if not ended:
             faults.append(f"{at}: no rank was ended there")
         try:
-            session.ask("saved_under_watch", run, Watch(root=root))
+            session.run_task("saved_under_watch", run, KillPoint(root=root))
         except (InputError, OutputError) as error:
             faults.append(f"the next save: {error}")
         else:
-            after = session.ask("left_over", root, good + 1, before.digests)
+            after = session.run_task("left_over", root, good + 1, before.digests)
             faults += [f"after the next save: {each}" for each in after.faults]
         session.kills.append(
             {"at": at, "ranks": ended, "asynchronous": is_asynchronous, "latest": left.latest, "ok": not faults}

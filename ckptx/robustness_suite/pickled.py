@@ -25,7 +25,7 @@ from ckptx.catalog.region import whole
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.torch_archive.archive import open_archive, place_tensor
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.formats.torch_archive.pickle_machine import Made, Name
+from ckptx.formats.torch_archive.pickle_machine import CallResult, Name
 from ckptx.formats.torch_archive.unpickle import StorageRef
 from ckptx.robustness_suite.canonical import Digests, Nested, hashed
 from ckptx.robustness_suite.legacy_archive import is_legacy, read_legacy
@@ -268,7 +268,7 @@ class Reader:
         """A word or two for the kind of a value."""
         if isinstance(value, Dictionary):
             return value.kind
-        if isinstance(value, Made):
+        if isinstance(value, CallResult):
             return f"object of {value.function!s:.{_SHOWN}}" if isinstance(value.function, Name) else "object"
         if isinstance(value, Name):
             return f"name {value!s:.{_SHOWN}}"

@@ -20,7 +20,7 @@ from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
 from ckptx.catalog.entry import Record
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
-from ckptx.formats.torch_archive.pickle_machine import External, Made, Mapping, Name, PickledSet
+from ckptx.formats.torch_archive.pickle_machine import CallResult, External, Mapping, Name, PickledSet
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
 from ckptx.untrusted.limits import DIMS, shape_fault
 
@@ -121,14 +121,14 @@ class Kinds:
 
     def of(self, value: Any) -> Any:
         """The meaning of a value; the value itself where there is none beside it."""
-        if not isinstance(value, (Made, Mapping, External)):
+        if not isinstance(value, (CallResult, Mapping, External)):
             return value
         found = self._found.get(self._ids(value))
         if found is None:
             if self._depth >= _DEPTH:
                 return value
             self._depth += 1
-            found = self._made(value) if isinstance(value, Made) else self._other(value)
+            found = self._made(value) if isinstance(value, CallResult) else self._other(value)
             self._depth -= 1
             self._found[self._ids(value)] = found
         return found
@@ -154,7 +154,7 @@ class Kinds:
             )
         return Storage(kind, ref, record)
 
-    def _made(self, made: Made) -> Any:
+    def _made(self, made: CallResult) -> Any:
         function = made.function
         if made.how == "call" and isinstance(function, Name):
             find = _FUNCTIONS.get(function)
@@ -164,14 +164,14 @@ class Kinds:
 
     # ----------------------------------------------------------------------------------------------------- Python
 
-    def _bytes(self, made: Made) -> Any:
+    def _bytes(self, made: CallResult) -> Any:
         if not made.arguments:
             return b""
         if len(made.arguments) == 2 and made.arguments[1] == "latin1" and isinstance(made.arguments[0], str):
             return _encoded(made.arguments[0])
         return None
 
-    def _bytearray(self, made: Made) -> Any:
+    def _bytearray(self, made: CallResult) -> Any:
         if not made.is_untouched:
             return None
         if not made.arguments:
@@ -183,14 +183,14 @@ class Kinds:
             return None
         return bytearray(first) if type(first) is bytes else None
 
-    def _group(self, made: Made) -> Any:
+    def _group(self, made: CallResult) -> Any:
         items = made.arguments[0] if len(made.arguments) == 1 else None
         if not made.is_untouched or type(items) is not list:
             return None
         assert isinstance(made.function, Name)
         return PickledSet(made.function.name, items)
 
-    def _ordered_dict(self, made: Made) -> Any:
+    def _ordered_dict(self, made: CallResult) -> Any:
         first = made.arguments[0] if len(made.arguments) == 1 else []
         if len(made.arguments) > 1 or made.items or made.setters or not _is_pairs(first):
             return None
@@ -205,31 +205,31 @@ class Kinds:
         rest.items = [(key, value) for key, value in state.items if key != "_metadata"]
         return rest if rest.items else None
 
-    def _default_dict(self, made: Made) -> Any:
+    def _default_dict(self, made: CallResult) -> Any:
         if len(made.arguments) > 1 or made.items or made.setters:
             return None
         return Dictionary("collections.defaultdict", made.pairs, (made.arguments, made.states))
 
-    def _reconstructed(self, made: Made) -> Any:
+    def _reconstructed(self, made: CallResult) -> Any:
         """An object at protocol 0 and 1, as later protocols write it."""
         if len(made.arguments) != 3 or made.arguments[1:] != (Name(_BUILTINS, "object"), None):
             return None
-        found = Made("new", made.arguments[0], ())
+        found = CallResult("new", made.arguments[0], ())
         found.items, found.pairs, found.states, found.setters = made.items, made.pairs, made.states, made.setters
         return found
 
     # ------------------------------------------------------------------------------------------------------ torch
 
-    def _tensor_v2(self, made: Made) -> Any:
+    def _tensor_v2(self, made: CallResult) -> Any:
         return self._tensor(made, None) if 6 <= len(made.arguments) <= 7 else None
 
-    def _tensor_v3(self, made: Made) -> Any:
+    def _tensor_v3(self, made: CallResult) -> Any:
         if not 7 <= len(made.arguments) <= 8 or not isinstance(made.arguments[6], Name):
             return None
         name = made.arguments[6]
         return self._tensor(made, BY_TORCH.get(name.name) if name.module == "torch" else None, has_dtype=True)
 
-    def _tensor(self, made: Made, dtype: DType | None, has_dtype: bool = False) -> Any:
+    def _tensor(self, made: CallResult, dtype: DType | None, has_dtype: bool = False) -> Any:
         storage, offset, shape, strides, requires_grad, hooks = made.arguments[:6]
         shape, strides = self._sizes(shape), self._sizes(strides)
         storage = self.of(storage)
@@ -247,7 +247,7 @@ class Kinds:
         found = Tensor(TensorRef(storage.ref, dtype, offset, shape, strides, ()), storage, requires_grad=requires_grad)
         return self._with(found, hooks)
 
-    def _parameter(self, made: Made) -> Any:
+    def _parameter(self, made: CallResult) -> Any:
         if not 3 <= len(made.arguments) <= 4 or not made.is_untouched:
             return None
         data, requires_grad, *attributes = made.arguments
@@ -256,12 +256,12 @@ class Kinds:
             return None
         return self._with(replace(data, kind=_PARAMETER_TYPE, requires_grad=requires_grad), *attributes)
 
-    def _of_type(self, made: Made) -> Any:
+    def _of_type(self, made: CallResult) -> Any:
         """A tensor of a subclass, or with attributes."""
         if len(made.arguments) != 4 or type(made.arguments[2]) is not tuple or not made.is_untouched:
             return None
         function, kind, arguments, state = made.arguments
-        inner = self.of(Made("call", function, arguments)) if isinstance(function, Name) else None
+        inner = self.of(CallResult("call", function, arguments)) if isinstance(function, Name) else None
         if not isinstance(inner, Tensor) or not isinstance(kind, Name):
             return None
         name = _TENSOR_TYPE if kind == Name("torch._tensor", "Tensor") else str(kind)
@@ -279,17 +279,17 @@ class Kinds:
         return not (found is None or (type(found) in (tuple, list) and not found))
 
     def _sizes(self, value: Any) -> tuple[int, ...] | None:
-        if isinstance(value, Made) and value.function == Name("torch", "Size") and len(value.arguments) == 1:
+        if isinstance(value, CallResult) and value.function == Name("torch", "Size") and len(value.arguments) == 1:
             value = value.arguments[0]
         return value if type(value) is tuple and len(value) <= DIMS and all(map(_is_count, value)) else None
 
-    def _storage_in_bytes(self, made: Made) -> Any:
+    def _storage_in_bytes(self, made: CallResult) -> Any:
         data = self.of(made.arguments[0]) if len(made.arguments) == 1 else None
         return self._load_storage(data) if type(data) is bytes and made.is_untouched else None
 
     # ------------------------------------------------------------------------------------------------------ numpy
 
-    def _array(self, made: Made) -> Any:
+    def _array(self, made: CallResult) -> Any:
         if len(made.states) != 1 or made.items or made.pairs or made.setters or len(made.arguments) != 3:
             return None
         state = made.states[0]
@@ -303,7 +303,7 @@ class Kinds:
             return None
         return None if content is None else self._native(Array(made.arguments[0], dtype, shape, content))
 
-    def _array_of_buffer(self, made: Made) -> Any:
+    def _array_of_buffer(self, made: CallResult) -> Any:
         if len(made.arguments) != 4 or made.arguments[3] not in ("C", "F") or not made.is_untouched:
             return None
         content, dtype, shape, order = made.arguments
@@ -316,7 +316,7 @@ class Kinds:
     def _native(self, array: Array) -> Array:
         """An array of numbers in big-endian order as numpy has it after loading: in little-endian order."""
         dtype = self.of(array.dtype)
-        if not (isinstance(dtype, Made) and dtype.function == _DTYPE and type(array.content) is bytes):
+        if not (isinstance(dtype, CallResult) and dtype.function == _DTYPE and type(array.content) is bytes):
             return array
         code = dtype.arguments[0] if dtype.arguments else None
         state = dtype.states[0] if len(dtype.states) == 1 else None
@@ -327,7 +327,7 @@ class Kinds:
         if not width or len(array.content) % width:
             return array
         swapped = np.frombuffer(array.content, "u1").reshape(-1, width)[:, ::-1].tobytes()
-        native = Made(dtype.how, dtype.function, dtype.arguments)
+        native = CallResult(dtype.how, dtype.function, dtype.arguments)
         native.states = [(state[0], "<", *state[2:])]
         return replace(array, dtype=native, content=swapped)
 
@@ -379,7 +379,7 @@ def _row_major(content: bytes, shape: Any) -> bytes | None:
     return elements.reshape(shape, order="F").tobytes(order="C")
 
 
-_FUNCTIONS: dict[Name, Callable[[Kinds, Made], Any]] = {
+_FUNCTIONS: dict[Name, Callable[[Kinds, CallResult], Any]] = {
     Name("_codecs", "encode"): Kinds._bytes,
     Name(_BUILTINS, "bytes"): Kinds._bytes,
     Name(_BUILTINS, "bytearray"): Kinds._bytearray,

@@ -1,7 +1,7 @@
 """The ranks of a run: processes that live for several phases, forked from one that has imported, measured after each.
 
     this process     imports no torch, has no group, touches no device; it waits, and judges
-      the nursery    imports once, before it has a thread; multiprocessing's fork server
+      the preload process    imports once, before it has a thread; multiprocessing's fork server
         rank 0..n    forked from it; each phase is a world of its own that ends with the phase
 
 Imports take several times as long as what a small recipe computes. Under torchrun each of its processes has one rank
@@ -34,7 +34,7 @@ from ckptx.processes.rendezvous import is_launched, launched_world_size, open_st
 from ckptx.processes.worker import Worker, WorkerDied, reply, use_one_thread
 from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
-_NURSERY = "ckptx.robustness_suite.nursery"
+_NURSERY = "ckptx.robustness_suite.preload"
 _TASKS = "ckptx.robustness_suite.tasks"
 _CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
 _worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
@@ -43,7 +43,7 @@ _IDLE = 0.5  # seconds in which a rank that has nothing to do ends when it is cl
 _PATIENCE = 1.0  # seconds in which the threads of a group that was ended are gone
 
 
-class Residue(NamedTuple):
+class LeakedMemory(NamedTuple):
     """What a rank still has when a phase is over and its world has ended.
 
     Attributes:
@@ -58,7 +58,7 @@ class Residue(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TaskResult:
     """What came of a task on one rank.
 
     Attributes:
@@ -68,7 +68,7 @@ class Answer:
     """
 
     value: Any = None
-    residue: Residue | None = None
+    residue: LeakedMemory | None = None
     died: int | None = None
 
 
@@ -112,7 +112,7 @@ class Ranks:
 
     def run(
         self, task: str | Callable[..., Any], *args: Any, world_size: int, may_die: bool = False
-    ) -> dict[int, Answer]:
+    ) -> dict[int, TaskResult]:
         """Calls `task(place, *args)` on every rank, in a world of its own; gives the answers of the ranks here.
 
         Args:
@@ -135,17 +135,18 @@ class Ranks:
             self._workers[rank].pipe.send_bytes(call)
         answers = self._answers(here)
         failed = {rank: each for rank, each in answers.items() if isinstance(each, BaseException)}
-        died = {rank: each.signal for rank, each in failed.items() if isinstance(each, _Died)}
+        died = {rank: each.signal for rank, each in failed.items() if isinstance(each, _RankKilled)}
         if failed:
             self._stop(here)
         is_expected = may_die and (died or self._settings.is_launched)  # it may be the rank of another process
         if failed and not is_expected:
             raise _first(failed)
         return {
-            rank: each if isinstance(each, Answer) else Answer(died=died.get(rank)) for rank, each in answers.items()
+            rank: each if isinstance(each, TaskResult) else TaskResult(died=died.get(rank))
+            for rank, each in answers.items()
         }
 
-    def aside(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run_in_subprocess(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function gives in a process of its own, which is no rank and may have children.
 
         Args:
@@ -195,14 +196,18 @@ class Ranks:
         with _inherited():
             with _block_sigint():
                 context = multiprocessing.get_context("spawn") if self._is_fresh else _fork_server()
-            with _block_sigint() if self._is_fresh else nullcontext():  # a fork waits until the nursery has imported
+            with (
+                _block_sigint() if self._is_fresh else nullcontext()
+            ):  # a fork waits until the preload process has imported
                 return Worker(context, _work, rank, self._settings, name=f"ckptx-rank-{rank}", daemon=True)
 
-    def _answers(self, ranks: Sequence[int]) -> dict[int, Answer | BaseException]:
+    def _answers(self, ranks: Sequence[int]) -> dict[int, TaskResult | BaseException]:
         """Return what each rank sent, or why it failed; when one has failed the others have a while."""
         waiting: dict[Any, int] = {self._workers[rank].pipe: rank for rank in ranks}
-        found: dict[int, Answer | BaseException] = {}
-        while waiting and not any(isinstance(each, _Died) for each in found.values()):  # others only say that it died
+        found: dict[int, TaskResult | BaseException] = {}
+        while waiting and not any(
+            isinstance(each, _RankKilled) for each in found.values()
+        ):  # others only say that it died
             is_failing = any(isinstance(each, BaseException) for each in found.values())
             ready = wait(list(waiting), _GRACE if is_failing else None)
             for pipe in ready:
@@ -214,14 +219,14 @@ class Ranks:
             found[rank] = PeerFailure(f"rank {rank}: gave no answer when another had ended", 7, is_said=False)
         return found
 
-    def _answer(self, rank: int) -> Answer | BaseException:
+    def _answer(self, rank: int) -> TaskResult | BaseException:
         worker = self._workers[rank]
         try:
             value, residue = worker.answer()
-            return Answer(pickle.loads(value), residue)
+            return TaskResult(pickle.loads(value), residue)
         except WorkerDied as died:
             if died.code is not None and died.code < 0:
-                return _Died(rank, -died.code)
+                return _RankKilled(rank, -died.code)
             return EnvironmentProblem(
                 f"rank {rank}: ended with code {died.code} and without a word; look at its output"
             )
@@ -238,7 +243,7 @@ class Ranks:
                 worker.end(_IDLE)
 
 
-class _Died(PeerFailure):
+class _RankKilled(PeerFailure):
     """A signal ended a rank."""
 
     def __init__(self, rank: int, signal: int) -> None:
@@ -250,16 +255,16 @@ class _Died(PeerFailure):
 def _first(failed: Mapping[int, BaseException]) -> BaseException:
     """Why it failed: who failed by itself, before those who only lost the connection to another."""
     errors = [failed[rank] for rank in sorted(failed)]
-    return min(errors, key=lambda each: (not isinstance(each, _Died), isinstance(each, PeerFailure)))
+    return min(errors, key=lambda each: (not isinstance(each, _RankKilled), isinstance(each, PeerFailure)))
 
 
 @contextmanager
 def _block_sigint() -> Iterator[None]:
     """Keep SIGINT, which a terminal sends to all processes, from what starts here: it ends when this process does.
 
-    Else nursery and ranks would each show where they were. Here one that arrives meanwhile is heard afterwards.
+    Else preload process and ranks would each show where they were. Here one that arrives meanwhile is heard afterwards.
     """
-    resource_tracker.ensure_running()  # it would be started with a nursery, and lets SIGINT through when it is
+    resource_tracker.ensure_running()  # it would be started with a preload process, and lets SIGINT through when it is
     before = pthread_sigmask(SIG_BLOCK, {SIGINT})
     try:
         yield
@@ -268,7 +273,7 @@ def _block_sigint() -> Iterator[None]:
 
 
 def _fork_server() -> Any:
-    """Start the nursery unless it runs, and return the context of multiprocessing that forks from it."""
+    """Start the preload process unless it runs, and return the context of multiprocessing that forks from it."""
     shorten_socket_paths()
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_NURSERY])
@@ -278,7 +283,7 @@ def _fork_server() -> Any:
 
 @contextmanager
 def _inherited() -> Iterator[None]:
-    """Set what nursery and ranks inherit: no main module, and one thread each unless that is set already."""
+    """Set what preload process and ranks inherit: no main module, and one thread each unless that is set already."""
     given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     missing = [name for name in given if name not in os.environ]
     os.environ.update({name: given[name] for name in missing})
@@ -309,9 +314,9 @@ def _work(pipe: Connection, rank: int, settings: Settings) -> None:
             return
 
 
-def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, Residue]:
+def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, LeakedMemory]:
     """Do one task, in a world that ends with it; return its pickled result, and what it left."""
-    from ckptx.runtime.parallel.distributed import alone, process_group
+    from ckptx.runtime.parallel.distributed import process_group, report_failure_to_peers
 
     task, args, world_size, world = pickle.loads(call)
     if not settings.is_launched:
@@ -319,7 +324,7 @@ def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, Residue]:
     store = _store(settings, rank, world, world_size)
     if isinstance(task, str):
         task = getattr(importlib.import_module(_TASKS), task)
-    with process_group(settings.device, settings.backend, store) as place, alone():
+    with process_group(settings.device, settings.backend, store) as place, report_failure_to_peers():
         _bound(settings, place.device)
         result = pickle.dumps(task(place, *args))
     del args, place, store
@@ -352,24 +357,24 @@ def _store(settings: Settings, rank: int, world: int, world_size: int) -> Any:
 _opened: list[Any] = []  # the last store: the one of rank 0, where no agent has one, serves until the next is there
 
 
-def _residue() -> Residue:
+def _residue() -> LeakedMemory:
     """What is still alive in this process; garbage is collected first."""
     import torch
 
-    from ckptx.runtime.parallel.living import living_tensors, tensors_of
+    from ckptx.runtime.parallel.live_tensors import live_tensors, tensors_among
     from ckptx.runtime.torch_private import storage_key
 
     gc.collect()
-    alive = tensors_of(gc.get_objects())
+    alive = tensors_among(gc.get_objects())
     storages: dict[int, int] = {}
-    for each in living_tensors(alive):
+    for each in live_tensors(alive):
         storage = each.untyped_storage()
         if storage.nbytes() > _CONSTANT:
             storages[storage_key(storage)] = storage.nbytes()
     parameters = sum(issubclass(type(each), torch.nn.Parameter) for each in alive)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return Residue(sum(storages.values()), parameters, _threads())
+    return LeakedMemory(sum(storages.values()), parameters, _threads())
 
 
 _threads_before: list[int] = []  # the fewest that this process has had after a task

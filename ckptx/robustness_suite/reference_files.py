@@ -26,7 +26,7 @@ _MOST = 1_000_000  # names in one folder of a run
 _UNCHANGED = "unchanged"
 
 
-class _Seen(NamedTuple):
+class _FileState(NamedTuple):
     """A file, folder or link.
 
     Attributes:
@@ -48,7 +48,7 @@ class RunFiles(NamedTuple):
     """
 
     root: Path
-    seen: Mapping[str, _Seen]
+    seen: Mapping[str, _FileState]
 
 
 def snapshot(root: Path, followed: Iterable[Path] = (), known: RunFiles | None = None) -> RunFiles:
@@ -64,7 +64,7 @@ def snapshot(root: Path, followed: Iterable[Path] = (), known: RunFiles | None =
     Raises:
         InputError: There are too many files.
     """
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _FileState] = {}
     places = [os.fspath(each) for each in followed]
     waiting = [("", os.fspath(root), frozenset({_real(os.fspath(root))}))]
     while waiting:
@@ -121,21 +121,21 @@ def _real(path: str) -> str:
     return os.path.realpath(path)
 
 
-def _look(path: str, known: _Seen | None) -> _Seen:
+def _look(path: str, known: _FileState | None) -> _FileState:
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):
-            return _Seen(f"link {os.readlink(path)}")
+            return _FileState(f"link {os.readlink(path)}")
         if stat.S_ISDIR(found.st_mode):
-            return _Seen("folder")
+            return _FileState("folder")
         if not stat.S_ISREG(found.st_mode):
-            return _Seen("special file")
+            return _FileState("special file")
         state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if known is not None and known.state == state:
             return known
-        return _Seen(f"file sha256 {_digest(path)}", state)
+        return _FileState(f"file sha256 {_digest(path)}", state)
     except (OSError, CkptxError) as error:  # gone since its folder was listed, or not for this user
-        return _Seen(f"unreadable {type(error).__name__}")
+        return _FileState(f"unreadable {type(error).__name__}")
 
 
 def _digest(path: str) -> str:

@@ -22,8 +22,8 @@ from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.memory import Memory, forecast_memory, with_measured
 from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.robustness_suite.phases import Phase, chosen
-from ckptx.robustness_suite.ranks import Ranks, Residue
-from ckptx.robustness_suite.session import Planted, Session
+from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
+from ckptx.robustness_suite.session import InjectedFault, Session
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import find_recipe, read_recipe
 
@@ -44,7 +44,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     read = read_recipe(path, settings, launched_world_size())
     log(read)
     wanted = chosen(phases)
-    planted = Planted()
+    planted = InjectedFault()
     if inject is not None:
         from ckptx.robustness_suite.faults import find_fault  # the only one that knows them
 
@@ -75,15 +75,15 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                     planted=planted,
                 )
                 if ranks.is_launched:  # a temporary folder is that of rank 0
-                    folder = session.out = session.ask("agreed", folder)
+                    folder = session.out = session.run_task("agreed", folder)
                     report = replace(report, out=str(folder))
                 on_phase(report)
-                session.source, session.devices = session.ask("prepared", read, folder / "source")
+                session.source, session.devices = session.run_task("prepared", read, folder / "source")
                 session.is_exact = session.devices is None
                 forecast = forecast_memory(session, memory)
                 report = _run(report, session, wanted, forecast, on_phase)
                 if ranks.is_launched:
-                    session.ask("agreed", None)  # nobody reads any more
+                    session.run_task("agreed", None)  # nobody reads any more
             report = replace(report, **peak_of_processes([ranks.peak_rss], are_ranks=True))
     except BaseException as error:  # nothing was judged
         stays = read.train is not None and isinstance(error, CkptxError)  # with what the command printed
@@ -129,7 +129,7 @@ def _foreign(
     report: RobustnessReport, recipe: Recipe, path: Path, log: Log, on_phase: Callable[[RobustnessReport], None]
 ) -> RobustnessReport:
     """What a trainer that is not ours left."""
-    from ckptx.robustness_suite.foreign import run_foreign
+    from ckptx.robustness_suite.external_trainer import run_foreign
 
     assert recipe.train is not None
     report = replace(report, trainer=recipe.train.command, layout={})
@@ -158,7 +158,7 @@ def _run(
     )
 
 
-def run_phase(judge: Judge, session: Session, phase: Phase, baseline: Residue) -> dict[str, Any]:
+def run_phase(judge: Judge, session: Session, phase: Phase, baseline: LeakedMemory) -> dict[str, Any]:
     """Run a phase, and return its row, which `judge` has from then on."""
     begin = time.perf_counter()
     found = phase.run(session)
@@ -172,31 +172,33 @@ def run_phase(judge: Judge, session: Session, phase: Phase, baseline: Residue) -
     return judge.add(phase.name, phase.title, found, seconds, number=phase.number, memory=memory)
 
 
-def baseline_of(session: Session) -> Residue:
+def baseline_of(session: Session) -> LeakedMemory:
     """What is left of a run of two steps that was released: the least that a process which has trained has.
 
     The second of them is like all that follow: what it took is measured.
     """
-    outcome = session.ask("train", replace(session.run_of(until=2), measures=True))
+    outcome = session.run_task("train", replace(session.run_of(until=2), measures=True))
     session.taken = outcome.taken
     found = _most(session.residues)
     session.residues.clear()
     return found
 
 
-def _most(residues: Sequence[Residue]) -> Residue:
-    return Residue(*(max((each[index] for each in residues), default=0) for index in range(len(Residue._fields))))
+def _most(residues: Sequence[LeakedMemory]) -> LeakedMemory:
+    return LeakedMemory(
+        *(max((each[index] for each in residues), default=0) for index in range(len(LeakedMemory._fields)))
+    )
 
 
-def _memory(session: Session, baseline: Residue) -> Verdict:
+def _memory(session: Session, baseline: LeakedMemory) -> Verdict:
     """Whether the ranks gave back what a phase took."""
     found = _most(session.residues)
     differences = [
         Difference("memory", name.replace("_", " "), None, f"at most {most}", str(left))
-        for name, most, left in zip(Residue._fields, baseline, found, strict=True)
+        for name, most, left in zip(LeakedMemory._fields, baseline, found, strict=True)
         if left > most
     ]
-    return Verdict("memory", len(Residue._fields) * len(session.residues), differences)
+    return Verdict("memory", len(LeakedMemory._fields) * len(session.residues), differences)
 
 
 def _folder(out: str | Path | None) -> tuple[Path, bool]:

@@ -51,7 +51,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
+class KillPoint:
     """What is done about the operations on files of a save.
 
     Attributes:

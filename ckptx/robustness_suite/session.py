@@ -13,7 +13,7 @@ from typing import Any
 from ckptx.errors import Defect
 from ckptx.report.report import Log
 from ckptx.robustness_suite.oracles import Verdict, distance, largest
-from ckptx.robustness_suite.ranks import Ranks, Residue
+from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
 from ckptx.robustness_suite.reference_files import RunFiles, changes, snapshot
 from ckptx.robustness_suite.runs import Event, Logits, Run, RunResult, away
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
@@ -24,7 +24,7 @@ DRAWS = 3  # runs with the embedding moved by one unit in the last place
 
 
 @dataclass(frozen=True, slots=True)
-class Planted:
+class InjectedFault:
     """What a fault does, by the run that it does it in; nothing is planted where all of it is empty.
 
     Attributes:
@@ -64,10 +64,10 @@ class Session:
     ranks: Ranks
     is_exact: bool
     log: Log
-    planted: Planted = field(default_factory=Planted)
+    planted: InjectedFault = field(default_factory=InjectedFault)
     losses: dict[str, Mapping[int, float]] = field(default_factory=dict)
     kills: list[dict[str, Any]] = field(default_factory=list)
-    residues: list[Residue] = field(default_factory=list)
+    residues: list[LeakedMemory] = field(default_factory=list)
     taken: tuple[int, int] | None = None
     devices: int | None = None
     reference: RunFiles | None = None
@@ -89,19 +89,19 @@ class Session:
             self.ranks.is_launched or self.devices is None or world_size <= self.devices
         )
 
-    def ask(self, task: str, *args: Any, world_size: int | None = None, ranks: Ranks | None = None) -> Any:
+    def run_task(self, task: str, *args: Any, world_size: int | None = None, ranks: Ranks | None = None) -> Any:
         """What a task found; each rank knows what all of them found."""
         answers = (ranks or self.ranks).run(task, *args, world_size=world_size or self.world_size)
         if ranks is None:
             self.residues += [each.residue for each in answers.values() if each.residue is not None]
         return next(iter(answers.values())).value
 
-    def die(self, task: str, *args: Any) -> list[int]:
+    def run_until_killed(self, task: str, *args: Any) -> list[int]:
         """A task in which a rank may be killed; the ranks that a signal ended."""
         answers = self.ranks.run(task, *args, world_size=self.world_size, may_die=True)
         ended = [rank for rank, each in answers.items() if each.died is not None]
         if self.ranks.is_launched:  # each process saw its own
-            ended = [rank for each in self.ask("gathered", ended) for rank in each]
+            ended = [rank for each in self.run_task("gathered", ended) for rank in each]
         return ended
 
     def once(self, function: Callable[..., object], *args: Any) -> Any:
@@ -110,7 +110,7 @@ class Session:
         Conversions need no such thing: under torchrun they are one that all processes have a part in.
         """
         call = partial(function, *args)
-        return self.ask("called", call) if self.ranks.is_launched else call()
+        return self.run_task("called", call) if self.ranks.is_launched else call()
 
     def train(self, name: str, run: Run, ranks: Ranks | None = None) -> RunResult:
         """One run of the trainer, under a name that its losses and its faults go by."""
@@ -118,7 +118,7 @@ class Session:
         if name in self.planted.altered:
             run = self.planted.altered[name](run)
         layout = run.layout or run.recipe.layout
-        outcome = self.ask("train", run, world_size=layout.dims.world_size, ranks=ranks)
+        outcome = self.run_task("train", run, world_size=layout.dims.world_size, ranks=ranks)
         assert isinstance(outcome, RunResult)
         self.losses[name] = outcome.losses
         for line in outcome.said:

@@ -46,7 +46,7 @@ from ckptx.robustness_suite.checkpoint_files import (
     SAFETENSORS,
     TAR,
     ZIP,
-    Place,
+    ComparedFile,
     is_surely_pickle,
     places,
 )
@@ -189,20 +189,20 @@ class _Items:
         self.has_values = False  # of a format that has names, or arrays
         self.fault: CkptxError | None = None  # why a file is compared by its bytes
 
-    def add(self, place: Place, item: StoredItem, value: str, not_finite: int | None = None) -> None:
+    def add(self, place: ComparedFile, item: StoredItem, value: str, not_finite: int | None = None) -> None:
         """Add a value, whose kind follows from all items together."""
         self._require_room(place)
         self.has_values = True
         self._stored.append(item)
         self._values.append((value, not_finite))
 
-    def add_file(self, place: Place, name: str, value: str, oracles: tuple[str, ...]) -> None:
+    def add_file(self, place: ComparedFile, name: str, value: str, oracles: tuple[str, ...]) -> None:
         """Add what has no names inside, such as a file that is compared by its bytes."""
         self._require_room(place)
         self.has_values |= not is_of_bytes(value)
         self._files.append((name, value, oracles))
 
-    def _require_room(self, place: Place) -> None:
+    def _require_room(self, place: ComparedFile) -> None:
         if len(self._stored) + len(self._files) > 4 * TENSORS:
             raise InputError(f"{place.path}: more values than any training run has")
 
@@ -226,14 +226,14 @@ class _Items:
         return items
 
 
-def _stored(place: Place, name: str, entry: TensorEntry, is_tensor: bool = True) -> StoredItem:
+def _stored(place: ComparedFile, name: str, entry: TensorEntry, is_tensor: bool = True) -> StoredItem:
     return StoredItem(name, place.label, is_tensor, entry.shape, entry.dtype.name)
 
 
-def _read_dcp(place: Place, items: _Items) -> None:
+def _read_dcp(place: ComparedFile, items: _Items) -> None:
     assert place.catalog is not None
     with FilePool(place.path) as files:
-        located, tensors = open_payloads(place.catalog, files, later=True), TensorDigests(files)
+        located, tensors = open_payloads(place.catalog, files, lazy=True), TensorDigests(files)
         for name, entry in located.tensors.items():
             items.add(place, _stored(place, place.name(name), entry), *tensors.read(entry))
         for name, stored in place.catalog.objects.items():
@@ -242,7 +242,7 @@ def _read_dcp(place: Place, items: _Items) -> None:
             _add_leaves(place, name, reader, tensors, items)
 
 
-def _read_safetensors(place: Place, items: _Items) -> None:
+def _read_safetensors(place: ComparedFile, items: _Items) -> None:
     with FilePool(place.path.parent) as files:
         name, tensors = place.path.name, TensorDigests(files)
         header = parse_header(partial(files.read, name), files.size(name), str(place.path))
@@ -254,7 +254,7 @@ def _read_safetensors(place: Place, items: _Items) -> None:
             items.add_file(place, f"{place.label}: metadata.{key}", repr(value), ("other",))
 
 
-def _read_pickle(place: Place, items: _Items) -> None:
+def _read_pickle(place: ComparedFile, items: _Items) -> None:
     with FilePool(place.path.parent) as files:
         tensors = TensorDigests(files)
         try:
@@ -274,14 +274,14 @@ def _read_pickle(place: Place, items: _Items) -> None:
         _add_leaves(place, "", reader, tensors, items, leaves)
 
 
-def _read_zip(place: Place, items: _Items) -> None:
+def _read_zip(place: ComparedFile, items: _Items) -> None:
     if is_torch_archive(place.path):
         _read_pickle(place, items)
     else:
         _read_members(place, items)
 
 
-def _read_members(place: Place, items: _Items) -> None:
+def _read_members(place: ComparedFile, items: _Items) -> None:
     """The arrays of a `.npy` or `.npz`, or the members of another archive."""
     contents = {ARRAY: contents_of_array, TAR: contents_of_tar}.get(place.kind, contents_of_zip)
     for name, text in contents(place.path):
@@ -289,12 +289,12 @@ def _read_members(place: Place, items: _Items) -> None:
         items.add(place, StoredItem(whole_name, place.label, place.word == "model"), text)
 
 
-def _read_bytes(place: Place, items: _Items) -> None:
+def _read_bytes(place: ComparedFile, items: _Items) -> None:
     oracles = ("other",) if place.word in (None, "model", "trainer_state") else oracles_of(place.word or "", False)
     items.add_file(place, place.file, f"{FILE}{digest_of_file(place.path)}", oracles)
 
 
-def _read_mark(place: Place, items: _Items) -> None:
+def _read_mark(place: ComparedFile, items: _Items) -> None:
     items.add_file(place, place.file, f"{FILE}{place.note}", ("other",))
 
 
@@ -311,7 +311,7 @@ _READ = {
 
 
 def _add_leaves(
-    place: Place,
+    place: ComparedFile,
     name: str,
     reader: Reader,
     tensors: TensorDigests,
@@ -371,7 +371,7 @@ def _with_names(path: tuple[str, ...], names: Mapping[tuple[str, ...], Mapping[s
         yield names[path[: index - 1]].get(part, part) if is_number else part
 
 
-def _read_json(place: Place, items: _Items, run: Path | None) -> None:
+def _read_json(place: ComparedFile, items: _Items, run: Path | None) -> None:
     try:
         values = list(values_of_json(read_small(place.path, CONFIG_BYTES), place.path, _NOISE, run))
     except UnicodeDecodeError:

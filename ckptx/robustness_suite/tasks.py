@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptx.robustness_suite.kills import killing, rehearse
-from ckptx.robustness_suite.moments import held_whole, items_of
-from ckptx.robustness_suite.runs import Logits, Run, RunResult, Watch, away
-from ckptx.robustness_suite.survivors import Survivors, survivors
-from ckptx.runtime.memory.measured import Taken, measured
+from ckptx.robustness_suite.kills import killing, record_operations
+from ckptx.robustness_suite.runs import KillPoint, Logits, Run, RunResult, away
+from ckptx.robustness_suite.state_snapshot import held_whole, items_of
+from ckptx.robustness_suite.surviving_steps import SurvivingSteps, survivors
+from ckptx.runtime.memory.measured_memory import MeasuredMemory, measured
 from ckptx.runtime.model.build import read_config
-from ckptx.runtime.parallel.distributed import Process, everywhere, together, told
-from ckptx.runtime.parity.noise import moved
+from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast_object, raise_on_all_ranks
+from ckptx.runtime.parity.noise import perturbed
 from ckptx.runtime.torch_private import local_tensor
-from ckptx.runtime.training.checkpoints import Steps
+from ckptx.runtime.training.checkpoints import StepDirectories
 from ckptx.runtime.training.data import Dataset, collate, open_dataset
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.source import prepare_source
@@ -36,36 +36,36 @@ _PROBED = 2  # samples that logits are compared on
 LABELS = "labels"
 
 
-def prepared(place: Process, recipe: Recipe, directory: Path) -> tuple[Path, int | None]:
+def prepared(place: RankContext, recipe: Recipe, directory: Path) -> tuple[Path, int | None]:
     """The checkpoint that a recipe begins with, written by rank 0 where it has none; the GPUs here, None on a CPU."""
     found: Path | None = None
-    with together():
+    with raise_on_all_ranks():
         if place.rank == 0:
             found = prepare_source(recipe, directory)
-    source: Path = told(found)
+    source: Path = broadcast_object(found)
     return source, None if place.device.type == "cpu" else torch.cuda.device_count()
 
 
-def agreed(place: Process, value: Any) -> Any:
+def agreed(place: RankContext, value: Any) -> Any:
     """What the process above rank 0 said, where several say something."""
-    return told(value)
+    return broadcast_object(value)
 
 
-def gathered(place: Process, value: Any) -> list[Any]:
+def gathered(place: RankContext, value: Any) -> list[Any]:
     """What the process above each rank said."""
-    return everywhere(value)
+    return all_gather_object(value)
 
 
-def called(place: Process, call: Callable[[], object]) -> Any:
+def called(place: RankContext, call: Callable[[], object]) -> Any:
     """Calls it on rank 0; the others wait for what it gives."""
     found: object = None
-    with together():
+    with raise_on_all_ranks():
         if place.rank == 0:
             found = call()
-    return told(found)
+    return broadcast_object(found)
 
 
-def train(place: Process, run: Run) -> RunResult:
+def train(place: RankContext, run: Run) -> RunResult:
     """One run, from its beginning or from a checkpoint."""
     dataset = opened(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
@@ -75,9 +75,9 @@ def train(place: Process, run: Run) -> RunResult:
         trainer.release()
 
 
-def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> RunResult:
+def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -> RunResult:
     if run.resumed is not None:
-        with together():
+        with raise_on_all_ranks():
             trainer.resume(run.resumed)
     if run.moved is not None:
         move(trainer, run.moved)
@@ -90,12 +90,12 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ru
         if trainer.done in run.saves:
             trainer.save(run.saves[trainer.done])
         if trainer.done in run.looks:
-            looks[trainer.done] = everywhere((items_of(trainer), held_whole(trainer)))
+            looks[trainer.done] = all_gather_object((items_of(trainer), held_whole(trainer)))
 
-    start = everywhere(items_of(trainer)) if run.looks else []
+    start = all_gather_object(items_of(trainer)) if run.looks else []
     pause()
     records: list[StepRecord] = []
-    taken: Taken | None = None
+    taken: MeasuredMemory | None = None
 
     def step() -> None:
         records.append(trainer.step())
@@ -112,8 +112,8 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ru
             with run.lines.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(asdict(record)) + "\n")
         pause()
-    trainer.settle()
-    sharded = everywhere(_sharded(trainer))
+    trainer.wait_for_save()
+    sharded = all_gather_object(_sharded(trainer))
     logits = probed(trainer, dataset) if run.probes else None
     return RunResult(
         losses=losses,
@@ -123,18 +123,18 @@ def _trained(place: Process, run: Run, trainer: Trainer, dataset: Dataset) -> Ru
         held={step: [held for _, held in found] for step, found in looks.items()},
         logits=logits,
         sharded=(max(parts for parts, _ in sharded), max(count for _, count in sharded)),
-        wrapped_layers=max(everywhere(trainer.assembled.wrapped_layers)),
-        notes=list(dict.fromkeys(note for each in everywhere(trainer.notes) for note in each)),
-        taken=_most_of(everywhere(taken)) if run.measures else None,
+        wrapped_layers=max(all_gather_object(trainer.assembled.wrapped_layers)),
+        notes=list(dict.fromkeys(note for each in all_gather_object(trainer.notes) for note in each)),
+        taken=_most_of(all_gather_object(taken)) if run.measures else None,
     )
 
 
-def _most_of(taken: Sequence[Taken | None]) -> tuple[int, int]:
+def _most_of(taken: Sequence[MeasuredMemory | None]) -> tuple[int, int]:
     found = [each for each in taken if each is not None]
     return max(each.peak for each in found), max(each.between_steps for each in found)
 
 
-def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]:
+def saved_under_watch(place: RankContext, run: Run, watch: KillPoint) -> list[list[str]]:
     """Goes on from a checkpoint for one step and saves it; the operations on files that took, by rank.
 
     Where the watch says so, a rank ends at one of them.
@@ -145,17 +145,17 @@ def saved_under_watch(place: Process, run: Run, watch: Watch) -> list[list[str]]
         assert run.resumed is not None
         trainer.resume(run.resumed)
         trainer.step()
-        pids = [pid for machine, pid in everywhere((_machine(), os.getpid())) if machine == _machine()]
+        pids = [pid for machine, pid in all_gather_object((_machine(), os.getpid())) if machine == _machine()]
         names: list[str] = []
         with ExitStack() as stack:
             if watch.at is None:
-                names = stack.enter_context(rehearse(watch.root))
+                names = stack.enter_context(record_operations(watch.root))
             elif place.rank == watch.rank:
                 others = [pid for pid in pids if pid != os.getpid()] if watch.everyone else []
                 stack.enter_context(killing(watch.root, watch.at, others))
-            trainer.save(Steps(watch.root).path(trainer.done))
-            trainer.settle()
-        return everywhere(list(names))
+            trainer.save(StepDirectories(watch.root).path(trainer.done))
+            trainer.wait_for_save()
+        return all_gather_object(list(names))
     finally:
         trainer.release()
 
@@ -165,29 +165,29 @@ def _machine() -> tuple[str, str]:
     return socket.gethostname(), os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
 
 
-def left_over(place: Process, root: Path, good: int, known: Mapping[int, str]) -> Survivors:
+def left_over(place: RankContext, root: Path, good: int, known: Mapping[int, str]) -> SurvivingSteps:
     """What rank 0 finds below a directory of steps, see `survivors`."""
-    found: Survivors | None = None
-    with together():
+    found: SurvivingSteps | None = None
+    with raise_on_all_ranks():
         if place.rank == 0:
             found = survivors(root, good=good, known=known)
-    answer: Survivors = told(found)
+    answer: SurvivingSteps = broadcast_object(found)
     return answer
 
 
-def source_logits(place: Process, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:
+def source_logits(place: RankContext, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:
     """What stock transformers computes on rank 0, and how far that moves with the embedding, by one unit in the last
     place: the noise of the logits.
     """
     found: tuple[Logits, float] | None = None
-    with together():
+    with raise_on_all_ranks():
         if place.rank == 0:
             found = _stock(recipe, path, place, draws)
-    answer: tuple[Logits, float] = told(found)
+    answer: tuple[Logits, float] = broadcast_object(found)
     return answer
 
 
-def _stock(recipe: Recipe, path: Path, place: Process, draws: int) -> tuple[Logits, float]:
+def _stock(recipe: Recipe, path: Path, place: RankContext, draws: int) -> tuple[Logits, float]:
     _, cls, _ = read_config(path, trust_remote_code=recipe.model.trust_remote_code)
     model: Any = cls.from_pretrained(
         path,
@@ -208,12 +208,12 @@ def _stock(recipe: Recipe, path: Path, place: Process, draws: int) -> tuple[Logi
     kept = table.detach().clone()
     for draw in range(draws):
         with torch.no_grad():
-            table.copy_(moved(kept, _drawn(draw)))
+            table.copy_(perturbed(kept, _drawn(draw)))
         noise = max(noise, away(reference, logits()))
     return reference, noise
 
 
-def runtime_logits(place: Process, run: Run) -> Logits | None:
+def runtime_logits(place: RankContext, run: Run) -> Logits | None:
     """What the runtime computes on the mesh, of the source or of a checkpoint."""
     dataset = opened(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
@@ -227,11 +227,11 @@ def runtime_logits(place: Process, run: Run) -> Logits | None:
 
 def opened(recipe: Recipe, source: Path) -> Dataset:
     """The data; what one rank cannot open fails on all."""
-    with together():
+    with raise_on_all_ranks():
         return open_dataset(recipe, source)
 
 
-def probe(recipe: Recipe, dataset: Dataset, place: Process) -> list[dict[str, Tensor]]:
+def probe(recipe: Recipe, dataset: Dataset, place: RankContext) -> list[dict[str, Tensor]]:
     """The first samples, one by one, without labels: the same on every rank."""
     dtype = getattr(torch, recipe.model.dtype)
     found = []
@@ -250,7 +250,7 @@ def probed(trainer: Trainer, dataset: Dataset) -> Logits | None:
     """Logits of the probe, from the first rank that has them."""
     given = trainer.logits(probe(trainer.recipe, dataset, trainer.place))
     own = None if given is None else [each.numpy() for each in given]
-    return next((each for each in everywhere(own) if each is not None), None)
+    return next((each for each in all_gather_object(own) if each is not None), None)
 
 
 def move(trainer: Trainer, draw: int) -> None:
@@ -260,7 +260,7 @@ def move(trainer: Trainer, draw: int) -> None:
         if name in table:
             local = local_tensor(parameter)
             with torch.no_grad():
-                local.copy_(moved(local, _drawn(draw)))
+                local.copy_(perturbed(local, _drawn(draw)))
 
 
 def _token_table(trainer: Trainer) -> set[str]:
@@ -269,7 +269,7 @@ def _token_table(trainer: Trainer) -> set[str]:
     for model in trainer.assembled.models:
         table = getattr(model.get_input_embeddings(), "weight", None)
         own |= {trainer.assembled.whole_name(name) for name, each in model.named_parameters() if each is table}
-    return {name for each in everywhere(own) for name in each}
+    return {name for each in all_gather_object(own) for name in each}
 
 
 def _drawn(draw: int) -> torch.Generator:

@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from ckptx.runtime.checkpointing.save import load_optimizer, save
     from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
     from ckptx.runtime.model.build import build_model, materialize
-    from ckptx.runtime.parallel.distributed import data_index, mesh_of, process_group, told
+    from ckptx.runtime.parallel.distributed import broadcast_object, data_index, mesh_of, process_group
     from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank, sync_gradients
     from ckptx.runtime.parallel.parallelize import parallelize
-    from ckptx.runtime.parallel.pipeline.cut import cut_model
+    from ckptx.runtime.parallel.pipeline.plan import plan_pipeline
     from ckptx.runtime.parallel.randomness import RandomState, seed
     from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
     from ckptx.runtime.parallel.tensor_parallel.loss import token_losses
     from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
-    from ckptx.runtime.training.checkpoints import Steps
+    from ckptx.runtime.training.checkpoints import StepDirectories
 
 _HOMES = {
     "ParallelDims": "ckptx.layout.parallel_dims",
     "PerRank": "ckptx.runtime.checkpointing.training_state",
     "RandomState": "ckptx.runtime.parallel.randomness",
     "Saver": "ckptx.runtime.checkpointing.async_save",
-    "Steps": "ckptx.runtime.training.checkpoints",
+    "StepDirectories": "ckptx.runtime.training.checkpoints",
     "TensorParallelLayout": "ckptx.runtime.parallel.tensor_parallel.apply",
     "build_model": "ckptx.runtime.model.build",
     "clip_grad_norm": "ckptx.runtime.parallel.gradients",
-    "cut_model": "ckptx.runtime.parallel.pipeline.cut",
+    "plan_pipeline": "ckptx.runtime.parallel.pipeline.plan",
     "data_index": "ckptx.runtime.parallel.distributed",
     "find_plan": "ckptx.runtime.parallel.tensor_parallel.plans",
     "labels_per_rank": "ckptx.runtime.parallel.gradients",
@@ -58,14 +58,14 @@ _HOMES = {
     "seed": "ckptx.runtime.parallel.randomness",
     "sync_gradients": "ckptx.runtime.parallel.gradients",
     "token_losses": "ckptx.runtime.parallel.tensor_parallel.loss",
-    "told": "ckptx.runtime.parallel.distributed",
+    "broadcast_object": "ckptx.runtime.parallel.distributed",
 }
 
 __all__ = [
-    "ParallelDims", "PerRank", "RandomState", "Saver", "Steps", "TensorParallelLayout", "build_model",
-    "clip_grad_norm", "cut_model", "data_index", "find_plan", "labels_per_rank", "load", "load_optimizer",
+    "ParallelDims", "PerRank", "RandomState", "Saver", "StepDirectories", "TensorParallelLayout", "build_model",
+    "clip_grad_norm", "plan_pipeline", "data_index", "find_plan", "labels_per_rank", "load", "load_optimizer",
     "load_training_state", "materialize", "mesh_of", "parallelize", "process_group", "save", "seed", "sync_gradients",
-    "token_losses", "told",
+    "token_losses", "broadcast_object",
 ]  # fmt: skip
 
 

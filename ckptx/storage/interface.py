@@ -301,7 +301,7 @@ class OutputTree(Protocol):
     def allocated(self) -> int:
         """Return how many bytes of the storage the files take so far."""
 
-    def keep_only(self, names: Collection[str]) -> None:
+    def remove_others(self, names: Collection[str]) -> None:
         """Remove every other file that an interrupted run left."""
 
     def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:

@@ -14,7 +14,7 @@ from threading import Event
 from typing import NamedTuple
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import CutChunks, Frame
+from ckptx.catalog.entry import Frame, ShardedChunks
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.storage.interface import OutputFile, OutputTree
@@ -25,9 +25,9 @@ from ckptx.transfer.digest import TreeDigest, block_digest, crc32, leaf_digest, 
 from ckptx.transfer.digest_sink import DigestSink, stream_as
 from ckptx.transfer.grid import Grid, grid_of
 from ckptx.transfer.outfile import FileDigests, OutFile
-from ckptx.transfer.plan import CopyPlan, Step, StepRange
+from ckptx.transfer.plan import CopyPlan, CopyStep, StepRange
 from ckptx.transfer.small_tensors import HASH_NBYTES, SmallCopies, SmallSharding, crc_note, small_sharding
-from ckptx.transfer.split_tensor import RecordShare, Share, SplitTensor, joined
+from ckptx.transfer.split_tensor import ChecksumPart, RecordPart, SplitTensor, joined
 from ckptx.transfer.stream import Sink, TensorReader
 
 BLOCK = 1 << 20
@@ -187,9 +187,9 @@ class CopyRun:
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
-    def _cut_of(self, step: Step) -> _StepSharding:
+    def _cut_of(self, step: CopyStep) -> _StepSharding:
         chunks = step.target.chunks
-        blocks = chunks.blocks if type(chunks) is CutChunks else None
+        blocks = chunks.blocks if type(chunks) is ShardedChunks else None
         if blocks is None and len(chunks) > 1:
             return self._make_cut(step, [chunk.region for chunk in chunks], False)
         # One piece is always the whole tensor.
@@ -201,7 +201,7 @@ class CopyRun:
             cut = self._cuts[key] = self._make_cut(step, regions, replicas)
         return cut
 
-    def _make_cut(self, step: Step, regions: list[Region], has_replicas: bool) -> _StepSharding:
+    def _make_cut(self, step: CopyStep, regions: list[Region], has_replicas: bool) -> _StepSharding:
         dtype, shape = step.target.dtype, step.target.shape
         frame_of = self._plan.frame_of if step.framed else None
         frames = tuple([frame_of(dtype, region.sizes) if frame_of else None for region in regions])
@@ -211,19 +211,19 @@ class CopyRun:
         small = small_sharding(grid, frames) if 0 < grid.nbytes <= BLOCK // 2 else None
         return _StepSharding(grid, frames, sizes, has_replicas, is_whole, small)
 
-    def _places(self, step: Step) -> Iterator[tuple[str, int]]:
+    def _places(self, step: CopyStep) -> Iterator[tuple[str, int]]:
         """File and offset of each block, frame included."""
         chunks = step.target.chunks
-        if type(chunks) is CutChunks:
+        if type(chunks) is ShardedChunks:
             return zip(chunks.files, chunks.offsets, strict=True)
         return ((chunk.file, chunk.offset) for chunk in chunks)
 
-    def _share(self, step: Step, cut: _StepSharding) -> Grid:
+    def _share(self, step: CopyStep, cut: _StepSharding) -> Grid:
         """The part of the grid that belongs to this run."""
         rows = self._run.rows
         return cut.grid if rows is None else cut.grid.share(*rows, step.target.shape[0])
 
-    def _copy_step(self, step: Step) -> None:
+    def _copy_step(self, step: CopyStep) -> None:
         cut = self._cut_of(step)
         if self._shared is None and self._copy_small(step, cut):
             return
@@ -234,26 +234,26 @@ class CopyRun:
             sink = Direct(self.close, grid, blocks, None if cut.is_whole else self._buffers.get(0))
         else:
             sink = Tiles(self.close, grid, blocks, self._buffers.get(0)[: self._size])
-        records: list[RecordShare] | None = None if self._shared is None else []
+        records: list[RecordPart] | None = None if self._shared is None else []
         self._copy.losses.add(step.target.name, self._stream(step, grid, sink, records))
         for block in blocks.values():
             assert not block.left, f"{step.target.name}: {block.left} bytes were not produced"
         self._finish(step, cut, blocks, sink.digest, records)
 
-    def _stream(self, step: Step, grid: Grid, sink: Sink, records: list[RecordShare] | None) -> CastLosses:
+    def _stream(self, step: CopyStep, grid: Grid, sink: Sink, records: list[RecordPart] | None) -> CastLosses:
         """Reads the share of a tensor that belongs to this run, and casts it."""
         losses = CastLosses()
         if grid.nbytes:
             stream_as(self._reader, step.source, self._region(step), step.target.dtype, sink, records, losses)
         return losses
 
-    def _region(self, step: Step) -> Region:
+    def _region(self, step: CopyStep) -> Region:
         shape, rows = step.source.shape, self._run.rows
         if rows is None:
             return whole(shape)
         return Region((rows[0],) + (0,) * (len(shape) - 1), (rows[1] - rows[0], *shape[1:]))
 
-    def _open_blocks(self, step: Step, cut: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
+    def _open_blocks(self, step: CopyStep, cut: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
         """The blocks that get something from this run; where one begins, its head is written."""
         places = list(self._places(step))
         blocks = {}
@@ -276,7 +276,7 @@ class CopyRun:
             block.out.write(tail)
             block.at += len(tail)
 
-    def _copy_small(self, step: Step, cut: _StepSharding) -> bool:
+    def _copy_small(self, step: CopyStep, cut: _StepSharding) -> bool:
         """Copies a tensor that fits into the buffer; False when it does not, or is no simple one."""
         source, target, small = step.source, step.target, cut.small
         if small is None or small.largest > self._size or target.dtype is not source.dtype:
@@ -291,11 +291,11 @@ class CopyRun:
 
     def _finish(
         self,
-        step: Step,
+        step: CopyStep,
         cut: _StepSharding,
         blocks: dict[int, BlockWriter],
         tree: TreeDigest,
-        records: list[RecordShare] | None,
+        records: list[RecordPart] | None,
     ) -> None:
         """All of the tensor, or of its share, is in buffers or written."""
         note = b"".join(tree.leaves) or leaf_digest(b"")
@@ -304,16 +304,16 @@ class CopyRun:
         if records is None:
             self._copy.digests[step.target.name] = tree.digest().hex()
         else:
-            parts = [(index, Share(block.begin, block.nbytes, block.crc)) for index, block in blocks.items()]
+            parts = [(index, ChecksumPart(block.begin, block.nbytes, block.crc)) for index, block in blocks.items()]
             self._join(step, cut, tree.leaves, parts, records)
 
     def _join(
         self,
-        step: Step,
+        step: CopyStep,
         cut: _StepSharding,
         leaves: list[bytes],
-        parts: list[tuple[int, Share]],
-        records: list[RecordShare],
+        parts: list[tuple[int, ChecksumPart]],
+        records: list[RecordPart],
     ) -> None:
         """Tells the other workers on this tensor what this share found; the last one completes the blocks."""
         shared, rows = self._shared, self._run.rows
@@ -346,7 +346,7 @@ class CopyRun:
             self._journal.write(done, self._journal_at)
             self._journal_at += len(done)
 
-    def _resume(self, steps: tuple[Step, ...]) -> tuple[int, int]:
+    def _resume(self, steps: tuple[CopyStep, ...]) -> tuple[int, int]:
         """Return the steps that an interrupted run finished, whose bytes still have their digests and are those of
         the source; and the position at which the journal continues.
 
@@ -367,7 +367,7 @@ class CopyRun:
             at += len(note)
         return len(steps), at
 
-    def _is_on_disk(self, step: Step, cut: _StepSharding, grid: Grid, note: bytes) -> bool:
+    def _is_on_disk(self, step: CopyStep, cut: _StepSharding, grid: Grid, note: bytes) -> bool:
         """True when the blocks lie in the target as they were noted, and the source still has these bytes.
 
         What they are is then entered as if written.
@@ -395,10 +395,10 @@ class CopyRun:
                 tail = frame.tail(crc)
                 if file.read(len(tail), start + cell.nbytes) != tail:
                     return False
-            parts.append((cell.block, Share(cell.begin, cell.nbytes, crc)))
+            parts.append((cell.block, ChecksumPart(cell.begin, cell.nbytes, crc)))
         if hashes != note[count:]:
             return False
-        records: list[RecordShare] = []
+        records: list[RecordPart] = []
         source = DigestSink(grid.nbytes, self._buffers.get(0))
         losses = self._stream(step, grid, source, None if self._shared is None else records)
         if source.digest.leaves != leaves:

@@ -7,7 +7,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.transfer.cast_losses import CastLosses
 from ckptx.transfer.digest import TreeDigest
-from ckptx.transfer.split_tensor import RecordShare
+from ckptx.transfer.split_tensor import RecordPart
 from ckptx.transfer.stream import Sink, TensorReader
 
 _BUFFER = 1 << 20
@@ -35,7 +35,7 @@ def stream_as(
     region: Region,
     dtype: DType,
     sink: Sink,
-    parts: list[RecordShare] | None = None,
+    parts: list[RecordPart] | None = None,
     losses: CastLosses | None = None,
 ) -> None:
     """Sends `region` of `entry` to `sink`, cast to `dtype` where it has another; `parts` as in `stream`.

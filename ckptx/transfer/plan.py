@@ -27,7 +27,7 @@ RUN = 128 << 20
 FrameOf = Callable[[DType, Shape], Frame]
 
 
-class Step(NamedTuple):
+class CopyStep(NamedTuple):
     """One tensor: `target` says where its blocks go, `source` where its elements are; their dtypes may differ.
 
     `framed` is False for bytes that are copied as they are, pickled objects.
@@ -51,7 +51,7 @@ class FileGroup(NamedTuple):
     """Files that are written together, as indices, and the tensors in them in the order of their blocks."""
 
     files: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[CopyStep, ...]
 
 
 class StepRange(NamedTuple):
@@ -81,7 +81,7 @@ class CopyPlan:
     bytes_read: int
     bytes_written: int
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[CopyStep]:
         """Every step."""
         for group in self.groups:
             yield from group.steps
@@ -131,7 +131,7 @@ def _runs_of(index: int, group: FileGroup) -> Iterator[StepRange]:
         yield StepRange(index, first, len(group.steps))
 
 
-def _shares(step: Step) -> Iterator[tuple[int, int]]:
+def _shares(step: CopyStep) -> Iterator[tuple[int, int]]:
     """Ranges of dim 0 of about `RUN` bytes that begin where a block of the tensor's digest begins."""
     shape, dtype = step.target.shape, step.target.dtype
     row_bits = prod(shape[1:]) * dtype.bits

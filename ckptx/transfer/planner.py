@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
-from ckptx.catalog.entry import Block, BytesEntry, Chunk, CutChunks, TensorEntry
+from ckptx.catalog.entry import Block, BytesEntry, Chunk, ShardedChunks, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Shape, coverage_fault, whole
 from ckptx.errors import Defect
-from ckptx.transfer.plan import CopyPlan, FileGroup, FrameOf, Step, TargetFile
+from ckptx.transfer.plan import CopyPlan, CopyStep, FileGroup, FrameOf, TargetFile
 
 _REPORT = "this is a defect of ckptx, please report it"
 
@@ -38,9 +38,9 @@ def plan_copy(
         Defect: The target is not exactly covered by its chunks, or a file is not exactly covered by blocks.
     """
     prologues = prologues or {}
-    steps = [Step(entry, source.tensors[source_names[entry.name]], True) for entry in target.tensors.values()]
+    steps = [CopyStep(entry, source.tensors[source_names[entry.name]], True) for entry in target.tensors.values()]
     steps += [
-        Step(_as_tensor(place), _as_tensor(source.objects[source_names[place.name]]), False)
+        CopyStep(_as_tensor(place), _as_tensor(source.objects[source_names[place.name]]), False)
         for place in target.objects.values()
     ]
     proof = _Proof()
@@ -48,7 +48,7 @@ def plan_copy(
         proof.check(step)
     names = [tuple(group) for group in groups] if groups is not None else [(name,) for name in target.files]
     owner = {name: index for index, group in enumerate(names) for name in group}
-    members: list[list[Step]] = [[] for _ in names]
+    members: list[list[CopyStep]] = [[] for _ in names]
     for step in steps:
         members[owner[step.target.place[0]]].append(step)
     files = list(target.files)
@@ -87,7 +87,7 @@ class _Proof:
         self._proved: set[tuple[int, Shape]] = set()
         self._ids = ObjectIds()
 
-    def check(self, step: Step) -> None:
+    def check(self, step: CopyStep) -> None:
         target = step.target
         if step.source.shape != target.shape:
             raise Defect(
@@ -95,7 +95,7 @@ class _Proof:
                 f"{_REPORT}"
             )
         chunks = target.chunks
-        if type(chunks) is CutChunks:
+        if type(chunks) is ShardedChunks:
             key = (self._ids(chunks.blocks), target.shape)
             if key not in self._proved:
                 self._proved.add(key)
@@ -119,13 +119,13 @@ def _check_replicas(target: TensorEntry, blocks: Sequence[Block]) -> None:
 
 
 def _check_files(
-    steps: Sequence[Step], files: frozenset[str], position: dict[str, int], blocks: dict[str, int]
+    steps: Sequence[CopyStep], files: frozenset[str], position: dict[str, int], blocks: dict[str, int]
 ) -> None:
     """Walks the blocks of a group in order; each must begin where the one before it in its file ended."""
     for step in steps:
         chunks = step.target.chunks
         places: Iterable[tuple[str, int, int]]
-        if type(chunks) is CutChunks:
+        if type(chunks) is ShardedChunks:
             places = zip(chunks.files, chunks.offsets, chunks.lengths, strict=True)
         else:
             places = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)

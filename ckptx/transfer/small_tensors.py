@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ckptx.catalog.entry import CutChunks, Frame, TensorEntry
+from ckptx.catalog.entry import Frame, ShardedChunks, TensorEntry
 from ckptx.transfer.columns import cut_rows
 from ckptx.transfer.digest import crc32, hash_of, leaf_digest
 from ckptx.transfer.grid import Grid
@@ -49,7 +49,7 @@ class SmallSharding(NamedTuple):
     largest: int
 
 
-class Copied(NamedTuple):
+class CopiedTensor(NamedTuple):
     """What was found out: the digest of the tensor, hash or CRC of each block, and where in its file each ends."""
 
     leaf: bytes
@@ -88,7 +88,7 @@ class SmallCopies:
         """
         self._reader, self._tile, self._outs, self._open_out = reader, tile, outs, open_out
 
-    def copy(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding, is_whole: bool) -> Copied | None:
+    def copy(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding, is_whole: bool) -> CopiedTensor | None:
         """Copies `source` into the blocks of `target`; None when it cannot be read at once."""
         if is_whole:
             return self._copy_whole(target, source, cut)
@@ -97,7 +97,7 @@ class SmallCopies:
             return None
         outs, ends, hashes = self._outs, [], []
         chunks = target.chunks
-        if type(chunks) is CutChunks:
+        if type(chunks) is ShardedChunks:
             files, offsets = chunks.files, chunks.offsets
         else:
             files, offsets = tuple([chunk.file for chunk in chunks]), array("q", [chunk.offset for chunk in chunks])
@@ -122,9 +122,9 @@ class SmallCopies:
                 hashes.append(crc_note(crc))
             out.advance(total)
             ends.append((out, offset + total))
-        return Copied(leaf_digest(tile), b"".join(hashes), ends)
+        return CopiedTensor(leaf_digest(tile), b"".join(hashes), ends)
 
-    def _copy_whole(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding) -> Copied | None:
+    def _copy_whole(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding) -> CopiedTensor | None:
         """Reads into the buffer that is written next."""
         (strip,), (file, offset) = cut.strips, target.place
         frame = strip.frame
@@ -139,4 +139,4 @@ class SmallCopies:
             room[head + strip.nbytes :] = frame.tail(crc32(view))
         leaf = leaf_digest(view)
         out.advance(strip.total)
-        return Copied(leaf, b"", [(out, offset + strip.total)])
+        return CopiedTensor(leaf, b"", [(out, offset + strip.total)])

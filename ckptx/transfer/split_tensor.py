@@ -10,7 +10,7 @@ from ckptx.catalog.entry import Record
 from ckptx.transfer.digest import join_crc32
 
 
-class Share(NamedTuple):
+class ChecksumPart(NamedTuple):
     """The CRC-32 of `nbytes` bytes that begin at `begin` of something."""
 
     begin: int
@@ -18,12 +18,12 @@ class Share(NamedTuple):
     crc: int
 
 
-class RecordShare(NamedTuple):
+class RecordPart(NamedTuple):
     """A part of a checksummed record of the source."""
 
     file: str
     record: Record
-    part: Share
+    part: ChecksumPart
 
 
 class SplitTensor:
@@ -33,14 +33,14 @@ class SplitTensor:
         self._left = shares
         self._lock = threading.Lock()
         self.leaves: dict[int, bytes] = {}
-        self.blocks: dict[int, list[Share]] = {}
-        self.records: dict[tuple[str, Record], list[Share]] = {}
+        self.blocks: dict[int, list[ChecksumPart]] = {}
+        self.records: dict[tuple[str, Record], list[ChecksumPart]] = {}
 
     def add(
         self,
         leaves: Iterable[tuple[int, bytes]],
-        blocks: Iterable[tuple[int, Share]],
-        records: Iterable[RecordShare],
+        blocks: Iterable[tuple[int, ChecksumPart]],
+        records: Iterable[RecordPart],
     ) -> bool:
         """Adds what one share found out; True for the last one."""
         with self._lock:
@@ -53,7 +53,7 @@ class SplitTensor:
             return not self._left
 
 
-def joined(parts: Iterable[Share]) -> Share:
+def joined(parts: Iterable[ChecksumPart]) -> ChecksumPart:
     """Parts that follow each other as one; a gap ends it, as a share that an earlier run wrote leaves one."""
     begin = end = crc = 0
     for part in sorted(parts):
@@ -61,4 +61,4 @@ def joined(parts: Iterable[Share]) -> Share:
             break
         crc = join_crc32(crc, part.crc, part.nbytes)
         end += part.nbytes
-    return Share(begin, end, crc)
+    return ChecksumPart(begin, end, crc)

@@ -21,7 +21,7 @@ from ckptx.transfer.columns import weave_rows
 from ckptx.transfer.digest import crc32
 from ckptx.transfer.grid import Cell, Grid, grid_of, is_grid
 from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments
-from ckptx.transfer.split_tensor import RecordShare, Share
+from ckptx.transfer.split_tensor import ChecksumPart, RecordPart
 from ckptx.untrusted.numbers import packed
 
 
@@ -112,7 +112,7 @@ class TensorReader:
         self._known_parts: dict[tuple[DType, Shape, int], Sequence[_ArchiveSlot]] = {}
         self._ids = ObjectIds()
 
-    def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordShare] | None = None) -> None:
+    def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordPart] | None = None) -> None:
         """Sends `region` of `entry` to `sink`.
 
         Args:
@@ -140,7 +140,7 @@ class TensorReader:
             part = _part(entry, chunk, region, crc)
             if part.nbytes < chunk.record.nbytes:
                 assert parts is not None
-                parts.append(RecordShare(chunk.file, chunk.record, part))
+                parts.append(RecordPart(chunk.file, chunk.record, part))
             elif crc != chunk.record.crc:
                 raise self.crc_error(entry.name, chunk.file, chunk.record, crc)
 
@@ -407,10 +407,10 @@ class TensorReader:
         return self._strip
 
 
-def _part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> Share:
+def _part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> ChecksumPart:
     """The part of a row-major chunk inside `region`, which is some indices of dim 0 or holds all of the chunk."""
     common = chunk.region if chunk.region == region else chunk.region.intersect(region)
     if common is None or common == chunk.region:
-        return Share(0, chunk.nbytes, crc)
+        return ChecksumPart(0, chunk.nbytes, crc)
     row = chunk.nbytes // chunk.region.sizes[0]
-    return Share((common.offsets[0] - chunk.region.offsets[0]) * row, common.sizes[0] * row, crc)
+    return ChecksumPart((common.offsets[0] - chunk.region.offsets[0]) * row, common.sizes[0] * row, crc)

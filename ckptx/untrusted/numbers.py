@@ -27,7 +27,7 @@ class SharedHash(ValueError):
     """Numbers that were chosen, not measured: chance gives no two of a thousand million tuples one hash."""
 
 
-class OneOfEach(Generic[T]):
+class UniqueTuples(Generic[T]):
     """Keeps the first of equal tuples, as a checkpoint repeats a few of them many thousand times."""
 
     __slots__ = ("_known", "_sharing")

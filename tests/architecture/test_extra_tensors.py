@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ckptx.architecture.extra_tensors import IGNORED, OTHER_FORM, OUTSIDE, ROWS, Extra, ExtraRow, ExtraTensors
+from ckptx.architecture.extra_tensors import IGNORED, OTHER_FORM, OUTSIDE, ROWS, ExtraRow, ExtraTensor, ExtraTensors
 from ckptx.architecture.model_files import class_names
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import find_row, lookup
@@ -34,7 +34,7 @@ def entry(name: str, shape: Shape = (2,), dtype: str = "BF16") -> TensorEntry:
 
 def found(
     architecture: Architecture, shapes: Mapping[str, Shape], config: Mapping[str, Any] = LLAMA, dtype: str = "BF16"
-) -> dict[str, Extra]:
+) -> dict[str, ExtraTensor]:
     """What is known of tensors without bytes."""
     return ExtraTensors(architecture, config, {name: entry(name, s, dtype) for name, s in shapes.items()}).found
 
@@ -98,7 +98,7 @@ def test_a_strange_tensor_in_any_module_of_any_class_is_of_another_model() -> No
         for name, extra in found(known, dict.fromkeys(names, (2,)), {}).items():
             tried += 1
             if any(re.search(each, pattern_of(name)) for each in known.ignored):
-                assert extra == Extra(IGNORED, may_be_left_out=True)
+                assert extra == ExtraTensor(IGNORED, may_be_left_out=True)
             else:
                 assert not extra.reason and extra.module, (known.class_name, name)
     assert tried > 10_000
@@ -163,7 +163,7 @@ def test_a_quantized_model_has_no_tensors_of_other_models_either(module: str) ->
 def test_what_lies_outside_of_all_modules_is_accepted_and_may_not_be_left_out(name: str) -> None:
     assert CLASS is not None
     extra = found(CLASS, {**dict.fromkeys(llama(), (2, 2)), name: (2, 2)})[name]
-    assert extra == Extra(OUTSIDE)
+    assert extra == ExtraTensor(OUTSIDE)
 
 
 # bert-base-uncased: config of BertForMaskedLM, and the heads of BertForPreTraining and BertModel

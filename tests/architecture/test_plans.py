@@ -15,7 +15,7 @@ from ckptx.architecture import model_files, table
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.plans import layer_overrides
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.structure import Change, StackRule, Structure
+from ckptx.architecture.structure import LoadConversion, StackRule, Structure
 from ckptx.architecture.structure_rows import decode_structure
 from ckptx.errors import InputError
 from ckptx.layout.placement import Placement
@@ -325,15 +325,18 @@ STRUCTURE = Structure(
     transposed=frozenset({"model.layers.*.q", "other"}),
     changes=frozenset(
         {
-            Change(("model.old.w",), ("model.new.w",)),
-            Change(("text.old.w",), ("model.new.b",)),
-            Change(("w",), ("model.w",)),
-            Change(("model.a.*.x", "model.a.*.y"), ("model.b",), ("merge 0", "concat 1")),
-            Change(("q",), ("model.k", "model.v"), ("split 0 : h * d ; k * d",)),
+            LoadConversion(("model.old.w",), ("model.new.w",)),
+            LoadConversion(("text.old.w",), ("model.new.b",)),
+            LoadConversion(("w",), ("model.w",)),
+            LoadConversion(("model.a.*.x", "model.a.*.y"), ("model.b",), ("merge 0", "concat 1")),
+            LoadConversion(("q",), ("model.k", "model.v"), ("split 0 : h * d ; k * d",)),
         }
     ),
     variants=frozenset(
-        {Change(("model.older.w",), ("model.new.w",)), Change(("v",), ("model.v",), ("transpose 0 1 0",))}
+        {
+            LoadConversion(("model.older.w",), ("model.new.w",)),
+            LoadConversion(("v",), ("model.v",), ("transpose 0 1 0",)),
+        }
     ),
     defaults={"n": 3},
     aliases={"n": "n_layer"},

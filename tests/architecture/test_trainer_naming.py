@@ -21,8 +21,8 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules
+from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import FilePool
-from ckptx.storage.held_directory import HeldDirectory
 from ckptx.transfer.executor import execute
 from ckptx.transfer.planner import plan_copy
 from tests.support import stock
@@ -215,8 +215,8 @@ def test_the_executor_writes_rewritten_tensors_as_any_other(workers: int, tmp_pa
         (tmp_path / path).mkdir()
     with (
         FilePool(tmp_path / "hub") as files,
-        HeldDirectory.at(tmp_path / "titan") as tree,
-        HeldDirectory.at(tmp_path / "journal") as journal,
+        DirectoryHandle.at(tmp_path / "titan") as tree,
+        DirectoryHandle.at(tmp_path / "journal") as journal,
     ):
         execute(plan, files, tree, journal, workers=workers, max_memory=1 << 20)
     (tmp_path / "titan" / ".metadata").write_bytes(dcp_layout.metadata_bytes(target, {}))

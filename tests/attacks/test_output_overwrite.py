@@ -19,7 +19,7 @@ import ckptx
 from ckptx.errors import CkptxError, OutputError
 from ckptx.publishing import output_place, staging
 from ckptx.publishing.replacing import is_known_name
-from ckptx.storage.held_directory import parts_of, refuse_clashes
+from ckptx.storage.directory_handle import parts_of, refuse_clashes
 from ckptx.untrusted.printable import one_line
 from tests.support.writers import llama, names_in, tree_bytes, write_dcp, write_hf
 from tests.untrusted.test_file_names import can_all_be_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from ckptx.catalog.dtype import BY_NAME
-from ckptx.catalog.entry import Block, Chunk, CutChunks, StoredChunks, TensorEntry
+from ckptx.catalog.entry import Block, Chunk, ShardedChunks, StoredChunks, TensorEntry
 from ckptx.catalog.region import Region
 
 TOP, BOTTOM = Region((0, 0), (2, 3)), Region((2, 0), (1, 3))
@@ -38,6 +38,6 @@ def test_equal_where_the_chunks_are() -> None:
 
 
 def test_the_place_of_a_tensor_is_that_of_its_first_chunk() -> None:
-    cut = CutChunks((Block(0, TOP), Block(1, BOTTOM)), ("b", "a"), (90, 70), array("q", [64, 0]))
+    cut = ShardedChunks((Block(0, TOP), Block(1, BOTTOM)), ("b", "a"), (90, 70), array("q", [64, 0]))
     for chunks in (COLUMNS, CHUNKS, cut):
         assert TensorEntry("w", BY_NAME["F32"], (3, 3), chunks).place == ("b", 64)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.steps import base
-from ckptx.conversion.steps.model import see_model, settle_ties
-from ckptx.conversion.steps.opening import Opened, opened
+from ckptx.conversion.steps.model import find_model, resolve_ties
+from ckptx.conversion.steps.opening import SourceCheckpoint, open_source
 from ckptx.model_view.view import ModelView
 from ckptx.options.conversion import ConversionOptions, ReshardOptions, ToDcpOptions, ToHfOptions
 from tests.support.writers import LLAMA
@@ -23,7 +23,7 @@ TIED = {**CONFIG, "tie_word_embeddings": True}
 
 
 @contextmanager
-def source(src: Path, command: str = "reshard", **options: Any) -> Iterator[Opened]:
+def source(src: Path, command: str = "reshard", **options: Any) -> Iterator[SourceCheckpoint]:
     """A checkpoint, opened to be converted into `out` beside it."""
     paths = src, src.parent / "out"
     made: dict[str, Callable[..., ConversionOptions]] = {
@@ -31,24 +31,24 @@ def source(src: Path, command: str = "reshard", **options: Any) -> Iterator[Open
         "hf2dcp": partial(ToDcpOptions, "hf2dcp"),
         "dcp2hf": partial(ToHfOptions, "dcp2hf"),
     }
-    with opened(*paths, made[command](*paths, **options)) as ready:
+    with open_source(*paths, made[command](*paths, **options)) as ready:
         yield ready
 
 
-def find_base(ready: Opened, need: base.Need) -> base.Base:
+def find_base(ready: SourceCheckpoint, need: base.Need) -> base.BaseCheckpoint:
     """Its config."""
     return base.find_base(ready.source, ready.dst, ready.options, need)
 
 
-def viewed(ready: Opened, need: base.Need = "config", **fields: Any) -> ModelView:
+def viewed(ready: SourceCheckpoint, need: base.Need = "config", **fields: Any) -> ModelView:
     """The model in it."""
-    return see_model(find_base(ready, need), ready.files, ready.options, **{"with_state": False, **fields}).view
+    return find_model(find_base(ready, need), ready.files, ready.options, **{"with_state": False, **fields}).view
 
 
-def decided(ready: Opened) -> tuple[ModelView, Any]:
+def decided(ready: SourceCheckpoint) -> tuple[ModelView, Any]:
     """The model in it, and its ties."""
     view = viewed(ready)
-    return view, settle_ties(view, ready.files, ready.options)
+    return view, resolve_ties(view, ready.files, ready.options)
 
 
 def frozen(value: Any) -> Any:

@@ -18,15 +18,15 @@ from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
-from ckptx.conversion.steps.choosing import choose_tensors
 from ckptx.conversion.steps.dtypes import cast_tensors
-from ckptx.conversion.steps.ledger import settle_ledger
-from ckptx.conversion.steps.model import hold_against_config, leave_state_behind, refuse_without_model
+from ckptx.conversion.steps.ledger import build_ledger
+from ckptx.conversion.steps.model import check_against_config, drop_training_state, refuse_without_model
 from ckptx.conversion.steps.naming import rename
-from ckptx.conversion.steps.restoring import remember, restore_original
-from ckptx.conversion.steps.sharding import Sharded, rank_rows, shard
+from ckptx.conversion.steps.restoration import remember, restore_original
+from ckptx.conversion.steps.selection import select_tensors
+from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows, shard
 from ckptx.conversion.steps.sidecars import carry
-from ckptx.conversion.steps.target import Target, share
+from ckptx.conversion.steps.target import TargetTensors, share
 from ckptx.conversion.steps.training_state import carry_state
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
@@ -103,8 +103,8 @@ def test_a_model_that_does_not_fit_is_refused_or_noted(tmp_path: Path) -> None:
     with source(tmp_path / "hf") as ready:
         view = viewed(ready)
         with pytest.raises(InputError, match="allow-misfit"):
-            hold_against_config(view, allow_misfit=False)
-        held = hold_against_config(view, allow_misfit=True)
+            check_against_config(view, allow_misfit=False)
+        held = check_against_config(view, allow_misfit=True)
         assert held.fit is not None and [each.name for each in held.fit.misfits] == [NORM]
         assert (
             held.notes[0]
@@ -127,7 +127,7 @@ def test_ties_are_decided_by_config_and_bytes(tmp_path: Path, declared: bool, is
 def test_what_stays_behind_is_named(tmp_path: Path) -> None:
     with source(trained(tmp_path / "dcp")) as ready:
         view = viewed(ready)
-        left = leave_state_behind(view, ready.source.objects, "stays")
+        left = drop_training_state(view, ready.source.objects, "stays")
     names = {row["name"] for row in left.dropped}
     assert names == {*view.optimizer, *view.other} and len(view.other) == 1
     assert {row["reason"] for row in left.dropped} == {"optimizer state stays", "training state stays"}
@@ -230,7 +230,7 @@ def test_names_of_an_unknown_class_stay(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), config={"architectures": ["Nobody"]})
     with source(tmp_path / "hf", base="none") as ready:
         view = viewed(ready)
-        target = Target.of(view.catalog, view.tensors)
+        target = TargetTensors.of(view.catalog, view.tensors)
     assert rename(view, target, asked=None, by_default="model").target is target
     with pytest.raises(UnsupportedError, match="names of this class are unknown"):
         rename(view, target, asked="model", by_default=None)
@@ -244,13 +244,13 @@ def test_original_files_are_remembered_until_they_are_other_files(tmp_path: Path
     with source(tmp_path / "dcp") as ready:
         view, ties = decided(ready)
         assert remember(view).original == own
-        found = restore_original(view, ties.decisions, None).found
+        found = restore_original(view, ties.decisions, None).files
         assert found is not None and found.original == own
         assert list(found.named.target.tensors) == list(own.tensors if own else ())
         assert found.digests.keys() == found.named.target.tensors.keys()
         less = replace(view, tensors={name: each for name, each in view.tensors.items() if name != NORM})
         gone = restore_original(less, ties.decisions, None)
-        assert gone.found is None and "describes other tensors" in gone.notes[0]
+        assert gone.files is None and "describes other tensors" in gone.notes[0]
 
 
 @pytest.mark.parametrize("output", FORMATS)
@@ -259,7 +259,7 @@ def test_what_a_format_chooses(tmp_path: Path, output: str) -> None:
     ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
     with source(tmp_path / "dcp") as ready:
         view, ties = decided(ready)
-        chosen = choose_tensors(find_base(ready, "config"), view, ties, FORMATS[output], ready.options)
+        chosen = select_tensors(find_base(ready, "config"), view, ties, FORMATS[output], ready.options)
     assert (chosen.restored is not None) == (output == "huggingface")
     assert (chosen.original is not None) == (output != "huggingface")
     assert (HEAD in chosen.named.target.aliases) == (output != "huggingface")
@@ -272,7 +272,7 @@ def test_a_cast_keeps_what_is_no_float(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", {**llama(), "counts": value("I64", 4)}, config=CONFIG)
     with source(tmp_path / "hf") as ready:
         view, base = viewed(ready), find_base(ready, "config")
-        named = rename(view, Target.of(view.catalog, view.tensors), asked=None, by_default=None)
+        named = rename(view, TargetTensors.of(view.catalog, view.tensors), asked=None, by_default=None)
         same, half = (cast_tensors(view, named, base, wanted) for wanted in ("auto", "fp16"))
         assert cast_tensors(view, named, base, "bf16").was_cast is False
         with pytest.raises(UsageError, match="--dtype base"):
@@ -289,7 +289,7 @@ def test_dtypes_of_a_base_are_counted(tmp_path: Path) -> None:
     write_dcp(tmp_path / "dcp", llama(dtype="F32"), config=CONFIG)
     with source(tmp_path / "dcp", base=str(tmp_path / "base"), dtype="base") as ready:
         view, base = viewed(ready), find_base(ready, "config")
-        named = rename(view, Target.of(view.catalog, view.tensors), asked=None, by_default=None)
+        named = rename(view, TargetTensors.of(view.catalog, view.tensors), asked=None, by_default=None)
         cast = cast_tensors(view, named, base, "base")
     assert cast.base_dtypes == {"as_base": len(llama()) - 1, "lacking": [HEAD], "otherwise": []}
     assert {name for name, each in cast.target.tensors.items() if each.dtype is BY_NAME["F32"]} == {NORM, HEAD}
@@ -332,10 +332,10 @@ def test_every_byte_of_a_rank_is_counted() -> None:
 def test_state_lies_with_its_parameter(tmp_path: Path) -> None:
     with source(trained(tmp_path / "dcp"), tp=2, pp=2) as ready:
         view = viewed(ready, with_state=True)
-        named = rename(view, Target.of(view.catalog, view.tensors), asked=None, by_default=None)
+        named = rename(view, TargetTensors.of(view.catalog, view.tensors), asked=None, by_default=None)
         sharded = shard(view, named.target, named.naming, ready.options, every_rank_alone=False)
         state = carry_state(view, ready.files, sharded, {name: name for name in view.tensors})
-        whole = carry_state(view, ready.files, Sharded(named.target), {name: name for name in view.tensors})
+        whole = carry_state(view, ready.files, ShardedTarget(named.target), {name: name for name in view.tensors})
     assert sharded.model is not None
     query = "model.layers.1.self_attn.q_proj.weight"
     placed = sharded.model.placed[query]
@@ -382,11 +382,11 @@ class _NoSteps:
 def test_a_tensor_that_ends_nowhere_is_a_defect() -> None:
     ends: dict[str, Any] = {"written": {"a"}, "shared": {"b"}, "dropped": {"c"}, "aliases": {}, "leaders": {}}
     plan: Any = _NoSteps()
-    assert settle_ledger(["a", "b", "c"], plan, **ends).ends == {"written": 1, "aliases": 1, "dropped": 1}
-    assert settle_ledger(["a"], plan, **{**ends, "shared": {"a"}, "dropped": {"a"}}).ends["written"] == 1
+    assert build_ledger(["a", "b", "c"], plan, **ends).ends == {"written": 1, "aliases": 1, "dropped": 1}
+    assert build_ledger(["a"], plan, **{**ends, "shared": {"a"}, "dropped": {"a"}}).ends["written"] == 1
     for end in ("written", "shared", "dropped"):
         with pytest.raises(Defect, match="would be lost"):
-            settle_ledger(["a", "b", "c"], plan, **{**ends, end: set()})
+            build_ledger(["a", "b", "c"], plan, **{**ends, end: set()})
 
 
 # Formats

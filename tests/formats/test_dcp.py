@@ -329,7 +329,7 @@ def test_archives_of_a_mixture_of_experts_are_not_read_one_by_one(place: MemoryP
         located = open_payloads(catalog, files)
         assert files.reads <= count + 1, "behind the end of one lies the head of the next"
         files.reads = 0
-        later = open_payloads(catalog, files, later=True)
+        later = open_payloads(catalog, files, lazy=True)
         assert files.reads == 0
         assert aliases_of(later) == {} and files.reads == 0, "names that share bytes are found without a look"
         assert tuple(later.tensors[names[7]].chunks) == located.tensors[names[7]].chunks
@@ -343,10 +343,10 @@ def test_an_archive_of_another_length_is_looked_into_at_once(place: MemoryPath) 
     torch.save(torch.zeros(4, 12)[:, :6], stream)
     writers.write_dcp(place, {"w": tensor, "v": tensor}, payloads={"w": stream.getvalue()})
     with place.open() as files:
-        later = open_payloads(open_dcp(place), files, later=True)
+        later = open_payloads(open_dcp(place), files, lazy=True)
         found, waiting = later.tensors["w"].chunks, later.tensors["v"].chunks
         assert isinstance(found, tuple) and found[0].strides == (12, 1)
         assert isinstance(waiting, ArchivedChunks)
         assert waiting[0] == opened(place).tensors["v"].chunks[0]
-        assert waiting == open_payloads(open_dcp(place), files, later=True).tensors["v"].chunks
+        assert waiting == open_payloads(open_dcp(place), files, lazy=True).tensors["v"].chunks
         assert waiting != found

@@ -14,7 +14,7 @@ from ckptx.catalog.region import Region, whole
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp import own_metadata
 from ckptx.formats.dcp.layout import allocate, allocate_cut, metadata_bytes
-from ckptx.formats.dcp.metadata import DcpMetadata, PlacedMetadata, StorageInfo, TensorMetadata, parse_metadata
+from ckptx.formats.dcp.metadata import DcpMetadata, LocatedMetadata, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import Emitter, emit_metadata
 from ckptx.formats.dcp.own_metadata import parse_own
 from ckptx.layout.parallel_dims import ParallelDims
@@ -23,7 +23,7 @@ from tests.formats.stock_goldens import GOLDENS
 Plain = tuple[dict[str, TensorMetadata], dict[tuple[str, object], StorageInfo], Any]
 
 
-def plain(found: PlacedMetadata) -> Plain:
+def plain(found: LocatedMetadata) -> Plain:
     """What was found, in the words of `DcpMetadata`."""
     storage: dict[tuple[str, object], StorageInfo] = {
         (name, region.offsets): StorageInfo(*place)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.formats.torch_archive.pickle_machine import Made, Mapping, Name, PickledSet
+from ckptx.formats.torch_archive.pickle_machine import CallResult, Mapping, Name, PickledSet
 from tests.formats.test_pickle_budgets import DEAR, PLACES
 
 SCALARS = st.one_of(
@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items}
     if isinstance(value, PickledSet):
         return (set if value.kind == "set" else frozenset)(map(plain, value.items))
-    if isinstance(value, Made):
+    if isinstance(value, CallResult):
         assert isinstance(value.function, Name)
         arguments = [*map(plain, value.arguments)]
         if value.function == Name("_codecs", "encode"):
@@ -116,7 +116,7 @@ def test_nothing_is_imported_or_run(protocol: int, tmp_path: Path) -> None:
     data = pickle.dumps([Runs(tmp_path / "mark")], protocol)
     named = data.replace(b"system", b"sysetm").replace(b"posix", b"posxi")  # which nobody could import
     for each in (data, named):
-        assert isinstance(read_graph(each, "x").value[0], Made)
+        assert isinstance(read_graph(each, "x").value[0], CallResult)
     assert not (tmp_path / "mark").exists()
 
 

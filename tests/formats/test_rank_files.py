@@ -11,9 +11,9 @@ import pytest
 
 import ckptx
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.foreign import kind_of_name
 from ckptx.formats.rank_names import family_of, is_file_of_many, world_size_in
 from ckptx.formats.registry import open_checkpoint
+from ckptx.formats.unsupported import kind_of_name
 from tests.support.writers import (
     LLAMA,
     Value,

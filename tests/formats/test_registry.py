@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.catalog.catalog import Part
+from ckptx.catalog.catalog import CheckpointPart
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.registry import locate, open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
@@ -65,8 +65,8 @@ def test_parts_remember_what_it_takes_to_write_them_apart(place: MemoryPath) -> 
     write_dcp(place / "optim", {"optim.state.w": TENSORS["w"], "w": TENSORS["w"]}, objects=["step"])
     catalog = open_checkpoint(place)
     assert catalog.parts == (
-        Part("model", {"w": "w", "b": "b"}, {"w": ("w",), "b": ("b",)}),
-        Part(
+        CheckpointPart("model", {"w": "w", "b": "b"}, {"w": ("w",), "b": ("b",)}),
+        CheckpointPart(
             "optim",
             {"optim.state.w": "optim.state.w", "optimizer.w": "w", "step": "step"},
             {"optim.state.w": ("optim.state.w",), "w": ("w",), "step": ("step",)},

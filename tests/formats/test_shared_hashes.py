@@ -21,7 +21,7 @@ from ckptx.catalog.region import CoverageFault, Region, coverage_fault, whole
 from ckptx.errors import InputError
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import emit_metadata
-from ckptx.untrusted.numbers import OneOfEach, SharedHash, identity, packed, salted
+from ckptx.untrusted.numbers import SharedHash, UniqueTuples, identity, packed, salted
 
 MODULUS = (1 << 61) - 1  # of the hash of a number
 MANY = 4000
@@ -116,7 +116,7 @@ def test_numbers_that_share_a_hash_cost_what_others_do(
 
 @pytest.mark.parametrize("numbers", [twins, solved, described])
 def test_more_than_a_handful_of_one_hash_are_refused(numbers: Callable[[], Tuples]) -> None:
-    kept: OneOfEach[tuple[int, ...]] = OneOfEach()
+    kept: UniqueTuples[tuple[int, ...]] = UniqueTuples()
     with pytest.raises(SharedHash, match="share a hash"):
         for each in islice(numbers(), 100):
             kept.keep(each)
@@ -128,7 +128,7 @@ def test_the_hash_of_a_key_is_not_that_of_its_numbers() -> None:
 
 
 def test_equal_tuples_are_one_object_and_many_of_them_one_text() -> None:
-    kept: OneOfEach[Region] = OneOfEach()
+    kept: UniqueTuples[Region] = UniqueTuples()
     one = kept.keep(Region((0, 0), (2, 2)))
     assert kept.get(Region((0, 0), (2, 2))) is one and kept.get(Region((0, 0), (2, 3))) is None
     assert identity([one, one]) == identity([one, one]) != identity([one])

@@ -22,7 +22,7 @@ def lay_out(root: MemoryPath, *names: str) -> None:
 def around(root: MemoryPath, *used: str) -> tuple[list[str], list[str]]:
     found = look_around(root, frozenset(used))
     assert all(sidecar.nbytes == root.size(sidecar.name) for sidecar in found.carried)
-    return [sidecar.name for sidecar in found.carried], list(found.left)
+    return [sidecar.name for sidecar in found.carried], list(found.dropped)
 
 
 def test_config_tokenizer_template_code_and_licence_travel(place: MemoryPath) -> None:

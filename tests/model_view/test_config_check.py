@@ -22,7 +22,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
 from ckptx.errors import InputError
-from ckptx.model_view.config_check import Fit, fit_of
+from ckptx.model_view.config_check import ConfigMatch, match_config
 from ckptx.model_view.view import view_model
 from tests.support.models import EVERY, RECIPES
 from tests.support.popular import LANGUAGE, OTHERS, build
@@ -47,13 +47,13 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def fit(config: Mapping[str, Any], shapes: Mapping[str, Shape], dtype: str = "BF16") -> Fit:
+def fit(config: Mapping[str, Any], shapes: Mapping[str, Shape], dtype: str = "BF16") -> ConfigMatch:
     """Of tensors without bytes."""
     tensors = {
         name: TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), name, 0, 8),))
         for name, shape in shapes.items()
     }
-    return fit_of(view_model(Catalog(Path("/nowhere"), "huggingface", tensors, config=dict(config))))
+    return match_config(view_model(Catalog(Path("/nowhere"), "huggingface", tensors, config=dict(config))))
 
 
 def recipe(name: str) -> tuple[dict[str, Any], dict[str, Shape]]:
@@ -185,7 +185,7 @@ def test_half_a_tensor_of_any_recipe_is_found(name: str) -> None:
 
 
 def test_experts_fit_as_they_are_published_and_as_the_model_has_them() -> None:
-    assert fit(EXPERTS, published_experts()) == Fit("names and shapes")
+    assert fit(EXPERTS, published_experts()) == ConfigMatch("names and shapes")
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

@@ -18,7 +18,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.model_view.config_check import Fit, fit_of
+from ckptx.model_view.config_check import ConfigMatch, match_config
 from ckptx.model_view.view import view_model
 
 # Equal sizes, so that only names tell the classes from each other.
@@ -106,7 +106,7 @@ def judged_by_transformers(place: Path, class_name: str) -> dict[str, Any]:
     return {"raises": True}
 
 
-def judged(place: Path) -> Fit:
+def judged(place: Path) -> ConfigMatch:
     """What ckptx says of it."""
     header = json.loads(_header(place / "model.safetensors"))
     tensors = {
@@ -116,7 +116,7 @@ def judged(place: Path) -> Fit:
         for shape in [tuple(row["shape"])]
     }
     config = json.loads((place / "config.json").read_text())
-    return fit_of(view_model(Catalog(place, "huggingface", tensors, config=config)))
+    return match_config(view_model(Catalog(place, "huggingface", tensors, config=config)))
 
 
 def _header(path: Path) -> bytes:

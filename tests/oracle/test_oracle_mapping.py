@@ -18,8 +18,8 @@ import torch
 
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.model_view.view import ModelView, locate_payloads
-from ckptx.runtime.checkpointing.reading import Reading, open_source
+from ckptx.model_view.view import ModelView, locate_archives
+from ckptx.runtime.checkpointing.reading import RegionReader, open_source
 from tests.support.judged import Judge, unequal
 from tests.support.models import EVERY, read_hf
 from tests.support.slow import slow_but
@@ -33,7 +33,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     return Judge(tmp_path_factory.mktemp("mapping"), FAST, dcp=True)
 
 
-def read(reading: Reading, entry: TensorEntry) -> torch.Tensor:
+def read(reading: RegionReader, entry: TensorEntry) -> torch.Tensor:
     target = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
     reading.fill(entry, whole(entry.shape), target)
     return target
@@ -42,7 +42,7 @@ def read(reading: Reading, entry: TensorEntry) -> torch.Tensor:
 def read_as_model(path: Path) -> tuple[dict[str, str], set[str]]:
     """Fingerprints by name in the model, tied ones included; and the names on disk that they are made of."""
     with open_source(path) as source:
-        reading = Reading(source.files)
+        reading = RegionReader(source.files)
         found = {name: fingerprint(read(reading, entry)) for name, entry in source.tensors.items()}
         found |= {name: found[stored] for name, stored in source.tied().items()}
         return found, {each for names in source.stored.values() for each in names}
@@ -84,7 +84,7 @@ def test_exchanged_parts_of_a_fused_tensor_are_found(
     """The chunks of two names on disk change places, as a wrong mapping would have them."""
 
     def exchanged(*args: Any, **how: Any) -> ModelView:
-        seen = locate_payloads(*args, **how)
+        seen = locate_archives(*args, **how)
         by_name = {entry.name: key for key, entry in seen.tensors.items()}
         one, other = by_name[first], by_name[second]
         tensors = dict(seen.tensors)
@@ -93,6 +93,6 @@ def test_exchanged_parts_of_a_fused_tensor_are_found(
         return replace(seen, tensors=tensors)
 
     expected = held(judge(name))
-    monkeypatch.setattr("ckptx.runtime.checkpointing.reading.locate_payloads", exchanged)
+    monkeypatch.setattr("ckptx.runtime.checkpointing.reading.locate_archives", exchanged)
     found, _ = read_as_model(judge.work / "hf" / name)
     assert [each for each in expected if found[each] != expected[each]] == [where]

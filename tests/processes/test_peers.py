@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ckptx.errors import EnvironmentProblem, InputError, PeerFailure, Terminated
 from ckptx.processes import peers as processes
-from ckptx.processes.peers import Processes
+from ckptx.processes.peers import PeerProcesses
 from tests.support.ranks import free_port
 
 
@@ -24,7 +24,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size, self.port = size, free_port()
 
-    def come(self, rank: int, port: int | None = None) -> Processes:
+    def come(self, rank: int, port: int | None = None) -> PeerProcesses:
         """A rank that sets out; rank 0 brings the store."""
 
         def connect() -> Store:
@@ -34,9 +34,9 @@ class Meeting:
                 TCPStore("127.0.0.1", port or self.port, None, rank == 0, patience, False, multi_tenant=True),
             )
 
-        return Processes(rank, self.size, connect, f"127.0.0.1:{self.port}")
+        return PeerProcesses(rank, self.size, connect, f"127.0.0.1:{self.port}")
 
-    def attend(self, rank: int, work: Callable[[Processes], Any], late: float = 0) -> Callable[[], Any]:
+    def attend(self, rank: int, work: Callable[[PeerProcesses], Any], late: float = 0) -> Callable[[], Any]:
         """A rank that comes after `late` seconds, does its work, and leaves."""
 
         def attend() -> Any:
@@ -76,13 +76,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_LAST_LOOKS", 6)
 
 
-def exchange(here: Processes) -> list[Any]:
+def exchange(here: PeerProcesses) -> list[Any]:
     """Says something and hears all."""
     here.say("word", here.rank * 10)
     return [here.hear(rank, "word") for rank in range(here.world_size)]
 
 
-def fail(here: Processes) -> None:
+def fail(here: PeerProcesses) -> None:
     raise InputError("a.safetensors: is damaged; restore it")
 
 
@@ -99,10 +99,10 @@ def test_a_word_of_any_length_arrives(nbytes: int) -> None:
     """The store refuses values of 8 MiB; the digests of a hundred thousand tensors take more."""
     meeting, word = Meeting(2), "ä" + "x" * nbytes
 
-    def speak(here: Processes) -> None:
+    def speak(here: PeerProcesses) -> None:
         here.say("word", {"long": word})
 
-    def listen(here: Processes) -> Any:
+    def listen(here: PeerProcesses) -> Any:
         return here.hear(0, "word")
 
     assert together(meeting.attend(0, speak), meeting.attend(1, listen))[1] == {"long": word}
@@ -125,7 +125,7 @@ def test_all_fail_with_the_one_that_fails(failing: int) -> None:
 def test_who_fails_later_does_not_cover_who_failed_first() -> None:
     meeting = Meeting(2)
 
-    def fail_late(here: Processes) -> None:
+    def fail_late(here: PeerProcesses) -> None:
         time.sleep(0.5)
         raise InputError("b.safetensors: is gone")
 
@@ -136,7 +136,7 @@ def test_who_fails_later_does_not_cover_who_failed_first() -> None:
 def test_progress_looks_after_the_others() -> None:
     """A rank that waits for nobody notices too."""
 
-    def busy(here: Processes) -> None:
+    def busy(here: PeerProcesses) -> None:
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             here.check()
@@ -155,7 +155,7 @@ def test_a_rank_that_dies_without_a_word_is_named_to_all() -> None:
         here.hear(0, "word")
         here._count = lambda store: gone.set()  # type: ignore[method-assign]  # no more signs of life
 
-    def listen(here: Processes) -> None:
+    def listen(here: PeerProcesses) -> None:
         here.say("word", 1)
         here.hear(1, "word")
 
@@ -220,7 +220,7 @@ class Wire:
 def test_a_lost_connection_ends_both_sides_and_names_the_rank() -> None:
     meeting = Meeting(2)
 
-    def listen(here: Processes) -> None:
+    def listen(here: PeerProcesses) -> None:
         here.say("word", 1)
         here.hear(1, "never")
 
@@ -251,7 +251,7 @@ def test_after_sigterm_the_rank_that_died_is_named(is_dead: bool) -> None:
             here._count = lambda store: None  # type: ignore[method-assign]  # no more signs of life
         done.wait(5)
 
-    def ended(here: Processes) -> None:
+    def ended(here: PeerProcesses) -> None:
         here.say("word", 0)
         here.hear(1, "word")
         time.sleep(0.2)
@@ -271,7 +271,7 @@ def test_after_sigterm_the_rank_that_died_is_named(is_dead: bool) -> None:
 
 
 def test_after_sigterm_a_rank_that_never_came_is_named() -> None:
-    def ended(here: Processes) -> None:
+    def ended(here: PeerProcesses) -> None:
         time.sleep(0.2)
         raise Terminated
 
@@ -289,7 +289,7 @@ def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytes
         raise AssertionError
 
     def ended() -> None:
-        with Processes(1, 2, connect, "nowhere").session():
+        with PeerProcesses(1, 2, connect, "nowhere").session():
             raise Terminated
 
     began = time.monotonic()
@@ -313,7 +313,7 @@ def test_a_store_that_nobody_brings_is_named() -> None:
     def connect() -> Store:
         return TCPStore("127.0.0.1", meeting.port, None, False, timedelta(seconds=0.2), False)
 
-    here = Processes(1, 2, connect, f"127.0.0.1:{meeting.port}")
+    here = PeerProcesses(1, 2, connect, f"127.0.0.1:{meeting.port}")
     with pytest.raises(EnvironmentProblem, match=rf"rank 1: found no connection to 127.0.0.1:{meeting.port}"):
         here.hear(0, "word")
 
@@ -332,7 +332,7 @@ def clear(monkeypatch: pytest.MonkeyPatch, **given: str) -> None:
 )  # fmt: skip
 def test_a_process_on_its_own_meets_nobody(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
     clear(monkeypatch, **given)
-    assert Processes.from_environment() is None
+    assert PeerProcesses.from_environment() is None
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_a_process_on_its_own_meets_nobody(monkeypatch: pytest.MonkeyPatch, give
 def test_several_processes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
     clear(monkeypatch, RANK="0", WORLD_SIZE="2", **given)
     with pytest.raises(EnvironmentProblem, match="needed where the processes meet"):
-        Processes.from_environment()
+        PeerProcesses.from_environment()
 
 
 def test_the_environment_says_where_to_meet_and_runs_do_not_hear_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,13 +351,13 @@ def test_the_environment_says_where_to_meet_and_runs_do_not_hear_each_other(monk
     for run in range(2):
         monkeypatch.setattr(processes, "_meetings", run)
         monkeypatch.setenv("RANK", "0")
-        first = Processes.from_environment()
+        first = PeerProcesses.from_environment()
         monkeypatch.setattr(processes, "_meetings", run)
         monkeypatch.setenv("RANK", "1")
-        second = Processes.from_environment()
+        second = PeerProcesses.from_environment()
         assert first is not None and second is not None
 
-        def attend(here: Processes, run: int = run) -> Any:
+        def attend(here: PeerProcesses, run: int = run) -> Any:
             with here.session():
                 here.say("word", [here.rank, run])
                 return here.hear(1 - here.rank, "word")

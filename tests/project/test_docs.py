@@ -16,7 +16,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.form import FORMS
 from ckptx.cli.main import cli, commands
 from ckptx.errors import CkptxError, Defect
-from ckptx.formats.foreign import FOREIGN_KINDS
+from ckptx.formats.unsupported import FOREIGN_KINDS
 from ckptx.report.robustness_words import CAUSES
 from tests.support.tool import tool
 

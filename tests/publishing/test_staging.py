@@ -13,7 +13,7 @@ from ckptx.errors import OutputError, SpaceError
 from ckptx.publishing import staging as staging_module
 from ckptx.publishing.output_place import free_space, refuse_existing, refuse_overlap
 from ckptx.publishing.staging import Staging
-from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.staged import is_being_written
 from tests.support.writers import names_in, tree_bytes
 
@@ -126,15 +126,15 @@ def test_the_old_directory_is_removed_when_the_swap_was_done(tmp_path: Path, mon
     """Killed after both renames of a swap: the new one is in place, the old one is rubbish."""
     target = old(tmp_path / "out")
 
-    def killed(self: HeldDirectory, name: str) -> None:
+    def killed(self: DirectoryHandle, name: str) -> None:
         if name == ".out.ckptx-old":
             raise KeyboardInterrupt
         real(self, name)
 
-    real = HeldDirectory.remove
+    real = DirectoryHandle.remove
     with monkeypatch.context() as patch:
         patch.setattr(staging_module, "_exchange_names", lambda *names: False)
-        patch.setattr(HeldDirectory, "remove", killed)
+        patch.setattr(DirectoryHandle, "remove", killed)
         with pytest.raises(KeyboardInterrupt), Staging(target, overwrite=True) as staging:
             fill(staging)
             staging.publish()
@@ -227,9 +227,9 @@ def test_the_place_stays_claimed_until_the_last_run_has_cleaned_up(
 ) -> None:
     target = tmp_path / "out"
     refused = 0
-    real = HeldDirectory.remove
+    real = DirectoryHandle.remove
 
-    def another_run_begins(self: HeldDirectory, name: str) -> None:
+    def another_run_begins(self: DirectoryHandle, name: str) -> None:
         nonlocal refused
         for moment in range(2):
             if name != "lock" or not moment:
@@ -239,7 +239,7 @@ def test_the_place_stays_claimed_until_the_last_run_has_cleaned_up(
             if not moment:
                 real(self, name)
 
-    monkeypatch.setattr(HeldDirectory, "remove", another_run_begins)
+    monkeypatch.setattr(DirectoryHandle, "remove", another_run_begins)
     try:
         with Staging(target) as staging:
             fill(staging)

@@ -14,7 +14,7 @@ import pytest
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
-from ckptx.catalog.entry import Block, CutChunks, TensorEntry
+from ckptx.catalog.entry import Block, ShardedChunks, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.layout.parallel_dims import ParallelDims
@@ -61,7 +61,7 @@ def catalog_of(rows: Iterable[tuple[str, Shape, int]], dims: ParallelDims) -> Ca
             names[key] = tuple(f"__{dims.ranks_of_stage(stage)[block.rank_in_stage]}_0.distcp" for block in blocks)
         lengths = tuple(BF16.nbytes(block.region.numel) for block in blocks)
         places = array("q", [at * 1000] * len(blocks))
-        catalog.tensors[name] = TensorEntry(name, BF16, shape, CutChunks(blocks, names[key], lengths, places))
+        catalog.tensors[name] = TensorEntry(name, BF16, shape, ShardedChunks(blocks, names[key], lengths, places))
     return catalog
 
 
@@ -226,7 +226,7 @@ def test_a_cut_in_words_and_which_dims_are_drawn(
 def test_replicas_are_hatched(replicate: bool) -> None:
     dims = ParallelDims(2)
     blocks = cut((4,), None, dims, replicate)
-    chunks = CutChunks(
+    chunks = ShardedChunks(
         blocks, ("__0_0.distcp", "__1_0.distcp")[: len(blocks)], (8,) * len(blocks), array("q", [0] * len(blocks))
     )
     catalog = Catalog(Path("made"), "dcp", {"norm": TensorEntry("norm", BF16, (4,), chunks)})

@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
 from benchmarks.planted.trainers import plant_in
-from ckptx.robustness_suite import command_runs, foreign
+from ckptx.robustness_suite import command_runs
+from ckptx.robustness_suite import external_trainer as foreign
 from ckptx.robustness_suite.judge import Judge
 from ckptx.runtime.training.recipe_file import read_recipe
 from tests.robustness_suite.test_foreign_trainer import failed

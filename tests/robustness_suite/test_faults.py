@@ -12,7 +12,7 @@ from ckptx.errors import UsageError
 from ckptx.robustness_suite.faults import FAULTS, find_fault
 from ckptx.robustness_suite.oracles import ORDER
 from ckptx.robustness_suite.phases import PHASES
-from ckptx.robustness_suite.ranks import Residue
+from ckptx.robustness_suite.ranks import LeakedMemory
 from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
@@ -22,7 +22,7 @@ OTHERS = [name for name, each in FAULTS.items() if each.phase != RESUME]
 # Two runs that go on, from steps 2 and 3; past the end of an epoch, as the recipe itself.
 SHORT = ("training.steps=4", "training.save_at=[2]")
 SHALLOW = "model.config.num_hidden_layers=2"
-Opened = tuple[Session, Residue]
+Opened = tuple[Session, LeakedMemory]
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.causes import likely_causes
 from ckptx.robustness_suite.commands import run_command, words_of
-from ckptx.robustness_suite.foreign import run_foreign
+from ckptx.robustness_suite.external_trainer import run_foreign
 from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.oracles import compare
-from ckptx.runtime.training.recipe import ChecksBlock, ForeignBlock, Recipe, TrainingBlock
+from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe, TrainingBlock
 
 COMMAND = (
     "{python} {recipe}/stub_trainer.py --out {out} --steps {steps} --total {total_steps} --save-at {save_at} {resume}"
@@ -31,7 +31,7 @@ def recipe(fault: str = "", checks: dict[str, Any] | None = None, **keys: Any) -
     block = {"command": f"{COMMAND} --fault '{fault}'", "resume": "--resume {checkpoint}", "time_limit": 60.0}
     training = TrainingBlock(steps=5, total_steps=8, save_at=(2,))
     return Recipe(
-        name="stub", train=ForeignBlock(**{**block, **keys}), training=training, checks=ChecksBlock(**(checks or {}))
+        name="stub", train=ExternalBlock(**{**block, **keys}), training=training, checks=ChecksBlock(**(checks or {}))
     )
 
 
@@ -216,7 +216,7 @@ def test_steps_that_leave_nothing_to_compare(tmp_path: Path) -> None:
     for save_at in ((), (5,), (0,)):
         training = TrainingBlock(steps=5, save_at=save_at)
         with pytest.raises(UsageError, match="needed a step before the last, 5"):
-            run_foreign(Recipe(name="x", train=ForeignBlock(command="x"), training=training), tmp_path / "o")
+            run_foreign(Recipe(name="x", train=ExternalBlock(command="x"), training=training), tmp_path / "o")
     with pytest.raises(UsageError, match=r"has no train\.command"):
         run_foreign(Recipe(name="x"), tmp_path / "o")
 
@@ -282,7 +282,7 @@ time.sleep(600)
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
     """Its child has a session of its own, as ranks have below torchrun."""
     ended = run_command([sys.executable, "-c", SPAWNS, str(tmp_path / "pids")], tmp_path / "log", {}, 2.0)
-    assert ended.is_late and "its time limit" in ended.said()
+    assert ended.is_late and "its time limit" in ended.failure()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     wait_for(lambda: not any(map(is_alive, pids)))
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptx.robustness_suite.kills import KINDS, kill_points, killing, kind_of, rehearse
-from ckptx.robustness_suite.survivors import survivors
+from ckptx.robustness_suite.kills import KINDS, kill_points, killing, kind_of, record_operations
+from ckptx.robustness_suite.surviving_steps import survivors
 from ckptx.runtime.checkpointing.save import save
-from ckptx.runtime.training.checkpoints import Steps
+from ckptx.runtime.training.checkpoints import StepDirectories
 from tests.support import killed_ranks
 from tests.support.forked import fresh
 from tests.support.killed_ranks import HOW, RANKS, Kill, Trained
@@ -132,7 +132,7 @@ def marks_first(at: Trained, root: Path, step: int) -> None:
 def in_its_place(at: Trained, root: Path, step: int) -> None:
     """No staging: stock torch writes where the step will be."""
     state = {"model": at.model.state_dict(), "step": step}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(Steps(root).path(step)))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(StepDirectories(root).path(step)))
 
 
 def over_the_last(at: Trained, root: Path, step: int) -> None:
@@ -143,9 +143,9 @@ def over_the_last(at: Trained, root: Path, step: int) -> None:
 def keeps_nothing(at: Trained, root: Path, step: int) -> None:
     """Retention goes first, and takes all there is."""
     if torch.distributed.get_rank() == 0:
-        for each in Steps(root).published():
-            shutil.rmtree(Steps(root).path(each))
-    save(at.model, None, Steps(root).path(step), **{**killed_ranks.settings(at, root, step), "then": None})
+        for each in StepDirectories(root).published():
+            shutil.rmtree(StepDirectories(root).path(each))
+    save(at.model, None, StepDirectories(root).path(step), **{**killed_ranks.settings(at, root, step), "then": None})
 
 
 PUBLISH = "rename .step-N.ckptx-partial/tree -> step-N"
@@ -181,7 +181,7 @@ def test_a_half_published_directory_that_is_chosen_is_found(
     shutil.copytree(rehearsed.start, root)
     shutil.copytree(root / "step-6", root / "step-9")
     (root / "step-9" / ".metadata").unlink()
-    monkeypatch.setattr(Steps, "is_published", lambda steps, step: steps.path(step).is_dir())
+    monkeypatch.setattr(StepDirectories, "is_published", lambda steps, step: steps.path(step).is_dir())
     if believes == "what latest says":
         (root / "latest").write_text("step-9\n")
     assert any("step-9: is complete, and does not load" in each for each in survivors(root).faults)
@@ -195,11 +195,11 @@ def test_a_next_save_that_fails_or_is_not_the_latest_is_found(rehearsed: Rehears
 
 
 def marked(root: Path) -> None:
-    Steps(root).mark_latest(3)
+    StepDirectories(root).mark_latest(3)
 
 
 def retained(root: Path) -> None:
-    Steps(root).retain(1)
+    StepDirectories(root).retain(1)
 
 
 @pytest.mark.parametrize(("act", "lost"), [(marked, set()), (retained, {3})])
@@ -208,7 +208,7 @@ def test_cut_at_each_operation(
 ) -> None:
     whole = tmp_path / "whole"
     shutil.copytree(rehearsed.start, whole)
-    with rehearse(whole) as names:
+    with record_operations(whole) as names:
         act(whole)
     assert len(names) >= 5
     seen = set()
@@ -239,7 +239,7 @@ def _cut(root: Path, name: str, act: Callable[[Path], None]) -> None:
 def test_a_removal_without_a_rename_is_found(rehearsed: Rehearsed, tmp_path: Path, deletes: str) -> None:
     """The planted defect: files go one by one under the name of the step."""
     found = []
-    with rehearse(tmp_path) as names:
+    with record_operations(tmp_path) as names:
         shutil.copytree(rehearsed.start, tmp_path / "0")
         del names[:]
         removed(tmp_path / "0", deletes)

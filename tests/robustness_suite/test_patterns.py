@@ -13,7 +13,7 @@ from ckptx.errors import UsageError
 from ckptx.robustness_suite import losses
 from ckptx.robustness_suite.commands import filled, placeholders, words_of
 from ckptx.robustness_suite.losses import check_losses, read_losses
-from ckptx.runtime.training.recipe import ForeignBlock
+from ckptx.runtime.training.recipe import ExternalBlock
 from tests.robustness_suite.test_foreign_trainer import run
 
 ENDLESS = (
@@ -29,9 +29,9 @@ ENDLESS = (
 LINES = ("a" * 64, "step 1 loss 2.0\n" + "a" * 64 + "\nstep 2 loss 3.0", "\x1b[1m" + "a" * 200)
 
 
-def block(pattern: str) -> ForeignBlock:
+def block(pattern: str) -> ExternalBlock:
     """A trainer whose losses are in what it prints."""
-    return ForeignBlock(command="x", losses="log", losses_kind="regex", pattern=pattern)
+    return ExternalBlock(command="x", losses="log", losses_kind="regex", pattern=pattern)
 
 
 @pytest.mark.sampled(4)

@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, plant
 from ckptx.report.report import Log
-from ckptx.robustness_suite import foreign
-from ckptx.robustness_suite.foreign import SHIPPED
+from ckptx.robustness_suite import external_trainer as foreign
+from ckptx.robustness_suite.external_trainer import SHIPPED
 from ckptx.robustness_suite.judge import Judge
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import read_recipe

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.robustness_suite.commands import Ended, run_command
+from ckptx.robustness_suite.commands import CommandResult, run_command
 from tests.robustness_suite.test_foreign_trainer import failed, is_alive, notes, run, wait_for
 
 # How a child leaves: each ends in a process that writes its number to a file and stays.
@@ -66,11 +66,11 @@ CASES = list(product(WAYS, (False, True), ENDS))
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ended, list[int]]]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[CommandResult, list[int]]]:
     """How a command ended, and the numbers of its processes, for each case; several run at a time."""
     folder = tmp_path_factory.mktemp("left")
 
-    def one(case: tuple[str, bool, str]) -> tuple[Ended, Path]:
+    def one(case: tuple[str, bool, str]) -> tuple[CommandResult, Path]:
         way, is_stubborn, end = case
         place = folder / f"{way} {is_stubborn} {end}"
         words = [sys.executable, "-ISc", PROGRAM, str(place), WAYS[way], "stubborn" if is_stubborn else "", end]
@@ -79,7 +79,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ended
     with ThreadPoolExecutor(6) as pool:
         found = dict(zip(CASES, pool.map(one, CASES), strict=True))
 
-    def of(*case: str | bool) -> tuple[Ended, list[int]]:
+    def of(*case: str | bool) -> tuple[CommandResult, list[int]]:
         found_one, place = found[case]  # type: ignore[index]
         return found_one, [int(each) for each in place.read_text().split()]
 
@@ -89,7 +89,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ended
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("way", "is_stubborn", "end"), CASES)
 def test_what_a_command_leaves_is_ended(
-    way: str, is_stubborn: bool, end: str, ended: Callable[..., tuple[Ended, list[int]]]
+    way: str, is_stubborn: bool, end: str, ended: Callable[..., tuple[CommandResult, list[int]]]
 ) -> None:
     found, numbers = ended(way, is_stubborn, end)
     assert numbers and not any(map(is_alive, numbers))

@@ -15,7 +15,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.model_view.parameter_count import parameters_of
 from ckptx.model_view.view import manifest_beside, view_model
 from ckptx.publishing.source_state import seen_of
-from ckptx.storage.held_directory import HeldDirectory
+from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.interface import OutputTree, Source, StoredFile, local_path, name_below
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
@@ -260,7 +260,7 @@ def test_a_checkpoint_in_memory_is_seen_as_a_model(written: str) -> None:
 
 @pytest.fixture(params=["local", "memory"])
 def tree(request: pytest.FixtureRequest, tmp_path: Path) -> OutputTree:
-    return HeldDirectory.at(tmp_path) if request.param == "local" else MemoryTree(MemoryPath("/out"))
+    return DirectoryHandle.at(tmp_path) if request.param == "local" else MemoryTree(MemoryPath("/out"))
 
 
 def test_a_file_is_written_and_read_by_position(tree: OutputTree) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
 from ckptx.storage import files as storage
+from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import FilePool, inside, unreadable, unwritable, write_at
-from ckptx.storage.held_directory import HeldDirectory
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.safetensors", "./a", "a..b", "..a", "a/...", " "])
@@ -97,7 +97,7 @@ def test_missing_dangling_and_forbidden_files_read_differently(tmp_path: Path) -
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(storage.os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
-    with HeldDirectory.at(tmp_path) as held:
+    with DirectoryHandle.at(tmp_path) as held:
         descriptor = held.create("deep/a")
     write_at(descriptor, b"0123456789", 2, tmp_path / "deep" / "a")
     os.close(descriptor)
@@ -131,14 +131,14 @@ def test_a_full_device_is_said_to_be_full() -> None:
 
 def test_a_file_below_a_file_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
-    with HeldDirectory.at(tmp_path) as held, pytest.raises(OutputError, match="is in the way"):
+    with DirectoryHandle.at(tmp_path) as held, pytest.raises(OutputError, match="is in the way"):
         held.create("a/b")
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        with HeldDirectory.at(tmp_path) as held:
+        with DirectoryHandle.at(tmp_path) as held:
             held.write("a", [])
     finally:
         os.umask(before)

@@ -28,7 +28,7 @@ from ckptx.runtime.parallel.tensor_parallel import styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.runtime.parity.inputs.batch import inputs_for
-from ckptx.runtime.parity.noise import ALLOWED, DRAWS, moved_embeddings, rounding
+from ckptx.runtime.parity.noise import ALLOWED, DRAWS, perturbed_embeddings, rounding
 from tests.support.forked import Forked
 from tests.support.installed import INSTALLED, IS_ASKED
 from tests.support.models import EVERY, write
@@ -219,7 +219,7 @@ def allowed(work: Path, name: str, whole: Computed) -> Computed:
         "gradients": {key: rounding(dtype, _largest(each)) for key, each in whole["gradients"].items()},
     }
     for draw in range(DRAWS):
-        with moved_embeddings(model, draw):
+        with perturbed_embeddings(model, draw):
             found = between(whole, run(model, batch, labels))
         limits["outputs"] = max(limits["outputs"], ALLOWED * found["outputs"])
         limits["loss"] = max(limits["loss"], ALLOWED * found["loss"])

@@ -19,14 +19,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.robustness_suite.kills import killing, rehearse
-from ckptx.robustness_suite.survivors import Survivors, survivors
+from ckptx.robustness_suite.kills import killing, record_operations
+from ckptx.robustness_suite.surviving_steps import SurvivingSteps, survivors
 from ckptx.runtime.checkpointing.async_save import Saver
 from ckptx.runtime.checkpointing.save import save
 from ckptx.runtime.checkpointing.training_state import PerRank
-from ckptx.runtime.parallel.distributed import everywhere, mesh_of
+from ckptx.runtime.parallel.distributed import all_gather_object, mesh_of
 from ckptx.runtime.parallel.randomness import RandomState, seed
-from ckptx.runtime.training.checkpoints import Steps
+from ckptx.runtime.training.checkpoints import StepDirectories
 from tests.support.forked import fresh
 
 RANKS = 2
@@ -58,7 +58,7 @@ def trained(step: int) -> Trained:
 
 def settings(at: Trained, root: Path, step: int) -> dict[str, Any]:
     """How it is saved: `latest` moves, and an old step goes, when it is published."""
-    steps = Steps(root)
+    steps = StepDirectories(root)
 
     def then() -> None:
         steps.mark_latest(step)
@@ -73,13 +73,13 @@ def settings(at: Trained, root: Path, step: int) -> dict[str, Any]:
 
 def waiting(at: Trained, root: Path, step: int) -> None:
     """Saves, and comes back when it is done."""
-    save(at.model, at.optimizer, Steps(root).path(step), **settings(at, root, step))
+    save(at.model, at.optimizer, StepDirectories(root).path(step), **settings(at, root, step))
 
 
 def behind(at: Trained, root: Path, step: int) -> None:
     """Saves in the background, while the run goes on."""
     with Saver() as saver:
-        saver.save(at.model, at.optimizer, Steps(root).path(step), **settings(at, root, step))
+        saver.save(at.model, at.optimizer, StepDirectories(root).path(step), **settings(at, root, step))
         with torch.no_grad():
             for each in at.model.parameters():
                 each.fill_(0)
@@ -111,7 +111,7 @@ def start(root: Path) -> None:
         assert run(root, step, waiting) == [0, 0]
 
 
-def rehearsed(start: Path, root: Path, how: Save, step: int = 9) -> tuple[list[list[str]], Survivors]:
+def rehearsed(start: Path, root: Path, how: Save, step: int = 9) -> tuple[list[list[str]], SurvivingSteps]:
     """The operations of each rank in a save that nobody kills, and what it leaves."""
     shutil.copytree(start, root)
     assert run(root, step, how, note=root.parent / f"{root.name}.names") == [0, 0]
@@ -121,7 +121,7 @@ def rehearsed(start: Path, root: Path, how: Save, step: int = 9) -> tuple[list[l
     return found, left
 
 
-def killed(start: Path, root: Path, how: Save, kill: Kill, known: dict[int, str]) -> tuple[list[int], Survivors]:
+def killed(start: Path, root: Path, how: Save, kill: Kill, known: dict[int, str]) -> tuple[list[int], SurvivingSteps]:
     """Exit codes of the ranks of a save that is killed, and what it left; the same step is saved again then."""
     shutil.copytree(start, root)
     codes = run(root, 9, how, kill=kill)
@@ -163,12 +163,12 @@ def _rank(rank: int, store: str, root: Path, step: int, how: Save, kill: Kill | 
         sys.stderr = io.StringIO()  # gloo on the other rank says at length that one is gone
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     at = trained(step)
-    others = [pid for pid in everywhere(os.getpid()) if pid != os.getpid()]
+    others = [pid for pid in all_gather_object(os.getpid()) if pid != os.getpid()]
     if kill is not None and kill.rank == rank:
         with killing(root, kill.at, others if kill.everyone else ()):
             how(at, root, step)
         raise AssertionError(f"never came to {kill.at}")
-    with rehearse(root) as names:
+    with record_operations(root) as names:
         how(at, root, step)
     if note is not None:
         Path(f"{note}-{rank}").write_text(json.dumps(names))

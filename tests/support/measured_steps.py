@@ -18,14 +18,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
 from ckptx.options.forecast import ForecastOptions
-from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank
+from ckptx.runtime.forecasting.run import RankForecast, SharedFacts, run_rank
 from ckptx.runtime.forecasting.step import StepSpec, batches_of, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task, task_of_options
 from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import layer_groups
-from ckptx.runtime.parallel.distributed import Process, process_group
-from ckptx.runtime.parallel.living import living_tensors
+from ckptx.runtime.parallel.distributed import RankContext, process_group
+from ckptx.runtime.parallel.live_tensors import live_tensors
 from ckptx.runtime.training.assembly import connect, lay_out
 from tests.support.pool import GlooPool
 
@@ -118,7 +118,7 @@ def task_of(source: Path, layout: str, mode: Any, **dtypes: Any) -> Task:
 
 def forecasts_here(task: Task) -> list[RankForecast]:
     """The forecast of each stage in this process, which a fork of one that has trained could not make."""
-    known, found = Known(), []
+    known, found = SharedFacts(), []
     for rank in range(task.dims.pp):
         forecast, known = run_rank(task, rank, known)
         found.append(forecast)
@@ -143,10 +143,10 @@ def measured_stages(pool: GlooPool, task: Task) -> list[Measured]:
 
 def measure_on_rank(rank: int, world_size: int, task: Task) -> Measured:
     """What a task takes on this rank of a pool."""
-    return measure(task, Process(rank, world_size, torch.device("cpu")))
+    return measure(task, RankContext(rank, world_size, torch.device("cpu")))
 
 
-def measure(task: Task, place: Process) -> Measured:
+def measure(task: Task, place: RankContext) -> Measured:
     """What a task takes on this rank.
 
     The first step makes what stays, such as the state of the optimizer. Of those after it the one with the lowest peak
@@ -168,7 +168,7 @@ def _measured(step: StepSpec, others: Mapping[int, torch.UntypedStorage]) -> Mea
     return _counted(before, seen)
 
 
-def _prepared(task: Task, place: Process) -> StepSpec:
+def _prepared(task: Task, place: RankContext) -> StepSpec:
     assembled = lay_out(task.recipe, task.source, place)
     for model in assembled.models:
         materialize(model, place.device)
@@ -183,15 +183,15 @@ def _prepared(task: Task, place: Process) -> StepSpec:
     inputs = inputs_of(task, config)
     step = StepSpec(assembled, task, inputs, optimizer_of(task, parameters))
     connect(assembled)
-    if assembled.cut is not None:
-        assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.cut.microbatches])
+    if assembled.pipeline_plan is not None:
+        assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.pipeline_plan.microbatches])
     return step
 
 
 def _storages() -> dict[int, torch.UntypedStorage]:
     """Every storage of this process by its address."""
     found = {}
-    for each in living_tensors():
+    for each in live_tensors():
         if each.device.type == "cpu":
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptx.errors import InputError, OutputError, SpaceError
+from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import changed, inside
-from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.interface import ExpectedFile, FileIdentity, Location, Source
 from ckptx.storage.listing import EntryKind, Listing
 from ckptx.storage.local import LocalSource
@@ -410,7 +410,7 @@ class MemoryTree:
     def allocated(self) -> int:
         return sum(len(stored.data) for stored in self._files().values())
 
-    def keep_only(self, names: Collection[str]) -> None:
+    def remove_others(self, names: Collection[str]) -> None:
         for name in self._files().keys() - set(names):
             (self.path / name).unlink()
 
@@ -442,10 +442,10 @@ def source_of(place: Path | MemoryPath) -> Source:
     return place if isinstance(place, MemoryPath) else LocalSource(place)
 
 
-def tree_of(place: Path | MemoryPath) -> MemoryTree | HeldDirectory:
+def tree_of(place: Path | MemoryPath) -> MemoryTree | DirectoryHandle:
     """The output tree of a place in either storage; the directory is made."""
     place.mkdir(parents=True, exist_ok=True)
-    return MemoryTree(place) if isinstance(place, MemoryPath) else HeldDirectory.at(place)
+    return MemoryTree(place) if isinstance(place, MemoryPath) else DirectoryHandle.at(place)
 
 
 class MemoryPublisher:

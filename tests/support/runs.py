@@ -89,35 +89,35 @@ class _LastPlace:
     """Logits of the last stage are one unit in the last place away."""
 
     def __enter__(self) -> None:
-        from ckptx.runtime.parity import staging
+        from ckptx.runtime.parity import stages as staging
 
-        self._whole = staging.whole
-        staging.whole = lambda tensor: torch.nextafter(self._whole(tensor), torch.tensor(torch.inf))
+        self._whole = staging.full_tensor
+        staging.full_tensor = lambda tensor: torch.nextafter(self._whole(tensor), torch.tensor(torch.inf))
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.runtime.parity import staging
+        from ckptx.runtime.parity import stages as staging
 
-        staging.whole = self._whole
+        staging.full_tensor = self._whole
 
 
 class _ImagesInSome:
     """Of four microbatches, the first and the last have images: two data ranks have them at other places."""
 
     def __enter__(self) -> None:
-        from ckptx.runtime.parity.side import Side
+        from ckptx.runtime.parity.side import ModelSide
 
-        self._batches = Side.batches
+        self._batches = ModelSide.batches
 
-        def batches(side: Side, *settings: Any) -> Any:
+        def batches(side: ModelSide, *settings: Any) -> Any:
             found = self._batches(side, *settings)
             return [each if index % 4 in (0, 3) else _without_images(each) for index, each in enumerate(found)]
 
-        Side.batches = batches  # type: ignore[method-assign]
+        ModelSide.batches = batches  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.runtime.parity.side import Side
+        from ckptx.runtime.parity.side import ModelSide
 
-        Side.batches = self._batches  # type: ignore[method-assign]
+        ModelSide.batches = self._batches  # type: ignore[method-assign]
 
 
 def _without_images(inputs: Any) -> Any:

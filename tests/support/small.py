@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ckptx.runtime.parallel.distributed import Process
+from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity.inputs.batch import Inputs
 
-PLACE = Process(0, 1, torch.device("cpu"))
+PLACE = RankContext(0, 1, torch.device("cpu"))
 
 ULP = 2.0**-22  # what 3.0 is moved by in float32, up or down
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ckptx.architecture.table import find_row
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.pipeline.carry import Carry, find_carry, stage_of
+from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries, discover_boundaries, stage_of
 from ckptx.runtime.parallel.pipeline.pipeline import Loss, Pipeline
 from ckptx.runtime.parallel.pipeline.run import StageRun
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
-from ckptx.runtime.parallel.pipeline.ties import tied_over
-from ckptx.runtime.parity.execution import whole
+from ckptx.runtime.parallel.pipeline.ties import ties_across_stages
+from ckptx.runtime.parity.execution import full_tensor
 from tests.support.microbatches import kinds, microbatches
 from tests.support.models import EVERY, Inputs, randomise
 
@@ -133,7 +133,7 @@ def furthest(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float
 
 
 def run_stages(
-    model: nn.Module, stages: StageMap, carry: Carry, batch: Inputs, count: int = 1
+    model: nn.Module, stages: StageMap, carry: StageBoundaries, batch: Inputs, count: int = 1
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One of so many microbatches through the stages, one after another in this process, and back.
 
@@ -163,12 +163,12 @@ def run_stages(
     return logits.detach(), gradients_of(model)
 
 
-def compared(name: str, how: str) -> tuple[bool, float, Carry]:
+def compared(name: str, how: str) -> tuple[bool, float, StageBoundaries]:
     """Whether a recipe that is cut so gives the unsplit model's logits, how far its gradients are, what travels."""
     model = deep(name)
     (batch,) = microbatches(name, 1)
     stages = stages_of(model, 2, how)
-    carry = find_carry(deep(name), stages, [batch], output_of)
+    carry = discover_boundaries(deep(name), stages, [batch], output_of)
     whole = whole_of(deep(name), [batch])
     logits, gradients = run_stages(model, stages, carry, batch)
     return torch.equal(logits, whole.logits[0]), furthest(whole.gradients, gradients), carry
@@ -179,7 +179,7 @@ def compared_in_microbatches(name: str, how: str, pictured: Sequence[int]) -> tu
     batches = microbatches(name, max(pictured) + 1, pictured)
     model = deep(name)
     stages = stages_of(model, 2, how)
-    carry = find_carry(deep(name), stages, kinds(batches), output_of)
+    carry = discover_boundaries(deep(name), stages, kinds(batches), output_of)
     whole = whole_of(deep(name), batches)
     found = [run_stages(model, stages, carry, batch, len(batches)) for batch in batches]
     is_equal = all(torch.equal(logits, right) for (logits, _), right in zip(found, whole.logits, strict=True))
@@ -235,7 +235,7 @@ def ranked(
     pp, chosen = dist.get_world_size(group), find_schedule(schedule)
     model = deep(name)
     stages = stages_of(model, pp * chosen.stages, how)
-    carry = find_carry(deep(name), stages, batches, output_of)
+    carry = discover_boundaries(deep(name), stages, batches, output_of)
     is_cut = mesh is not None and mesh["tp"].size() > 1
     plan = find_plan(model, {**model.config.to_dict(), "architectures": [type(model).__name__]}) if is_cut else None
     models = {}
@@ -246,11 +246,11 @@ def ranked(
     logits: dict[int, Tensor] = {}
 
     def loss(found: Any, index: int) -> Tensor:
-        output = whole(output_of(found))
+        output = full_tensor(output_of(found))
         logits[index] = output.detach()
         return loss_of(output, count or len(batches))
 
-    ties = tied_over(model, stages)
+    ties = ties_across_stages(model, stages)
     pipeline = Pipeline(models, stages, carry, chosen, group, torch.device("cpu"), ties)
     return Ranked(pipeline, models, logits, loss)
 

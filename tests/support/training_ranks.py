@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckptx.robustness_suite.moments import held_whole
-from ckptx.runtime.parallel.distributed import Process
+from ckptx.robustness_suite.state_snapshot import held_whole
+from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.training.data import open_dataset
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.trainer import Trainer
@@ -32,7 +32,7 @@ class Moved(NamedTuple):
 
 def moved(rank: int, world_size: int, recipe: Recipe, source: Path, steps: int) -> Moved:
     """Trains, and compares the bytes of this rank before and after."""
-    place = Process(rank, world_size, torch.device("cpu"))
+    place = RankContext(rank, world_size, torch.device("cpu"))
     trainer = Trainer(recipe, source, open_dataset(recipe, source), place)
     before = held_whole(trainer)
     for _ in range(steps):

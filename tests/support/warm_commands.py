@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.processes.fork import hide_main_module
-from ckptx.robustness_suite.commands import Ended, _last_lines
+from ckptx.robustness_suite.commands import CommandResult, _last_lines
 from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
 
-def run_warm(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> Ended:
+def run_warm(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> CommandResult:
     """Do what `run_command` does for `python SCRIPT ...`; what the script leaves running stays."""
     assert words[0] == sys.executable
     shorten_socket_paths()
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ckptx.robustness_suite.nursery"])
+    context.set_forkserver_preload(["ckptx.robustness_suite.preload"])
     begin = time.monotonic()
     with hide_main_module():
         process = context.Process(target=_script, args=(words[1:], str(log), dict(environment)))
@@ -31,7 +31,7 @@ def run_warm(words: Sequence[str], log: Path, environment: Mapping[str, str], ti
     if is_late:
         process.kill()
         process.join()
-    return Ended(process.exitcode, time.monotonic() - begin, _last_lines(log), is_late)
+    return CommandResult(process.exitcode, time.monotonic() - begin, _last_lines(log), is_late)
 
 
 def _script(words: Sequence[str], log: str, environment: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME
-from ckptx.catalog.entry import Block, Chunk, CutChunks, Record, TensorEntry
+from ckptx.catalog.entry import Block, Chunk, Record, ShardedChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import Defect, InputError
 from ckptx.formats.torch_archive import archive as torch_zip
@@ -106,7 +106,7 @@ def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue
             lengths.append(nbytes)
             ends[file] += nbytes
         files = tuple(names[block.rank_in_stage] for block in blocks)
-        catalog.tensors[name] = TensorEntry(name, dtype, shape, CutChunks(blocks, files, tuple(lengths), offsets))
+        catalog.tensors[name] = TensorEntry(name, dtype, shape, ShardedChunks(blocks, files, tuple(lengths), offsets))
     catalog.files = ends
     return catalog
 
@@ -126,7 +126,7 @@ def expected(target: Catalog, framed: bool, prologue: bytes = b"") -> dict[str, 
     """The files, block by block by numpy."""
     files = dict.fromkeys(target.files, prologue)
     for name, entry in target.tensors.items():
-        assert isinstance(entry.chunks, CutChunks)
+        assert isinstance(entry.chunks, ShardedChunks)
         for block, chunk in zip(entry.chunks.blocks, entry.chunks, strict=True):
             piece = sliced(ARRAYS[name], block.region).tobytes() if entry.shape else data_of(name)
             if framed:
@@ -300,10 +300,10 @@ def spoiled(blocks: Sequence[Block], how: str) -> tuple[Block, ...]:
 def test_a_wrong_cut_is_caught_before_a_byte_moves(place: MemoryPath, how: str, said: str) -> None:
     source, target = write_source(place / "in"), allocate(ParallelDims(tp=2), True)
     entry = target.tensors["rows"]
-    assert isinstance(entry.chunks, CutChunks)
+    assert isinstance(entry.chunks, ShardedChunks)
     blocks = spoiled(entry.chunks.blocks, how)
     names = tuple(f"rank{block.rank_in_stage}" for block in blocks)
-    chunks = CutChunks(blocks, names, (1,) * len(blocks), array("q", range(len(blocks))))
+    chunks = ShardedChunks(blocks, names, (1,) * len(blocks), array("q", range(len(blocks))))
     target.tensors["rows"] = entry._replace(chunks=chunks)
     with pytest.raises(Defect, match=said):
         planned(source, target, True)
@@ -315,9 +315,9 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(place
     merged, groups = Catalog(Path(), "dcp", {}), []
     for number, stage in enumerate(stages):
         for name, entry in stage.tensors.items():
-            assert isinstance(entry.chunks, CutChunks)
+            assert isinstance(entry.chunks, ShardedChunks)
             files = tuple(f"stage{number}-{file}" for file in entry.chunks.files)
-            chunks = CutChunks(entry.chunks.blocks, files, entry.chunks.lengths, entry.chunks.offsets)
+            chunks = ShardedChunks(entry.chunks.blocks, files, entry.chunks.lengths, entry.chunks.offsets)
             merged.tensors[f"{number}.{name}"] = TensorEntry(f"{number}.{name}", entry.dtype, entry.shape, chunks)
         merged.files |= {f"stage{number}-{file}": size for file, size in stage.files.items()}
         groups.append(tuple(f"stage{number}-{file}" for file in stage.files))

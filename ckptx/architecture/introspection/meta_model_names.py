@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 
 from ckptx.architecture.namings import Rename, subsets
 from ckptx.architecture.patterns import patterns_of
-from ckptx.architecture.structure import Change, below
+from ckptx.architecture.structure import LoadConversion, below
 from ckptx.mapping.names import pattern_of
 
 _RENUMBERED = "unsupported:Renumbering"
@@ -59,7 +59,9 @@ def names_on_disk(model: PreTrainedModel) -> list[list[str]]:
     return [list(_reverted(model, dict(state), optional)) for optional in _optional_renamings(model)]
 
 
-def changes(model: PreTrainedModel, disk: list[list[str]]) -> tuple[frozenset[Change], frozenset[Change]]:
+def changes(
+    model: PreTrainedModel, disk: list[list[str]]
+) -> tuple[frozenset[LoadConversion], frozenset[LoadConversion]]:
     """What loading does to names that are no model names already, or whose tensors it puts together.
 
     Args:
@@ -72,10 +74,10 @@ def changes(model: PreTrainedModel, disk: list[list[str]]) -> tuple[frozenset[Ch
     owned = model.state_dict(keep_vars=True)
     load = _full_loader(model)
     written, *others = (frozenset(_changes(names, owned, load)) for names in disk)
-    return written, frozenset[Change]().union(*others) - written
+    return written, frozenset[LoadConversion]().union(*others) - written
 
 
-def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], LoadTarget]) -> Iterator[Change]:
+def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], LoadTarget]) -> Iterator[LoadConversion]:
     fused: dict[str, list[tuple[str, LoadTarget]]] = {}
     for name in names:
         loaded = load(name)
@@ -89,10 +91,14 @@ def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], L
         yield from _conversion(target, parts)
 
 
-def _rename(source: str, target: str) -> Change:
+def _rename(source: str, target: str) -> LoadConversion:
     """One name for another; layers that are counted from another number on are more than that."""
     old, new = _aligned(source, target)
-    return Change((old,), (new,)) if old else Change((pattern_of(source),), (pattern_of(target),), (_RENUMBERED,))
+    return (
+        LoadConversion((old,), (new,))
+        if old
+        else LoadConversion((pattern_of(source),), (pattern_of(target),), (_RENUMBERED,))
+    )
 
 
 def _aligned(source: str, target: str) -> tuple[str, str]:
@@ -113,7 +119,7 @@ def _aligned(source: str, target: str) -> tuple[str, str]:
     return (".".join(parts), pattern_of(target)) if wanted is None else ("", "")
 
 
-def _conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[Change]:
+def _conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[LoadConversion]:
     """The tensors that one converter makes of `parts`, all of which it sends to `target` first."""
     converter = parts[0][1].converter
     assert converter is not None
@@ -127,7 +133,7 @@ def _conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[Ch
     first, *others = converter.target_patterns
     targets = tuple(pattern_of(target.replace(first, each)) for each in (first, *others))
     ops = [_op(each, order if at == 0 else converter.target_patterns) for at, each in enumerate(converter.operations)]
-    yield Change(sources, targets, tuple(filter(None, ops)))
+    yield LoadConversion(sources, targets, tuple(filter(None, ops)))
 
 
 # Operations that take no list of modules, whose indices must be those of the model.

@@ -18,7 +18,7 @@ from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import Scope, attempt, keys_of
 from ckptx.architecture.flags import config_tree, path_of
 from ckptx.architecture.introspection.meta_model_configs import class_default, class_defaults, config_around, read
-from ckptx.architecture.structure import Change, Heads, StackRule, Structure, below, is_live, under
+from ckptx.architecture.structure import Heads, LoadConversion, StackRule, Structure, below, is_live, under
 from ckptx.mapping.names import pattern_of
 
 # Children of the module that holds the layers, and of those around it, that run after the last layer.
@@ -62,7 +62,9 @@ _CANDIDATE_KEYS = frozenset(key for pair in _CANDIDATES for each in pair for key
 _CUTS = {"colwise": -2, "rowwise": -1}  # the dim whose heads matter; styles that gather or split need no heads
 
 
-def structure_of(model: PreTrainedModel, changes: tuple[frozenset[Change], frozenset[Change]]) -> Structure:
+def structure_of(
+    model: PreTrainedModel, changes: tuple[frozenset[LoadConversion], frozenset[LoadConversion]]
+) -> Structure:
     """What `model` says about itself, with defaults for the keys that the rows by hand read, too.
 
     Args:
@@ -258,7 +260,7 @@ def _fitting(dims: set[int], place: str, config: Any) -> Heads:
     return tuple((under(count, place), under(size, place)) for count, size in found)
 
 
-def _sized(model: PreTrainedModel, change: Change, tree: Sequence[Any]) -> Change:
+def _sized(model: PreTrainedModel, change: LoadConversion, tree: Sequence[Any]) -> LoadConversion:
     """A change with the sizes that its last operation needs of the model's own tensors, where they are known.
 
     A tensor of attention that is split: the sizes of the parts. A tensor that is transposed unless it already has the

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, lay_out
 from ckptx.conversion.outputs.dcp_prefix import refuse_unreadable_prefix
-from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat, float_edits
-from ckptx.conversion.steps.base import Base
-from ckptx.conversion.steps.dtypes import Cast, lossless_edits
+from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat, float_edits
+from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.dtypes import CastTarget, lossless_edits
 from ckptx.conversion.steps.manifest import manifest_of
-from ckptx.conversion.steps.model import LeftBehind, Ties, leave_state_behind
-from ckptx.conversion.steps.naming import Named
+from ckptx.conversion.steps.model import DroppedState, Ties, drop_training_state
+from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.conversion.steps.written import check_dcp
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
@@ -49,15 +49,15 @@ class DcpFormat(OutputFormat):
     def keeps_state(self, source: Catalog) -> bool:
         return source.form.is_of_training and self.options.optimizer != "drop"
 
-    def left_behind(self, view: ModelView) -> LeftBehind:
+    def dropped_state(self, view: ModelView) -> DroppedState:
         if not view.catalog.form.is_of_training:
-            return LeftBehind()
-        return leave_state_behind(view, view.catalog.objects, "dropped as asked")
+            return DroppedState()
+        return drop_training_state(view, view.catalog.objects, "dropped as asked")
 
     def default_naming(self, view: ModelView) -> str | None:
         return "disk" if view.catalog.form.has_model_names else None
 
-    def names(self, view: ModelView, named: Named) -> dict[str, str]:
+    def names(self, view: ModelView, named: NamedTarget) -> dict[str, str]:
         """A DCP keeps the names it has, wrappers and prefix too, as the trainer that wrote it looks for them.
 
         One that comes out of an HF checkpoint gets the prefix that was asked for.
@@ -75,7 +75,7 @@ class DcpFormat(OutputFormat):
             return names
         return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
 
-    def second_names(self, view: ModelView, named: Named, names: Mapping[str, str]) -> dict[str, str]:
+    def second_names(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
         """A DCP keeps both names, as the trainer that wrote them looks for either."""
         if named.naming.sources:
             return {}
@@ -85,7 +85,7 @@ class DcpFormat(OutputFormat):
             prefix + name: kept[other] for name, other in view.duplicates.items() if other in kept and name not in kept
         }
 
-    def allocate(self, dst: Path, contents: Contents, source: SourceFiles) -> Allocation:
+    def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
         output = _lay_out(dst, contents, self.options.files)
         return Allocation(
             output.catalog,
@@ -96,13 +96,15 @@ class DcpFormat(OutputFormat):
             ranks=output.ranks,
         )
 
-    def edits(self, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
+    def edits(
+        self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+    ) -> ConfigEdits:
         return float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, dtype))
 
-    def sidecars(self, base: Base) -> list[str]:
+    def sidecars(self, base: BaseCheckpoint) -> list[str]:
         return [sidecar.name for sidecar in base.files_from.sidecars]
 
-    def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
+    def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         target, state = contents.sharded.target, contents.state
         return manifest_of(
             "dcp",
@@ -116,7 +118,7 @@ class DcpFormat(OutputFormat):
         )
 
 
-def _lay_out(dst: Path, contents: Contents, files: int | None) -> DcpOutput:
+def _lay_out(dst: Path, contents: OutputContents, files: int | None) -> DcpOutput:
     target, state, model = contents.sharded.target, contents.state, contents.sharded.model
     if model is None:
         assert not state.tensors
@@ -138,7 +140,7 @@ def _lay_out(dst: Path, contents: Contents, files: int | None) -> DcpOutput:
     return lay_out(dst, inside, model.dims, files, target.source)
 
 
-def _model_names(contents: Contents) -> dict[str, str]:
+def _model_names(contents: OutputContents) -> dict[str, str]:
     """Name in the output -> name in the model, where they differ."""
     naming = contents.naming
     if naming.rules is None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.catalog.catalog import Catalog, Part
-from ckptx.catalog.entry import BytesEntry, CutChunks
+from ckptx.catalog.catalog import Catalog, CheckpointPart
+from ckptx.catalog.entry import BytesEntry, ShardedChunks
 from ckptx.formats.by_stage import ShardedTensor
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
@@ -100,7 +100,7 @@ def _metadata(
     return fqns, dcp_layout.metadata_bytes(renamed, aliases, planner_data, twins)
 
 
-def _of_part(contents: DcpContents, part: Part, parts: tuple[Part, ...]) -> DcpContents:
+def _of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[CheckpointPart, ...]) -> DcpContents:
     """What belongs into one part; names that came with an alias or a copy go where their twin is."""
     twins = {**contents.aliases, **contents.copies}
     owner = {name: each.directory for each in parts for name in each.names}
@@ -122,11 +122,11 @@ def _append(output: DcpOutput, layout: dcp_layout.DcpLayout, lead: str) -> None:
     for name, entry in layout.catalog.tensors.items():
         chunks = entry.chunks
         if lead:
-            assert isinstance(chunks, CutChunks)
+            assert isinstance(chunks, ShardedChunks)
             files = moved.get(id(chunks.files))
             if files is None:
                 files = moved[id(chunks.files)] = tuple(lead + file for file in chunks.files)
-            chunks = CutChunks(chunks.blocks, files, chunks.lengths, chunks.offsets, chunks.archive)
+            chunks = ShardedChunks(chunks.blocks, files, chunks.lengths, chunks.offsets, chunks.archive)
             entry = entry._replace(chunks=chunks)
         output.catalog.tensors[name] = entry
     for name, pickled in layout.catalog.objects.items():

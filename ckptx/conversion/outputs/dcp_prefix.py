@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ckptx.architecture.infer import infer_class
-from ckptx.architecture.names_found import FoundNames, find_names
+from ckptx.architecture.names_found import ModelNames, find_names
 from ckptx.errors import UsageError
 from ckptx.mapping.models import below
 from ckptx.mapping.names import is_optimizer, is_trainer_state
@@ -60,7 +60,7 @@ def _what_becomes_of(prefix: str, names: Collection[str], view: ModelView) -> st
     return "some of the names that begin with it are read as those of optimizer or training state"
 
 
-def _is_found_again(prefix: str, written: dict[str, str], found: FoundNames) -> bool:
+def _is_found_again(prefix: str, written: dict[str, str], found: ModelNames) -> bool:
     roles = found.models.roles
     return (
         roles.prefix == prefix

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat
+from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
-from ckptx.conversion.steps.base import Base, no_config
-from ckptx.conversion.steps.dtypes import Cast
+from ckptx.conversion.steps.base import BaseCheckpoint, no_config
+from ckptx.conversion.steps.dtypes import CastTarget
 from ckptx.conversion.steps.manifest import manifest_of
-from ckptx.conversion.steps.model import LeftBehind, Ties, leave_state_behind
-from ckptx.conversion.steps.naming import Named
-from ckptx.conversion.steps.reordered import check_reordered
-from ckptx.conversion.steps.restoring import Restoring, restore_original
-from ckptx.conversion.steps.target import Target
+from ckptx.conversion.steps.model import DroppedState, Ties, drop_training_state
+from ckptx.conversion.steps.naming import NamedTarget
+from ckptx.conversion.steps.reordered_tensors import check_reordered
+from ckptx.conversion.steps.restoration import Restoration, restore_original
+from ckptx.conversion.steps.target import TargetTensors
 from ckptx.conversion.steps.written import check_digests, check_huggingface
 from ckptx.formats.dcp.megatron import COMMON_FILE, without_backend
 from ckptx.formats.hf import layout as huggingface_layout
@@ -40,14 +40,14 @@ class HuggingFaceFormat(OutputFormat):
     layout: None = None
     remembers: ClassVar[bool] = False
 
-    def left_behind(self, view: ModelView) -> LeftBehind:
-        return leave_state_behind(view, view.catalog.objects, "is not converted to HF")
+    def dropped_state(self, view: ModelView) -> DroppedState:
+        return drop_training_state(view, view.catalog.objects, "is not converted to HF")
 
     def default_naming(self, view: ModelView) -> str | None:
         """Published names, which all loaders know; tensors that have such, old ones or new, keep theirs."""
         return "disk" if view.trainer_naming or has_model_names(view) else None
 
-    def restored(self, base: Base, view: ModelView, ties: Ties) -> Restoring:
+    def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
         """What the manifest of this very checkpoint remembers, unless the options ask for something else.
 
         Raises:
@@ -55,14 +55,14 @@ class HuggingFaceFormat(OutputFormat):
         """
         options = self.options
         asked = options.dtype != "auto" or options.max_shard_size is not None or options.tied != "auto" or view.prefix
-        found = Restoring()
+        found = Restoration()
         if not (asked or base.catalog is not None or options.base == "none" or options.names not in (None, "disk")):
             found = restore_original(view, ties.decisions, options.names)
-        if found.found is None and base.config is None and options.base is None:
+        if found.files is None and base.config is None and options.base is None:
             raise no_config(base.source)
         return found
 
-    def allocate(self, dst: Path, contents: Contents, source: SourceFiles) -> Allocation:
+    def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
         target, restored, options = contents.sharded.target, contents.restored, self.options
         notes: list[str] = []
         if restored is not None:
@@ -83,18 +83,20 @@ class HuggingFaceFormat(OutputFormat):
         markers = () if layout.index_text is None else ((layout.index_name, layout.index_text.encode()),)
         return Allocation(layout.catalog, check, prologues=layout.prologues, markers=markers, notes=tuple(notes))
 
-    def edits(self, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
+    def edits(
+        self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+    ) -> ConfigEdits:
         return safetensors_edits(view, named, cast, base, ties, dtype)
 
-    def sidecars(self, base: Base) -> list[str]:
+    def sidecars(self, base: BaseCheckpoint) -> list[str]:
         beside = base.files_from
         names = without_backend(beside.source, beside.sidecars)
         return [name for name in names if name == COMMON_FILE] if base.is_none else names
 
-    def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
+    def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         return manifest_of("huggingface", allocation.catalog, digests)
 
-    def _files_of_base(self, base: Base, target: Target, notes: list[str]) -> Mapping[str, int] | None:
+    def _files_of_base(self, base: BaseCheckpoint, target: TargetTensors, notes: list[str]) -> Mapping[str, int] | None:
         """Return the file of each tensor in the base, or None if unknown or if other files are asked for."""
         asked = self.options.max_shard_size is not None or self.options.names not in (None, "disk")
         if asked or base.files.keys().isdisjoint(target.tensors):

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.manifest import OriginalFiles
-from ckptx.conversion.steps.base import Base
-from ckptx.conversion.steps.dtypes import Cast, quantization_edits
-from ckptx.conversion.steps.model import LeftBehind, Ties
-from ckptx.conversion.steps.naming import Named, Naming
-from ckptx.conversion.steps.restoring import Restored, Restoring
-from ckptx.conversion.steps.sharding import Sharded
+from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.dtypes import CastTarget, quantization_edits
+from ckptx.conversion.steps.model import DroppedState, Ties
+from ckptx.conversion.steps.naming import NamedTarget, NameMap
+from ckptx.conversion.steps.restoration import Restoration, RestoredFiles
+from ckptx.conversion.steps.sharding import ShardedTarget
 from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
 from ckptx.options.mesh import ShardingOptions
@@ -25,7 +25,7 @@ from ckptx.transfer.plan import FrameOf
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class OutputContents:
     """Everything that goes into an output, under the names that it has there.
 
     Attributes:
@@ -38,12 +38,12 @@ class Contents:
         original: The files that the output remembers.
     """
 
-    sharded: Sharded
+    sharded: ShardedTarget
     state: TrainingState
     names: Mapping[str, str]
-    naming: Naming
-    base: Base
-    restored: Restored | None = None
+    naming: NameMap
+    base: BaseCheckpoint
+    restored: RestoredFiles | None = None
     original: OriginalFiles | None = None
 
 
@@ -114,27 +114,27 @@ class OutputFormat(ABC):
         return False
 
     @abstractmethod
-    def left_behind(self, view: ModelView) -> LeftBehind:
+    def dropped_state(self, view: ModelView) -> DroppedState:
         """What goes into the ledger as dropped when training state does not go along."""
 
     @abstractmethod
     def default_naming(self, view: ModelView) -> str | None:
         """What to do without `--names`; None leaves names as they are."""
 
-    def restored(self, base: Base, view: ModelView, ties: Ties) -> Restoring:
+    def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
         """The files that the source began as, where this output can be these files again."""
-        return Restoring()
+        return Restoration()
 
-    def names(self, view: ModelView, named: Named) -> dict[str, str]:
+    def names(self, view: ModelView, named: NamedTarget) -> dict[str, str]:
         """Map the names of a target to those in the output."""
         return {name: name for name in (*named.target.tensors, *named.target.aliases)}
 
-    def second_names(self, view: ModelView, named: Named, names: Mapping[str, str]) -> dict[str, str]:
+    def second_names(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
         """Names in the output for tensors that the source has under two names -> the other name there."""
         return {}
 
     @abstractmethod
-    def allocate(self, dst: Path, contents: Contents, source: SourceFiles) -> Allocation:
+    def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
         """Give every block its place.
 
         Args:
@@ -144,19 +144,21 @@ class OutputFormat(ABC):
         """
 
     @abstractmethod
-    def edits(self, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
+    def edits(
+        self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+    ) -> ConfigEdits:
         """List the changes to config.json; `dtype` is that of `--dtype`."""
 
     @abstractmethod
-    def sidecars(self, base: Base) -> list[str]:
+    def sidecars(self, base: BaseCheckpoint) -> list[str]:
         """List the files beside the base or the source that are copied."""
 
     @abstractmethod
-    def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
+    def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         """What `ckptx.json` says, without files and sidecars."""
 
 
-def float_edits(view: ModelView, cast: Cast, base: Base, rows: Sequence[dict[str, Any]]) -> ConfigEdits:
+def float_edits(view: ModelView, cast: CastTarget, base: BaseCheckpoint, rows: Sequence[dict[str, Any]]) -> ConfigEdits:
     """Edits to dtypes, and those that take quantisation out of the config of a step in floats."""
     quantization = quantization_edits(view, cast.target, base)
     note = "config.json speaks of quantisation, and every weight is a float: taken out of it"

@@ -6,14 +6,16 @@ from typing import Any
 
 from ckptx.architecture.tied import config_edits
 from ckptx.conversion.outputs.output_format import ConfigEdits, float_edits
-from ckptx.conversion.steps.base import Base
-from ckptx.conversion.steps.dtypes import Cast, lossless_edits
+from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.dtypes import CastTarget, lossless_edits
 from ckptx.conversion.steps.model import Ties
-from ckptx.conversion.steps.naming import Named
+from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.model_view.view import ModelView
 
 
-def safetensors_edits(view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
+def safetensors_edits(
+    view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+) -> ConfigEdits:
     """Edits to dtypes, to quantisation and to ties, so that loading by the config gives what the files hold."""
     floats = float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, dtype))
     untied = _untie_edits(view, base.config, ties)

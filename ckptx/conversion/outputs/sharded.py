@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Contents, OutputFormat
+from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
-from ckptx.conversion.steps.base import Base
-from ckptx.conversion.steps.dtypes import Cast
+from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.dtypes import CastTarget
 from ckptx.conversion.steps.manifest import manifest_of
-from ckptx.conversion.steps.model import LeftBehind, Ties, leave_state_behind
-from ckptx.conversion.steps.naming import Named
+from ckptx.conversion.steps.model import DroppedState, Ties, drop_training_state
+from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.conversion.steps.written import check_sharded
 from ckptx.formats.dcp.megatron import without_backend
 from ckptx.formats.sharded import layout as sharded_layout
@@ -33,15 +33,15 @@ class ShardedFormat(OutputFormat):
     can_alias: ClassVar[bool] = True  # until they are cut: which names share bytes is what the manifest remembers
     every_rank_alone: ClassVar[bool] = True
 
-    def left_behind(self, view: ModelView) -> LeftBehind:
+    def dropped_state(self, view: ModelView) -> DroppedState:
         if not view.catalog.form.is_of_training:
-            return LeftBehind()
-        return leave_state_behind(view, view.catalog.objects, "does not fit into safetensors")
+            return DroppedState()
+        return drop_training_state(view, view.catalog.objects, "does not fit into safetensors")
 
     def default_naming(self, view: ModelView) -> str | None:
         return "model"
 
-    def allocate(self, dst: Path, contents: Contents, source: SourceFiles) -> Allocation:
+    def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
         target, model = contents.sharded.target, contents.sharded.model
         assert model is not None
         layout = sharded_layout.allocate(
@@ -57,15 +57,17 @@ class ShardedFormat(OutputFormat):
             ranks={name: int(name.split("-")[1]) - 1 for name in layout.catalog.files},
         )
 
-    def edits(self, view: ModelView, named: Named, cast: Cast, base: Base, ties: Ties, dtype: str) -> ConfigEdits:
+    def edits(
+        self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+    ) -> ConfigEdits:
         edits = safetensors_edits(view, named, cast, base, ties, dtype)
         return ConfigEdits(edits.rows, (*edits.notes, *_forced_ties(ties, edits)))
 
-    def sidecars(self, base: Base) -> list[str]:
+    def sidecars(self, base: BaseCheckpoint) -> list[str]:
         beside = base.files_from
         return without_backend(beside.source, beside.sidecars)
 
-    def manifest(self, contents: Contents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
+    def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         return manifest_of(
             "sharded",
             allocation.catalog,

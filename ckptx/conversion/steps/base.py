@@ -27,7 +27,7 @@ Need = Literal["none", "unless remembered", "config"]
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseCheckpoint:
     """What a checkpoint is a checkpoint of.
 
     Attributes:
@@ -54,7 +54,7 @@ class Base:
         return self.catalog if self.catalog is not None else self.source
 
 
-def find_base(source: Catalog, dst: Path, options: ConversionOptions, need: Need) -> Base:
+def find_base(source: Catalog, dst: Path, options: ConversionOptions, need: Need) -> BaseCheckpoint:
     """Finds the config.
 
     Args:
@@ -71,10 +71,10 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, need: Need
     if named is not None:
         refuse_overlap(local_path(named.root), dst)
         refuse_files_of(named, dst)
-        return Base(source, named, named.config, {name: entry.dtype for name, entry in named.tensors.items()})
+        return BaseCheckpoint(source, named, named.config, {name: entry.dtype for name, entry in named.tensors.items()})
     if options.base == "none":
         note = "--base none: no config, ties were not resolved and no prefix was looked for"
-        return Base(source, None, None, is_none=True, notes=(note,))
+        return BaseCheckpoint(source, None, None, is_none=True, notes=(note,))
     beside = _base_beside(source)
     if beside.config is not None:
         return beside
@@ -100,7 +100,7 @@ def no_config(source: Catalog) -> InputError:
     )
 
 
-def _without_config(base: Base) -> Base:
+def _without_config(base: BaseCheckpoint) -> BaseCheckpoint:
     """The base of a source without a config, where a manifest remembers files that had none either.
 
     What lay beside them travels back, too: the manifest names it, and only what is found there is taken.
@@ -124,7 +124,7 @@ def _without_config(base: Base) -> Base:
     )
 
 
-def _base_beside(source: Catalog) -> Base:
+def _base_beside(source: Catalog) -> BaseCheckpoint:
     """What lies beside the tensors: `.hf_metadata/`, or a config.
 
     Raises:
@@ -132,17 +132,17 @@ def _base_beside(source: Catalog) -> Base:
     """
     directory = find_hf_metadata(source)
     if directory is None:
-        return Base(source, None, source.config)
+        return BaseCheckpoint(source, None, source.config)
     before = directory.identities(directory.listing())
     found = read_hf_metadata(directory)
     if found.config is None:
-        return Base(source, None, source.config, found.dtypes, found.files)
+        return BaseCheckpoint(source, None, source.config, found.dtypes, found.files)
     base = Catalog(
         directory.location, "huggingface", {}, config=found.config, sidecars=found.sidecars, storage=directory
     )
     base.identities = {**directory.identities(sidecar.name for sidecar in found.sidecars), **before}
     note = f"{directory.location.name} beside the tensors is the base: its config and other files are taken"
-    return Base(source, base, source.config, found.dtypes, found.files, notes=(note,))
+    return BaseCheckpoint(source, base, source.config, found.dtypes, found.files, notes=(note,))
 
 
 def _open_base(options: ConversionOptions) -> Catalog | None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
-from ckptx.conversion.steps.base import Base
-from ckptx.conversion.steps.naming import Named, Naming
-from ckptx.conversion.steps.restoring import kept_manifest
-from ckptx.conversion.steps.target import Target
+from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.naming import NamedTarget, NameMap
+from ckptx.conversion.steps.restoration import kept_manifest
+from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UsageError
 from ckptx.mapping.config import dequantized, dtype_edits, dtypes_in, is_held, widened
 from ckptx.mapping.dtypes import base_targets, cast_targets
@@ -21,7 +21,7 @@ from ckptx.wording import first_of
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class CastTarget:
     """A target in the dtypes that it will have.
 
     Attributes:
@@ -32,14 +32,14 @@ class Cast:
         notes: What the user should know.
     """
 
-    target: Target
+    target: TargetTensors
     was_cast: bool = False
     kept: list[str] | None = None
     base_dtypes: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
 
-def cast_tensors(view: ModelView, named: Named, base: Base, wanted: Any) -> Cast:
+def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, wanted: Any) -> CastTarget:
     """Gives each target tensor its dtype.
 
     Args:
@@ -79,14 +79,14 @@ def cast_tensors(view: ModelView, named: Named, base: Base, wanted: Any) -> Cast
     if wanted == "base":
         return _as_in_base(target, in_base, was_cast=bool(changed))
     if wanted == "auto":
-        return Cast(target, was_cast=bool(changed))
+        return CastTarget(target, was_cast=bool(changed))
     asked = CAST_TARGETS[wanted]
     kept = [
         name
         for name, entry in target.tensors.items()
         if entry.dtype.cast and name not in changed and entry.dtype is not asked
     ]
-    return Cast(target, bool(changed), kept)
+    return CastTarget(target, bool(changed), kept)
 
 
 def _kept_by(base: Mapping[str, DType], in_base: Mapping[str, DType]) -> frozenset[str]:
@@ -97,7 +97,7 @@ def _kept_by(base: Mapping[str, DType], in_base: Mapping[str, DType]) -> frozens
 
 
 def _by_target_name(
-    base: Mapping[str, DType], view: ModelView, names: Iterable[str], naming: Naming
+    base: Mapping[str, DType], view: ModelView, names: Iterable[str], naming: NameMap
 ) -> dict[str, DType]:
     """Dtypes of a base by the names of the target, which may be spelled otherwise; what the base lacks is left out.
 
@@ -123,7 +123,7 @@ def _by_target_name(
     return found
 
 
-def _as_in_base(target: Target, in_base: Mapping[str, DType], *, was_cast: bool) -> Cast:
+def _as_in_base(target: TargetTensors, in_base: Mapping[str, DType], *, was_cast: bool) -> CastTarget:
     floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.cast}
     lacking = [name for name in floats if name not in in_base]
     otherwise = [name for name, entry in floats.items() if name in in_base and in_base[name] is not entry.dtype]
@@ -139,10 +139,12 @@ def _as_in_base(target: Target, in_base: Mapping[str, DType], *, was_cast: bool)
         )
     as_base = len(floats) - len(lacking) - len(otherwise)
     counts = {"as_base": as_base, "lacking": lacking, "otherwise": otherwise}
-    return Cast(target, was_cast, [*lacking, *otherwise], counts, tuple(notes))
+    return CastTarget(target, was_cast, [*lacking, *otherwise], counts, tuple(notes))
 
 
-def lossless_edits(view: ModelView, done: Cast, base: Base, naming: Naming, wanted: str) -> list[dict[str, Any]]:
+def lossless_edits(
+    view: ModelView, done: CastTarget, base: BaseCheckpoint, naming: NameMap, wanted: str
+) -> list[dict[str, Any]]:
     """Edits to the dtypes that config.json names, so that loading by it loses nothing that the files hold.
 
     A cast to one dtype makes the config say so. Otherwise the config is right until shown wrong: it is edited when
@@ -180,7 +182,7 @@ def lossless_edits(view: ModelView, done: Cast, base: Base, naming: Naming, want
     return widened(config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *settled.values())})
 
 
-def quantization_edits(view: ModelView, target: Target, base: Base) -> list[dict[str, Any]]:
+def quantization_edits(view: ModelView, target: TargetTensors, base: BaseCheckpoint) -> list[dict[str, Any]]:
     """Edits that take the quantisation out of config.json when a step in floats is written under a quantised base.
 
     Loaders look for scales where a config speaks of quantisation, find none, and leave the weights as they were made at
@@ -202,7 +204,7 @@ def _is_kept(view: ModelView, name: str) -> bool:
     return view.architecture is not None and view.architecture.keeps_fp32(name, "bf16")
 
 
-def _is_as_published(view: ModelView, base: Base) -> bool:
+def _is_as_published(view: ModelView, base: BaseCheckpoint) -> bool:
     """True when the config is the checkpoint's own and nobody has trained since it was written.
 
     That is so for an HF checkpoint and for what ckptx made of one. A config that `--base` gives was written for other

@@ -40,7 +40,7 @@ class Ledger:
         return {"source": self.source, **self.ends, "target": target}
 
 
-def settle_ledger(
+def build_ledger(
     source: Collection[str],
     plan: CopyPlan,
     *,

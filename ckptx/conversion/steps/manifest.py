@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import Chunk, CutChunks
+from ckptx.catalog.entry import Chunk, ShardedChunks
 from ckptx.catalog.manifest import RANK_ORDER, SCHEMA, OriginalFiles
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.model_view.sharder import ShardedModel
@@ -78,7 +78,7 @@ class _CutTable:
 
     def place(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
         """What a row says of a tensor with these chunks: "file" and its number for one in one piece, else "cut"."""
-        if type(chunks) is not CutChunks:
+        if type(chunks) is not ShardedChunks:
             (chunk,) = chunks
             return "file", self._files[chunk.file]
         if len(chunks.blocks) == 1:

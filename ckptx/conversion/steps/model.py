@@ -8,18 +8,18 @@ from typing import Any
 
 from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import BytesEntry
-from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.errors import InputError
 from ckptx.mapping.names import is_trainer_state
-from ckptx.model_view.config_check import Fit, fit_of
+from ckptx.model_view.config_check import ConfigMatch, match_config
 from ckptx.model_view.parameter_count import leaders_of, parameters_decided
 from ckptx.model_view.view import (
     ModelView,
     compare_replicas,
     decide_ties,
     locate_all,
-    locate_payloads,
-    settle_duplicates,
+    locate_archives,
+    resolve_duplicates,
     view_model,
 )  # fmt: skip
 from ckptx.options.conversion import ConversionOptions
@@ -28,7 +28,7 @@ from ckptx.storage.interface import SourceFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class SourceModel:
     """The model in the source.
 
     Attributes:
@@ -40,7 +40,9 @@ class Model:
     notes: tuple[str, ...] = ()
 
 
-def see_model(base: Base, files: SourceFiles, options: ConversionOptions, *, with_state: bool) -> Model:
+def find_model(
+    base: BaseCheckpoint, files: SourceFiles, options: ConversionOptions, *, with_state: bool
+) -> SourceModel:
     """Finds the model, and the places of its bytes.
 
     Args:
@@ -61,13 +63,13 @@ def see_model(base: Base, files: SourceFiles, options: ConversionOptions, *, wit
         trust_remote_code=options.trust_remote_code,
     )
     later = not options.dry_run
-    view = locate_payloads(view, files, later=later)
+    view = locate_archives(view, files, lazy=later)
     compare_replicas(view.catalog, files)
     if with_state:
-        view = locate_all(view, files, later=later)
-    view = settle_duplicates(view, files, with_state=with_state)
+        view = locate_all(view, files, lazy=later)
+    view = resolve_duplicates(view, files, with_state=with_state)
     notes = view.notes_on_others("carried along as it is") if with_state else ()
-    return Model(view, (*view.notes, *notes))
+    return SourceModel(view, (*view.notes, *notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Ties:
     notes: tuple[str, ...] = ()
 
 
-def settle_ties(view: ModelView, files: SourceFiles, options: ConversionOptions) -> Ties:
+def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions) -> Ties:
     """Decides every tie; bytes are read only of pairs that are both on disk.
 
     Args:
@@ -117,7 +119,7 @@ def settle_ties(view: ModelView, files: SourceFiles, options: ConversionOptions)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldAgainstConfig:
+class ConfigCheck:
     """What came of holding the model against its config.
 
     Attributes:
@@ -125,11 +127,11 @@ class HeldAgainstConfig:
         notes: What the user should know.
     """
 
-    fit: Fit | None
+    fit: ConfigMatch | None
     notes: tuple[str, ...] = ()
 
 
-def hold_against_config(view: ModelView, *, allow_misfit: bool) -> HeldAgainstConfig:
+def check_against_config(view: ModelView, *, allow_misfit: bool) -> ConfigCheck:
     """Compare names and shapes of the tensors with those that the config asks for.
 
     Args:
@@ -141,11 +143,11 @@ def hold_against_config(view: ModelView, *, allow_misfit: bool) -> HeldAgainstCo
     """
     architecture = view.architecture
     if view.config is None:
-        return HeldAgainstConfig(None)
+        return ConfigCheck(None)
     if architecture is None:
         note = "config.json names no architecture: ties are unknown, tensors are taken as they are"
-        return HeldAgainstConfig(None, (note,))
-    fit = fit_of(view)
+        return ConfigCheck(None, (note,))
+    fit = match_config(view)
     notes = fit.extra_notes(architecture.class_name)
     if fit.misfits:
         said = fit.summary(str(view.catalog.root))
@@ -155,11 +157,11 @@ def hold_against_config(view: ModelView, *, allow_misfit: bool) -> HeldAgainstCo
                 "--allow-misfit to take it as it is"
             )
         notes.append(said)
-    return HeldAgainstConfig(fit, tuple(notes))
+    return ConfigCheck(fit, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class DroppedState:
     """What is not the model and does not go along.
 
     Attributes:
@@ -175,14 +177,14 @@ class LeftBehind:
     notes: tuple[str, ...] = ()
 
 
-def leave_state_behind(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> LeftBehind:
+def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> DroppedState:
     """What is not the model, by name for the ledger and in one line for the summary."""
     settled = view.model_duplicates
     twins = {name: kept for name, kept in view.duplicates.items() if name not in settled}
     optimizer, other = frozenset(view.optimizer), set(view.other)
     optimizer |= {name for name, kept in twins.items() if kept in optimizer}
     other |= {name for name, kept in twins.items() if kept in other}
-    models = {name: f"{each.said}, not converted" for each in view.others for name in each.names}
+    models = {name: f"{each.description}, not converted" for each in view.others for name in each.names}
     outside = f'not below the prefix "{view.prefix}" of the model'
     rows = []
     for name in view.catalog.tensors:
@@ -198,7 +200,7 @@ def leave_state_behind(view: ModelView, objects: Mapping[str, BytesEntry], reaso
         f"not converted: {counted(len(optimizer), 'optimizer tensor')} ({human_bytes(nbytes)}), "
         f"{counted(count, 'other tensor')}, {counted(len(objects), 'pickled object')}"
     )
-    return LeftBehind(
+    return DroppedState(
         tuple(rows),
         {"tensors": len(optimizer), "bytes": nbytes},
         {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())},

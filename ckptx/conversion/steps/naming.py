@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptx.architecture.trainer_naming import torchtitan
-from ckptx.conversion.steps.target import Target
+from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rules import NameRules, Renamed
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class NameMap:
     """How the names of a target relate to others.
 
     Attributes:
@@ -40,7 +40,7 @@ class Naming:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedTarget:
     """A target in the names that it will have.
 
     Attributes:
@@ -49,19 +49,19 @@ class Named:
         notes: What the user should know.
     """
 
-    target: Target
-    naming: Naming
+    target: TargetTensors
+    naming: NameMap
     notes: tuple[str, ...] = ()
 
 
 def rename(
     view: ModelView,
-    target: Target,
+    target: TargetTensors,
     *,
     asked: str | None,
     by_default: str | None,
     original: list[str] | None = None,
-) -> Named:
+) -> NamedTarget:
     """Gives the tensors of a target the names that `--names` asks for.
 
     Args:
@@ -78,10 +78,10 @@ def rename(
     published, spoken = rules_of(view), trainer_rules(view.trainer_naming) if view.trainer_naming else None
     wanted = asked or by_default
     if wanted is None or (wanted == "torchtitan" and spoken is not None):
-        return Named(target, Naming(spoken or published))
+        return NamedTarget(target, NameMap(spoken or published))
     if published is None:
         if asked is None:
-            return Named(target, Naming(None))
+            return NamedTarget(target, NameMap(None))
         raise UnsupportedError(f"--names {wanted}: the names of this class are unknown; leave them as they are")
     entries = {name: target.source.tensors[target.source_names[name]] for name in target.tensors}
     entries |= {name: entries[stored] for name, stored in target.aliases.items()}
@@ -109,8 +109,8 @@ def rename(
             )
     notes = tuple(renamed.notes)
     if all(sources == (name,) for name, sources in renamed.sources.items()):
-        return Named(target, Naming(rules), notes)
-    return Named(_put_together(target, renamed), Naming(rules, renamed.sources), notes)
+        return NamedTarget(target, NameMap(rules), notes)
+    return NamedTarget(_put_together(target, renamed), NameMap(rules, renamed.sources), notes)
 
 
 def _torchtitan(view: ModelView) -> NameRules:
@@ -118,7 +118,7 @@ def _torchtitan(view: ModelView) -> NameRules:
     return trainer_rules(torchtitan.conversions(view.published.class_name, view.config))
 
 
-def _put_together(target: Target, renamed: Renamed) -> Target:
+def _put_together(target: TargetTensors, renamed: Renamed) -> TargetTensors:
     """The target in new names; its source gets an entry for each tensor in its new form."""
     became = {sources: name for name, sources in renamed.sources.items()}
     aliases = {

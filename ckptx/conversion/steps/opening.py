@@ -14,7 +14,7 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.rank_names import is_file_of_many
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options.conversion import ConversionOptions
-from ckptx.processes.peers import Processes
+from ckptx.processes.peers import PeerProcesses
 from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
 from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
 from ckptx.publishing.report_file import refuse_place
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class SourceCheckpoint:
     """One conversion, before anything is known of the model.
 
     Attributes:
@@ -40,19 +40,19 @@ class Opened:
     files: SourceFiles
     dst: Path
     options: ConversionOptions
-    processes: Processes | None = None
+    processes: PeerProcesses | None = None
     notes: tuple[str, ...] = ()
 
 
 @contextmanager
-def opened(src: str | Path, dst: str | Path, options: ConversionOptions) -> Iterator[Opened]:
+def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) -> Iterator[SourceCheckpoint]:
     """Opens the source, with all processes of the run together.
 
     Raises:
         InputError, UnsupportedError: The source cannot be opened.
         OutputError: The target is taken, or a file of the source lies in it.
     """
-    processes = Processes.from_environment()
+    processes = PeerProcesses.from_environment()
     with processes.session() if processes is not None else nullcontext():
         dst = Path(dst)
         if options.report_file is not None and (processes is None or not processes.rank):
@@ -70,7 +70,7 @@ def opened(src: str | Path, dst: str | Path, options: ConversionOptions) -> Iter
             len(source.objects), len(source.files),
         )  # fmt: skip
         with source.source.open(source.identities) as files:
-            yield Opened(source, files, dst, options, processes, notes)
+            yield SourceCheckpoint(source, files, dst, options, processes, notes)
 
 
 def _refuse_one_of_many(source: Catalog) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from ckptx.architecture.trainer_naming.detect import trainer_naming_of
 from ckptx.catalog.manifest import Manifest
-from ckptx.conversion.steps.base import Base
-from ckptx.conversion.steps.naming import Named
+from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.hf_metadata import source_of_config
 from ckptx.formats.hf.reader import json_in
@@ -28,7 +28,7 @@ from ckptx.untrusted.limits import METADATA_BYTES
 _CONFIG = "config.json"
 
 
-def check_recorded_config(view: ModelView, base: Base, named: Named) -> None:
+def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTarget) -> None:
     """Check that the config orders rows as the one did under which the checkpoint was written.
 
     Args:
@@ -66,7 +66,7 @@ def check_recorded_config(view: ModelView, base: Base, named: Named) -> None:
         _compare(view, used, json_in(own, _CONFIG))
 
 
-def _depending_on_config(view: ModelView, named: Named) -> list[str]:
+def _depending_on_config(view: ModelView, named: NamedTarget) -> list[str]:
     """Names of tensors whose elements were ordered by numbers of a config, or are about to be."""
     rules, trainer_rules = rules_of(view), named.naming.rules
     own = [each for each in view.trainer_naming if _reads_config(each)]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptx.conversion.steps.naming import Naming
+from ckptx.conversion.steps.naming import NameMap
 from ckptx.conversion.steps.replication import Replication, replication_of
-from ckptx.conversion.steps.target import Target
+from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
@@ -19,7 +19,7 @@ from ckptx.wording import counted, first_of
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardedTarget:
     """A target, and how it is cut.
 
     Attributes:
@@ -29,19 +29,19 @@ class Sharded:
         notes: What the user should know.
     """
 
-    target: Target
+    target: TargetTensors
     model: ShardedModel | None = None
     replication: Replication | None = None
     notes: tuple[str, ...] = ()
 
-    def renamed(self, names: Mapping[str, str]) -> Sharded:
+    def renamed(self, names: Mapping[str, str]) -> ShardedTarget:
         """The same under other names."""
         if all(old == new for old, new in names.items()):
             return self
         model = None if self.model is None else self.model.renamed(names.__getitem__)
         return replace(self, target=self.target.renamed(names.__getitem__), model=model)
 
-    def with_second_names(self, names: Mapping[str, str]) -> Sharded:
+    def with_second_names(self, names: Mapping[str, str]) -> ShardedTarget:
         """The same with further names that share the bytes of others.
 
         Args:
@@ -53,8 +53,8 @@ class Sharded:
 
 
 def shard(
-    view: ModelView, target: Target, naming: Naming, layout: ShardingOptions, *, every_rank_alone: bool
-) -> Sharded:
+    view: ModelView, target: TargetTensors, naming: NameMap, layout: ShardingOptions, *, every_rank_alone: bool
+) -> ShardedTarget:
     """Gives every tensor its stage and its blocks.
 
     Args:
@@ -89,11 +89,11 @@ def shard(
         architecture = view.architecture
         subject = "this model" if architecture is None else architecture.class_name
         notes += replication.notes(model.dims.tp, subject)
-    return Sharded(target, model, replication, tuple(notes))
+    return ShardedTarget(target, model, replication, tuple(notes))
 
 
 def _cutter_for(
-    view: ModelView, names: list[str], naming: Naming, layout: ShardingOptions, every_rank_alone: bool
+    view: ModelView, names: list[str], naming: NameMap, layout: ShardingOptions, every_rank_alone: bool
 ) -> Sharder:
     architecture = view.architecture
     dims = layout.dims
@@ -114,7 +114,7 @@ def _cutter_for(
     return Sharder(plan, dims, stages, naming.rules, every_rank_alone)
 
 
-def _unknown_names(view: ModelView, target: Target, naming: Naming) -> list[str]:
+def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> list[str]:
     """Names in the target that the model does not have, or that another layer's tensor stands for in it."""
     architecture, config = view.architecture, view.config
     if architecture is None or config is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.formats.hf.reader import json_in
 from ckptx.formats.links import leading_out
 from ckptx.formats.sidecars import QUANTIZATION_FILES
@@ -32,7 +32,7 @@ class Sidecars:
     notes: tuple[str, ...] = ()
 
 
-def carry(base: Base, names: Sequence[str], edits: Sequence[dict[str, Any]]) -> Sidecars:
+def carry(base: BaseCheckpoint, names: Sequence[str], edits: Sequence[dict[str, Any]]) -> Sidecars:
     """The sidecars of an output; config.json is written anew only when something in it changes.
 
     Args:

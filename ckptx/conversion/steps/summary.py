@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptx.conversion.outputs.output_format import Allocation, Contents
+from ckptx.conversion.outputs.output_format import Allocation, OutputContents
 from ckptx.conversion.steps.cast_losses import notes_on_losses, rows_of
-from ckptx.conversion.steps.dtypes import Cast
+from ckptx.conversion.steps.dtypes import CastTarget
 from ckptx.conversion.steps.ledger import Ledger
-from ckptx.conversion.steps.model import HeldAgainstConfig, LeftBehind, Model, Ties
-from ckptx.conversion.steps.sharding import Sharded, rank_rows
+from ckptx.conversion.steps.model import ConfigCheck, DroppedState, SourceModel, Ties
+from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows
 from ckptx.conversion.steps.sidecars import Sidecars
 from ckptx.conversion.steps.tie_actions import tie_actions
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.model_view.view import tie_rows
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peak_memory import peak_memory
-from ckptx.processes.peers import Processes
+from ckptx.processes.peers import PeerProcesses
 from ckptx.publishing.output_place import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
@@ -34,14 +34,14 @@ class ConversionState:
 
     dst: Path
     options: ConversionOptions
-    processes: Processes | None
-    model: Model
+    processes: PeerProcesses | None
+    model: SourceModel
     ties: Ties
-    held: HeldAgainstConfig
-    left: LeftBehind
-    cast: Cast
-    sharded: Sharded
-    contents: Contents
+    held: ConfigCheck
+    left: DroppedState
+    cast: CastTarget
+    sharded: ShardedTarget
+    contents: OutputContents
     allocation: Allocation
     sidecars: Sidecars
     job: Job
@@ -104,7 +104,7 @@ def report_of(command: str, found: ConversionState, outcome: CopyResult | None, 
     )
 
 
-def _mesh(sharded: Sharded) -> dict[str, Any]:
+def _mesh(sharded: ShardedTarget) -> dict[str, Any]:
     """How the model is cut, in the names that rules speak of."""
     model = sharded.model
     if model is None:

@@ -13,7 +13,7 @@ from ckptx.model_view.view import ModelView
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetTensors:
     """The tensors of a target.
 
     Attributes:
@@ -35,7 +35,7 @@ class Target:
     shared: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> Target:
+    def of(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> TargetTensors:
         """Every tensor under its own name. The entries are those of the source and name where they are on disk."""
         renamed = {name: entry.called(name) for name, entry in tensors.items()}
         on_disk = {name: entry.name for name, entry in tensors.items()}
@@ -49,7 +49,7 @@ class Target:
         """Names on disk of everything the target is made of."""
         return {name for names in self.read.values() for name in names}
 
-    def renamed(self, names: Callable[[str], str]) -> Target:
+    def renamed(self, names: Callable[[str], str]) -> TargetTensors:
         """The same under other names."""
         return replace(
             self,
@@ -60,7 +60,7 @@ class Target:
             copies={names(name): names(stored) for name, stored in self.copies.items()},
         )
 
-    def with_copies(self, names: Iterable[str]) -> Target:
+    def with_copies(self, names: Iterable[str]) -> TargetTensors:
         """The same with each of these aliases as a tensor of its own."""
         copied = {name: self.aliases[name] for name in names}
         if not copied:
@@ -74,7 +74,7 @@ class Target:
             copies={**self.copies, **copied},
         )
 
-    def only(self, names: Iterable[str]) -> Target:
+    def only(self, names: Iterable[str]) -> TargetTensors:
         """The same with these tensors alone, in this order."""
         names = list(names)
         return replace(
@@ -85,7 +85,7 @@ class Target:
         )
 
 
-def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_alias: bool) -> Target:
+def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_alias: bool) -> TargetTensors:
     """What the target holds once ties are carried out.
 
     Args:
@@ -104,7 +104,7 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
                 f'tensors "{decision.target}" and "{decision.source}" differ, so --tied drop would lose one; '
                 "use --tied auto, which keeps both"
             )
-    whole = Target.of(view.catalog, view.tensors)
+    whole = TargetTensors.of(view.catalog, view.tensors)
     tensors, source_names, read = dict(whole.tensors), dict(whole.source_names), dict(whole.read)
     aliases: dict[str, str] = {}
 
@@ -137,4 +137,4 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
             leave_out(name)
     pairs = {name for decision, _ in shared for name in (decision.target, decision.source)}
     on_disk = frozenset(view.tensors[name].name for name in pairs if name in view.tensors)
-    return Target(view.catalog, tensors, source_names, read, aliases, {}, on_disk)
+    return TargetTensors(view.catalog, tensors, source_names, read, aliases, {}, on_disk)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptx.architecture.tied import TieDecision
-from ckptx.conversion.outputs.output_format import Contents
+from ckptx.conversion.outputs.output_format import OutputContents
 
 
-def tie_actions(decisions: Iterable[TieDecision], contents: Contents) -> list[str]:
+def tie_actions(decisions: Iterable[TieDecision], contents: OutputContents) -> list[str]:
     """Return the action of each decision as it lies in the output.
 
     Args:

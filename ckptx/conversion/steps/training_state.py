@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.conversion.steps.sharding import Sharded
+from ckptx.conversion.steps.sharding import ShardedTarget
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.state_names import Owners, State, refuse_indices
 from ckptx.model_view.sharder import ShardedModel
@@ -63,7 +63,9 @@ class TrainingState:
         return {name for names in self.read.values() for name in names}
 
 
-def carry_state(view: ModelView, files: SourceFiles, sharded: Sharded, outward: Mapping[str, str]) -> TrainingState:
+def carry_state(
+    view: ModelView, files: SourceFiles, sharded: ShardedTarget, outward: Mapping[str, str]
+) -> TrainingState:
     """Everything that is not the model.
 
     Args:
@@ -77,13 +79,13 @@ def carry_state(view: ModelView, files: SourceFiles, sharded: Sharded, outward: 
     """
     names = [*view.optimizer, *view.other, *view.catalog.objects]
     refuse_indices(names, str(view.catalog.root))
-    return _Carrier(view, files, sharded, outward).carry(names)
+    return _StateMapper(view, files, sharded, outward).carry(names)
 
 
-class _Carrier:
+class _StateMapper:
     """One pass over the state of a checkpoint."""
 
-    def __init__(self, view: ModelView, files: SourceFiles, sharded: Sharded, outward: Mapping[str, str]) -> None:
+    def __init__(self, view: ModelView, files: SourceFiles, sharded: ShardedTarget, outward: Mapping[str, str]) -> None:
         self.source, self.files, self.model, self.mesh = view.catalog, files, sharded.target, sharded.model
         self.outward = outward
         self.on_disk = {name: entry.name for name, entry in view.tensors.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import Chunk, CutChunks, TensorEntry
+from ckptx.catalog.entry import Chunk, ShardedChunks, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.conversion.outputs.dcp_parts import DcpOutput
@@ -178,7 +178,7 @@ class _Planned:
 
     def _planned(self, entry: TensorEntry, file: str) -> Chunk | None:
         chunks = entry.chunks
-        if type(chunks) is not CutChunks:
+        if type(chunks) is not ShardedChunks:
             return next((chunk for chunk in chunks if chunk.file == file), None)
         key = self._ids(chunks.files)
         numbers = self._numbers.get(key)
@@ -203,7 +203,7 @@ def _outermost(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
     ends: dict[object, TensorEntry] = {}
     for entry in catalog.tensors.values():
         chunks = entry.chunks
-        files = id(chunks.files) if type(chunks) is CutChunks else chunks[0].file
+        files = id(chunks.files) if type(chunks) is ShardedChunks else chunks[0].file
         begins.setdefault(files, entry)
         ends[files] = entry
     first: dict[str, tuple[TensorEntry, Chunk]] = {}

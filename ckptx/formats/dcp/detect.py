@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptx.errors import InputError
 from ckptx.formats.hf.detect import weights_in
-from ckptx.formats.located import Located
+from ckptx.formats.located_checkpoint import LocatedCheckpoint
 from ckptx.formats.rank_files import ShapesIn
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.storage.interface import Source
@@ -17,16 +17,16 @@ _PARTS = (
 )  # fmt: skip
 
 
-def detect(source: Source, shapes_in: ShapesIn) -> Located | None:
+def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     """Find a DCP in one part or two; the model may lie in sharded safetensors beside the DCP of its optimizer."""
     listing = source.listing()
     if listing.has(_METADATA):
-        return Located(source, "dcp", (".",))
+        return LocatedCheckpoint(source, "dcp", (".",))
     for model, optimizer in _PARTS:
         if not listing.is_file(f"{optimizer}/{_METADATA}"):
             continue
         if listing.is_file(f"{model}/{_METADATA}") or _has_shards(source, model, shapes_in):
-            return Located(source, "dcp", (model, optimizer))
+            return LocatedCheckpoint(source, "dcp", (model, optimizer))
     return None
 
 

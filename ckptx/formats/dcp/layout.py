@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Block, BytesEntry, CutChunks, TensorEntry
+from ckptx.catalog.entry import Block, BytesEntry, ShardedChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.by_stage import ShardedTensor, by_stage
 from ckptx.formats.dcp.metadata import StorageInfo, TensorMetadata
-from ckptx.formats.dcp.metadata_writer import StorageLine, StoredCut, emit
+from ckptx.formats.dcp.metadata_writer import StorageLine, StoredSharding, emit
 from ckptx.formats.torch_archive.archive import archive_length
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.interface import Location
@@ -83,7 +83,7 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
     for entry, (blocks, lengths), size, index in zip(entries, alike, sizes, deal(sizes, count), strict=True):
         (file,) = names[index]
         at = catalog.files.get(file, 0)
-        chunks = CutChunks(blocks, names[index], lengths, array("q", [at]), archive=True)
+        chunks = ShardedChunks(blocks, names[index], lengths, array("q", [at]), archive=True)
         catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks, entry.replicas)
         catalog.files[file] = at + size
     return catalog
@@ -173,11 +173,11 @@ def _parts_of(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
     return enumerate(parts)
 
 
-class _SharedCut(NamedTuple):
+class _SharedSharding(NamedTuple):
     """What tensors that are cut alike have in common in the files that they are appended to.
 
     Attributes:
-        lengths: As in `CutChunks`.
+        lengths: As in `ShardedChunks`.
         places: For each block its rank_in_stage, and the bytes that its tensor has in that file before it.
         sums: Bytes of the tensor for each rank_in_stage that has some.
     """
@@ -189,7 +189,7 @@ class _SharedCut(NamedTuple):
 
 def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
     """Appends tensors to one file per rank_in_stage; gives the bytes of each file that got some."""
-    known: dict[tuple[int, DType], _SharedCut] = {}
+    known: dict[tuple[int, DType], _SharedSharding] = {}
     files_of: dict[int, tuple[str, ...]] = {}
     filled: dict[int, int] = {}
     for entry, blocks in members:
@@ -204,12 +204,12 @@ def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, 
         offsets = array("q", [filled[rank] + before for rank, before in alike.places])
         for rank, nbytes in alike.sums:
             filled[rank] += nbytes
-        chunks = CutChunks(blocks, files_of[id(blocks)], alike.lengths, offsets, archive=True)
+        chunks = ShardedChunks(blocks, files_of[id(blocks)], alike.lengths, offsets, archive=True)
         catalog.tensors[name] = TensorEntry(name, dtype, shape, chunks)
     return filled
 
 
-def _alike(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedCut:
+def _alike(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedSharding:
     assert not any(block.replica for block in blocks)
     dtype, name = entry.dtype, entry.name
     lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
@@ -219,7 +219,7 @@ def _alike(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedCut:
         before = sums.get(block.rank_in_stage, 0)
         places.append((block.rank_in_stage, before))
         sums[block.rank_in_stage] = before + length
-    return _SharedCut(lengths, tuple(places), tuple(sums.items()))
+    return _SharedSharding(lengths, tuple(places), tuple(sums.items()))
 
 
 def metadata_bytes(
@@ -245,7 +245,7 @@ def metadata_bytes(
     for name, on_disk in stored.items():
         entry = catalog.tensors[on_disk]
         chunks = entry.chunks
-        regions = id(chunks.blocks) if type(chunks) is CutChunks else tuple([chunk.region for chunk in chunks])
+        regions = id(chunks.blocks) if type(chunks) is ShardedChunks else tuple([chunk.region for chunk in chunks])
         cut = (regions, entry.dtype, entry.shape)
         tensor = known.get(cut)
         if tensor is None:
@@ -269,11 +269,11 @@ def _describe(entry: TensorEntry) -> TensorMetadata:
 
 def _storage(
     catalog: Catalog, described: Mapping[str, TensorMetadata], stored: Mapping[str, str]
-) -> Iterator[StorageLine | StoredCut]:
+) -> Iterator[StorageLine | StoredSharding]:
     for name, on_disk in stored.items():
         chunks, regions = catalog.tensors[on_disk].chunks, described[name].chunks
-        if type(chunks) is CutChunks:
-            yield StoredCut(name, regions, chunks.files, chunks.offsets, chunks.lengths)
+        if type(chunks) is ShardedChunks:
+            yield StoredSharding(name, regions, chunks.files, chunks.offsets, chunks.lengths)
             continue
         for index, (region, chunk) in enumerate(zip(regions, chunks, strict=True)):
             yield StorageLine(name, index, region.offsets, StorageInfo(chunk.file, chunk.offset, chunk.nbytes))

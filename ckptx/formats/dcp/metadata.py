@@ -26,13 +26,13 @@ from ckptx.formats.torch_archive.unpickle import (
     Call,
     EnumClass,
     Globals,
-    Sealed,
+    ReadOnlyClass,
     Symbol,
     load,
     without_garbage_collection,
 )
 from ckptx.untrusted.limits import DIMS, ELEMENT_BITS, JSON_DEPTH, TENSORS, shape_fault
-from ckptx.untrusted.numbers import OneOfEach
+from ckptx.untrusted.numbers import UniqueTuples
 
 _NUMBERS = frozenset({int})
 
@@ -81,7 +81,7 @@ class DcpMetadata:
     version: str | None = "1.0.0"
 
 
-class Places(NamedTuple):
+class ChunkLocations(NamedTuple):
     """Where the chunks of one tensor lie, in their order. Tensors that are cut alike may share all but `offsets`."""
 
     files: Sequence[str]
@@ -89,7 +89,7 @@ class Places(NamedTuple):
     lengths: Sequence[int]
 
 
-class PlacedMetadata(NamedTuple):
+class LocatedMetadata(NamedTuple):
     """A `DcpMetadata` in which everything has its place, and nothing else has one.
 
     Attributes:
@@ -100,22 +100,22 @@ class PlacedMetadata(NamedTuple):
     """
 
     tensors: Mapping[str, TensorMetadata]
-    places: Mapping[str, Places]
+    places: Mapping[str, ChunkLocations]
     objects: Mapping[str, StorageInfo]
     planner_data: Any
 
 
 # Stand-ins keep the pickled fields in their `__dict__`, also those of writers that add their own.
-_Metadata = Sealed("_Metadata", (), {})
-_TensorStorage = Sealed("_TensorStorage", (), {})
-_BytesStorage = Sealed("_BytesStorage", (), {})
-_ChunkStorage = Sealed("_ChunkStorage", (), {})
-_Index = Sealed("_Index", (), {})
-_Info = Sealed("_Info", (), {})
-_StorageMeta = Sealed("_StorageMeta", (), {})
+_Metadata = ReadOnlyClass("_Metadata", (), {})
+_TensorStorage = ReadOnlyClass("_TensorStorage", (), {})
+_BytesStorage = ReadOnlyClass("_BytesStorage", (), {})
+_ChunkStorage = ReadOnlyClass("_ChunkStorage", (), {})
+_Index = ReadOnlyClass("_Index", (), {})
+_Info = ReadOnlyClass("_Info", (), {})
+_StorageMeta = ReadOnlyClass("_StorageMeta", (), {})
 
 
-class _Properties(metaclass=Sealed):
+class _Properties(metaclass=ReadOnlyClass):
     dtype: object
 
     def __setstate__(self, state: object) -> None:
@@ -125,7 +125,7 @@ class _Properties(metaclass=Sealed):
         self.dtype = state[0]
 
 
-class _InertPlan(metaclass=Sealed):
+class _InertPlan(metaclass=ReadOnlyClass):
     """Stands in for a plan and whatever it is made of; keeps nothing of it."""
 
     __slots__ = ()
@@ -185,7 +185,7 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
     if not isinstance(root, _Metadata):
         raise InputError(f"{where}: holds a {type(root).__name__}, needed the metadata of a torch DCP; copy it again")
     fields = vars(root)
-    shapes, texts = Shapes(), _Texts()
+    shapes, texts = ShapeCache(), _Strings()
     try:
         tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, texts, nbytes)
         storage = _parse_storage(fields["storage_data"], shapes, texts)
@@ -197,7 +197,7 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
 
 
 @dataclass(slots=True)
-class Shapes:
+class ShapeCache:
     """Checked shapes and regions, each kept once: a checkpoint repeats a few of them many thousand times.
 
     A pickle refers back to a tuple that was one object in memory, so that most are known by their `id`: the values of
@@ -205,7 +205,7 @@ class Shapes:
     """
 
     _met: dict[int, Shape] = field(default_factory=dict)
-    _seen: OneOfEach[Shape] = field(default_factory=OneOfEach)
+    _seen: UniqueTuples[Shape] = field(default_factory=UniqueTuples)
     _regions: dict[tuple[int, int], Region] = field(default_factory=dict)
     _faults: dict[int, str | None] = field(default_factory=dict)
 
@@ -247,7 +247,7 @@ class Shapes:
 
 
 @dataclass(slots=True)
-class _Texts:
+class _Strings:
     """Texts that can be written as UTF-8. Each is tried once: one of megabytes may be referred to many times."""
 
     _tried: set[str] = field(default_factory=set)
@@ -261,7 +261,7 @@ class _Texts:
 
 
 def _parse_state(
-    state: Any, shapes: Shapes, texts: _Texts, most: int
+    state: Any, shapes: ShapeCache, texts: _Strings, most: int
 ) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
     """Tensors and objects; `most` chunks are looked at: tensors may share a list of them that is written once."""
     tensors: dict[str, TensorMetadata] = {}
@@ -293,7 +293,7 @@ def _parse_state(
     return tensors, tuple(objects)
 
 
-def _parse_storage(storage: Any, shapes: Shapes, texts: _Texts) -> dict[Key, StorageInfo]:
+def _parse_storage(storage: Any, shapes: ShapeCache, texts: _Strings) -> dict[Key, StorageInfo]:
     found: dict[Key, StorageInfo] = {}
     for index, info in dict.items(storage):
         named = vars(index)
@@ -321,7 +321,7 @@ def _names_of(transforms: Any) -> tuple[str, ...]:
     return tuple(each[:80] if isinstance(each, str) else f"a {type(each).__name__}" for each in transforms[:8])
 
 
-def _planner_data(value: Any, texts: _Texts, most: int) -> Any:
+def _planner_data(value: Any, texts: _Strings, most: int) -> Any:
     """What the planner of the writer left, looked at level by level before anything else walks through it.
 
     Args:

@@ -27,7 +27,7 @@ class StorageLine(NamedTuple):
     place: StorageInfo
 
 
-class StoredCut(NamedTuple):
+class StoredSharding(NamedTuple):
     """The lines of a cut tensor. Tensors that are cut alike share all but `fqn` and `offsets`, as the same objects.
 
     `chunks` are in torch elements; `files`, `offsets` and `lengths` say where the bytes of each lie.
@@ -63,7 +63,7 @@ def _stored(metadata: DcpMetadata) -> Iterator[StorageLine]:
 def emit(
     tensors: Mapping[str, TensorMetadata],
     objects: Iterable[str],
-    storage: Iterable[StorageLine | StoredCut],
+    storage: Iterable[StorageLine | StoredSharding],
     planner_data: object = None,
 ) -> bytes:
     """The `.metadata` file, from storage lines that are asked for one by one.
@@ -105,7 +105,7 @@ def emit(
     return file.getvalue()
 
 
-def _emit_storage(storage: Iterable[StorageLine | StoredCut], out: Emitter) -> Iterator[bytes]:
+def _emit_storage(storage: Iterable[StorageLine | StoredSharding], out: Emitter) -> Iterator[bytes]:
     key = out.new(METADATA_MODULE, "MetadataIndex") + out.text("fqn")
     lines = _Lines(out)
     alike: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # the objects live as long as the catalog
@@ -150,7 +150,7 @@ class _Lines:
             end += out.text("transform_descriptors") + out.plain(list(place.transforms))
         return begin, end + b"ub"
 
-    def of_cut(self, cut: StoredCut) -> Iterator[tuple[bytes, bytes, int]]:
+    def of_cut(self, cut: StoredSharding) -> Iterator[tuple[bytes, bytes, int]]:
         """For each line what stands before and after its offset, and the offset."""
         places = zip(cut.chunks, cut.files, cut.offsets, cut.lengths, strict=True)
         for number, (region, file, at, length) in enumerate(places):

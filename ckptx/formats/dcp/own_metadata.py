@@ -28,9 +28,9 @@ from ckptx.catalog.region import Shape
 from ckptx.formats.dcp.metadata import (
     FILESYSTEM_MODULE,
     METADATA_MODULE,
-    PlacedMetadata,
-    Places,
-    Shapes,
+    ChunkLocations,
+    LocatedMetadata,
+    ShapeCache,
     StorageInfo,
     TensorMetadata,
 )
@@ -43,18 +43,18 @@ _ONE_BYTE, _TWO_BYTES, _FOUR_BYTES, _LONG = b"KMJ\x8a"
 _TUPLES = b")\x85\x86\x87"  # of none to three values
 
 
-def parse_own(data: bytes) -> PlacedMetadata | None:
+def parse_own(data: bytes) -> LocatedMetadata | None:
     """What a `.metadata` says that has the form of ckptx; None for any other, and for one that may not be read."""
     if not data.startswith(_HEAD):
         return None
     try:
         with without_garbage_collection():
             return _OwnMetadataReader(data).read()
-    except (_OfAnotherForm, IndexError, ValueError):
+    except (_UnexpectedForm, IndexError, ValueError):
         return None
 
 
-class _OfAnotherForm(Exception):
+class _UnexpectedForm(Exception):
     """The bytes are not what ckptx would have written."""
 
 
@@ -145,10 +145,10 @@ class _OwnMetadataReader:
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, len(_HEAD)
         self._memo: dict[bytes, object] = dict(_KNOWN)
-        self._shapes = Shapes()
+        self._shapes = ShapeCache()
         self._names: dict[str, bytes] = {}  # of tensors and objects, with what refers to each
 
-    def read(self) -> PlacedMetadata:
+    def read(self) -> LocatedMetadata:
         tensors, objects = self._read_state()
         codes = list(self._names.values())
         planner_data = self._read_planner_data(codes)
@@ -157,7 +157,7 @@ class _OwnMetadataReader:
         places = self._read_places(tensors, codes)
         found = {name: self._read_place(code) for name, code in zip(objects, codes[len(tensors) :], strict=True)}
         self._expect(b"u\x8c\x0cstorage_meta\x94N\x8c\x07version\x94\x8c\x051.0.0\x94ub.")
-        return PlacedMetadata(tensors, places, found, planner_data)
+        return LocatedMetadata(tensors, places, found, planner_data)
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -207,14 +207,14 @@ class _OwnMetadataReader:
             while self._data[self._at] not in _TUPLES:
                 path.append(self._text())
             if self._data[self._at] != _TUPLES[len(path)]:
-                raise _OfAnotherForm
+                raise _UnexpectedForm
             self._at += 1
             found[name] = tuple(path)
         return found
 
-    def _read_places(self, tensors: dict[str, TensorMetadata], names: list[bytes]) -> dict[str, Places]:
+    def _read_places(self, tensors: dict[str, TensorMetadata], names: list[bytes]) -> dict[str, ChunkLocations]:
         """Where all chunks lie: a line for each, in the order of the tensors and of the chunks of each."""
-        places: dict[str, Places] = {}
+        places: dict[str, ChunkLocations] = {}
         known: dict[int, _RepeatedLines | None] = {}  # by `id`: those that are alike are one object
         for (fqn, tensor), name in zip(tensors.items(), names, strict=False):  # objects follow
             alike = known.get(id(tensor))
@@ -222,27 +222,29 @@ class _OwnMetadataReader:
             if alike is None or offsets is None:
                 known[id(tensor)], places[fqn] = self._lines(name, tensor)
             else:
-                places[fqn] = Places(alike.files, offsets, alike.lengths)
+                places[fqn] = ChunkLocations(alike.files, offsets, alike.lengths)
         return places
 
     def _read_place(self, name: bytes) -> StorageInfo:
         """Where an object lies."""
         line = self._line(name)
         if line.at is not None:
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         return StorageInfo(line.file, line.offset, line.length)
 
-    def _lines(self, name: bytes, tensor: TensorMetadata) -> tuple[_RepeatedLines | None, Places]:
+    def _lines(self, name: bytes, tensor: TensorMetadata) -> tuple[_RepeatedLines | None, ChunkLocations]:
         """The lines of a tensor; nothing is like those that put something into the memo."""
         known = len(self._memo)
         lines = [self._line(name) for _ in tensor.chunks]
         if any(line.at is not region.offsets for line, region in zip(lines, tensor.chunks, strict=True)):
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         offsets = [line.offset for line in lines]
         if len(self._memo) > known or not lines:
-            return None, Places(tuple([line.file for line in lines]), offsets, tuple([line.length for line in lines]))
+            return None, ChunkLocations(
+                tuple([line.file for line in lines]), offsets, tuple([line.length for line in lines])
+            )
         alike = _RepeatedLines.of(lines)
-        return alike, Places(alike.files, offsets, alike.lengths)
+        return alike, ChunkLocations(alike.files, offsets, alike.lengths)
 
     def _offsets(self, name: bytes, alike: _RepeatedLines) -> Sequence[int] | None:
         """What `_lines` reads where nothing else differs from those of another tensor; None where it does."""
@@ -303,7 +305,7 @@ class _OwnMetadataReader:
         length = self._number()
         self._expect(b"ub")
         if offset + length >= 1 << 63:
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         return _Line(at, file, offset, length, self._data[start:before], self._data[behind : self._at])
 
     def _tensor(self) -> TensorMetadata:
@@ -321,7 +323,7 @@ class _OwnMetadataReader:
             self._expect(b"ub")
         self._expect(b"eub")
         if self._shapes.fault(size) is not None or len({id(region.offsets) for region in chunks}) < len(chunks):
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         return TensorMetadata(dtype, size, tuple(chunks))
 
     def _dtype(self) -> str:
@@ -329,14 +331,14 @@ class _OwnMetadataReader:
         if not self._data.startswith(_DTYPE, self._at):
             value = self._known()
             if type(value) is not Symbol:
-                raise _OfAnotherForm
+                raise _UnexpectedForm
             return str(value)
         self._at += len(_DTYPE)
         dtype = self._text()
         self._expect(_LAYOUT)
         self._memoize(_CLASS)
         if dtype not in BY_TORCH or self._text() != "torch.strided":
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         self._expect(_MEMORY_FORMAT + b"\x94")
         self._memoize(Symbol(dtype))
         return dtype
@@ -345,7 +347,7 @@ class _OwnMetadataReader:
 
     def _expect(self, code: bytes) -> None:
         if not self._data.startswith(code, self._at):
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         self._at += len(code)
 
     def _memoize(self, value: object) -> None:
@@ -357,7 +359,7 @@ class _OwnMetadataReader:
         end = at + (2 if self._data[at] == _GET else 5)
         value = self._memo.get(self._data[at:end])
         if value is None:
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         self._at = end
         return value
 
@@ -371,7 +373,7 @@ class _OwnMetadataReader:
         else:
             text = self._text()
         if code not in self._memo or text in self._names or len(self._names) == TENSORS:
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         self._names[text] = code
         return text
 
@@ -386,10 +388,10 @@ class _OwnMetadataReader:
         else:
             value = self._known()
             if type(value) is not str:
-                raise _OfAnotherForm
+                raise _UnexpectedForm
             return value
         if data[end] != _MEMOIZE:
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         text = data[begin:end].decode()
         self._memo[reference(len(self._memo))] = text
         self._at = end + 1
@@ -414,16 +416,16 @@ class _OwnMetadataReader:
             end = begin + 1 + data[begin]
             begin += 1
         else:
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         if code in (_FOUR_BYTES, _LONG) and data[end - 1] >= 0x80:
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         return int.from_bytes(data[begin:end], "little"), end
 
     def _size(self) -> Shape:
         if not self._data.startswith(_TORCH_SIZE, self._at):
             value = self._known()
             if type(value) is not tuple:
-                raise _OfAnotherForm
+                raise _UnexpectedForm
             return value
         self._at += len(_TORCH_SIZE)
         is_long = self._data[self._at] == _MARK
@@ -432,7 +434,7 @@ class _OwnMetadataReader:
         while self._data[self._at] not in (b"t" if is_long else _TUPLES):
             numbers.append(self._number())
         if len(numbers) > DIMS or not (is_long or self._data[self._at] == _TUPLES[len(numbers)]):
-            raise _OfAnotherForm
+            raise _UnexpectedForm
         self._at += 1
         self._expect(b"\x85R\x94")
         shape = self._shapes.keep(tuple(numbers))

@@ -18,18 +18,18 @@ from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, StoredChunks,
 from ckptx.catalog.region import Region, Shape, coverage_fault
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import (
+    ChunkLocations,
     DcpMetadata,
     Key,
-    PlacedMetadata,
-    Places,
+    LocatedMetadata,
     StorageInfo,
     TensorMetadata,
     parse_metadata,
 )
 from ckptx.formats.dcp.own_metadata import parse_own
-from ckptx.formats.foreign import refuse_directory
 from ckptx.formats.torch_archive.archive import archive_frame, archive_length, locate_payload
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
+from ckptx.formats.unsupported import refuse_directory
 from ckptx.storage.files import changed, inside
 from ckptx.storage.interface import FileIdentity, Location, Source, SourceFiles
 from ckptx.storage.listing import EntryKind
@@ -90,7 +90,7 @@ def _read_metadata(source: Source) -> bytes:
     return data
 
 
-def _with_places(metadata: DcpMetadata, root: Location) -> PlacedMetadata:
+def _with_places(metadata: DcpMetadata, root: Location) -> LocatedMetadata:
     """The same, with the places of chunks beside the chunks."""
     storage = metadata.storage
     places = {name: _places(name, tensor, storage, root) for name, tensor in metadata.tensors.items()}
@@ -106,7 +106,7 @@ def _with_places(metadata: DcpMetadata, root: Location) -> PlacedMetadata:
             f'{root / METADATA}: bytes are stored for "{name}" at {offsets}, which no tensor has a chunk for; '
             "the checkpoint is damaged"
         )
-    return PlacedMetadata(metadata.tensors, places, objects, metadata.planner_data)
+    return LocatedMetadata(metadata.tensors, places, objects, metadata.planner_data)
 
 
 def _unclaimed(metadata: DcpMetadata) -> Key:
@@ -117,7 +117,7 @@ def _unclaimed(metadata: DcpMetadata) -> Key:
     return next(key for key in metadata.storage if key not in claimed)
 
 
-def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo], root: Location) -> Places:
+def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo], root: Location) -> ChunkLocations:
     found = []
     for region in tensor.chunks:
         place = storage.get((name, region.offsets))
@@ -132,10 +132,12 @@ def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo
                 "save it without stream transforms"
             )
         found.append(place)
-    return Places([place.path for place in found], [place.offset for place in found], [place.length for place in found])
+    return ChunkLocations(
+        [place.path for place in found], [place.offset for place in found], [place.length for place in found]
+    )
 
 
-class _Cut(NamedTuple):
+class _TensorSharding(NamedTuple):
     """What tensors that are cut alike have in common; `regions` were found to cover `shape`."""
 
     dtype: DType
@@ -148,10 +150,10 @@ class _SharedMetadata:
 
     def __init__(self, root: Location) -> None:
         self._where = str(root / METADATA)
-        self._known: dict[int, _Cut] = {}  # by `id` of what describes a tensor, which lives longer
-        self._proved: dict[tuple[DType, bytes], _Cut] = {}
+        self._known: dict[int, _TensorSharding] = {}  # by `id` of what describes a tensor, which lives longer
+        self._proved: dict[tuple[DType, bytes], _TensorSharding] = {}
 
-    def of(self, name: str, tensor: TensorMetadata) -> _Cut:
+    def of(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
         """That of a tensor.
 
         Raises:
@@ -162,7 +164,7 @@ class _SharedMetadata:
             known = self._known[id(tensor)] = self._look_at(name, tensor)
         return known
 
-    def _look_at(self, name: str, tensor: TensorMetadata) -> _Cut:
+    def _look_at(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
         dtype, where = BY_TORCH.get(tensor.dtype), f'{self._where}: tensor "{name}"'
         if dtype is None:
             raise UnsupportedError(f"{where} has dtype {tensor.dtype}, which is not supported")
@@ -177,11 +179,11 @@ class _SharedMetadata:
             _check_coverage(where, shape, regions)
         if dtype.pack > 1 and not shape:
             raise UnsupportedError(f"{where} is a 0-d {tensor.dtype}, which is not supported")
-        proved = self._proved[key] = _Cut(dtype, shape, regions)
+        proved = self._proved[key] = _TensorSharding(dtype, shape, regions)
         return proved
 
 
-def _tensor(name: str, cut: _Cut, places: Places, in_order: dict[int, bool]) -> TensorEntry:
+def _tensor(name: str, cut: _TensorSharding, places: ChunkLocations, in_order: dict[int, bool]) -> TensorEntry:
     """The entry of a tensor; `in_order` knows, by `id`, which lists of files are ascending."""
     files = places.files
     if id(files) not in in_order:
@@ -263,13 +265,13 @@ def _ends(catalog: Catalog) -> dict[str, int]:
     return ends
 
 
-def open_payloads(catalog: Catalog, files: SourceFiles, *, later: bool = False) -> Catalog:
+def open_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False) -> Catalog:
     """The same catalog with every chunk located: offset and strides of its elements, and the record to check.
 
     Args:
         catalog: As `open_dcp` gives it.
         files: Its files; open as long as the result is used.
-        later: Look into an archive that is as long as torch 2.13 writes it only when somebody asks for its chunk.
+        lazy: Look into an archive that is as long as torch 2.13 writes it only when somebody asks for its chunk.
 
     Raises:
         InputError: An archive is damaged, or holds another dtype or shape than `.metadata` says.
@@ -283,9 +285,9 @@ def open_payloads(catalog: Catalog, files: SourceFiles, *, later: bool = False) 
         for name, entry in catalog.tensors.items():
             chunks = entry.chunks
             if type(chunks) is ArchivedChunks:
-                if not later:
+                if not lazy:
                     assert chunks.located
-            elif later and type(chunks) is StoredChunks and expected.fit(entry.dtype, chunks):
+            elif lazy and type(chunks) is StoredChunks and expected.fit(entry.dtype, chunks):
                 chunks = ArchivedChunks(chunks, archive_frame, partial(_locate_all, entry, files))
             else:
                 chunks = tuple([_locate(entry, chunk, ahead) if chunk.archive else chunk for chunk in chunks])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ckptx.errors import InputError
 from ckptx.formats.fsdp.file_names import RankFile, rank_file
-from ckptx.formats.located import Located
+from ckptx.formats.located_checkpoint import LocatedCheckpoint
 from ckptx.formats.rank_files import ShapesIn
 from ckptx.storage.interface import Source
 
 
-def detect(source: Source, shapes_in: ShapesIn) -> Located | None:
+def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     """Find `model_world_size_W_rank_R.pt`.
 
     Raises:
@@ -26,7 +26,7 @@ def detect(source: Source, shapes_in: ShapesIn) -> Located | None:
     return _located(source, found) if found else None
 
 
-def located_by_file(source: Source, name: str) -> Located | None:
+def located_by_file(source: Source, name: str) -> LocatedCheckpoint | None:
     """Find the files that belong together with one of them, which was passed; None if the name is no such file."""
     one = rank_file(name)
     if one is None:
@@ -38,5 +38,5 @@ def _rank_files(source: Source) -> list[RankFile]:
     return [found for name in source.listing() if (found := rank_file(name)) is not None]
 
 
-def _located(source: Source, files: list[RankFile]) -> Located:
-    return Located(source, "fsdp", tuple(each.name for each in sorted(files)))
+def _located(source: Source, files: list[RankFile]) -> LocatedCheckpoint:
+    return LocatedCheckpoint(source, "fsdp", tuple(each.name for each in sorted(files)))

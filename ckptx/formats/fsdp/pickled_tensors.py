@@ -20,9 +20,9 @@ from ckptx.formats.torch_archive.unpickle import (
     TORCH_NAMES,
     Call,
     Globals,
-    Refused,
-    Sealed,
+    ReadOnlyClass,
     TensorRef,
+    UnsupportedObject,
     is_shape,
     load_torch,
     rebuild_from_type,
@@ -33,7 +33,7 @@ from ckptx.untrusted.limits import RANKS, shape_fault
 _MESH_DIMS = 8
 
 
-class Instance(metaclass=Sealed):
+class Instance(metaclass=ReadOnlyClass):
     """Stand-in for an object of a class of torch.distributed: its arguments and its state, as the pickle gives them."""
 
     __slots__ = ("arguments", "state")
@@ -63,21 +63,21 @@ def _field(state: object, name: str) -> object:
     return None
 
 
-def _stand_in(name: str) -> Sealed:
-    return Sealed(name, (Instance,), {"__slots__": ()})
+def _stand_in(name: str) -> ReadOnlyClass:
+    return ReadOnlyClass(name, (Instance,), {"__slots__": ()})
 
 
 _DTENSOR, _SHARDED_TENSOR, _LOCAL_SHARD = _stand_in("DTensor"), _stand_in("ShardedTensor"), _stand_in("LocalShard")
 _SHARD, _STRIDED = _stand_in("Shard"), _stand_in("_StridedShard")
 _REPLICATE, _PARTIAL = _stand_in("Replicate"), _stand_in("Partial")
 _OTHER = _stand_in("object")
-_WRAPPER_SUBCLASS = Call(lambda *_: Refused("tensor of a subclass"))
+_WRAPPER_SUBCLASS = Call(lambda *_: UnsupportedObject("tensor of a subclass"))
 
 
 class _Distributed(NamedTuple):
     """A DTensor or ShardedTensor: its class, what it is rebuilt from, and its state."""
 
-    kind: Sealed
+    kind: ReadOnlyClass
     arguments: tuple[object, ...]
     state: object
 
@@ -85,7 +85,7 @@ class _Distributed(NamedTuple):
 def _from_type(function: object, kind: object, arguments: object, state: object) -> object:
     is_distributed = kind is _DTENSOR or kind is _SHARDED_TENSOR
     if is_distributed and function is _WRAPPER_SUBCLASS and isinstance(arguments, tuple):
-        assert isinstance(kind, Sealed)
+        assert isinstance(kind, ReadOnlyClass)
         return _Distributed(kind, arguments, state)
     return rebuild_from_type(function, kind, arguments, state)
 
@@ -176,7 +176,7 @@ def parts_of(value: object, rank: int, where: str) -> Parts:
 
 
 def _tensor(value: object, where: str) -> TensorRef:
-    if isinstance(value, Refused):
+    if isinstance(value, UnsupportedObject):
         raise UnsupportedError(f"{where}: {value.kind}, which is not converted; save it as a plain dense tensor")
     if not isinstance(value, TensorRef):
         raise UnsupportedError(f"{where}: a value of type {type(value).__name__}, required a tensor")

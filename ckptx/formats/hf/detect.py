@@ -7,11 +7,11 @@ open.
 from __future__ import annotations
 
 from ckptx.errors import InputError
-from ckptx.formats.foreign import kind_of_name
 from ckptx.formats.hf.reader import INDEX, SINGLE, open_huggingface, parse_index, read_text
-from ckptx.formats.located import Located
+from ckptx.formats.located_checkpoint import LocatedCheckpoint
 from ckptx.formats.rank_files import ShapesIn, without_part_files
 from ckptx.formats.sharding_info import that_record_offsets
+from ckptx.formats.unsupported import kind_of_name
 from ckptx.storage.interface import Source
 from ckptx.untrusted.limits import INDEX_BYTES
 
@@ -20,7 +20,7 @@ _FSDP_BIN = "pytorch_model_fsdp.bin"  # the whole state dict, as accelerate save
 USUAL_NAMES = frozenset({SINGLE, _BIN, _FSDP_BIN})  # of one file that is a whole checkpoint
 
 
-def weights_in(source: Source, shapes_in: ShapesIn) -> Located | None:
+def weights_in(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     """Find the HF weights of a directory.
 
     Args:
@@ -39,18 +39,18 @@ def weights_in(source: Source, shapes_in: ShapesIn) -> Located | None:
             "mean as SRC"
         )
     if index:
-        return Located(source, "huggingface", (INDEX,))
+        return LocatedCheckpoint(source, "huggingface", (INDEX,))
     if single:
         return located_by_header(source, SINGLE)
     for name in (_BIN_INDEX, _BIN, _FSDP_BIN):
         if listing.has(name):
-            return Located(source, "bin", (name,))
+            return LocatedCheckpoint(source, "bin", (name,))
     indexes = [name for name in listing if name.endswith(".safetensors.index.json")]
     if len(indexes) == 1:
-        return Located(source, "huggingface", (indexes[0],))
+        return LocatedCheckpoint(source, "huggingface", (indexes[0],))
     files = [name for name in listing if name.endswith(".safetensors")]
     if not indexes and that_record_offsets(source, files):
-        return Located(source, "sharded", (".",))
+        return LocatedCheckpoint(source, "sharded", (".",))
     found = indexes or [name for name in files if kind_of_name(name) is None]
     if not found:
         return None
@@ -59,16 +59,16 @@ def weights_in(source: Source, shapes_in: ShapesIn) -> Located | None:
         raise InputError(
             f"{source.location}: no model.safetensors or index, but {', '.join(found[:8])}; pass one as SRC"
         )
-    return Located(source, "huggingface", (found[0],))
+    return LocatedCheckpoint(source, "huggingface", (found[0],))
 
 
-def located_by_header(source: Source, weights: str) -> Located:
+def located_by_header(source: Source, weights: str) -> LocatedCheckpoint:
     """Return what one weight file or index stands for: itself, or all shards of its directory if its header says so.
 
     A file that records offsets is still one of whole tensors where its name or an index says so, unless other files
     that record some lie beside it without being in the index.
     """
-    by_itself = Located(source, "huggingface", (weights,))
+    by_itself = LocatedCheckpoint(source, "huggingface", (weights,))
     if weights.endswith(".json") or not that_record_offsets(source, [weights]):
         return by_itself
     beside = [name for name in source.listing() if name != weights]
@@ -78,5 +78,5 @@ def located_by_header(source: Source, weights: str) -> Located:
             if weights in listed and open_huggingface(source, index) is not None:
                 return by_itself
     if weights != SINGLE or that_record_offsets(source, [name for name in beside if name.endswith(".safetensors")]):
-        return Located(source, "sharded", (".",))
+        return LocatedCheckpoint(source, "sharded", (".",))
     return by_itself

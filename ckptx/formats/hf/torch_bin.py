@@ -15,7 +15,7 @@ from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import check_index, parse_index, read_text
 from ckptx.formats.torch_archive.archive import open_archive, place_tensor
-from ckptx.formats.torch_archive.unpickle import Refused, TensorRef
+from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.untrusted.limits import INDEX_BYTES
 
@@ -68,7 +68,7 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
         raise UnsupportedError(f"{where}: holds {kind_of_value(archive.tree)}, needed a dict of tensors by name")
     entries = []
     for key, value in archive.tree.items():
-        if not isinstance(value, TensorRef | Refused) or type(key) is not str or not is_text(key):
+        if not isinstance(value, TensorRef | UnsupportedObject) or type(key) is not str or not is_text(key):
             raise UnsupportedError(
                 f"{where}: {str(key)[:80]!r} is {kind_of_value(value)}, needed tensors by name; save the plain "
                 "state_dict()"
@@ -99,7 +99,7 @@ def kind_of_value(value: object) -> str:
     """Return what a value in a state dict is, for error messages."""
     if isinstance(value, TensorRef):
         return "a tensor"
-    if isinstance(value, Refused):
+    if isinstance(value, UnsupportedObject):
         return f"a {value.kind}"
     if isinstance(value, dict):
         return "a nested dict"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ckptx.formats.located import Located
+from ckptx.formats.located_checkpoint import LocatedCheckpoint
 from ckptx.formats.rank_files import ShapesIn
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.storage.interface import Source
 
 
-def detect(source: Source, shapes_in: ShapesIn) -> Located | None:
+def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     """Find `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`."""
-    return Located(source, "sharded", (".",)) if any(map(is_shard, source.listing())) else None
+    return LocatedCheckpoint(source, "sharded", (".",)) if any(map(is_shard, source.listing())) else None

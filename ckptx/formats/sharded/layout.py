@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Block, CutChunks, TensorEntry
+from ckptx.catalog.entry import Block, ShardedChunks, TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError
 from ckptx.formats.by_stage import ShardedTensor, by_stage
@@ -107,7 +107,7 @@ class _Stage:
         }
         self._files = {name: _File() for name in self._names.values()}
         self._cuts: dict[tuple[int, DType], tuple[tuple[str, ...], tuple[int, ...], list[dict[str, Shape]]]] = {}
-        self.placed: list[tuple[TensorEntry, CutChunks]] = []
+        self.placed: list[tuple[TensorEntry, ShardedChunks]] = []
 
     def append(self, entry: TensorEntry, blocks: tuple[Block, ...]) -> None:
         key = (id(blocks), entry.dtype)
@@ -123,7 +123,7 @@ class _Stage:
             file.rows.append((entry.name, entry.dtype, block.region.sizes, file.nbytes, file.nbytes + length))
             file.offsets[entry.name] = begin
             file.nbytes += length
-        self.placed.append((entry, CutChunks(blocks, *cut[:2], offsets)))
+        self.placed.append((entry, ShardedChunks(blocks, *cut[:2], offsets)))
 
     def finish(self) -> Iterable[tuple[str, bytes, int]]:
         """Name, header and bytes of tensors of each file."""

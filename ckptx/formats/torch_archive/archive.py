@@ -25,7 +25,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Frame, Record
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.torch_archive.unpickle import Refused, TensorRef, load_torch
+from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject, load_torch
 from ckptx.formats.torch_archive.zip_directory import (
     CENTRAL,
     END,
@@ -280,7 +280,7 @@ def locate_payload(
         if found is not None:
             return found
     archive = open_archive(read, offset, length, where)
-    if isinstance(archive.tree, TensorRef | Refused):
+    if isinstance(archive.tree, TensorRef | UnsupportedObject):
         return place_tensor(archive.tree, archive.records, where)
     raise InputError(f"{where}: holds a {type(archive.tree).__name__}, needed one tensor; the checkpoint is damaged")
 
@@ -300,14 +300,14 @@ def _locate_expected(read: Read, offset: int, length: int, dtype: DType, shape: 
     return Payload(dtype, shape, None, data, frame.nbytes, Record(data, frame.nbytes, crc))
 
 
-def place_tensor(tensor: TensorRef | Refused, records: dict[str, Record], where: str) -> Payload:
+def place_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Record], where: str) -> Payload:
     """Where the elements of `tensor` lie in `records`.
 
     Raises:
         InputError: Its storage is missing, or has not the length it should.
         UnsupportedError: A conjugate or negative view, or no dense tensor at all.
     """
-    if isinstance(tensor, Refused):
+    if isinstance(tensor, UnsupportedObject):
         raise UnsupportedError(f"{where}: {tensor.kind}, which is not converted; save it as a plain dense tensor")
     if tensor.flags:
         raise UnsupportedError(

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_machine import (
+    CallResult,
     Damaged,
     External,
     Machine,
-    Made,
     Mapping,
     Name,
     PickledSet,
@@ -169,7 +169,7 @@ def _append(machine: Machine) -> None:
 def _extend(target: Any, values: list[Any]) -> None:
     if type(target) is list:
         target.extend(values)
-    elif isinstance(target, (Made, PickledSet)):
+    elif isinstance(target, (CallResult, PickledSet)):
         target.items.extend(values)
     else:
         raise Damaged("items of a value that takes none")
@@ -178,7 +178,7 @@ def _extend(target: Any, values: list[Any]) -> None:
 def _set_items(target: Any, pairs: list[tuple[Any, Any]]) -> None:
     if isinstance(target, Mapping):
         target.items.extend(pairs)
-    elif isinstance(target, Made):
+    elif isinstance(target, CallResult):
         target.pairs.extend(pairs)
     else:
         raise Damaged("keys of a value that takes none")
@@ -221,9 +221,9 @@ def _pop(machine: Machine) -> None:
         machine.marks.pop()
         return
     dropped = machine.pop()
-    if isinstance(dropped, Made) and dropped.how == "call":
+    if isinstance(dropped, CallResult) and dropped.how == "call":
         target = dropped.arguments[0] if dropped.arguments else None
-        if isinstance(target, Made):
+        if isinstance(target, CallResult):
             target.setters.append((dropped.function, *dropped.arguments[1:]))
         else:
             machine.dropped.append(dropped)
@@ -257,7 +257,7 @@ def _named(machine: Machine, module: str, name: str) -> Name:
 
 
 def _extension(count: int) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(Made("code", None, (machine.number(count),)))
+    return lambda machine: machine.stack.append(CallResult("code", None, (machine.number(count),)))
 
 
 def _arguments(value: Any) -> tuple[Any, ...]:
@@ -268,33 +268,33 @@ def _arguments(value: Any) -> tuple[Any, ...]:
 
 def _reduce(machine: Machine) -> None:
     arguments, function = _arguments(machine.pop()), machine.pop()
-    machine.stack.append(Made("call", function, arguments))
+    machine.stack.append(CallResult("call", function, arguments))
 
 
 def _new(machine: Machine) -> None:
     arguments, function = _arguments(machine.pop()), machine.pop()
-    machine.stack.append(Made("new", function, arguments))
+    machine.stack.append(CallResult("new", function, arguments))
 
 
 def _new_with_keywords(machine: Machine) -> None:
     keywords, arguments, function = machine.pop(), _arguments(machine.pop()), machine.pop()
-    machine.stack.append(Made("new", function, arguments, keywords))
+    machine.stack.append(CallResult("new", function, arguments, keywords))
 
 
 def _instance(machine: Machine) -> None:
     name = _named(machine, _text(machine.line()), _text(machine.line()))
-    machine.stack.append(Made("call", name, tuple(machine.pop_to_mark())))
+    machine.stack.append(CallResult("call", name, tuple(machine.pop_to_mark())))
 
 
 def _object(machine: Machine) -> None:
     function, *arguments = machine.pop_to_mark()
-    machine.stack.append(Made("call", function, tuple(arguments)))
+    machine.stack.append(CallResult("call", function, tuple(arguments)))
 
 
 def _build(machine: Machine) -> None:
     state = machine.pop()
     target = machine.top()
-    if not isinstance(target, Made):
+    if not isinstance(target, CallResult):
         raise Damaged("a state of a value that has none")
     target.states.append(state)
 

@@ -59,7 +59,7 @@ class External:
         self.pid = pid
 
 
-class Made:
+class CallResult:
     """The result of a call that a pickle asks for.
 
     Attributes:

@@ -56,7 +56,7 @@ _LONGEST_DTYPE = 40
 _DTYPE_LIKE = re.compile(r"(?:bfloat|complex|float|bits|q?u?int|bool)\w*")
 
 
-class Sealed(type):
+class ReadOnlyClass(type):
     """Metaclass of stand-in classes: a pickle that holds the class cannot set attributes on it."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
@@ -105,7 +105,7 @@ MEMBER_BY_NAME: Globals = {
 }
 
 
-class Dict(dict[Any, Any], metaclass=Sealed):
+class Dict(dict[Any, Any], metaclass=ReadOnlyClass):
     """Stands in for dicts and sets, ordered or not; attributes such as `_metadata` of a state dict are dropped."""
 
     __slots__ = ()
@@ -308,14 +308,14 @@ class TensorRef(NamedTuple):
     flags: tuple[str, ...]
 
 
-class Refused(NamedTuple):
+class UnsupportedObject(NamedTuple):
     """Something that torch can hold and ckptx does not convert; `kind` says what it is."""
 
     kind: str
 
 
 def load_torch(data: bytes, where: str, allowed: Globals | None = None) -> Any:
-    """The object tree of a `data.pkl` with `TensorRef`, `StorageRef` and `Refused` in the place of torch objects.
+    """Read the object tree of a `data.pkl`, with `TensorRef`, `StorageRef` and `UnsupportedObject` for torch objects.
 
     Args:
         data: The pickle.
@@ -337,7 +337,7 @@ def _layout(name: object) -> Symbol:
 LAYOUT = Call(_layout)
 
 
-def _storage(pid: object) -> StorageRef | Refused:
+def _storage(pid: object) -> StorageRef | UnsupportedObject:
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
         raise InputError("refers to an object outside the pickle that is no storage")
     _, kind, key, _, numel = pid
@@ -347,7 +347,7 @@ def _storage(pid: object) -> StorageRef | Refused:
     if name == "UntypedStorage":
         return StorageRef(key, None, numel)
     dtype = BY_STORAGE.get(name)
-    return StorageRef(key, dtype, numel) if dtype else Refused(f"tensor over {name[:40]}")
+    return StorageRef(key, dtype, numel) if dtype else UnsupportedObject(f"tensor over {name[:40]}")
 
 
 def _is_count(value: object) -> bool:
@@ -361,8 +361,8 @@ def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
 
 def _rebuild(
     storage: object, offset: object, shape: object, strides: object, dtype: DType | None, flags: object
-) -> TensorRef | Refused:
-    if isinstance(storage, Refused):
+) -> TensorRef | UnsupportedObject:
+    if isinstance(storage, UnsupportedObject):
         return storage
     if not isinstance(storage, StorageRef) or dtype is None:
         raise InputError("describes a tensor without a storage or dtype")
@@ -385,7 +385,7 @@ def _rebuild_v2(
     grad: object,
     hooks: object,
     flags: object = None,
-) -> TensorRef | Refused:
+) -> TensorRef | UnsupportedObject:
     dtype = storage.dtype if isinstance(storage, StorageRef) else None
     return _rebuild(storage, offset, shape, strides, dtype, flags)
 
@@ -399,11 +399,15 @@ def _rebuild_v3(
     hooks: object,
     dtype: object,
     flags: object = None,
-) -> TensorRef | Refused:
+) -> TensorRef | UnsupportedObject:
     if not isinstance(dtype, Symbol):
         raise InputError("describes a tensor without a dtype")
     known = BY_TORCH.get(dtype.removeprefix("torch."))
-    return _rebuild(storage, offset, shape, strides, known, flags) if known else Refused(f"tensor of dtype {dtype}")
+    return (
+        _rebuild(storage, offset, shape, strides, known, flags)
+        if known
+        else UnsupportedObject(f"tensor of dtype {dtype}")
+    )
 
 
 def _parameter(data: object, grad: object, hooks: object, state: object = None) -> object:
@@ -415,11 +419,11 @@ def rebuild_from_type(function: object, kind: object, arguments: object, state: 
     if kind in _PLAIN_TENSORS and function in _REBUILD and isinstance(arguments, tuple):
         assert isinstance(function, Call)
         return function(*arguments)
-    return Refused(f"tensor of subclass {kind}" if isinstance(kind, Symbol) else "tensor of a subclass")
+    return UnsupportedObject(f"tensor of subclass {kind}" if isinstance(kind, Symbol) else "tensor of a subclass")
 
 
 def _refusal(kind: str) -> Call:
-    return Call(lambda *_: Refused(kind))
+    return Call(lambda *_: UnsupportedObject(kind))
 
 
 _REBUILD = (Call(_rebuild_v2), Call(_rebuild_v3))

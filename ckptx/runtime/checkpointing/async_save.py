@@ -28,7 +28,7 @@ from ckptx.errors import CkptxError, UsageError
 from ckptx.runtime.checkpointing.save import publish
 from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
 from ckptx.runtime.checkpointing.snapshot import Snapshot, take
-from ckptx.runtime.parallel.distributed import everywhere
+from ckptx.runtime.parallel.distributed import all_gather_object
 
 if TYPE_CHECKING:  # Python 3.10 has it there alone
     from typing_extensions import Unpack
@@ -108,7 +108,7 @@ class Saver:
         try:
             self.wait()
             if self._groups:
-                everywhere(None)  # a group must not end while another rank still listens to it
+                all_gather_object(None)  # a group must not end while another rank still listens to it
         finally:
             self._end()
 

@@ -27,7 +27,7 @@ from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.load_report import LACKING, NO_PLACE, UNKNOWN, LoadedTensor, LoadLedger
-from ckptx.runtime.checkpointing.reading import OpenCheckpoint, Reading, castable, open_source
+from ckptx.runtime.checkpointing.reading import OpenCheckpoint, RegionReader, castable, open_source
 from ckptx.runtime.model.layers import canonical_name, has_stubs
 from ckptx.runtime.parallel.shards import LocalShard, pieces_of
 from ckptx.runtime.torch_private import local_tensor
@@ -87,7 +87,7 @@ def load_from(
     (`OpenCheckpoint.tied` says which).
     """
     plan = _plan(model, source, regions, tied)
-    reading = Reading(source.files)
+    reading = RegionReader(source.files)
     with torch.no_grad():
         _run((partial(reading.fill, *job) for job in plan.jobs()), workers)
         _run((partial(_hold_against, reading, tie, *job) for tie in plan.ties for job in tie.jobs()), workers)
@@ -119,7 +119,7 @@ def differing(
         InputError, UnsupportedError: As `load`.
     """
     plan = _plan(model, source, regions, tied)
-    reading = Reading(source.files)
+    reading = RegionReader(source.files)
     return [read.name for read in plan.reads if not all(reading.is_equal(*job) for job in read.jobs())]
 
 
@@ -338,7 +338,7 @@ def _run(calls: Iterable[Callable[[], None]], workers: int | None) -> None:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _hold_against(reading: Reading, tie: _Read, entry: TensorEntry, region: Region, target: Tensor) -> None:
+def _hold_against(reading: RegionReader, tie: _Read, entry: TensorEntry, region: Region, target: Tensor) -> None:
     if not reading.is_equal(entry, region, target):
         raise _differ(tie.name, tie.other)
 

@@ -24,9 +24,9 @@ from ckptx.mapping.rules import Renamed
 from ckptx.model_view.view import (
     ModelView,
     decide_ties,
-    locate_payloads,
+    locate_archives,
+    resolve_duplicates,
     rules_of,
-    settle_duplicates,
     trainer_rules,
     view_model,
     view_model_under,
@@ -75,7 +75,7 @@ class OpenCheckpoint:
     def unread(self) -> dict[str, str]:
         """Names on disk of what is not part of the model, with the reason."""
         optimizer = dict.fromkeys(self.view.optimizer, OPTIMIZER)
-        others = {name: each.said for each in self.view.others for name in each.names}
+        others = {name: each.description for each in self.view.others for name in each.names}
         return optimizer | dict.fromkeys(self.view.other, OTHER_STATE) | others
 
     @property
@@ -161,7 +161,7 @@ def open_source(
     else:
         view = view_model(catalog, config=own, prefix=prefix, trust_remote_code=trust_remote_code)
     with catalog.source.open() as files:
-        view = settle_duplicates(locate_payloads(view, files, later=True), files, with_state=False)
+        view = resolve_duplicates(locate_archives(view, files, lazy=True), files, with_state=False)
         renamed = Renamed.not_yet(view.tensors)
         if view.trainer_naming:
             renamed = renamed.then(trainer_rules(view.trainer_naming).to_model(renamed.tensors))
@@ -204,7 +204,7 @@ class StagedSink:
         self._at += len(view)
 
 
-class Reading:
+class RegionReader:
     """Reads regions into tensors, from any number of threads."""
 
     def __init__(self, files: SourceFiles) -> None:

@@ -31,7 +31,7 @@ from ckptx.runtime.checkpointing.save_planner import AliasWriter, SavePlanner
 from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
 from ckptx.runtime.checkpointing.snapshot import GROUPS, STATE, Names, Snapshot, local_regions_of, parameters_of, take
 from ckptx.runtime.checkpointing.stored_state import StoredState, open_state
-from ckptx.runtime.parallel.distributed import together
+from ckptx.runtime.parallel.distributed import raise_on_all_ranks
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.storage.files import unwritable
 from ckptx.storage.staged import staged
@@ -169,14 +169,14 @@ def publish(
     """
     with ExitStack() as stack:
         staging = None
-        with together(group):
+        with raise_on_all_ranks(group):
             if dist.get_rank() == 0:
                 may_replace = partial(refuse_foreign, kept_in=staged(path)[0])
                 staging = stack.enter_context(Staging(path, overwrite=overwrite, may_replace=may_replace))
                 staging.begin(b"", resume=False)
-        with together(group):
+        with raise_on_all_ranks(group):
             _write(snapshot, staged(path)[0], group)
-        with together(group):
+        with raise_on_all_ranks(group):
             if staging is not None:
                 for name, data in snapshot.files.items():
                     staging.output.write(name, [data])

@@ -32,7 +32,7 @@ from ckptx.runtime.parallel.shards import LocalShard, narrowed, pieces_of
 from ckptx.runtime.torch_private import local_tensor
 
 
-class Shards:
+class DTensorShards:
     """A DTensor as the rectangles that this rank has of it, in the terms of torch's planners."""
 
     def __init__(self, name: str, tensor: DTensor, local_regions: Sequence[Region] | None) -> None:
@@ -44,7 +44,7 @@ class Shards:
             self._pieces = {everything.offsets: LocalShard(everything, everything)}
         self._properties = TensorProperties.create_from_tensor(self._local)
 
-    def copied(self) -> Shards:
+    def copied(self) -> DTensorShards:
         """The same in memory of its own, on the CPU."""
         other = copy(self)
         other._local = self._local.to("cpu", copy=True)
@@ -75,22 +75,22 @@ class Shards:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Whole:
+class WholeObject:
     """A value that is stored as one object, where torch would store the leaves of a dict one by one."""
 
     value: Any
 
 
 class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
-    """torch's, but that it takes `Shards` in the place of DTensors, and `Whole` values."""
+    """torch's, but that it takes `DTensorShards` in the place of DTensors, and `WholeObject` values."""
 
     state_dict: dict[str, Any]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        if isinstance(found, Whole):
+        if isinstance(found, WholeObject):
             return found.value
-        return found.at(index) if isinstance(found, Shards) else super().lookup_object(index)
+        return found.at(index) if isinstance(found, DTensorShards) else super().lookup_object(index)
 
 
 class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch says Any

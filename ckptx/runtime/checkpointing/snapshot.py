@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.formats.sidecars import look_around
-from ckptx.runtime.checkpointing.save_planner import Shards
+from ckptx.runtime.checkpointing.save_planner import DTensorShards
 from ckptx.runtime.checkpointing.save_request import SaveRequest
 from ckptx.runtime.checkpointing.training_state import ROOT, STEP, collect
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.activation_checkpointing.wrap import configs_as_given
-from ckptx.runtime.parallel.distributed import everywhere, together
+from ckptx.runtime.parallel.distributed import all_gather_object, raise_on_all_ranks
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.storage.local import LocalSource
 
@@ -55,12 +55,12 @@ def take(request: SaveRequest, *, copies: bool) -> Snapshot:
         copies: True copies every tensor, so that the run may change its own.
     """
     models = request.models
-    with together():
+    with raise_on_all_ranks():
         keep = _copied if copies else _as_it_is
         tree, own = _of_model(Names.of(models), request.optimizer, request.layout, keep)
         files = _beside(models[0], request.beside) if dist.get_rank() == 0 else {}
     # In the order of names: that of an optimizer's state is another one when it was loaded than when it was trained.
-    aliases = dict(sorted({alias: stored for each in everywhere(own) for alias, stored in each.items()}.items()))
+    aliases = dict(sorted({alias: stored for each in all_gather_object(own) for alias, stored in each.items()}.items()))
     if request.step is not None:
         tree[STEP] = request.step
     if collected := collect(request.training_state or {}, request.mesh):
@@ -73,7 +73,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Shards):
+    if isinstance(value, DTensorShards):
         return value.copied()
     if isinstance(value, Tensor):  # torch stores whether it has a gradient
         return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
@@ -88,7 +88,7 @@ def _of_model(
 
     def stored(full: str, value: Any, parameter: Any) -> Any:
         regions = local_regions_of(full, value, parameter, names, layout)
-        return keep(Shards(full, value, regions) if isinstance(value, DTensor) else value)
+        return keep(DTensorShards(full, value, regions) if isinstance(value, DTensor) else value)
 
     tree: dict[str, Any] = {_MODEL: {}}
     for name, value in names.values.items():

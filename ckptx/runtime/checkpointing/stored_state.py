@@ -27,8 +27,8 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.reader import open_payloads
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.torch_archive.archive import Archive, open_archive, place_tensor
-from ckptx.formats.torch_archive.unpickle import Refused, Symbol, TensorRef
-from ckptx.runtime.checkpointing.reading import Reading
+from ckptx.formats.torch_archive.unpickle import Symbol, TensorRef, UnsupportedObject
+from ckptx.runtime.checkpointing.reading import RegionReader
 from ckptx.runtime.parallel.shards import narrowed, pieces_of
 from ckptx.runtime.torch_private import local_tensor
 from ckptx.storage.interface import Location, SourceFiles
@@ -51,7 +51,7 @@ class StoredState:
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, BytesEntry]
     _files: SourceFiles
-    _reading: Reading
+    _reading: RegionReader
 
     def fill(self, name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> None:
         """Reads into a tensor what this rank has of it.
@@ -80,7 +80,7 @@ class StoredState:
         entry = self.objects[name]
         where = f'{self.root / entry.file}: object "{name}"'
         archive = open_archive(partial(self._files.read, entry.file), entry.offset, entry.nbytes, where)
-        return _Plain(archive, partial(self._files.read, entry.file), where).of(archive.tree)
+        return _PlainValues(archive, partial(self._files.read, entry.file), where).of(archive.tree)
 
 
 @contextmanager
@@ -98,11 +98,11 @@ def open_state(path: Path) -> Iterator[StoredState]:
             "a training run"
         )
     with catalog.source.open() as files:
-        located = open_payloads(catalog, files, later=True)
-        yield StoredState(catalog.root, located.tensors, catalog.objects, files, Reading(files))
+        located = open_payloads(catalog, files, lazy=True)
+        yield StoredState(catalog.root, located.tensors, catalog.objects, files, RegionReader(files))
 
 
-class _Plain:
+class _PlainValues:
     """Turns the tree of an archive into plain values, in time in proportion to its size."""
 
     def __init__(self, archive: Archive, read: Callable[[int, int], bytes], where: str) -> None:
@@ -121,7 +121,7 @@ class _Plain:
         return self._done[key]
 
     def _made(self, node: Any, depth: int) -> Any:
-        if isinstance(node, (TensorRef, Refused)):  # both are tuples
+        if isinstance(node, (TensorRef, UnsupportedObject)):  # both are tuples
             return self._tensor(node)
         if isinstance(node, dict):
             return {key: self.of(value, depth) for key, value in dict.items(node)}
@@ -131,7 +131,7 @@ class _Plain:
             return getattr(torch, node.removeprefix("torch."))
         raise InputError(f"{self._where}: holds a {type(node).__name__}, needed plain values; nothing was executed")
 
-    def _tensor(self, node: TensorRef | Refused) -> Tensor:
+    def _tensor(self, node: TensorRef | UnsupportedObject) -> Tensor:
         place = place_tensor(node, self._archive.records, self._where)
         if place.strides is not None or place.dtype.torch is None or place.dtype.pack > 1:
             raise UnsupportedError(f"{self._where}: a tensor that is not row-major; save it with .contiguous()")

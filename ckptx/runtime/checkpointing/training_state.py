@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.checkpointing.save_planner import Whole
+from ckptx.runtime.checkpointing.save_planner import WholeObject
 from ckptx.runtime.checkpointing.stored_state import StoredState, digest_of, open_state, plain
-from ckptx.runtime.parallel.distributed import MESH_DIMS, everywhere, together
+from ckptx.runtime.parallel.distributed import MESH_DIMS, all_gather_object, raise_on_all_ranks
 
 ROOT, STEP = "training_state", "step"
 _RANK = "rank_"
@@ -54,9 +54,9 @@ def collect(training_state: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[
         UsageError: A name is none, or the mesh is missing, or ranks have different names, or different values of what
             is no `PerRank`.
     """
-    with together():
+    with raise_on_all_ranks():
         found, common = _collected(training_state, mesh)
-    _check_alike(everywhere(common))
+    _check_alike(all_gather_object(common))
     return found
 
 
@@ -71,10 +71,10 @@ def _collected(training_state: Mapping[str, Any], mesh: DeviceMesh | None) -> tu
         value = plain(_state_of(each.value if isinstance(each, PerRank) else each), where)
         if isinstance(each, PerRank):
             dims, place = _place_in(mesh, name)
-            found[name] = {f"{_RANK}{dims.rank(*place)}": Whole({"mesh": _sizes_of(dims), "value": value})}
+            found[name] = {f"{_RANK}{dims.rank(*place)}": WholeObject({"mesh": _sizes_of(dims), "value": value})}
             common[name] = "for each rank"
         else:
-            found[name], common[name] = Whole(value), digest_of(value)
+            found[name], common[name] = WholeObject(value), digest_of(value)
     return found, common
 
 

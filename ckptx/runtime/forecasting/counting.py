@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ckptx.runtime.memory.shape_tensors import tensors_in
-from ckptx.runtime.memory.storage_ledger import Moment
+from ckptx.runtime.memory.storage_ledger import StepPhase
 from ckptx.runtime.torch_private import packet_of, schema_of
 
 _COLLECTIVES = {
@@ -73,8 +73,8 @@ class Counts:
         """Forgets what was counted so far."""
         self.by_turn: dict[tuple[str, int], Tally] = {}
 
-    def see(
-        self, moment: Callable[[], Moment], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    def record_operation(
+        self, moment: Callable[[], StepPhase], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """An operation, as `ShapeTensors` shows it."""
         flops = _flops(func, args, kwargs, out)
@@ -91,7 +91,7 @@ class Counts:
                 nbytes = max(given, got) if func.namespace == "_c10d_functional" else given
                 self._at(moment()).sent[kind] += nbytes
 
-    def _at(self, moment: Moment) -> Tally:
+    def _at(self, moment: StepPhase) -> Tally:
         return self.by_turn.setdefault((moment.part, moment.turn), Tally())
 
 

@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptx.runtime.forecasting.alike_layers import Repeat
 from ckptx.runtime.forecasting.counting import Tally
+from ckptx.runtime.forecasting.repeated_layers import RepeatedLayers
 from ckptx.runtime.forecasting.run import RankForecast
-from ckptx.runtime.forecasting.timeline import Bytes, Segment, Unit, course_from
-from ckptx.runtime.memory.storage_ledger import BACKWARD, KINDS, Life
+from ckptx.runtime.forecasting.timeline import Bytes, Segment, Unit, timeline_from
+from ckptx.runtime.memory.storage_ledger import BACKWARD, KINDS, StorageLifetime
 
 _CLOSE = 2e-5  # of the peak: what the third step may differ by
 _NOTHING: Bytes = (0,) * len(KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class Shortened:
+class ShortModel:
     """A step of a model with fewer layers.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Base:
 
 
 def extrapolated(
-    repeats: Sequence[Repeat], base: Shortened, grown: Sequence[Shortened], third: Shortened | None
+    repeats: Sequence[RepeatedLayers], base: ShortModel, grown: Sequence[ShortModel], third: ShortModel | None
 ) -> RankForecast | None:
     """What the whole model takes; None where the steps do not agree.
 
@@ -113,7 +113,7 @@ def extrapolated(
     return _with_tensors(whole, alike[0].segment, third.kept)
 
 
-def _base_of(repeats: Sequence[Repeat], base: Shortened, grown: Sequence[Shortened]) -> _Base | None:
+def _base_of(repeats: Sequence[RepeatedLayers], base: ShortModel, grown: Sequence[ShortModel]) -> _Base | None:
     found = _Base(list(_steps(repeats, base)))
     if any(each.axis is not None for each in found.steps):
         return None
@@ -136,7 +136,7 @@ def _base_of(repeats: Sequence[Repeat], base: Shortened, grown: Sequence[Shorten
     return found
 
 
-def _steps(repeats: Sequence[Repeat], run: Shortened) -> Iterator[_Step]:
+def _steps(repeats: Sequence[RepeatedLayers], run: ShortModel) -> Iterator[_Step]:
     """The segments of a step, with the layers numbered as in the whole model."""
     seen: Counter[tuple[object, ...]] = Counter()
     start = _NOTHING
@@ -169,7 +169,7 @@ def _number_of(unit: Unit, kept: Mapping[str, Sequence[int]]) -> int:
     return unit.index if layers is None else layers[unit.index]
 
 
-def _predicted(base: _Base, repeats: Sequence[Repeat], extra: Sequence[int]) -> list[tuple[Segment, _Step]]:
+def _predicted(base: _Base, repeats: Sequence[RepeatedLayers], extra: Sequence[int]) -> list[tuple[Segment, _Step]]:
     """The segments with so many periods of each repeat, each with what it was made from."""
     found: list[tuple[Segment, _Step]] = []
     now = _NOTHING
@@ -200,13 +200,13 @@ def _predicted(base: _Base, repeats: Sequence[Repeat], extra: Sequence[int]) -> 
 
 
 def _forecast_of(
-    base: Shortened, grown: Sequence[Shortened], extra: Sequence[int], segments: Sequence[Segment]
+    base: ShortModel, grown: Sequence[ShortModel], extra: Sequence[int], segments: Sequence[Segment]
 ) -> RankForecast:
     """What a rank takes, with what it computes and sends in proportion."""
     first, others = base.forecast, [each.forecast for each in grown]
     return replace(
         first,
-        course=course_from(segments, segments[-1].last),
+        course=timeline_from(segments, segments[-1].last),
         turns={
             turn: _tally(first.turns.get(turn, Tally()), [each.turns.get(turn, Tally()) for each in others], extra)
             for turn in dict.fromkeys(turn for each in (first, *others) for turn in each.turns)
@@ -239,7 +239,7 @@ def _with_tensors(whole: RankForecast, alike: Segment, kept: Mapping[str, Sequen
     return replace(whole, course=replace(course, worst=told))
 
 
-def _renumbered(life: Life, kept: Mapping[str, Sequence[int]]) -> Life:
+def _renumbered(life: StorageLifetime, kept: Mapping[str, Sequence[int]]) -> StorageLifetime:
     module = life.born.module
     for path, layers in kept.items():
         index, _, rest = module.removeprefix(f"{path}.").partition(".")

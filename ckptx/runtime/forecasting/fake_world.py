@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ckptx.errors import Defect
-from ckptx.runtime.parallel.distributed import Process, end_groups
+from ckptx.runtime.parallel.distributed import RankContext, end_groups
 
 _DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was built with it
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int, device: torch.device = _DEVICE) -> Iterator[Process]:
+def fake_world(rank: int, world_size: int, device: torch.device = _DEVICE) -> Iterator[RankContext]:
     """This process as a rank of a world of any size; what it sends goes nowhere, and what it receives has a shape.
 
     Objects that ranks tell each other, to agree on something, are those of this rank.
@@ -38,7 +38,7 @@ def fake_world(rank: int, world_size: int, device: torch.device = _DEVICE) -> It
     gather = dist.all_gather_object
     dist.all_gather_object = _gather_own
     try:
-        yield Process(rank, world_size, device)
+        yield RankContext(rank, world_size, device)
     finally:
         dist.all_gather_object = gather
         end_groups()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptx.runtime.memory.storage_ledger import CARRIED, StorageLedger
-from ckptx.runtime.parallel.pipeline.carry import Batch
+from ckptx.runtime.parallel.pipeline.boundaries import Batch
 from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, rows_of, unpack
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
 from ckptx.runtime.parallel.pipeline.run import StageRun
@@ -21,7 +21,7 @@ from ckptx.runtime.parallel.pipeline.run import StageRun
 Boundaries = dict[int, list[PayloadSlot | None]]  # what each stage is given by the one before it
 
 
-class _LoneStage(TorchStage):
+class _IsolatedStage(TorchStage):
     """Has no other stages to agree with."""
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
@@ -29,10 +29,10 @@ class _LoneStage(TorchStage):
         return torch.ones(1, dtype=torch.int32)
 
 
-class LonePipeline(Pipeline):
+class IsolatedPipeline(Pipeline):
     """`Pipeline` on a rank whose neighbours are not there; all microbatches have one shape."""
 
-    stage_class = _LoneStage
+    stage_class = _IsolatedStage
 
     def __init__(self, *args: Any, boundaries: Boundaries, ledger: StorageLedger) -> None:
         """Args:
@@ -44,7 +44,7 @@ class LonePipeline(Pipeline):
         super().__init__(*args)
 
     @classmethod
-    def maker(cls, boundaries: Boundaries, ledger: StorageLedger) -> Callable[..., LonePipeline]:
+    def maker(cls, boundaries: Boundaries, ledger: StorageLedger) -> Callable[..., IsolatedPipeline]:
         """What `Cut.pipeline` makes one with."""
         return lambda *args: cls(*args, boundaries=boundaries, ledger=ledger)
 

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptx.processes.fork import in_children
-from ckptx.runtime.forecasting.extrapolation import Shortened, extrapolated
-from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank, walk_stage
-from ckptx.runtime.forecasting.shortening import ShorteningPlan, plan_of, shortened, stages_of_model
+from ckptx.runtime.forecasting.extrapolation import ShortModel, extrapolated
+from ckptx.runtime.forecasting.run import RankForecast, SharedFacts, run_rank, walk_stage
+from ckptx.runtime.forecasting.short_models import ShorteningPlan, plan_of, shortened, stages_of_model
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.model.build import build_model
-from ckptx.runtime.parallel.pipeline.carry import Carry
+from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
 T = TypeVar("T")
-Carries = dict[tuple[Any, ...], Carry]  # of a model, by how it is cut into stages
+Carries = dict[tuple[Any, ...], StageBoundaries]  # of a model, by how it is cut into stages
 
 
 def stages_of(pp: int, schedule: str) -> int:
@@ -112,7 +112,7 @@ class _Ranks:
 
     def __init__(self, task: Task, short: _Short | None, in_place: bool, carries: Carries) -> None:
         self._task, self._short, self._in_place = task, short, in_place
-        self._boundaries = Known().boundaries
+        self._boundaries = SharedFacts().boundaries
         self._carries = carries
 
     def run(self, ranks: Sequence[int]) -> list[RankForecast]:
@@ -157,7 +157,7 @@ class _Ranks:
         for each, (_, known) in zip(needed, answers, strict=True):
             self._learn(1 + each, known)
         runs = [
-            Shortened(forecast, short.plan.kept(short.extra[each]))
+            ShortModel(forecast, short.plan.kept(short.extra[each]))
             for each, (forecast, _) in zip(needed, answers, strict=True)
         ]
         repeats = [each for each in short.plan.of_rank(rank) if each is not None]
@@ -179,10 +179,10 @@ class _Ranks:
         layout = self._task_at(at).recipe.layout
         return layout.pp, layout.schedule, layout.pp_split
 
-    def _known(self, at: int) -> Known:
-        return Known(self._carries.get(self._stages_at(at)), self._boundaries)
+    def _known(self, at: int) -> SharedFacts:
+        return SharedFacts(self._carries.get(self._stages_at(at)), self._boundaries)
 
-    def _learn(self, at: int, known: Known) -> None:
+    def _learn(self, at: int, known: SharedFacts) -> None:
         if known.carry is not None:
             self._carries[self._stages_at(at)] = known.carry
         self._boundaries = {**self._boundaries, **known.boundaries}

@@ -12,7 +12,7 @@ from ckptx.runtime.forecasting.search import NODE, Candidate, SearchResult, Sear
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.forecasting.timeline import kind_of
 from ckptx.runtime.memory.reserve import CONTEXT, FRAGMENTATION, reserved
-from ckptx.runtime.memory.storage_ledger import KINDS, Life
+from ckptx.runtime.memory.storage_ledger import KINDS, StorageLifetime
 
 _GIB = 2**30
 
@@ -72,7 +72,7 @@ def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
     }
 
 
-def _told(life: Life) -> dict[str, Any]:
+def _told(life: StorageLifetime) -> dict[str, Any]:
     return {
         "nbytes": life.nbytes,
         "kind": kind_of(life),

@@ -17,24 +17,24 @@ from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.forecasting.counting import Counts, Tally, sum_of
 from ckptx.runtime.forecasting.fake_world import fake_world
-from ckptx.runtime.forecasting.pipeline import Boundaries, LonePipeline
+from ckptx.runtime.forecasting.pipeline import Boundaries, IsolatedPipeline
 from ckptx.runtime.forecasting.step import StepSpec, batches_of, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task
-from ckptx.runtime.forecasting.timeline import Course, course_of
+from ckptx.runtime.forecasting.timeline import MemoryTimeline, timeline_of
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import OPTIMIZER, PARAMETERS, StorageLedger
 from ckptx.runtime.model.build import build_model, give_storage
 from ckptx.runtime.model.layers import layer_groups
-from ckptx.runtime.parallel.pipeline.carry import Carry
-from ckptx.runtime.parallel.pipeline.cut import carry_found
+from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
+from ckptx.runtime.parallel.pipeline.plan import find_and_check_boundaries
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.torch_private import DataDependentOutputException, DynamicOutputShapeException
-from ckptx.runtime.training.assembly import Assembled, lay_out
+from ckptx.runtime.training.assembly import AssembledModel, lay_out
 
 
 @dataclass(slots=True)
-class Known:
+class SharedFacts:
     """What one fork finds and the next needs.
 
     Attributes:
@@ -42,13 +42,17 @@ class Known:
         boundaries: What each stage is given.
     """
 
-    carry: Carry | None = None
+    carry: StageBoundaries | None = None
     boundaries: Boundaries = field(default_factory=dict)
 
-    def find_carry(self, model: nn.Module, stages: StageMap, schedule: Schedule, batches: Any, output: Any) -> Carry:
-        """What `cut_stacks` takes: found once, on a small model that has values."""
+    def find_boundaries(
+        self, model: nn.Module, stages: StageMap, schedule: Schedule, batches: Any, output: Any
+    ) -> StageBoundaries:
+        """What `plan_pipeline_of_stacks` takes: found once, on a small model that has values."""
         if self.carry is None:
-            self.carry = carry_found(model, stages, batches, output, split_backward=schedule.splits_backward)
+            self.carry = find_and_check_boundaries(
+                model, stages, batches, output, split_backward=schedule.splits_backward
+            )
         return self.carry
 
 
@@ -72,7 +76,7 @@ class RankForecast:
     parameters: int
     missing: tuple[str, ...]
     stages: tuple[int, ...]
-    course: Course
+    course: MemoryTimeline
     turns: Mapping[tuple[str, int], Tally]
     wrapped_layers: int
     inputs: int = 0
@@ -89,7 +93,7 @@ class RankForecast:
         return sum_of(self.turns.values())
 
 
-def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast, Known]:
+def run_rank(task: Task, pipeline_rank: int, known: SharedFacts) -> tuple[RankForecast, SharedFacts]:
     """Runs a step on the first of the ranks that share pipeline stages: it has the largest part of what is cut.
 
     Args:
@@ -108,15 +112,15 @@ def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast
         ledger, counts = StorageLedger(), Counts()
 
         def see(*operation: Any) -> None:
-            ledger.see(*operation)
-            counts.see(ledger.moment, *operation)
+            ledger.record_operation(*operation)
+            counts.record_operation(ledger.moment, *operation)
 
         with _shapes(assembled, see), ledger.watching(assembled.models):
             begin, end = _one_step(assembled, task, inputs, ledger, counts, known.boundaries)
             layers = [
                 layer.name for model in assembled.models for group in layer_groups(model).values() for layer in group
             ]
-            course = course_of(ledger.events[:end], begin, layers)
+            course = timeline_of(ledger.events[:end], begin, layers)
         found = RankForecast(
             architecture=str(config["architectures"][0]),
             parameters=parameters,
@@ -130,7 +134,7 @@ def run_rank(task: Task, pipeline_rank: int, known: Known) -> tuple[RankForecast
         return found, known
 
 
-def walk_stage(task: Task, stages: int, number: int, known: Known) -> Known:
+def walk_stage(task: Task, stages: int, number: int, known: SharedFacts) -> SharedFacts:
     """Finds what a stage sends, as one of a pipeline whose ranks have one stage each.
 
     Args:
@@ -149,20 +153,20 @@ def walk_stage(task: Task, stages: int, number: int, known: Known) -> Known:
         inputs = inputs_of(task, {**model.config.to_dict(), "architectures": model.config.architectures})
         with _shapes(assembled, lambda *_: None):
             give_storage(model, torch.device("cpu"))
-            _pipeline(assembled, known.boundaries, StorageLedger()).walk(batches_of(task, inputs)[0])
+            _pipeline(assembled, known.boundaries, StorageLedger()).run_one_batch(batches_of(task, inputs)[0])
     return known
 
 
 @contextmanager
-def _laid_out(task: Task, pipeline_rank: int, known: Known) -> Iterator[Assembled]:
+def _laid_out(task: Task, pipeline_rank: int, known: SharedFacts) -> Iterator[AssembledModel]:
     """The stages of a rank, without storage."""
     with fake_world(pipeline_rank * task.dims.per_stage, task.dims.world_size) as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about groups of one rank; what counts is said in errors
-        yield lay_out(task.recipe, task.source, place, find_carry=known.find_carry)
+        yield lay_out(task.recipe, task.source, place, find_boundaries=known.find_boundaries)
 
 
 @contextmanager
-def _shapes(assembled: Assembled, see: Callable[..., None]) -> Iterator[None]:
+def _shapes(assembled: AssembledModel, see: Callable[..., None]) -> Iterator[None]:
     """Within it there are shapes alone; what cannot be known without values is said in our words."""
     name = assembled.models[0].config.architectures[0]  # FSDP2 gives a model another class
     try:
@@ -178,7 +182,7 @@ def _shapes(assembled: Assembled, see: Callable[..., None]) -> Iterator[None]:
 
 
 def _one_step(
-    assembled: Assembled, task: Task, inputs: Inputs, ledger: StorageLedger, counts: Counts, boundaries: Boundaries
+    assembled: AssembledModel, task: Task, inputs: Inputs, ledger: StorageLedger, counts: Counts, boundaries: Boundaries
 ) -> tuple[int, int]:
     """Runs it; the numbers of its first event, and of the first after it.
 
@@ -191,9 +195,9 @@ def _one_step(
     optimizer = optimizer_of(task, parameters)
     if optimizer is not None:
         _give_state(optimizer, ledger)
-    if assembled.cut is not None:
+    if assembled.pipeline_plan is not None:
         assembled.pipeline = _pipeline(assembled, boundaries, ledger)
-        assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.cut.microbatches])
+        assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.pipeline_plan.microbatches])
     begin = len(ledger.events)
     ledger.begin()
     counts.begin()
@@ -222,8 +226,10 @@ def _give_state(optimizer: torch.optim.Optimizer, ledger: StorageLedger) -> None
     optimizer.register_step_pre_hook(forget_the_idle)
 
 
-def _pipeline(assembled: Assembled, boundaries: Boundaries, ledger: StorageLedger) -> LonePipeline:
-    assert assembled.cut is not None
-    found = assembled.cut.pipeline(assembled.stages, assembled.mesh, LonePipeline.maker(boundaries, ledger))
-    assert isinstance(found, LonePipeline)
+def _pipeline(assembled: AssembledModel, boundaries: Boundaries, ledger: StorageLedger) -> IsolatedPipeline:
+    assert assembled.pipeline_plan is not None
+    found = assembled.pipeline_plan.pipeline(
+        assembled.stages, assembled.mesh, IsolatedPipeline.maker(boundaries, ledger)
+    )
+    assert isinstance(found, IsolatedPipeline)
     return found

@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pins:
+class FixedDims:
     """What is not searched.
 
     Attributes:
@@ -115,7 +115,7 @@ class SearchSpace:
     task: Task
     gpus: int
     memory: int
-    pins: Pins
+    pins: FixedDims
     directory: Path | None = None
 
 
@@ -251,7 +251,7 @@ def _order(outcome: MeshResult) -> tuple[float, int, int]:
     return outcome.best.order
 
 
-def layouts(gpus: int, pins: Pins) -> list[ParallelDims]:
+def layouts(gpus: int, pins: FixedDims) -> list[ParallelDims]:
     """Every mesh of so many GPUs; TP stays within a node unless it is pinned.
 
     Raises:
@@ -279,7 +279,7 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def microbatches_of(task: Task, dims: ParallelDims, pins: Pins) -> Iterator[int]:
+def microbatches_of(task: Task, dims: ParallelDims, pins: FixedDims) -> Iterator[int]:
     """How many there may be on each data rank, the most first: of one row, two, four, ... each."""
     rows, rest = divmod(task.recipe.training.global_batch, dims.dp)
     if rest:

@@ -20,9 +20,9 @@ from ckptx.runtime.model.model_errors import running
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
-from ckptx.runtime.parity.execution import compared, whole
+from ckptx.runtime.parity.execution import full_tensor, logits_or_hidden_states
 from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
-from ckptx.runtime.training.assembly import Assembled
+from ckptx.runtime.training.assembly import AssembledModel
 from ckptx.runtime.training.optimization import make_optimizer
 
 
@@ -37,7 +37,7 @@ class StepSpec:
         optimizer: None where the task has none.
     """
 
-    assembled: Assembled
+    assembled: AssembledModel
     task: Task
     inputs: Inputs
     optimizer: torch.optim.Optimizer | None
@@ -75,10 +75,10 @@ class StepSpec:
         items = labels_per_rank(labels, assembled.mesh)
 
         def loss(output: Any, index: int) -> Tensor:
-            return _loss_of(compared(assembled.models[-1], output), labels[index], items, self.task.loss)
+            return _loss_of(logits_or_hidden_states(assembled.models[-1], output), labels[index], items, self.task.loss)
 
-        if assembled.pipeline is not None and assembled.cut is not None:
-            count = assembled.cut.microbatches
+        if assembled.pipeline is not None and assembled.pipeline_plan is not None:
+            count = assembled.pipeline_plan.microbatches
             for begin in range(0, len(batches), count):
                 assembled.pipeline.step(batches[begin : begin + count], loss)
             return
@@ -122,7 +122,7 @@ def _loss_of(logits: Tensor, labels: Tensor, items: Tensor, kind: Loss) -> Tenso
     if kind == "none":
         return (logits.to_local() if isinstance(logits, DTensor) else logits).sum()
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # of a class without a head
-        return whole(logits).float().pow(2).mean()
+        return full_tensor(logits).float().pow(2).mean()
     if kind == "whole":
-        logits = whole(logits).float()
+        logits = full_tensor(logits).float()
     return causal_lm_loss(logits, labels, num_items_in_batch=items)

@@ -6,7 +6,15 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, BACKWARD, FORWARD, KINDS, TEMPORARIES, Event, Life
+from ckptx.runtime.memory.storage_ledger import (
+    ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    TEMPORARIES,
+    Event,
+    StorageLifetime,
+)
 
 LARGEST = 5  # tensors that are told of
 Bytes = tuple[int, ...]  # of each of KINDS
@@ -44,12 +52,12 @@ class Segment:
     unit: Unit
     most: Bytes
     last: Bytes
-    peak: Life | None
-    largest: tuple[Life, ...] = ()
+    peak: StorageLifetime | None
+    largest: tuple[StorageLifetime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class MemoryTimeline:
     """The bytes of a step.
 
     Attributes:
@@ -63,7 +71,7 @@ class Course:
     between: Bytes
 
 
-def kind_of(life: Life) -> str:
+def kind_of(life: StorageLifetime) -> str:
     """What a storage is, when it is over or the step is.
 
     What is made in a forward pass and lives past it is an activation; what a layer computes again for its backward
@@ -89,7 +97,7 @@ def units_of(layers: Iterable[str]) -> dict[str, Unit]:
     return found
 
 
-def course_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> Course:
+def timeline_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> MemoryTimeline:
     """The course of a step.
 
     Args:
@@ -112,7 +120,7 @@ def course_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> Cou
 
     current: tuple[str, int, Unit] | None = None
     most: Bytes = ()
-    peak: Life | None = None
+    peak: StorageLifetime | None = None
     for number, (life, is_birth) in enumerate(events):
         kind = index[kind_of(life)]
         if number >= begin:
@@ -128,17 +136,17 @@ def course_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> Cou
             most, peak = tuple(now), life
     if current is not None:
         found.append(Segment(*current, most, tuple(now), peak))
-    return course_from(list(_with_largest(found, events)), tuple(now))
+    return timeline_from(list(_with_largest(found, events)), tuple(now))
 
 
-def course_from(segments: Sequence[Segment], between: Bytes) -> Course:
+def timeline_from(segments: Sequence[Segment], between: Bytes) -> MemoryTimeline:
     """The course that segments make."""
-    return Course(tuple(segments), max(segments, key=lambda each: sum(each.most)), between)
+    return MemoryTimeline(tuple(segments), max(segments, key=lambda each: sum(each.most)), between)
 
 
 def _with_largest(segments: Iterable[Segment], events: Iterable[Event]) -> Iterator[Segment]:
     """Adds what lives when the bytes of each are most."""
-    alive: dict[int, Life] = {}
+    alive: dict[int, StorageLifetime] = {}
     changes = iter(events)
     for segment in segments:
         if segment.peak is None:

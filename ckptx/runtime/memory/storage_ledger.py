@@ -37,7 +37,7 @@ BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
 _META = torch.device("meta")
 
 
-class Moment(NamedTuple):
+class StepPhase(NamedTuple):
     """A part of a step.
 
     Attributes:
@@ -54,7 +54,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(slots=True)
-class Life:
+class StorageLifetime:
     """Of one storage, from one resize to the next.
 
     Attributes:
@@ -71,15 +71,15 @@ class Life:
     op: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    born: Moment
-    died: Moment | None = None
+    born: StepPhase
+    died: StepPhase | None = None
     label: str | None = None
 
 
 class Event(NamedTuple):
     """A storage that comes or goes."""
 
-    life: Life
+    life: StorageLifetime
     is_birth: bool
 
 
@@ -98,7 +98,7 @@ class StorageLedger:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.nbytes = 0
-        self._lives: dict[int, tuple[Life, weakref.ref[Any]]] = {}  # by storage
+        self._lives: dict[int, tuple[StorageLifetime, weakref.ref[Any]]] = {}  # by storage
         self._names: dict[int, str] = {}  # of modules
         self._shapes: dict[str, set[tuple[int, ...]]] = {}  # of parameters, by module
         self._stack: list[str] = []
@@ -174,26 +174,26 @@ class StorageLedger:
         self._numbers.append(next_node_number())
         self._modules.append(self._stack[-1] if self._stack else "")
 
-    def moment(self) -> Moment:
+    def moment(self) -> StepPhase:
         """Where the step is now."""
         task = backward_pass()
         if task is None:
             turn = self._turns[BACKWARD if self._part == BACKWARD else FORWARD]
-            return Moment(self._part, max(0, turn), False, self._stack[-1] if self._stack else "")
+            return StepPhase(self._part, max(0, turn), False, self._stack[-1] if self._stack else "")
         if task != self._task:
             self._task = task
             self._turns[BACKWARD] += 1
             self._part = BACKWARD  # also what FSDP2 and a pipeline do after it, until the next forward pass begins
         turn = self._turns[BACKWARD]
         if self._stack:
-            return Moment(BACKWARD, turn, True, self._stack[-1])
+            return StepPhase(BACKWARD, turn, True, self._stack[-1])
         node = running_node_number()
         at = bisect.bisect_right(self._numbers, node) - 1 if node is not None else -1
-        return Moment(BACKWARD, turn, False, self._modules[at] if at >= 0 else "")
+        return StepPhase(BACKWARD, turn, False, self._modules[at] if at >= 0 else "")
 
     # ------------------------------------------------------------------------------------------------------------- what
 
-    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def record_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """An operation, and what it gave."""
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in((out,), {}):
             if tensor.layout is torch.strided and (isinstance(tensor, FakeTensor) or tensor.device != _META):
@@ -246,7 +246,7 @@ class StorageLedger:
 
     def _add(self, storage: Any, tensor: Tensor, op: str) -> None:
         born, shape, key = self.moment(), tuple(tensor.shape), storage_key(storage)
-        life = Life(storage.nbytes(), op, shape, tensor.dtype, born, label=self._forced)
+        life = StorageLifetime(storage.nbytes(), op, shape, tensor.dtype, born, label=self._forced)
         if born.part == BACKWARD and not born.is_again and self._is_of_parameter(born.module, shape):
             life.label = GRADIENTS
         self._lives[key] = life, weakref.ref(storage, lambda _: self._end(self._lives.pop(key)[0]))
@@ -262,15 +262,15 @@ class StorageLedger:
             return
         old, reference = known
         self._end(old)
-        life = Life(storage.nbytes(), old.op, old.shape, old.dtype, self.moment(), label=old.label)
+        life = StorageLifetime(storage.nbytes(), old.op, old.shape, old.dtype, self.moment(), label=old.label)
         self._lives[storage_key(storage)] = life, reference
         self._born(life)
 
-    def _born(self, life: Life) -> None:
+    def _born(self, life: StorageLifetime) -> None:
         self.nbytes += life.nbytes
         self.events.append(Event(life, True))
 
-    def _end(self, life: Life) -> None:
+    def _end(self, life: StorageLifetime) -> None:
         life.died = self.moment()
         self.nbytes -= life.nbytes
         self.events.append(Event(life, False))

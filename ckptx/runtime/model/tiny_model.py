@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.model.build import on_meta
-from ckptx.runtime.model.narrow_config import Narrowness, narrow, parts, token_ids
+from ckptx.runtime.model.shrink_config import ShrinkPolicy, parts, shrink_config, token_ids
 
 _MIB = 2**20
 _SMALL = 64 * _MIB  # a model of no more is taken as it is
@@ -28,12 +28,12 @@ _MOST = 512 * _MIB
 
 # From narrow to less narrow: a class may want what the first of them takes from it.
 _ATTEMPTS = (
-    Narrowness(),
-    Narrowness(cut_vocabulary=True),
-    Narrowness(head_dim=None),
-    Narrowness(head_dim=None, cut_vocabulary=True),
-    Narrowness(few_heads=False, cut_vocabulary=True),
-    Narrowness(few_heads=False, head_dim=None, narrow_hidden=False, cut_vocabulary=True),
+    ShrinkPolicy(),
+    ShrinkPolicy(cut_vocabulary=True),
+    ShrinkPolicy(head_dim=None),
+    ShrinkPolicy(head_dim=None, cut_vocabulary=True),
+    ShrinkPolicy(few_heads=False, cut_vocabulary=True),
+    ShrinkPolicy(few_heads=False, head_dim=None, narrow_hidden=False, cut_vocabulary=True),
 )
 
 _ROWS, _LENGTH = 2, 12
@@ -106,7 +106,7 @@ def _found(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTra
     for most in (_AIM, _MOST):
         for how in _ATTEMPTS:
             try:
-                tried = narrow(plain, how)
+                tried = shrink_config(plain, how)
                 fault = _difference(large, _shape_of(tried, cls), most)
                 if not fault:
                     return tried, _run(tried, cls)

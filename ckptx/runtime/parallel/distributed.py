@@ -32,7 +32,7 @@ _GLOO = ("/gloo/transport/", "Gloo connectFullMesh failed")
 _meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
 
 
-class Process(NamedTuple):
+class RankContext(NamedTuple):
     """Where this process is.
 
     Attributes:
@@ -62,7 +62,9 @@ def device_of(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def process_group(device: str = "auto", backend: str = "auto", store: dist.Store | None = None) -> Iterator[Process]:
+def process_group(
+    device: str = "auto", backend: str = "auto", store: dist.Store | None = None
+) -> Iterator[RankContext]:
     """This process in its group, which ends with the block unless it was there before.
 
     A process that nobody launched is a group of its own.
@@ -77,10 +79,12 @@ def process_group(device: str = "auto", backend: str = "auto", store: dist.Store
         PeerFailure: Another rank is gone before all have met.
     """
     if dist.is_initialized():
-        yield Process(dist.get_rank(), dist.get_world_size(), device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
+        yield RankContext(
+            dist.get_rank(), dist.get_world_size(), device_of(device, int(os.environ.get("LOCAL_RANK", "0")))
+        )
         return
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    process = Process(rank, world_size, device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    process = RankContext(rank, world_size, device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
     if backend == "auto":
         backend = "nccl" if process.device.type == "cuda" else "gloo"
     if backend == "nccl" and process.device.type != "cuda":
@@ -153,7 +157,7 @@ def data_index(mesh: DeviceMesh) -> int:
 
 
 @contextmanager
-def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What one rank cannot do fails on all of them, with the words of the first that could not.
 
     Args:
@@ -167,7 +171,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as caught:  # told to every rank, and raised there as a defect
         error = Defect(f"{type(caught).__name__}: {caught}; please report this")
         error.__cause__ = caught
-    said = everywhere(None if error is None else (type(error), str(error)), group)
+    said = all_gather_object(None if error is None else (type(error), str(error)), group)
     if error is not None:
         raise error
     first = next((each for each in said if each is not None), None)
@@ -176,7 +180,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def report_failure_to_peers() -> Iterator[None]:
     """What one rank cannot do while others wait for it, as stages of a pipeline do: it says why, and ends.
 
     The others notice that it is gone, and say its words.
@@ -209,14 +213,14 @@ def _is_lost(error: BaseException) -> bool:
     return error.__cause__ is not None and _is_lost(error.__cause__)
 
 
-def everywhere(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The value of each rank, on every rank; `group` as in `together`."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
     return values
 
 
-def told(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """The value of rank 0."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
@@ -224,7 +228,7 @@ def told(value: Any) -> Any:
 
 
 def broadcast(
-    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, process: Process
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, process: RankContext
 ) -> torch.Tensor:
     """A tensor of rank 0."""
     if tensor is None:

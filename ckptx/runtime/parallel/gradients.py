@@ -36,7 +36,7 @@ class NonFiniteGradients(CkptxError, RuntimeError):
     """The norm of all gradients is NaN or infinite; a RuntimeError as torch raises, too."""
 
 
-class OverStages(NamedTuple):
+class PipelineStages(NamedTuple):
     """Where the rest is of a model that is cut into pipeline stages; `Pipeline.clip_grad_norm` knows it.
 
     Attributes:
@@ -55,7 +55,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    stages: OverStages | None = None,
+    stages: PipelineStages | None = None,
 ) -> Tensor:
     """Scales all gradients in place by one factor, so that their norm is at most `max_norm`.
 
@@ -178,7 +178,7 @@ def _total_power(parameters: list[Tensor], norm_type: float) -> Tensor:
     return every.amax() if norm_type == inf else every.sum()
 
 
-def _over_stages(power: Tensor, norm_type: float, stages: OverStages) -> Tensor:
+def _over_stages(power: Tensor, norm_type: float, stages: PipelineStages) -> Tensor:
     """Of all stages: added in the order of the ranks, for each rank must get the same bits."""
     own = torch.tensor([0.0, power.dtype is torch.float64], dtype=torch.float64, device=stages.device)
     own[0] = power

@@ -31,7 +31,7 @@ from ckptx.runtime.torch_private import CheckpointWrapper, local_tensor
 _logger = logging.getLogger(__name__)
 
 
-class Parallelized(NamedTuple):
+class ParallelizedModel(NamedTuple):
     """What was done to a model.
 
     Attributes:
@@ -54,7 +54,7 @@ def parallelize(
     scope: str = "all",
     compile: bool = False,
     mixed_precision: MixedPrecisionPolicy | None = None,
-) -> Parallelized:
+) -> ParallelizedModel:
     """Makes a model parallel, in place.
 
     Args:
@@ -81,7 +81,7 @@ def parallelize(
         "%s: TP %s, %d layers recompute, %d FSDP2 units", type(model).__name__, "applied" if layout else "not applied",
         wrapped, count,
     )  # fmt: skip
-    return Parallelized(layout, wrapped, count)
+    return ParallelizedModel(layout, wrapped, count)
 
 
 def _compile(model: nn.Module, *, inside: bool) -> None:

@@ -33,7 +33,7 @@ class LocalShard(NamedTuple):
     local: Region
 
 
-class MeshCut(NamedTuple):
+class MeshDimSharding(NamedTuple):
     """How one mesh dim cuts a tensor.
 
     Attributes:
@@ -50,7 +50,7 @@ class MeshCut(NamedTuple):
 
 
 def pieces(
-    shape: Shape, cuts: Sequence[MeshCut], local_regions: Sequence[Region] = ()
+    shape: Shape, cuts: Sequence[MeshDimSharding], local_regions: Sequence[Region] = ()
 ) -> tuple[list[LocalShard], Shape]:
     """What a rank holds, and the shape of its local tensor.
 
@@ -119,7 +119,7 @@ def pieces_of(name: str, tensor: Tensor, local_regions: Sequence[Region] | None 
         Defect: The local tensor does not have the shape that its placements say.
     """
     shape = tuple(tensor.shape)
-    cuts: list[MeshCut] = []
+    cuts: list[MeshDimSharding] = []
     local = shape
     if isinstance(tensor, DTensor):
         cuts = _cuts_of(name, tensor, skips_tp=local_regions is not None)
@@ -132,21 +132,21 @@ def pieces_of(name: str, tensor: Tensor, local_regions: Sequence[Region] | None 
     return found
 
 
-def _cuts_of(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshCut]:
+def _cuts_of(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSharding]:
     """The cuts of a DTensor in the order in which they were made."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedError(f"{name}: this rank is not in the mesh of the parameter; load on the ranks of the mesh")
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    first: list[MeshCut] = []
-    later: list[MeshCut] = []
+    first: list[MeshDimSharding] = []
+    later: list[MeshDimSharding] = []
     for index, placement in enumerate(tensor.placements):
         if placement.is_replicate() or (skips_tp and names[index] == _TP):
             continue
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
             raise UnsupportedError(f"{name}: placement {placement} is neither Shard nor Replicate; cannot be loaded")
-        cut = MeshCut(dim % tensor.ndim, mesh.size(index), coordinate[index])
+        cut = MeshDimSharding(dim % tensor.ndim, mesh.size(index), coordinate[index])
         groups = getattr(placement, "split_factor", 1)
         if groups > 1 and (skips_tp or groups == _shards_behind(tensor, index)):
             later.insert(0, cut)  # FSDP inside TP

@@ -5,7 +5,7 @@ What is counted, where it is most:
     weights          of a piece, and of the last one beside the first where they share a parameter
     gradients        of the piece; once more while batches are added up for the moved embeddings
     activations      of one batch through the piece, by the widths of its matrices
-    between pieces   what each is given, of every batch and lane
+    between pieces   what each is given, of every batch and compute_pass
     logits           of every batch, and some copies of one in float32
     comparing        some elements at a time, in float64
 """
@@ -23,13 +23,13 @@ from ckptx.errors import SpaceError
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.report.report import human_bytes
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.pipeline.ties import tied_over
+from ckptx.runtime.parallel.pipeline.ties import ties_across_stages
 from ckptx.runtime.parity import noise
 from ckptx.runtime.parity.distances import BAND
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.wording import counted
 
-_LANES = 1 + noise.DRAWS
+_PASSES = 1 + noise.DRAWS
 _COPIES = 4  # of the logits of one batch, in float32: themselves, softmax, their gradient, what noise made of them
 _TO_COMPARE = 40  # bytes: both in float64, their difference, its magnitude, and that without NaN
 _LOST = 1.05  # to what is between tensors in memory
@@ -56,7 +56,7 @@ class Budget:
     both: bool
     ways: Sequence[str] = ()
 
-    def cut(self, limit: int) -> StageMap:
+    def partition(self, limit: int) -> StageMap:
         """The fewest pieces that stay below a limit, in bytes.
 
         Raises:
@@ -115,12 +115,12 @@ class Budget:
                     activations[stage] += tokens * min(width, parameter.numel()) * max(parameter.element_size(), 2)
         shared, kept, last = Counter[int](), 0, stages.pp - 1
         again = len(self.batches) > 1
-        for tie in tied_over(self.model, stages) if self.backward else ():
+        for tie in ties_across_stages(self.model, stages) if self.backward else ():
             parameter = next(each for names, each in self._parameters if tie.name in names)
             if len(tie.copies) == 2 and last in tie.copies:
                 shared[min(tie.copies)] = weights[last] - _bytes_of(parameter)  # which is there once
             else:
-                kept += _bytes_of(parameter) * _LANES * len(self.batches)
+                kept += _bytes_of(parameter) * _PASSES * len(self.batches)
         peaks = []
         for stage in range(stages.pp):
             own = weights[stage] + activations[stage] + shared[stage]
@@ -141,8 +141,8 @@ class Budget:
         if weight is None or weight.dim() != 2:
             return 0
         words, width = weight.shape
-        lanes = _LANES + self.both
-        hidden = tokens * width * weight.element_size() * len(self.batches) * lanes * stages.pp
+        passes = _PASSES + self.both
+        hidden = tokens * width * weight.element_size() * len(self.batches) * passes * stages.pp
         logits = tokens * words * (weight.element_size() * len(self.batches) * (1 + self.both) + 4 * _COPIES)
         return int(hidden + logits)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region
-from ckptx.runtime.parallel.distributed import Process, broadcast, everywhere, told
+from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast, broadcast_object
 from ckptx.runtime.parallel.shards import pieces_of
 from ckptx.runtime.parity import distances, noise
 from ckptx.runtime.parity.execution import ForwardResult
@@ -54,7 +54,7 @@ class Gradient(NamedTuple):
     moved: float
 
 
-class Held(NamedTuple):
+class HeldParameter(NamedTuple):
     """A parameter of this rank.
 
     Attributes:
@@ -77,7 +77,7 @@ class Held(NamedTuple):
         )
 
 
-class _Measured(NamedTuple):
+class _GradientDistances(NamedTuple):
     """A gradient of this rank that was held against that of the reference.
 
     Attributes:
@@ -116,7 +116,7 @@ class Comparison:
         gradients: How far each gradient is away and may be, by name in the model.
     """
 
-    process: Process
+    process: RankContext
     stored: dict[str, tuple[str, ...]]
     is_exact: bool
     copied: Collection[str] = ()
@@ -124,9 +124,9 @@ class Comparison:
     undecided: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _held: dict[str, list[Held]] = field(default_factory=dict)
+    _held: dict[str, list[HeldParameter]] = field(default_factory=dict)
     _sizes: dict[str, float] = field(default_factory=dict)
-    _measured: list[_Measured] = field(default_factory=list)
+    _measured: list[_GradientDistances] = field(default_factory=list)
 
     def forward(self, expected: Reference | None, found: ForwardResult, index: int) -> None:
         """Logits of this rank's batches, which begin at `index` of all, and the loss of all.
@@ -137,12 +137,12 @@ class Comparison:
         if expected is not None:
             shapes = [(tuple(each.shape), each.dtype) for each in expected.outcome.logits]
             known = self.is_exact, expected.outcome.loss, expected.logits, expected.loss, shapes
-        self.is_exact, loss, noise_of_logits, noise_of_loss, shapes = told(known)
+        self.is_exact, loss, noise_of_logits, noise_of_loss, shapes = broadcast_object(known)
         whole = [
             broadcast(None if expected is None else expected.outcome.logits[i], shape, dtype, self.process)
             for i, (shape, dtype) in enumerate(shapes)
         ]
-        losses = [each for each, is_last in everywhere((found.loss, bool(found.logits))) if is_last]
+        losses = [each for each, is_last in all_gather_object((found.loss, bool(found.logits))) if is_last]
         ours_loss = sum(losses) / len(losses)
         limit = 0.0 if self.is_exact else noise.ALLOWED * noise_of_logits
         # A mean can come out the same three times by chance; it is no more exact than its last place for that.
@@ -178,9 +178,9 @@ class Comparison:
         if not distance <= limit and not self.rows:
             self._add("forward", "logits", max_abs=distance, limit=limit)
         elif not limit <= deviation and not self.rows:
-            self._doubt("forward", "logits", limit=limit, size=deviation)
+            self._add_inconclusive("forward", "logits", limit=limit, size=deviation)
 
-    def backward(self, expected: Sequence[Gradient] | None, held: Iterable[Held]) -> None:
+    def backward(self, expected: Sequence[Gradient] | None, held: Iterable[HeldParameter]) -> None:
         """Holds the part of some gradients that this rank has against those of the reference, and drops it.
 
         Every rank calls it as often as the reference has some; `settle` ends it.
@@ -191,27 +191,29 @@ class Comparison:
         """
         for each in held:
             self._held.setdefault(each.name, []).append(each)
-        anywhere = frozenset().union(*everywhere(set(self._held)))
+        anywhere = frozenset().union(*all_gather_object(set(self._held)))
         known = None
         if expected is not None:
             known = [
                 (each.name, tuple(each.tensor.shape), each.tensor.dtype, each.moved, distances.largest(each.tensor))
                 for each in expected
             ]
-        for number, (name, shape, dtype, moved, size) in enumerate(told(known)):
+        for number, (name, shape, dtype, moved, size) in enumerate(broadcast_object(known)):
             theirs = broadcast(None if expected is None else expected[number].tensor, shape, dtype, self.process)
             is_exact = self.is_exact and name not in self.copied
             limit = 0.0 if is_exact else max(noise.ALLOWED * moved, noise.rounding(dtype, size))
             self._sizes[name] = size
             here = self._held.pop(name, ())  # nothing of a parameter of another stage
             if name not in anywhere or any(each.parameter.grad is None for each in here):
-                self._measured.append(_Measured(name, size, limit, size, 0.0, dtype, is_exact, _NONE_HERE))
+                self._measured.append(_GradientDistances(name, size, limit, size, 0.0, dtype, is_exact, _NONE_HERE))
                 continue
             for each in here:
-                self._measured.append(_measure(each, theirs, _Measured(name, 0.0, limit, size, 0.0, dtype, is_exact)))
+                self._measured.append(
+                    _measure(each, theirs, _GradientDistances(name, 0.0, limit, size, 0.0, dtype, is_exact))
+                )
                 each.parameter.grad = None
 
-    def leftover(self) -> None:
+    def report_missing_gradients(self) -> None:
         """Names what this rank has gradients of, and the reference was not asked for or has none."""
         for name, found in self._held.items():
             for each in found:
@@ -221,7 +223,7 @@ class Comparison:
                               what="the reference has no gradient")  # fmt: skip
         self._held.clear()
 
-    def settle(self) -> None:
+    def finish_gradients(self) -> None:
         """Decides about the gradients, now that the sizes of all of them are known."""
         beside = _largest_beside(self._sizes)
         worst, largest = ("", 0.0), 0.0
@@ -240,7 +242,7 @@ class Comparison:
                 if not distance <= limit:
                     self._add("gradients", name, max_abs=distance, limit=limit)
                 elif limit > each.size:
-                    self._doubt("gradients", name, limit=limit, size=each.size)
+                    self._add_inconclusive("gradients", name, limit=limit, size=each.size)
             if limit and distance / limit > worst[1]:
                 worst = name, distance / limit
         self.numbers |= {"gradients": len(self._sizes), "grad_max_abs": largest, "grad_of_limit": list(worst)}
@@ -249,11 +251,11 @@ class Comparison:
     def _add(self, level: str, name: str, **values: Any) -> None:
         self.rows.append({**difference(level, self.process.rank, name, self.stored), **values})
 
-    def _doubt(self, level: str, name: str, **values: Any) -> None:
+    def _add_inconclusive(self, level: str, name: str, **values: Any) -> None:
         self.undecided.append({**difference(level, self.process.rank, name, self.stored), **values})
 
 
-def _measure(held: Held, whole: torch.Tensor, known: _Measured) -> _Measured:
+def _measure(held: HeldParameter, whole: torch.Tensor, known: _GradientDistances) -> _GradientDistances:
     local, distance = held.distance(whole)
     known = known._replace(distance=distance, ours=distances.largest(local))
     bad = [side for side, part in (("reference", whole), ("checkpoint", local)) if not distances.is_finite(part)]

@@ -16,10 +16,10 @@ from torch import nn
 
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.pipeline.stage import Stub, ways
+from ckptx.runtime.parallel.pipeline.stage import Stub, modules_on_the_path
 from ckptx.runtime.parity import execution, noise
 from ckptx.runtime.parity.distances import furthest
-from ckptx.runtime.parity.execution import ModuleCall, watched
+from ckptx.runtime.parity.execution import ModuleCall, module_hooks
 
 Outputs = dict[ModuleCall, torch.Tensor]
 
@@ -49,7 +49,7 @@ def first_divergence(
     return None
 
 
-def kept(
+def record_outputs(
     model: nn.Module, into: Outputs, stages: StageMap | None = None, number: int = 0
 ) -> AbstractContextManager[None]:
     """Keeps what each call of a module gives within the block, whole, on the CPU, as it was before anything was added
@@ -63,7 +63,7 @@ def kept(
     """
     unless = {canonical_name(name) for name, module in model.named_modules() if isinstance(module, Stub)}
     if stages is not None and number < stages.pp - 1:
-        unless |= set(ways(stages))
-    return watched(
-        model, lambda call, found: into.__setitem__(call, execution.whole(found).to("cpu", copy=True)), unless
+        unless |= set(modules_on_the_path(stages))
+    return module_hooks(
+        model, lambda call, found: into.__setitem__(call, execution.full_tensor(found).to("cpu", copy=True)), unless
     )

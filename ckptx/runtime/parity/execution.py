@@ -62,15 +62,15 @@ def run(
     parameters = {canonical_name(name): each for name, each in model.named_parameters() if each.requires_grad}
     outcome = ForwardResult()
     for number, inputs in enumerate(batches, 1):
-        with failing(model):
+        with translate_model_errors(model):
             with torch.set_grad_enabled(backward):
                 found = _forward(model, inputs)
                 loss = loss_of(found, inputs) / len(batches)
             if backward:
-                with shown(parameters if see is not None and number == len(batches) else {}, see):
+                with gradient_hooks(parameters if see is not None and number == len(batches) else {}, see):
                     loss.backward()
         outcome.loss += float(loss.detach())
-        outcome.logits.append(whole(found.detach()))
+        outcome.logits.append(full_tensor(found.detach()))
     gradients = {
         canonical_name(name): parameter.grad
         for name, parameter in model.named_parameters()
@@ -86,7 +86,7 @@ def run(
 
 
 @contextmanager
-def failing(model: nn.Module) -> Iterator[None]:
+def translate_model_errors(model: nn.Module) -> Iterator[None]:
     """What goes wrong in a kernel, in our words."""
     try:
         yield
@@ -101,7 +101,9 @@ def failing(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def shown(parameters: Mapping[str, nn.Parameter], see: Callable[[str, torch.Tensor], None] | None) -> Iterator[None]:
+def gradient_hooks(
+    parameters: Mapping[str, nn.Parameter], see: Callable[[str, torch.Tensor], None] | None
+) -> Iterator[None]:
     """Shows the gradient of each of these as it is accumulated, by the name given here, and drops it."""
 
     def hook(name: str) -> Callable[[torch.Tensor], None]:
@@ -151,19 +153,19 @@ class ModuleCall(NamedTuple):
 See = Callable[[ModuleCall, torch.Tensor], None]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of activations, gathered when it is sharded. Every rank that has a part must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def observed(model: nn.Module, inputs: Inputs, see: See) -> None:
     """Runs one batch forward and shows the first tensor each call of a module gives, in the order in which they end."""
-    with watched(model, see), torch.no_grad():
+    with module_hooks(model, see), torch.no_grad():
         _forward(model, inputs)
 
 
 @contextmanager
-def watched(model: nn.Module, see: See, unless: Collection[str] = ()) -> Iterator[None]:
+def module_hooks(model: nn.Module, see: See, unless: Collection[str] = ()) -> Iterator[None]:
     """Shows what calls of modules give within the block.
 
     A wrapper and what is inside of it are one module.
@@ -207,7 +209,7 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
             f"{class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {brief(error)}; "
             "the bytes can be compared without --run"
         ) from error
-    return compared(model, output)
+    return logits_or_hidden_states(model, output)
 
 
 def arguments(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -219,7 +221,7 @@ def arguments(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
     }
 
 
-def compared(model: nn.Module, output: Any) -> torch.Tensor:
+def logits_or_hidden_states(model: nn.Module, output: Any) -> torch.Tensor:
     """What is compared of an output: logits, or hidden states of a class without a head.
 
     Raises:
@@ -236,7 +238,7 @@ def loss_of(found: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """Cross entropy of the next token where there are logits for it, else something that every output enters."""
     if found.dim() == 3 and found.shape[:2] == inputs.labels.shape and found.shape[-1] > int(inputs.labels.max()):
         return causal_lm_loss(found, inputs.labels)
-    return whole(found).float().pow(2).mean()
+    return full_tensor(found).float().pow(2).mean()
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

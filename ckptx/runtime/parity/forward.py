@@ -26,16 +26,16 @@ from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.checkpointing.load_report import NO_PLACE, OPTIMIZER, OTHER_STATE, UNKNOWN
-from ckptx.runtime.memory.measured import measured
+from ckptx.runtime.memory.measured_memory import measured
 from ckptx.runtime.parallel.distributed import (
-    Process,
-    alone,
+    RankContext,
+    all_gather_object,
+    broadcast_object,
     data_index,
-    everywhere,
     mesh_of,
     process_group,
-    together,
-    told,
+    raise_on_all_ranks,
+    report_failure_to_peers,
 )
 from ckptx.runtime.parity.comparison import Comparison, Reference, difference
 from ckptx.runtime.parity.configs import ConfigDifference, compare_configs
@@ -43,13 +43,13 @@ from ckptx.runtime.parity.divergence import first_divergence
 from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.inputs import windows
 from ckptx.runtime.parity.inputs.batch import Inputs
-from ckptx.runtime.parity.loaded import AtOnce, InTurn, Loaded, in_all
+from ckptx.runtime.parity.model_under_test import ModelUnderTest, OffloadedModelUnderTest, ResidentModel, in_all
 from ckptx.runtime.parity.notes import note, unread_notes
-from ckptx.runtime.parity.reached import Reached
-from ckptx.runtime.parity.reference import Running, reference_of
+from ckptx.runtime.parity.reference import ReferenceModel, reference_of
 from ckptx.runtime.parity.run_report import report_of, rows_of_unread, worst_by_tensor
 from ckptx.runtime.parity.side import ModelFacts, both_sides, stored_dtypes_of
-from ckptx.runtime.parity.staging import stage_of, stage_the
+from ckptx.runtime.parity.stages import plan_stages, stage_of
+from ckptx.runtime.parity.unreached import UnreachedParameters
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:
@@ -73,44 +73,46 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     stopwatch = Stopwatch()
     with process_group(options.device, options.backend) as process:
         mesh = mesh_of(options.dims, process.device.type)
-        with together():
+        with raise_on_all_ranks():
             first, second, seen, other = both_sides(reference, checkpoint, options)
             configs = compare_configs(seen.config, other.config, used=other.tokens_used)
             dtypes = stored_dtypes_of(first, second)
-        cut = stage_the(second, other, log) if options.dims.pp > 1 else None
-        microbatches = cut.microbatches if cut is not None else 1
-        with together():
+        plan = plan_stages(second, other, log) if options.dims.pp > 1 else None
+        microbatches = plan.microbatches if plan is not None else 1
+        with raise_on_all_ranks():
             batches = second.batches(other, microbatches)
             running = reference_of(first, seen, batches, process) if process.rank == 0 else None
             expected = running.forward() if running is not None else None
-        with together():
-            loaded: Loaded = AtOnce(second, mesh, cut)
-            if running is not None and running.cut is not None and process.world_size == 1:
-                loaded = InTurn(second, mesh, running.cut, process.device)
+        with raise_on_all_ranks():
+            loaded: ModelUnderTest = ResidentModel(second, mesh, plan)
+            if running is not None and running.partition is not None and process.world_size == 1:
+                loaded = OffloadedModelUnderTest(second, mesh, running.partition, process.device)
             loaded.load(first, process.device)
             record = loaded.record
         rows = _rows_of(configs) if process.rank == 0 else []
-        unread = [in_all(everywhere(_of_model(each))) for each in (record.without_place, record.unread)]  # on no stage
+        unread = [
+            in_all(all_gather_object(_of_model(each))) for each in (record.without_place, record.unread)
+        ]  # on no stage
         left, added = map(_left, unread)
         rows += _added(added, left) if process.rank == 0 else []
         rows += [difference("bytes", process.rank, name, record.stored) for name in record.wrong]
         index = data_index(mesh) * microbatches
         own = batches[index : index + microbatches]
-        with together() if cut is None else alone():
+        with raise_on_all_ranks() if plan is None else report_failure_to_peers():
             found, taken = _run(loaded, own, options, process)
         comparison = Comparison(process, record.stored, _is_exact(expected, process, options), loaded.copied)
         comparison.forward(expected, found, index)
         expected = None
         not_reached = _compare_gradients(comparison, running, loaded, seen) if options.backward else None
         rows += comparison.rows
-        if cut is not None:
-            rows = [{**row, "stage": stage_of(cut, row)} for row in rows]
+        if plan is not None:
+            rows = [{**row, "stage": stage_of(plan, row)} for row in rows]
         numbers = {
             **comparison.numbers,
             "unreached": not_reached,
-            "pieces": running.pieces if running is not None else 1,
+            "pieces": running.stage_count if running is not None else 1,
         }
-        if any(everywhere(any(row["level"] == "forward" for row in rows))):
+        if any(all_gather_object(any(row["level"] == "forward" for row in rows))):
             numbers["first_divergence"] = _first_divergence(running, loaded, batches[0], is_exact=comparison.is_exact)
         share = {
             "rows": rows,
@@ -127,7 +129,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
             **numbers,
         }
         share["by_tensor"] = comparison.gradients
-        everyone = everywhere(share)
+        everyone = all_gather_object(share)
     inputs = batches[0]
     note(log, record.architecture, configs, left, inputs, everyone[0].get("unreached"), first.apart | second.apart)
     if options.dims.tp > 1 and not any(share["sharded"] for share in everyone):
@@ -140,13 +142,13 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     log.note(*dtype_notes(dtypes, everyone[0]["dtype"]))
     worst = worst_by_tensor(everyone, record.stored)
     small = {key: [value, windows.SMALL] for key, value in {**seen.windows, **other.windows}.items()}
-    report = report_of(options, everyone, inputs, small, worst, cut)
+    report = report_of(options, everyone, inputs, small, worst, plan)
     report = replace(report, unread=unread_rows, dtype_differences=dtypes)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
 def _run(
-    loaded: Loaded, own: Sequence[Inputs], options: RunOptions, process: Process
+    loaded: ModelUnderTest, own: Sequence[Inputs], options: RunOptions, process: RankContext
 ) -> tuple[ForwardResult, int | None]:
     """What the checkpoint computes; and the bytes at the peak of it, where they are counted."""
     if not options.measures:
@@ -183,7 +185,7 @@ def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[
     ]
 
 
-def _is_exact(expected: Reference | None, process: Process, options: RunOptions) -> bool:
+def _is_exact(expected: Reference | None, process: RankContext, options: RunOptions) -> bool:
     """Whether both sides do the same operations in the same order: stages of a pipeline reorder nothing."""
     if expected is None or not expected.is_repeatable or options.compile:
         return False
@@ -191,34 +193,34 @@ def _is_exact(expected: Reference | None, process: Process, options: RunOptions)
 
 
 def _compare_gradients(
-    comparison: Comparison, reference: Running | None, loaded: Loaded, seen: ModelFacts
+    comparison: Comparison, reference: ReferenceModel | None, loaded: ModelUnderTest, seen: ModelFacts
 ) -> list[dict[str, Any]] | None:
     """Holds gradients against those of the reference, as these come; on its rank, gives what no gradient reached."""
     portions = reference.gradients() if reference is not None else None
-    reached = Reached(seen)
+    reached = UnreachedParameters(seen)
     for number in itertools.count():
-        with together():
+        with raise_on_all_ranks():
             portion = next(portions, None) if portions is not None else None
-        if not told(portion is not None):
+        if not broadcast_object(portion is not None):
             break
-        with loaded.held(number) as held:
+        with loaded.parameters_of_stage(number) as held:
             comparison.backward(portion, held)
             if not loaded.is_whole:
-                comparison.leftover()
+                comparison.report_missing_gradients()
         reached.look({each.name: each.tensor for each in portion or ()})
         portion = None  # the next one needs the room
-    comparison.leftover()
-    comparison.settle()
+    comparison.report_missing_gradients()
+    comparison.finish_gradients()
     return reached.rows() if reference is not None else None
 
 
 def _first_divergence(
-    reference: Running | None, loaded: Loaded, inputs: Inputs, *, is_exact: bool
+    reference: ReferenceModel | None, loaded: ModelUnderTest, inputs: Inputs, *, is_exact: bool
 ) -> dict[str, Any] | None:
     """On the first rank; every rank runs the same batch as the reference."""
-    with together():
+    with raise_on_all_ranks():
         ours = list(loaded.observed(inputs)) if loaded.is_whole else loaded.observed(inputs)
-    with together():
+    with raise_on_all_ranks():
         if reference is None:
             return None
         return first_divergence(reference.observed(inputs), iter(ours), is_exact=is_exact)

@@ -13,7 +13,7 @@ import torch
 
 from ckptx.options.verify import RunOptions
 from ckptx.report.report import human_bytes
-from ckptx.runtime.parallel.distributed import Process
+from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity.side import ModelFacts
 
 _MEMINFO = Path("/proc/meminfo")
@@ -21,7 +21,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _USED = 0.9  # of what is free: what is not counted needs room, too
 
 
-class Allowed(NamedTuple):
+class MemoryLimits(NamedTuple):
     """What the reference may take, in bytes, beside what any process takes; None is anything.
 
     On one rank that is for both sides together.
@@ -35,24 +35,24 @@ class Allowed(NamedTuple):
     pieces: int | None
 
 
-def allowed(seen: ModelFacts, options: RunOptions, process: Process) -> Allowed:
+def memory_limits(seen: ModelFacts, options: RunOptions, process: RankContext) -> MemoryLimits:
     """What the user says, or what is free."""
     if options.reference_bytes is not None:
-        return Allowed(options.reference_bytes, options.reference_bytes)
+        return MemoryLimits(options.reference_bytes, options.reference_bytes)
     free = free_bytes(process.device)
     if free is None:
-        return Allowed(None, None)
+        return MemoryLimits(None, None)
     free = int(free * _USED)
     dims = options.dims
     if dims.world_size == 1:
-        return Allowed(free, free)
+        return MemoryLimits(free, free)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if process.device.type == "cpu" else 1
     others = needed_bytes(seen.nbytes, backward=options.backward) * here // (dims.tp * dims.pp * dims.dp_shard)
     kept = seen.nbytes if options.backward else 0  # gradients of the whole reference, until they are compared
-    return Allowed(free if kept + others <= free else 0, max(0, free - others))
+    return MemoryLimits(free if kept + others <= free else 0, max(0, free - others))
 
 
-def ways_to_take_less(seen: ModelFacts, options: RunOptions) -> list[str]:
+def advice_to_save_memory(seen: ModelFacts, options: RunOptions) -> list[str]:
     """Options with which a run takes less, each with what the reference takes in one piece then."""
     ways = []
     if options.backward:

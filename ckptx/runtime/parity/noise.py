@@ -34,7 +34,7 @@ def embeddings_of(model: nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def moved_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str] | None = None) -> Iterator[None]:
+def perturbed_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str] | None = None) -> Iterator[None]:
     """Moves every embedding by one unit in the last place; afterwards they are what they were, bit for bit.
 
     No copy is kept: the steps are drawn again to be taken back.
@@ -51,11 +51,11 @@ def moved_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str] 
             first = known.get(canonical_name(name))
             if first is not None:
                 weight = parameter.detach()
-                done.append((weight, first, _move(weight, _steps_of(first, draw))))
+                done.append((weight, first, _perturb(weight, _steps_of(first, draw))))
         yield
     finally:
         for weight, first, at_the_edge in done:
-            _move(weight, _steps_of(first, draw), at_the_edge)
+            _perturb(weight, _steps_of(first, draw), at_the_edge)
 
 
 def _steps_of(name: str, draw: int) -> torch.Generator:
@@ -67,14 +67,14 @@ def rounding(dtype: torch.dtype, size: float) -> float:
     return float(ALLOWED * torch.finfo(dtype).eps * size)
 
 
-def moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def perturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """`tensor` with each finite element that is not zero replaced by the next one, away from zero or towards it."""
     found = tensor.detach().clone(memory_format=torch.contiguous_format)
-    _move(found, generator)
+    _perturb(found, generator)
     return found
 
 
-def _move(
+def _perturb(
     tensor: torch.Tensor, generator: torch.Generator, back: Sequence[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
     """Moves the elements in place, some at a time so that it takes little memory.
@@ -91,18 +91,18 @@ def _move(
     at_the_edge = []
     for number, band in enumerate(row_major.view(-1).split(_BAND) if tensor.numel() else ()):
         steps = torch.randint(0, 2, band.shape, generator=generator, dtype=torch.int8).to(band.device) * 2 - 1
-        usual = _can_move(band)
+        usual = _can_perturb(band)
         if back is not None:
             usual[back[number]] ^= True
             steps = -steps
         bits = band.view(_BITS[band.element_size()])
         bits += steps.masked_fill_(~usual, 0)
-        at_the_edge.append((usual != _can_move(band)).nonzero()[:, 0])
+        at_the_edge.append((usual != _can_perturb(band)).nonzero()[:, 0])
     if row_major is not tensor:
         tensor.copy_(row_major)
     return at_the_edge
 
 
-def _can_move(band: torch.Tensor) -> torch.Tensor:
+def _can_perturb(band: torch.Tensor) -> torch.Tensor:
     info = torch.finfo(band.dtype)
     return band.isfinite() & (band.abs() >= info.tiny) & (band.abs() < float(info.max))

@@ -15,23 +15,23 @@ from torch import Tensor, nn
 
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.build import materialize
-from ckptx.runtime.parallel.distributed import Process
-from ckptx.runtime.parallel.pipeline.cut import carry_found
+from ckptx.runtime.parallel.distributed import RankContext
+from ckptx.runtime.parallel.pipeline.plan import find_and_check_boundaries
 from ckptx.runtime.parallel.pipeline.stage import make_stage
-from ckptx.runtime.parallel.pipeline.ties import tied_over
+from ckptx.runtime.parallel.pipeline.ties import ties_across_stages
 from ckptx.runtime.parity import memory, noise
 from ckptx.runtime.parity.budget import Budget
 from ckptx.runtime.parity.comparison import Gradient, Reference
 from ckptx.runtime.parity.distances import furthest
-from ckptx.runtime.parity.divergence import Outputs, kept
-from ckptx.runtime.parity.execution import ForwardResult, compared, run
+from ckptx.runtime.parity.divergence import Outputs, record_outputs
+from ckptx.runtime.parity.execution import ForwardResult, logits_or_hidden_states, run
 from ckptx.runtime.parity.inputs.batch import Inputs
-from ckptx.runtime.parity.side import ModelFacts, Side
-from ckptx.runtime.parity.staging import small_batches
-from ckptx.runtime.parity.walk import Lane, Pieces, Walk, share
+from ckptx.runtime.parity.offloaded_model import ComputePass, OffloadedModel, StagePartition, share_parameters
+from ckptx.runtime.parity.side import ModelFacts, ModelSide
+from ckptx.runtime.parity.stages import small_batches
 
 
-def reference_of(side: Side, seen: ModelFacts, batches: Sequence[Inputs], process: Process) -> Running:
+def reference_of(side: ModelSide, seen: ModelFacts, batches: Sequence[Inputs], process: RankContext) -> ReferenceModel:
     """The reference as a whole, or in the fewest pieces that take no more memory than they may.
 
     Args:
@@ -45,17 +45,23 @@ def reference_of(side: Side, seen: ModelFacts, batches: Sequence[Inputs], proces
         UnsupportedError: It would have to be cut, and cannot be.
     """
     options = side.options
-    limits = memory.allowed(seen, options, process)
+    limits = memory.memory_limits(seen, options, process)
     model, stacks = side.stacked()
-    ways = memory.ways_to_take_less(seen, options)
+    ways = memory.advice_to_save_memory(seen, options)
     budget = Budget(model, stacks, batches, options.backward, process.world_size == 1, ways)
     if limits.whole is None or limits.pieces is None or budget.whole <= limits.whole:
-        return InOnePiece(side, batches, process, options.backward)
-    return InPieces(side, batches, process, cut_into(model, budget.cut(limits.pieces), seen), backward=options.backward)
+        return WholeReference(side, batches, process, options.backward)
+    return OffloadedReference(
+        side,
+        batches,
+        process,
+        partition_reference(model, budget.partition(limits.pieces), seen),
+        backward=options.backward,
+    )
 
 
-def cut_into(model: nn.Module, stages: StageMap, seen: ModelFacts) -> Pieces:
-    """What `InPieces` needs to know.
+def partition_reference(model: nn.Module, stages: StageMap, seen: ModelFacts) -> StagePartition:
+    """What `OffloadedReference` needs to know.
 
     Args:
         model: On the meta device.
@@ -66,24 +72,24 @@ def cut_into(model: nn.Module, stages: StageMap, seen: ModelFacts) -> Pieces:
         UnsupportedError: The pieces cannot be made to compute what it does.
     """
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    ties = tuple(tied_over(model, stages))
-    carry = carry_found(model, stages, small_batches(model, seen), compared)
-    return Pieces(stages, carry, ties, noise.embeddings_of(model), dtype)
+    ties = tuple(ties_across_stages(model, stages))
+    boundaries = find_and_check_boundaries(model, stages, small_batches(model, seen), logits_or_hidden_states)
+    return StagePartition(stages, boundaries, ties, noise.embeddings_of(model), dtype)
 
 
-class Running(Protocol):
+class ReferenceModel(Protocol):
     """A reference that runs.
 
     Attributes:
-        cut: Into which pieces, if any.
+        partition: Into which pieces, if any.
     """
 
-    cut: Pieces | None
+    partition: StagePartition | None
 
     @property
-    def pieces(self) -> int:
+    def stage_count(self) -> int:
         """How many."""
-        return 1 if self.cut is None else self.cut.stages.pp
+        return 1 if self.partition is None else self.partition.stages.pp
 
     def forward(self) -> Reference:
         """Computes logits and loss, and how much rounding moves them."""
@@ -99,7 +105,7 @@ class Running(Protocol):
 
 
 @dataclass(slots=True)
-class InOnePiece(Running):
+class WholeReference(ReferenceModel):
     """A reference that fits.
 
     Attributes:
@@ -109,11 +115,11 @@ class InOnePiece(Running):
         backward: Compute gradients, too.
     """
 
-    side: Side
+    side: ModelSide
     batches: Sequence[Inputs]
-    process: Process
+    process: RankContext
     backward: bool
-    cut: Pieces | None = None
+    partition: StagePartition | None = None
     _gradients: list[Gradient] = field(default_factory=list)
 
     def forward(self) -> Reference:
@@ -130,7 +136,7 @@ class InOnePiece(Running):
                 distances[name] = max(distances[name], furthest(gradients[name], gradient))
 
         for draw in range(noise.DRAWS):
-            with noise.moved_embeddings(model, draw):
+            with noise.perturbed_embeddings(model, draw):
                 other = run(model, self.batches, backward=self.backward, see=measure)
             logits = max(logits, *(furthest(a, b) for a, b in zip(outcome.logits, other.logits, strict=True)))
             loss = max(loss, abs(outcome.loss - other.loss))
@@ -145,9 +151,9 @@ class InOnePiece(Running):
         model = self.side.whole(self.process)
         seen: Outputs = {}
         other: Outputs = {}
-        with kept(model, seen):
+        with record_outputs(model, seen):
             run(model, [inputs], backward=False)
-        with noise.moved_embeddings(model, 0), kept(model, other):
+        with noise.perturbed_embeddings(model, 0), record_outputs(model, other):
             run(model, [inputs], backward=False)
         yield seen, other
 
@@ -164,41 +170,49 @@ class InOnePiece(Running):
         return not differing and logits and outcome.loss == again.loss
 
 
-class InPieces(Running):
+class OffloadedReference(ReferenceModel):
     """A reference that is loaded, run and released piece by piece; on a CPU it gives what the whole one gives.
 
     Another device is not asked whether it gives the same twice: results are held against noise there.
     """
 
-    def __init__(self, side: Side, batches: Sequence[Inputs], process: Process, cut: Pieces, *, backward: bool) -> None:
+    def __init__(
+        self,
+        side: ModelSide,
+        batches: Sequence[Inputs],
+        process: RankContext,
+        partition: StagePartition,
+        *,
+        backward: bool,
+    ) -> None:
         """Args:
         side: The reference.
         batches: Microbatches of one step.
         process: Where it runs.
-        cut: How it is cut.
+        partition: How it is partition.
         backward: Compute gradients, too.
         """
-        self.cut: Pieces | None = cut
-        self._lanes = [Lane(), *map(Lane, range(noise.DRAWS))]
+        self.partition: StagePartition | None = partition
+        self._passes = [ComputePass(), *map(ComputePass, range(noise.DRAWS))]
         self._backward, self._is_repeatable = backward, process.device.type == "cpu"
-        self._opened = partial(_open_piece, side, cut, process.device)
-        self._walk = Walk(cut, batches, self._lanes, self._opened, process.device)
+        self._opened = partial(_open_stage, side, partition, process.device)
+        self._model = OffloadedModel(partition, batches, self._passes, self._opened, process.device)
         self._device = process.device
 
     def forward(self) -> Reference:
-        unmoved = self._lanes[0]
-        outcome, moved, seen = ForwardResult(), [0.0], dict.fromkeys(self._lanes, 0)
+        unmoved = self._passes[0]
+        outcome, moved, seen = ForwardResult(), [0.0], dict.fromkeys(self._passes, 0)
 
-        def see(lane: Lane, logits: Tensor) -> None:
-            if lane is unmoved:
+        def record(compute_pass: ComputePass, logits: Tensor) -> None:
+            if compute_pass is unmoved:
                 outcome.logits.append(logits)
             else:
-                moved.append(furthest(outcome.logits[seen[lane]], logits))
-                seen[lane] += 1
+                moved.append(furthest(outcome.logits[seen[compute_pass]], logits))
+                seen[compute_pass] += 1
 
-        self._walk.forward(see, backward=self._backward)
+        self._model.forward(record, backward=self._backward)
         outcome.loss = unmoved.loss
-        loss = max(abs(unmoved.loss - each.loss) for each in self._lanes)
+        loss = max(abs(unmoved.loss - each.loss) for each in self._passes)
         return Reference(outcome, max(moved), loss, self._is_repeatable)
 
     def gradients(self) -> Iterator[list[Gradient]]:
@@ -208,31 +222,31 @@ class InPieces(Running):
         own: dict[str, Tensor] = {}
         distances: dict[str, float] = {}
 
-        def see(lane: Lane, name: str, gradient: Tensor) -> None:
-            if lane is self._lanes[0]:
+        def record(compute_pass: ComputePass, name: str, gradient: Tensor) -> None:
+            if compute_pass is self._passes[0]:
                 own[name], distances[name] = gradient, 0.0
             elif name in own:
                 distances[name] = max(distances[name], furthest(own[name], gradient))
 
-        for number in reversed(range(self._walk.cut.stages.pp)):
-            with self._walk.backward(number, see):
+        for number in reversed(range(self._model.partition.stages.pp)):
+            with self._model.backward(number, record):
                 pass
             yield [Gradient(name, each, distances[name]) for name, each in own.items()]
             own.clear()
 
     def observed(self, inputs: Inputs) -> Iterator[tuple[Outputs, Outputs]]:
-        lanes = [Lane(), Lane(0)]
-        found = Walk(self._walk.cut, [inputs], lanes, self._opened, self._device).observed()
+        passes = [ComputePass(), ComputePass(0)]
+        found = OffloadedModel(self._model.partition, [inputs], passes, self._opened, self._device).observed()
         yield from ((seen, other) for seen, other in found)
 
 
-def _open_piece(
-    side: Side, cut: Pieces, device: torch.device, number: int, shared: Mapping[str, nn.Parameter]
+def _open_stage(
+    side: ModelSide, partition: StagePartition, device: torch.device, number: int, shared: Mapping[str, nn.Parameter]
 ) -> nn.Module:
-    with side.opened() as source:
+    with side.open_checkpoint() as source:
         model = side.model(source)
-        make_stage(model, cut.stages, number, cut.carry.forms, device)
-        share(model, shared)
+        make_stage(model, partition.stages, number, partition.boundaries.forms, device)
+        share_parameters(model, shared)
         materialize(model, device)
         side.load(model, source, None)
     return model

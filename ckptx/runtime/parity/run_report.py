@@ -12,7 +12,7 @@ from ckptx.options.verify import RunOptions
 from ckptx.report.documents.running import RunReport
 from ckptx.report.numbers import peak_of_processes
 from ckptx.runtime.checkpointing.load_report import NO_PLACE, UNKNOWN
-from ckptx.runtime.parallel.pipeline.cut import Cut
+from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
 from ckptx.runtime.parity.comparison import difference
 from ckptx.runtime.parity.distances import badness
 from ckptx.runtime.parity.inputs.batch import Inputs
@@ -24,14 +24,14 @@ def report_of(
     inputs: Inputs,
     small: Mapping[str, Sequence[int]],
     worst: list[dict[str, Any]],
-    cut: Cut | None = None,
+    plan: PipelinePlan | None = None,
 ) -> RunReport:
     """What all ranks found, in one report."""
     dims = options.dims
     tensors = len({name for share in everyone for name in share["names"]})
-    stages = cut.stages.pp if cut is not None else 1
-    microbatches = cut.microbatches if cut is not None else 1
-    bubble = cut.schedule.bubble_fraction(dims.pp, microbatches) if cut is not None else 0.0
+    stages = plan.stages.pp if plan is not None else 1
+    microbatches = plan.microbatches if plan is not None else 1
+    bubble = plan.schedule.bubble_fraction(dims.pp, microbatches) if plan is not None else 0.0
     layers = sum(share["wrapped"] for share in everyone[:: dims.per_stage])  # of one rank of each pipeline rank
     rows = [row for share in everyone for row in share["rows"]]
     undecided = _once(row for share in everyone for row in share["undecided"])

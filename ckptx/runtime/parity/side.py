@@ -27,8 +27,8 @@ from ckptx.runtime.checkpointing.load import RegionsOf, differing, load_from, un
 from ckptx.runtime.checkpointing.load_report import LoadLedger
 from ckptx.runtime.checkpointing.reading import OpenCheckpoint, open_source
 from ckptx.runtime.model.build import build_model, materialize, read_config
-from ckptx.runtime.parallel.distributed import Process
-from ckptx.runtime.parallel.parallelize import Parallelized, parallelize
+from ckptx.runtime.parallel.distributed import RankContext
+from ckptx.runtime.parallel.parallelize import ParallelizedModel, parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.runtime.parity.execution import tokens_used
 from ckptx.runtime.parity.inputs import windows
@@ -67,7 +67,7 @@ class ModelFacts(NamedTuple):
     stored_nbytes: int
 
 
-class Built(NamedTuple):
+class ShardedMetaModel(NamedTuple):
     """A model, parallel and without storage.
 
     Attributes:
@@ -77,7 +77,7 @@ class Built(NamedTuple):
     """
 
     model: nn.Module
-    done: Parallelized
+    done: ParallelizedModel
     stored: dict[str, tuple[str, ...]]
 
     @property
@@ -90,7 +90,7 @@ class Built(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ModelSide:
     """One of the two checkpoints.
 
     Attributes:
@@ -106,7 +106,7 @@ class Side:
     apart: frozenset[str] = frozenset()
 
     @contextmanager
-    def opened(self) -> Iterator[OpenCheckpoint]:
+    def open_checkpoint(self) -> Iterator[OpenCheckpoint]:
         with self._source(self.path) as source:
             if source.config is not None or self.fallback == self.path:
                 yield source
@@ -139,7 +139,7 @@ class Side:
 
     def look(self) -> ModelFacts:
         """Builds it on the meta device; refuses what cannot run on this mesh before anything has storage."""
-        with self.opened() as source:
+        with self.open_checkpoint() as source:
             if source.architecture is None or source.config is None:
                 raise UnsupportedError(f"{self.path}: its class is unknown, needed one of transformers to run it")
             name, _, config = read_config(self._home(source), trust_remote_code=self.options.trust_remote_code)
@@ -176,14 +176,14 @@ class Side:
 
     def stacked(self) -> tuple[nn.Module, Sequence[Stack]]:
         """On the meta device, with its lists of layers."""
-        with self.opened() as source:
+        with self.open_checkpoint() as source:
             assert source.architecture is not None and source.config is not None
             return self.model(source), source.architecture.stacks(source.config)
 
     def batches(self, seen: ModelFacts, microbatches: int = 1) -> list[Inputs]:
         """Batches for each data-parallel rank, those of the first rank first."""
         dims = self.options.dims
-        with self.opened() as source:
+        with self.open_checkpoint() as source:
             config = self.model(source).config.to_dict()  # with the defaults of the class
         length = seen.routing.tokens_needed(config) * 2 // _ROWS  # half of all tokens are sent to experts in turn
         return [
@@ -191,30 +191,32 @@ class Side:
             for index in range(dims.dp * microbatches)
         ]
 
-    def whole(self, process: Process) -> nn.Module:
+    def whole(self, process: RankContext) -> nn.Module:
         """Loaded, in one piece."""
-        with self.opened() as source:
+        with self.open_checkpoint() as source:
             model = self.model(source)
             materialize(model, process.device)
             self.load(model, source, None)
         return model
 
-    def build(self, mesh: DeviceMesh, cut: Callable[[nn.Module], None] | None = None) -> Built:
+    def build(
+        self, mesh: DeviceMesh, make_stage_in_place: Callable[[nn.Module], None] | None = None
+    ) -> ShardedMetaModel:
         """Parallel and without storage.
 
         Args:
             mesh: Of all ranks.
-            cut: Makes a pipeline stage of the whole model, in place.
+            make_stage_in_place: Makes a pipeline stage of the whole model, in place.
         """
         options = self.options
-        with self.opened() as source:
+        with self.open_checkpoint() as source:
             assert source.config is not None
             model = self.model(source)
             user = None if options.tp_plan is None else dict(read_plan(str(options.tp_plan)))
             plan = find_plan(model, source.config, user) if options.dims.tp > 1 else None
             stored = dict(source.stored)
-        if cut is not None:
-            cut(model)
+        if make_stage_in_place is not None:
+            make_stage_in_place(model)
         done = parallelize(
             model,
             mesh,
@@ -223,13 +225,13 @@ class Side:
             scope=options.ac_scope,
             compile=options.compile,
         )
-        return Built(model, done, stored)
+        return ShardedMetaModel(model, done, stored)
 
     def load(self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None) -> LoadLedger:
         """`load_from` with the ties of this side."""
         return load_from(model, source, regions=regions, tied=source.tied())
 
-    def held_against(
+    def config_mismatches(
         self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None
     ) -> tuple[list[str], dict[str, str]]:
         """Names of what a model holds that is not what this side stores, and what of this side it has no place for."""
@@ -240,9 +242,11 @@ class Side:
         )
 
 
-def both_sides(reference: Path, checkpoint: Path, options: RunOptions) -> tuple[Side, Side, ModelFacts, ModelFacts]:
+def both_sides(
+    reference: Path, checkpoint: Path, options: RunOptions
+) -> tuple[ModelSide, ModelSide, ModelFacts, ModelFacts]:
     """The reference and the checkpoint with the same parameters, and what is known of each."""
-    first, second = Side(reference, reference, options), Side(checkpoint, reference, options)
+    first, second = ModelSide(reference, reference, options), ModelSide(checkpoint, reference, options)
     seen, other = first.look(), second.look()
     ours, theirs = (seen.tied.keys() - other.tied.keys(), other.tied.keys() - seen.tied.keys())
     if ours & other.names:
@@ -254,7 +258,7 @@ def both_sides(reference: Path, checkpoint: Path, options: RunOptions) -> tuple[
     return first, second, seen, other
 
 
-def stored_dtypes_of(reference: Side, checkpoint: Side) -> list[dict[str, Any]]:
+def stored_dtypes_of(reference: ModelSide, checkpoint: ModelSide) -> list[dict[str, Any]]:
     """Compare the stored dtypes of both sides; see `dtype_differences`."""
-    with reference.opened() as first, checkpoint.opened() as second:
+    with reference.open_checkpoint() as first, checkpoint.open_checkpoint() as second:
         return dtype_differences(first.tensors, second.tensors, second.config, second.architecture)

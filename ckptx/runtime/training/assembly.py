@@ -16,11 +16,11 @@ from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.distributed import Process, mesh_of
+from ckptx.runtime.parallel.distributed import RankContext, mesh_of
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.parallelize import parallelize
-from ckptx.runtime.parallel.pipeline.cut import CarryFinder, Cut, carry_of, cut_model
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
+from ckptx.runtime.parallel.pipeline.plan import BoundaryFinder, PipelinePlan, boundaries_from_rank_0, plan_pipeline
 from ckptx.runtime.parallel.release import release
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
@@ -31,7 +31,7 @@ from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 
 @dataclass(slots=True)
-class Assembled:
+class AssembledModel:
     """What a rank trains.
 
     Attributes:
@@ -47,7 +47,7 @@ class Assembled:
     stages: dict[int, nn.Module]
     layouts: list[TensorParallelLayout | None]
     mesh: DeviceMesh
-    cut: Cut | None
+    pipeline_plan: PipelinePlan | None
     pipeline: Pipeline | None
     frozen: frozenset[str]
     wrapped_layers: int
@@ -60,7 +60,7 @@ class Assembled:
     @property
     def layout(self) -> TensorParallelLayout | None:
         """What TP did to all of them."""
-        return TensorParallelLayout.together(self.layouts)
+        return TensorParallelLayout.merge(self.layouts)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of this rank once, by its first name in the whole model."""
@@ -70,7 +70,7 @@ class Assembled:
 
     def whole_name(self, name: str) -> str:
         """What the whole model calls a parameter of a stage."""
-        return self.cut.copies.get(name, name) if self.cut is not None else name
+        return self.pipeline_plan.copies.get(name, name) if self.pipeline_plan is not None else name
 
     def load(self, path: Path) -> None:
         """Fills parameters and buffers from a checkpoint of any layout."""
@@ -81,10 +81,10 @@ class Assembled:
         """Gives back what the models take; they cannot be used then."""
         for model in self.models:
             release(model)
-        self.stages, self.layouts, self.pipeline, self.cut = {}, [], None, None
+        self.stages, self.layouts, self.pipeline, self.pipeline_plan = {}, [], None, None
 
 
-def assemble(recipe: Recipe, source: Path, place: Process, layout: LayoutBlock | None = None) -> Assembled:
+def assemble(recipe: Recipe, source: Path, place: RankContext, layout: LayoutBlock | None = None) -> AssembledModel:
     """Builds the model of a recipe, parallel and with storage, and not loaded; every rank calls it.
 
     Args:
@@ -106,11 +106,11 @@ def assemble(recipe: Recipe, source: Path, place: Process, layout: LayoutBlock |
 def lay_out(
     recipe: Recipe,
     source: Path,
-    place: Process,
+    place: RankContext,
     layout: LayoutBlock | None = None,
     *,
-    find_carry: CarryFinder = carry_of,
-) -> Assembled:
+    find_boundaries: BoundaryFinder = boundaries_from_rank_0,
+) -> AssembledModel:
     """`assemble` without storage.
 
     Args:
@@ -118,7 +118,7 @@ def lay_out(
         source: As there.
         place: As there.
         layout: As there.
-        find_carry: Finds what travels between pipeline stages, as `cut_stacks` takes it.
+        find_boundaries: Finds what travels between pipeline stages, as `plan_pipeline_of_stacks` takes it.
 
     Raises:
         UnsupportedError, UsageError: As there.
@@ -141,7 +141,7 @@ def lay_out(
     plan = find_plan(whole, config) if layout.tp > 1 else None
     cut, stages = None, {0: whole}
     if layout.pp > 1:
-        cut = cut_model(
+        cut = plan_pipeline(
             whole,
             config,
             layout.dims,
@@ -150,7 +150,7 @@ def lay_out(
             split=layout.pp_split,
             activation_checkpointing=layout.activation_checkpointing,
             batches=_small_batches,
-            find_carry=find_carry,
+            find_boundaries=find_boundaries,
         )
         stages = cut.models(whole, mesh)
     layouts, wrapped = [], 0
@@ -165,18 +165,18 @@ def lay_out(
         )
         layouts.append(done.layout)
         wrapped += done.wrapped_layers
-    return Assembled(stages, layouts, mesh, cut, None, frozen, wrapped)
+    return AssembledModel(stages, layouts, mesh, cut, None, frozen, wrapped)
 
 
-def connect(assembled: Assembled) -> None:
+def connect(assembled: AssembledModel) -> None:
     """Makes a pipeline of stages that are loaded; nothing happens without stages."""
-    if assembled.cut is not None and assembled.pipeline is None:
-        assembled.pipeline = assembled.cut.pipeline(assembled.stages, assembled.mesh)
+    if assembled.pipeline_plan is not None and assembled.pipeline is None:
+        assembled.pipeline = assembled.pipeline_plan.pipeline(assembled.stages, assembled.mesh)
 
 
-def mixed_inputs(assembled: Assembled) -> MixedInputs | None:
+def mixed_inputs(assembled: AssembledModel) -> MixedInputs | None:
     """What lets data ranks have images of their own; a pipeline does that by itself."""
-    return MixedInputs(assembled.models[0]) if assembled.cut is None else None
+    return MixedInputs(assembled.models[0]) if assembled.pipeline_plan is None else None
 
 
 def _policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:

@@ -22,8 +22,8 @@ from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.formats.dcp.reader import open_dcp
 from ckptx.publishing.replacing import refuse_foreign
 from ckptx.publishing.staging import Staging
+from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import read_small, take_lock, unwritable
-from ckptx.storage.held_directory import HeldDirectory
 from ckptx.storage.local import LocalSource
 
 LATEST = "latest"
@@ -33,7 +33,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LEFT = re.compile(r"\.(step-(?:0|[1-9][0-9]*)(?:\.removed)?)\.ckptx-partial")
 
 
-class Choice(NamedTuple):
+class ResumePoint(NamedTuple):
     """Where to go on.
 
     Attributes:
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
     note: str = ""
 
 
-class Steps:
+class StepDirectories:
     """The steps below one directory. It remembers nothing: each question looks at the disk.
 
     Any rank may ask; one alone, rank 0, marks and removes.
@@ -92,18 +92,20 @@ class Steps:
         """The step to go on from; see `choose`."""
         return self.choose().step
 
-    def choose(self) -> Choice:
+    def choose(self) -> ResumePoint:
         """What `latest` says if that step is complete, else the newest that is."""
         said, doubt = self._said()
         newest = next((step for step in reversed(self._named()) if self.is_published(step)), None)
         if said is not None and self.is_published(said):
             note = "" if said == newest else f"{self.path(said)}: {LATEST} names it; step-{newest} is complete, too"
-            return Choice(said, note)
+            return ResumePoint(said, note)
         if said is not None:
             doubt = f"names step-{said}, which is not complete"
         if newest is None:
-            return Choice(None, f"{self.root / LATEST}: {doubt}; there is no complete step" if doubt else "")
-        return Choice(newest, f"{self.root / LATEST}: {doubt or 'is not there'}; step-{newest} is the newest complete")
+            return ResumePoint(None, f"{self.root / LATEST}: {doubt}; there is no complete step" if doubt else "")
+        return ResumePoint(
+            newest, f"{self.root / LATEST}: {doubt or 'is not there'}; step-{newest} is the newest complete"
+        )
 
     def _said(self) -> tuple[int | None, str]:
         """The step that `latest` names, or what is wrong with it; neither where there is none."""
@@ -126,7 +128,7 @@ class Steps:
         """
         if not self.is_published(step):
             raise UsageError(f"{self.path(step)}: is no complete step, and {LATEST} must name one; save it first")
-        with HeldDirectory.at(Path(os.path.realpath(self.root))) as root:
+        with DirectoryHandle.at(Path(os.path.realpath(self.root))) as root:
             try:
                 if root.stat(_NEW) is not None:
                     root.remove(_NEW)
@@ -209,7 +211,7 @@ class Steps:
 
 def _is_unlocked(staging: Path) -> bool:
     """True when nobody works in a staging directory, as its lock says."""
-    with HeldDirectory.at(staging) as held:
+    with DirectoryHandle.at(staging) as held:
         if held.stat("lock") is None:
             return not held.names()
         descriptor = held.create("lock", keep=True)

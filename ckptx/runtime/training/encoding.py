@@ -23,7 +23,7 @@ from ckptx.errors import InputError, UnsupportedError, UsageError, missing_packa
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parity.inputs.batch import inserts_for
 from ckptx.runtime.parity.inputs.multimodal import MultimodalInput
-from ckptx.runtime.training.rows import Question
+from ckptx.runtime.training.rows import QuestionExample
 from ckptx.untrusted.printable import one_line
 
 IGNORED = -100
@@ -91,7 +91,7 @@ class Encoder:
                 return int(found)
         raise AssertionError
 
-    def __call__(self, question: Question) -> dict[str, Tensor]:
+    def __call__(self, question: QuestionExample) -> dict[str, Tensor]:
         """A sample: each tensor has a first dim of 1, or of the patches or tiles of its image.
 
         `input_ids`, `attention_mask` and `labels` are (1, length). With an image, there are the arguments that the
@@ -116,7 +116,7 @@ class Encoder:
 
     # ------------------------------------------------------------------------------------------------------------ text
 
-    def _tokens(self, question: Question) -> _Tokens:
+    def _tokens(self, question: QuestionExample) -> _Tokens:
         asked = [{"role": "user", "content": question.text}]
         whole = [*asked, {"role": "assistant", "content": question.answer}]
         if not self._has_template:
@@ -192,7 +192,7 @@ class Encoder:
         found = {} if insert is None or insert.row is None else insert.row(ids)
         return found if insert is None or insert.types is None else {**found, insert.types[0]: torch.zeros_like(ids)}
 
-    def _processed(self, question: Question) -> dict[str, Tensor]:
+    def _processed(self, question: QuestionExample) -> dict[str, Tensor]:
         """With the processor of the checkpoint."""
         if self._processor is None:
             self._processor = self._read_processor()

@@ -172,7 +172,7 @@ class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
     keep: int | None = None
 
 
-class ForeignBlock(RecipeBlock, kw_only=True, frozen=True):
+class ExternalBlock(RecipeBlock, kw_only=True, frozen=True):
     """A trainer that is not ours, and where it leaves what it did.
 
     Attributes:
@@ -240,7 +240,7 @@ class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
     layout: LayoutBlock = msgspec.field(default_factory=LayoutBlock)
     checkpoint: CheckpointBlock = msgspec.field(default_factory=CheckpointBlock)
     checks: ChecksBlock = msgspec.field(default_factory=ChecksBlock)
-    train: ForeignBlock | None = None
+    train: ExternalBlock | None = None
 
 
 class Recipe(RecipeKeys, kw_only=True, frozen=True):

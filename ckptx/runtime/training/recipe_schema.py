@@ -27,7 +27,7 @@ _PLACE = re.compile(r" - at `\$\[0\](?P<path>[\w.\[\]]*)`\Z")
 _PART = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 
 
-class _WrongValue(NamedTuple):
+class _InvalidValue(NamedTuple):
     """The value that msgspec refused.
 
     Attributes:
@@ -99,7 +99,7 @@ def found_as(value: Any) -> str:
     return f'the string "{one_line(value, 80)}"' if isinstance(value, str) else one_line(str(value), 80)
 
 
-def _fault_at(path: str, value: Any, hint: Any) -> _WrongValue:
+def _fault_at(path: str, value: Any, hint: Any) -> _InvalidValue:
     """Follow a path of msgspec to the value it refused."""
     where = ""
     for part in _PART.finditer(path):
@@ -114,7 +114,7 @@ def _fault_at(path: str, value: Any, hint: Any) -> _WrongValue:
             hint = get_args(hint)[1]
             key = next(key for key, each in value.items() if not _is_valid(each, hint))
             value, where = value[key], f"{where}.{key}"
-    return _WrongValue(where, hint, value)
+    return _InvalidValue(where, hint, value)
 
 
 def _is_valid(value: Any, hint: Any) -> bool:
@@ -125,7 +125,7 @@ def _is_valid(value: Any, hint: Any) -> bool:
     return True
 
 
-def _refusal(fault: _WrongValue, subject: Subject) -> UsageError:
+def _refusal(fault: _InvalidValue, subject: Subject) -> UsageError:
     """Say what is wrong with a value."""
     block = _without_null(fault.hint)
     if is_block(block) and isinstance(fault.value, Mapping):

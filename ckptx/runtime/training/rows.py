@@ -31,7 +31,7 @@ _SIDE = 24  # pixels
 _COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "grey": (120, 120, 120)}
 
 
-class Question(NamedTuple):
+class QuestionExample(NamedTuple):
     """What a model is asked.
 
     Attributes:
@@ -64,15 +64,15 @@ def open_rows(data: DataBlock, seed: int) -> Sequence[Row]:
             f"data.path: found {one_line(data.path)} with data.dataset {data.dataset}, which is made up, needed null; "
             "leave it out, or give another data set"
         )
-    return MadeUp(data.dataset == "synthetic_images", data.samples or _SAMPLES, seed)
+    return SyntheticSequences(data.dataset == "synthetic_images", data.samples or _SAMPLES, seed)
 
 
-def question_of(row: Row) -> Question:
+def question_of(row: Row) -> QuestionExample:
     """A row of either kind as a question."""
     if "answers" in row:
         answers = row["answers"]["text"]
-        return Question(f"{row['context']} {row['question']}", answers[0] if answers else "")
-    return Question(str(row["question"]), str(row["answer"]).strip(), row["image_id"])
+        return QuestionExample(f"{row['context']} {row['question']}", answers[0] if answers else "")
+    return QuestionExample(str(row["question"]), str(row["answer"]).strip(), row["image_id"])
 
 
 # -------------------------------------------------------------------------------------------------------------- public
@@ -110,7 +110,7 @@ def _public(data: DataBlock) -> Sequence[Row]:
 # ------------------------------------------------------------------------------------------------------------- made up
 
 
-class MadeUp(Sequence[Row]):
+class SyntheticSequences(Sequence[Row]):
     """Rows that depend on a seed and their number alone; short, so that one fits into 32 bytes with its answer."""
 
     def __init__(self, has_images: bool, length: int, seed: int) -> None:

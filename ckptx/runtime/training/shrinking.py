@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.runtime.model.narrow_config import parts, token_ids
+from ckptx.runtime.model.shrink_config import parts, token_ids
 from ckptx.runtime.model.tiny_model import tiny_config
 from ckptx.runtime.model.width_keys import VOCABULARIES
 from ckptx.runtime.training.source_tokenizer import MOST_TOKENS

@@ -263,7 +263,7 @@ def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, se
         dtype: Of its parameters.
         seed: The same one gives the same weights.
     """
-    with torch.random.fork_rng(devices=[]), _Undrawn():
+    with torch.random.fork_rng(devices=[]), _SkipWeightInit():
         torch.manual_seed(seed)
         model: PreTrainedModel = cls._from_config(copy.deepcopy(config), dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -276,7 +276,7 @@ def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, se
     return model.eval()
 
 
-class _Undrawn(TorchFunctionMode):  # type: ignore[misc]  # torch says Any
+class _SkipWeightInit(TorchFunctionMode):  # type: ignore[misc]  # torch says Any
     """Gives zeros to what `_draw` draws anyway: torch draws a weight when it makes a layer, and its class once more."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptx.errors import UsageError, missing_package
-from ckptx.runtime.model.narrow_config import parts
+from ckptx.runtime.model.shrink_config import parts
 
 _BYTES = 256
 # What a config may not name, and a chat needs.

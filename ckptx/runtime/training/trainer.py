@@ -28,12 +28,12 @@ from ckptx.runtime.checkpointing.async_save import Saver
 from ckptx.runtime.checkpointing.save import load_optimizer, save
 from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
 from ckptx.runtime.model.model_errors import running
-from ckptx.runtime.parallel.distributed import Process, data_index, everywhere
+from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, data_index
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss, token_losses
-from ckptx.runtime.training.assembly import Assembled, assemble, connect, mixed_inputs
-from ckptx.runtime.training.checkpoints import Steps
+from ckptx.runtime.training.assembly import AssembledModel, assemble, connect, mixed_inputs
+from ckptx.runtime.training.checkpoints import StepDirectories
 from ckptx.runtime.training.data import Dataset, collate
 from ckptx.runtime.training.optimization import make_optimizer, make_scheduler
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
@@ -103,7 +103,7 @@ class Trainer:
         recipe: Recipe,
         source: Path,
         dataset: Dataset,
-        place: Process,
+        place: RankContext,
         *,
         layout: LayoutBlock | None = None,
         events: Mapping[str, Event] | None = None,
@@ -124,7 +124,7 @@ class Trainer:
             InputError: The checkpoint is damaged.
         """
         self.recipe = recipe if layout is None else structs.replace(recipe, layout=layout)
-        self.assembled: Assembled = assemble(self.recipe, source, place)
+        self.assembled: AssembledModel = assemble(self.recipe, source, place)
         self.assembled.load(source)
         self.place, self.done, self.notes = place, 0, list[str]()
         self.source, self.dataset, self._events = source, dataset, dict(events or {})
@@ -167,7 +167,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self._at("stepped")
         tokens = sum(int(each.get("attention_mask", each["input_ids"] >= 0).sum()) for each in batches)
-        found = everywhere((losses, tokens, self._is_counted()))
+        found = all_gather_object((losses, tokens, self._is_counted()))
         told = [loss for loss, _, is_counted in found if is_counted]
         seconds = time.perf_counter() - begin
         tps = sum(each for _, each, is_counted in found if is_counted) / seconds
@@ -180,7 +180,7 @@ class Trainer:
         """What this data rank sees of the samples of a step: arguments of the model, and labels."""
         training = self.recipe.training
         own = part(indices, self.data_rank, self._data_ranks())
-        size = training.microbatch if self.assembled.cut is not None else training.local_batch
+        size = training.microbatch if self.assembled.pipeline_plan is not None else training.local_batch
         portions = [own[begin : begin + size] for begin in range(0, len(own), size)]
         made = [collate([self.dataset[index] for index in each]) for each in portions]
         return [{name: self._placed(value) for name, value in each.items()} for each in made]
@@ -196,9 +196,9 @@ class Trainer:
         as a run that was killed before it moved `latest` leaves one, is replaced at once.
 
         Args:
-            path: `Steps(root).path(step)` of this step.
+            path: `StepDirectories(root).path(step)` of this step.
         """
-        steps, step, keep = Steps(path.parent), self.done, self.recipe.checkpoint.keep
+        steps, step, keep = StepDirectories(path.parent), self.done, self.recipe.checkpoint.keep
 
         def then() -> None:
             steps.mark_latest(step)
@@ -215,7 +215,7 @@ class Trainer:
         else:
             save(self.assembled.models, self.optimizer, path, **given)
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Waits for what is being saved; every rank calls it.
 
         Raises:
@@ -321,7 +321,7 @@ class Trainer:
 
     def _is_counted(self) -> bool:
         """Whether this rank speaks for its data rank: the first that has the loss."""
-        mesh, cut = self.assembled.mesh, self.assembled.cut
+        mesh, cut = self.assembled.mesh, self.assembled.pipeline_plan
         has_loss = cut is None or cut.stages.pp - 1 in self.assembled.stages
         return has_loss and mesh["tp"].get_local_rank() == 0
 

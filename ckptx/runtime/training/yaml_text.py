@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?
 _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 
 
-class _Refusal(MarkedYAMLError):  # type: ignore[misc]  # mypy skips ruamel.yaml
+class _YamlError(MarkedYAMLError):  # type: ignore[misc]  # mypy skips ruamel.yaml
     """Valid YAML that a recipe has no use for; the message is ours."""
 
 
@@ -66,7 +66,7 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = error.problem_mark
         at = f" in line {mark.line + 1}" if mark is not None and "\n" in text.rstrip() else ""
         problem = one_line(str(error.problem), 400)
-        said = problem if isinstance(error, _Refusal) else f"invalid YAML: {problem}; correct it"
+        said = problem if isinstance(error, _YamlError) else f"invalid YAML: {problem}; correct it"
         raise UsageError(f"{where}: found{at} {said}") from error
     except YAMLError as error:
         reason = one_line((str(error).splitlines() or ["no reason"])[0], 400)
@@ -112,4 +112,4 @@ def _scalar(node: ScalarNode) -> Any:
 
 
 def _refuse(problem: str, at: Any) -> NoReturn:
-    raise _Refusal(problem=problem, problem_mark=at.start_mark)
+    raise _YamlError(problem=problem, problem_mark=at.start_mark)

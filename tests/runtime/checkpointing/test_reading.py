@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.checkpointing import reading
-from ckptx.runtime.checkpointing.reading import OpenCheckpoint, Reading, bands, open_source
+from ckptx.runtime.checkpointing.reading import OpenCheckpoint, RegionReader, bands, open_source
 from tests.support.stock import raw
 
 SHAPE = (6, 5, 4)
@@ -78,7 +78,7 @@ def test_regions_fill_any_memory(
         offsets, sizes = ((each[2], *each[:2]) for each in region)
         region = Region(offsets, sizes)
     wanted = taken(expected, region).clone(memory_format=torch.contiguous_format)
-    read = Reading(source.files)
+    read = RegionReader(source.files)
     row_major = torch.empty(wanted.shape, dtype=wanted.dtype)
     columns = torch.empty((*wanted.shape[::-1],), dtype=wanted.dtype).permute(tuple(range(wanted.dim()))[::-1])
     for target in (row_major, columns):
@@ -99,18 +99,18 @@ def test_floats_are_cast_into_any_memory(source: OpenCheckpoint, tensors: dict[s
             torch.empty(region.sizes, dtype=dtype),
             torch.empty(region.sizes[::-1], dtype=dtype).permute(2, 1, 0),
         ):
-            Reading(source.files).fill(source.tensors["plain"], region, target)
+            RegionReader(source.files).fill(source.tensors["plain"], region, target)
             assert torch.equal(target, taken(tensors["plain"], region).to(dtype))
 
 
 @pytest.mark.parametrize("name", ["yes", "small"])
 def test_nothing_else_is_cast(source: OpenCheckpoint, name: str) -> None:
     with pytest.raises(UnsupportedError, match="only plain floats are cast"):
-        Reading(source.files).fill(source.tensors[name], REGIONS[0], torch.empty(SHAPE))
+        RegionReader(source.files).fill(source.tensors[name], REGIONS[0], torch.empty(SHAPE))
 
 
 def test_bytes_that_no_checksum_vouches_for_are_counted(source: OpenCheckpoint) -> None:
-    read = Reading(source.files)
+    read = RegionReader(source.files)
     read.fill(source.tensors["plain"], REGIONS[0], torch.empty(SHAPE))
     assert read.unchecked == 0 and read.bytes_read >= 4 * 120
     read.fill(source.tensors["plain"], REGIONS[1], torch.empty(REGIONS[1].sizes))

@@ -12,11 +12,11 @@ import pytest
 from msgspec import structs
 
 from ckptx.runtime.forecasting import ranks as ranks_module
-from ckptx.runtime.forecasting.alike_layers import Repeat, as_before, by_layer, repeat_in
-from ckptx.runtime.forecasting.extrapolation import Shortened, extrapolated
+from ckptx.runtime.forecasting.extrapolation import ShortModel, extrapolated
 from ckptx.runtime.forecasting.ranks import ranks_of
-from ckptx.runtime.forecasting.run import Known, RankForecast, run_rank
-from ckptx.runtime.forecasting.shortening import plan_of, shortened
+from ckptx.runtime.forecasting.repeated_layers import RepeatedLayers, as_before, by_layer, repeat_in
+from ckptx.runtime.forecasting.run import RankForecast, SharedFacts, run_rank
+from ckptx.runtime.forecasting.short_models import plan_of, shortened
 from ckptx.runtime.forecasting.task import Task
 from tests.support.measured_steps import CONFIGS, task_of
 from tests.support.slow import slow_but
@@ -54,7 +54,7 @@ def test_nothing_is_left_out_where_it_would_save_nothing(kinds: str) -> None:
 
 def test_a_repeat_stays_within_its_stage() -> None:
     repeat = repeat_in("layers", "a" * 60, 20, 40, 3)
-    assert repeat == Repeat("layers", 22, 1, 17)
+    assert repeat == RepeatedLayers("layers", 22, 1, 17)
 
 
 def test_what_a_config_says_of_layers() -> None:
@@ -153,7 +153,7 @@ def test_layers_that_share_or_differ_all_run(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repeat, list[Shortened]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RepeatedLayers, list[ShortModel]]:
     """Steps of a model with three, four and five of its layers."""
     directory = tmp_path_factory.mktemp("runs")
     task = task_of(deep("llama", directory), "dp1", "none")
@@ -163,11 +163,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repeat, list[Shorten
     for extra in range(3):
         short = shortened(task, plan, [extra], directory / str(extra))
         assert short is not None
-        found.append(Shortened(run_rank(short, 0, Known())[0], plan.kept([extra])))
+        found.append(ShortModel(run_rank(short, 0, SharedFacts())[0], plan.kept([extra])))
     return plan.axes[0][0], found
 
 
-def test_a_third_step_is_held_against_the_first_two(runs: tuple[Repeat, list[Shortened]]) -> None:
+def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, list[ShortModel]]) -> None:
     repeat, (base, grown, third) = runs
     assert extrapolated([repeat], base, [grown], third) is not None
     segment = third.forecast.course.segments[7]
@@ -181,7 +181,7 @@ def test_a_third_step_is_held_against_the_first_two(runs: tuple[Repeat, list[Sho
 
 
 @pytest.mark.parametrize("what", ["turns", "wrapped_layers"])
-def test_so_is_what_it_computes(what: str, runs: tuple[Repeat, list[Shortened]]) -> None:
+def test_so_is_what_it_computes(what: str, runs: tuple[RepeatedLayers, list[ShortModel]]) -> None:
     repeat, (base, grown, third) = runs
     other: Any = {} if what == "turns" else 7
     spoiled = dataclasses.replace(third, forecast=dataclasses.replace(third.forecast, **{what: other}))

@@ -29,7 +29,7 @@ def most_of(ledger: StorageLedger) -> int:
 @pytest.mark.parametrize(("is_contiguous", "tensors"), [(True, 2), (False, 3)])
 def test_softmax_copies_what_is_not_contiguous(is_contiguous: bool, tensors: int) -> None:
     ledger = StorageLedger()
-    with ShapeTensors(ledger.see):
+    with ShapeTensors(ledger.record_operation):
         x = torch.empty(*_LARGE)
         y = torch.log_softmax(x if is_contiguous else x.t(), -1)
     assert most_of(ledger) == tensors * _NBYTES
@@ -39,7 +39,7 @@ def test_softmax_copies_what_is_not_contiguous(is_contiguous: bool, tensors: int
 
 def test_waiting_for_a_collective_makes_nothing() -> None:
     ledger = StorageLedger()
-    with ShapeTensors(ledger.see):
+    with ShapeTensors(ledger.record_operation):
         x = torch.empty(*_LARGE)
         y = torch.ops._c10d_functional.wait_tensor(x)
     assert y is x

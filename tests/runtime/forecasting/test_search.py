@@ -23,7 +23,7 @@ from ckptx.runtime.forecasting.ranks import _Ranks, ranks_of
 from ckptx.runtime.forecasting.remedy import mesh_that_fits
 from ckptx.runtime.forecasting.search import (
     Candidate,
-    Pins,
+    FixedDims,
     SearchSpace,
     has_steady_turns,
     layouts,
@@ -58,32 +58,32 @@ def step(source: Path, rows: int, seq: int = 64) -> Task:
 
 @pytest.mark.parametrize("gpus", [1, 6, 8, 64])
 def test_every_mesh_is_looked_at_once(gpus: int) -> None:
-    found = layouts(gpus, Pins())
+    found = layouts(gpus, FixedDims())
     assert all(each.world_size == gpus and each.tp <= 8 for each in found)
     expected = {(tp, pp) for tp in range(1, 9) for pp in range(1, gpus + 1) if gpus % tp == 0 and gpus // tp % pp == 0}
     assert Counter((each.tp, each.pp) for each in found) == Counter(expected)
 
 
 def test_what_is_given_is_not_searched() -> None:
-    assert {each.tp for each in layouts(32, Pins(tp=16))} == {16}
-    assert layouts(16, Pins(tp=2, pp=2, dp_shard=2, dp_replicate=2)) == [ParallelDims(2, 2, 2, 2)]
+    assert {each.tp for each in layouts(32, FixedDims(tp=16))} == {16}
+    assert layouts(16, FixedDims(tp=2, pp=2, dp_shard=2, dp_replicate=2)) == [ParallelDims(2, 2, 2, 2)]
     with pytest.raises(UsageError, match="--gpus 8: found no mesh"):
-        layouts(8, Pins(tp=3))
+        layouts(8, FixedDims(tp=3))
 
 
 def test_microbatches_share_the_rows_of_a_step(source: Path) -> None:
     task = step(source, 8)
-    assert list(microbatches_of(task, ParallelDims(), Pins())) == [8, 4, 2, 1]
-    assert list(microbatches_of(task, ParallelDims(pp=4), Pins())) == [8, 4]
-    assert list(microbatches_of(task, ParallelDims(dp_shard=4), Pins())) == [2, 1]
-    assert list(microbatches_of(task, ParallelDims(), Pins(microbatches=2))) == [2]
-    assert list(microbatches_of(task, ParallelDims(dp_shard=3), Pins())) == []
+    assert list(microbatches_of(task, ParallelDims(), FixedDims())) == [8, 4, 2, 1]
+    assert list(microbatches_of(task, ParallelDims(pp=4), FixedDims())) == [8, 4]
+    assert list(microbatches_of(task, ParallelDims(dp_shard=4), FixedDims())) == [2, 1]
+    assert list(microbatches_of(task, ParallelDims(), FixedDims(microbatches=2))) == [2]
+    assert list(microbatches_of(task, ParallelDims(dp_shard=3), FixedDims())) == []
 
 
 def test_every_layout_does_the_same_step(source: Path) -> None:
     task = step(source, 8)
-    for dims in layouts(8, Pins()):
-        for count in microbatches_of(task, dims, Pins()):
+    for dims in layouts(8, FixedDims()):
+        for count in microbatches_of(task, dims, FixedDims()):
             laid = with_layout(task, dims, "full", count)
             assert laid.recipe.training.global_batch == 8
             assert (laid.microbatches, laid.microbatch * count * dims.dp) == (count, 8)
@@ -176,15 +176,15 @@ def test_a_mode_is_taken_when_those_that_recompute_less_do_not_fit(source: Path)
     }
     assert peaks["full"] < peaks["selective"] < peaks["none"]
     memory = peaks["selective"] + reserved(peaks["selective"])
-    (outcome,) = search(SearchSpace(task, 1, memory, Pins())).outcomes
+    (outcome,) = search(SearchSpace(task, 1, memory, FixedDims())).outcomes
     assert outcome.best is not None and outcome.tried == 3  # none, selective, selective with everything
     assert outcome.best.task.recipe.layout.activation_checkpointing == "selective"
-    (outcome,) = search(SearchSpace(task, 1, memory, Pins(mode="none"))).outcomes
+    (outcome,) = search(SearchSpace(task, 1, memory, FixedDims(mode="none"))).outcomes
     assert outcome.best is None and outcome.least == peaks["none"]
 
 
 def test_what_cannot_be_cut_says_why(source: Path) -> None:
-    found = search(SearchSpace(step(source, 16), 16, 80 * GIB, Pins(tp=16, pp=1)))
+    found = search(SearchSpace(step(source, 16), 16, 80 * GIB, FixedDims(tp=16, pp=1)))
     (outcome,) = found.outcomes
     assert outcome.best is None and "16" in outcome.refused
 

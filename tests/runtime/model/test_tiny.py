@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.model import tiny_model as tiny
 from ckptx.runtime.model.build import on_meta
-from ckptx.runtime.model.narrow_config import Narrowness, narrow, parts, token_ids
+from ckptx.runtime.model.shrink_config import ShrinkPolicy, parts, shrink_config, token_ids
 from ckptx.runtime.model.tiny_model import tiny_config, tiny_model
 from tests.support.large_configs import LARGE, large
 from tests.support.models import EVERY
@@ -231,7 +231,7 @@ def test_kinds_of_attention_stay() -> None:
     """As many key and value heads as heads, fewer, or one."""
     for kv, kind in ((64, "all"), (8, "some"), (1, "one")):
         config = transformers.LlamaConfig(hidden_size=8192, num_attention_heads=64, num_key_value_heads=kv)
-        new = narrow(config, Narrowness())
+        new = shrink_config(config, ShrinkPolicy())
         found = "one" if new.num_key_value_heads == 1 else "all"
         found = "some" if 1 < new.num_key_value_heads < new.num_attention_heads else found
         assert found == kind
@@ -240,47 +240,47 @@ def test_kinds_of_attention_stay() -> None:
 
 def test_heads_that_are_no_power_of_two_stay_so() -> None:
     """ALiBi takes another way for them."""
-    new = narrow(large("bloom-176b")[0], Narrowness())
+    new = shrink_config(large("bloom-176b")[0], ShrinkPolicy())
     assert new.n_head & (new.n_head - 1)
-    assert not narrow(transformers.BloomConfig(n_head=64, hidden_size=8192), Narrowness()).n_head % 4
+    assert not shrink_config(transformers.BloomConfig(n_head=64, hidden_size=8192), ShrinkPolicy()).n_head % 4
 
 
 def test_rotary_frequencies_fit_the_heads() -> None:
-    new = narrow(large("qwen2.5-vl-72b")[0], Narrowness()).text_config
+    new = shrink_config(large("qwen2.5-vl-72b")[0], ShrinkPolicy()).text_config
     assert sum(new.rope_parameters["mrope_section"]) == new.hidden_size // new.num_attention_heads // 2 == 8
-    new = narrow(large("phi-3-mini-128k")[0], Narrowness())
+    new = shrink_config(large("phi-3-mini-128k")[0], ShrinkPolicy())
     half = new.hidden_size // new.num_attention_heads // 2
     assert len(new.rope_parameters["short_factor"]) == len(new.rope_parameters["long_factor"]) == half < 48
 
 
 def test_a_tower_fits_what_reads_it() -> None:
-    new = narrow(large("qwen3-vl-32b")[0], Narrowness())
+    new = shrink_config(large("qwen3-vl-32b")[0], ShrinkPolicy())
     assert new.vision_config.out_hidden_size == new.text_config.hidden_size < 5120
     assert new.vision_config.hidden_size != new.text_config.hidden_size
-    new = narrow(large("llama-3.2-90b-vision")[0], Narrowness()).vision_config
+    new = shrink_config(large("llama-3.2-90b-vision")[0], ShrinkPolicy()).vision_config
     assert new.vision_output_dim == 6 * new.hidden_size
 
 
 def test_heads_of_state_spaces_fill_the_expanded_stream() -> None:
-    new = narrow(large("mamba2-8b")[0], Narrowness())
+    new = shrink_config(large("mamba2-8b")[0], ShrinkPolicy())
     assert new.expand * new.hidden_size == new.num_heads * new.head_dim
     assert not new.num_heads % new.n_groups
     assert new.n_groups > 1
-    new = narrow(large("falcon-h1-34b")[0], Narrowness())
+    new = shrink_config(large("falcon-h1-34b")[0], ShrinkPolicy())
     assert new.mamba_d_ssm == new.mamba_n_heads * new.mamba_d_head
 
 
 def test_enough_experts_stay_to_choose_from() -> None:
-    new = narrow(large("deepseek-v3")[0], Narrowness())
+    new = shrink_config(large("deepseek-v3")[0], ShrinkPolicy())
     assert new.n_routed_experts == 16
     assert new.n_routed_experts // new.n_group * new.topk_group >= new.num_experts_per_tok
     assert new.qk_head_dim == new.qk_nope_head_dim + new.qk_rope_head_dim
-    assert narrow(large("gpt-oss-120b")[0], Narrowness()).num_local_experts == 8
+    assert shrink_config(large("gpt-oss-120b")[0], ShrinkPolicy()).num_local_experts == 8
 
 
 def test_layers_that_differ_still_differ() -> None:
     config = large("gemma-4-31b")[0]
-    new = narrow(config, Narrowness())
+    new = shrink_config(config, ShrinkPolicy())
     ratios = {config.per_layer_config[at].head_dim / new.per_layer_config[at].head_dim for at in (0, 5)}
     assert len(ratios) == 1
     assert min(ratios) > 1
@@ -291,9 +291,9 @@ def test_layers_that_differ_still_differ() -> None:
 def test_a_vocabulary_is_cut_behind_the_tokens_that_are_named() -> None:
     config = transformers.LlamaConfig(vocab_size=100_000, eos_token_id=[7, 900], bos_token_id=1)
     assert token_ids(config) == {1, 7, 900}
-    new = narrow(config, Narrowness(cut_vocabulary=True))
+    new = shrink_config(config, ShrinkPolicy(cut_vocabulary=True))
     assert 900 < new.vocab_size < 1100
-    assert narrow(config, Narrowness()).vocab_size == 100_000
+    assert shrink_config(config, ShrinkPolicy()).vocab_size == 100_000
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -315,8 +315,8 @@ def test_a_model_that_does_not_read_is_refused_by_name() -> None:
 def planted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Makes what is narrowed wrong in some keys."""
 
-    def narrow_wrongly(config: Any, how: Narrowness) -> Any:
-        found = narrow(config, how)
+    def narrow_wrongly(config: Any, how: ShrinkPolicy) -> Any:
+        found = shrink_config(config, how)
         found.__dict__.update(changes)
         return found
 
@@ -343,11 +343,11 @@ def test_a_config_of_other_layers_is_not_taken(defect: str, monkeypatch: pytest.
 
 
 def test_a_less_narrow_one_is_taken_where_the_first_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Narrowness] = []
+    tried: list[ShrinkPolicy] = []
 
-    def narrow_wrongly(config: Any, how: Narrowness) -> Any:
+    def narrow_wrongly(config: Any, how: ShrinkPolicy) -> Any:
         tried.append(how)
-        found = narrow(config, how)
+        found = shrink_config(config, how)
         if len(tried) < 3:
             found.num_hidden_layers = 1
         return found

@@ -27,7 +27,7 @@ with distributed.process_group("cpu") as process:
     rows = torch.ones(4)
     dist.all_reduce(rows)
     try:
-        with distributed.alone():
+        with distributed.report_failure_to_peers():
             if process.rank == 1:
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ from ckptx.runtime.parallel.gradients import clip_grad_norm
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
-from ckptx.runtime.parity.execution import whole
+from ckptx.runtime.parity.execution import full_tensor
 from ckptx.runtime.parity.inputs.batch import inputs_for
 from tests.support.models import EVERY, Inputs, randomise
 from tests.support.pool import GlooPool
@@ -119,7 +119,7 @@ def norms(rank: int, world_size: int, name: str, pictured: list[int]) -> tuple[f
     batches = microbatches(name, dims.dp, pictured)
     model, index = cut(name, dims)
     with MixedInputs(model).microbatch(batches[index]):
-        loss_of(whole(output_of(model(**batches[index]))), 1).backward()
+        loss_of(full_tensor(output_of(model(**batches[index]))), 1).backward()
     expected = deep(name, LAYERS)
     for batch in batches:
         loss_of(output_of(expected(**batch)), dims.dp).backward()

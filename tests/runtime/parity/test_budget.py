@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptx.errors import SpaceError
 from ckptx.layout.stages import StageMap
 from ckptx.options.verify import RunOptions
-from ckptx.runtime.parallel.distributed import Process
+from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity import budget as budget_module
 from ckptx.runtime.parity.budget import Budget
-from ckptx.runtime.parity.reference import InPieces, cut_into
-from ckptx.runtime.parity.side import ModelFacts, Side
+from ckptx.runtime.parity.reference import OffloadedReference, partition_reference
+from ckptx.runtime.parity.side import ModelFacts, ModelSide
 from tests.support.models import randomise, transformers
 from tests.support.slow import slow_but
 
-PLACE = Process(0, 1, torch.device("cpu"))
+PLACE = RankContext(0, 1, torch.device("cpu"))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -68,17 +68,17 @@ class Live(TorchDispatchMode):  # type: ignore[misc]
         self.now -= nbytes
 
 
-def side_of(path: Path, *, tied: bool) -> tuple[Side, ModelFacts]:
+def side_of(path: Path, *, tied: bool) -> tuple[ModelSide, ModelFacts]:
     config = transformers.LlamaConfig(
         hidden_size=192, intermediate_size=768, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2,
         vocab_size=2000, tie_word_embeddings=tied,
     )  # fmt: skip
     randomise(transformers.LlamaForCausalLM(config)).save_pretrained(path)
-    side = Side(path, path, RunOptions(device="cpu"))
+    side = ModelSide(path, path, RunOptions(device="cpu"))
     return side, side.look()
 
 
-def budget_of(side: Side, seen: ModelFacts, batches: int, **settings: Any) -> Budget:
+def budget_of(side: ModelSide, seen: ModelFacts, batches: int, **settings: Any) -> Budget:
     given = {"backward": True, "both": False, **settings}
     model, stacks = side.stacked()
     return Budget(model, stacks, side.batches(seen, batches), **given)
@@ -94,9 +94,9 @@ def test_what_is_live_at_a_time_stays_below_what_is_counted(
     side, seen = side_of(tmp_path, tied=tied)
     budget = budget_of(side, seen, batches)
     stages = StageMap(budget.stacks, pieces)
-    cut = cut_into(budget.model, stages, seen)
+    cut = partition_reference(budget.model, stages, seen)
     with Live() as live:
-        running = InPieces(side, budget.batches, PLACE, cut, backward=True)
+        running = OffloadedReference(side, budget.batches, PLACE, cut, backward=True)
         running.forward()
         for portion in running.gradients():
             del portion
@@ -109,16 +109,16 @@ def test_the_fewest_pieces_that_fit_are_made(tmp_path: Path, monkeypatch: pytest
     needed = {pieces: budget.needed(StageMap(budget.stacks, pieces)) for pieces in range(2, 9)}
     assert budget.whole > needed[2] > needed[4] > needed[8]
     for pieces in (2, 4, 8):
-        assert budget.cut(needed[pieces]).pp == pieces
-    assert budget.cut(needed[2] - 1).pp == 3
+        assert budget.partition(needed[pieces]).pp == pieces
+    assert budget.partition(needed[2] - 1).pp == 3
 
 
 def test_the_least_is_named(tmp_path: Path) -> None:
     budget = budget_of(*side_of(tmp_path, tied=True), 1, ways=("--no-backward",))
     least = min(budget.needed(StageMap(budget.stacks, pieces)) for pieces in range(2, 9))
-    assert budget.cut(least).pp <= 8
+    assert budget.partition(least).pp <= 8
     with pytest.raises(SpaceError) as refused:
-        budget.cut(least - 1)
+        budget.partition(least - 1)
     assert f"use --reference-memory {-(-least // 10**6)}MB, --no-backward, a machine with more" in str(refused.value)
     assert "in up to 8 pieces" in str(refused.value)
 
@@ -128,7 +128,7 @@ def test_a_single_layer_cannot_be_cut(tmp_path: Path) -> None:
     budget = budget_of(side, seen, 1)
     one = Budget(budget.model, [budget.stacks[0].__class__("model.layers", 1)], budget.batches, True, False)
     with pytest.raises(SpaceError, match="found 1 layer, needed two or more"):
-        one.cut(1000)
+        one.partition(1000)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from hypothesis.extra import numpy as arrays
 from torch import nn
 
 from ckptx.catalog.region import Region
-from ckptx.runtime.parallel.distributed import Process, process_group
+from ckptx.runtime.parallel.distributed import RankContext, process_group
 from ckptx.runtime.parity import comparison, distances
-from ckptx.runtime.parity.comparison import Comparison, Gradient, Held, Reference, difference
+from ckptx.runtime.parity.comparison import Comparison, Gradient, HeldParameter, Reference, difference
 from ckptx.runtime.parity.distances import furthest
 from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.noise import ALLOWED
@@ -29,7 +29,7 @@ vectors = arrays.arrays(np.float32, st.integers(0, 6), elements=st.floats(width=
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
+def process() -> Iterator[RankContext]:
     """One process, a group of its own."""
     with process_group("cpu", "gloo") as found:
         yield found
@@ -114,7 +114,7 @@ LOGITS = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
 
 
 def forward(
-    process: Process, found: torch.Tensor, *, loss: float = 2.0, exact: bool = False, noise: float = 0.25,
+    process: RankContext, found: torch.Tensor, *, loss: float = 2.0, exact: bool = False, noise: float = 0.25,
     noise_of_loss: float = 0.125, expected: torch.Tensor = LOGITS, expected_loss: float = 2.0,
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"logits": ("logits",)}, exact)
@@ -128,7 +128,7 @@ def names_of(made: Comparison) -> list[tuple[str, str]]:
     return [(row["level"], row["name"]) for row in made.rows]
 
 
-def test_what_is_the_same_differs_nowhere(process: Process) -> None:
+def test_what_is_the_same_differs_nowhere(process: RankContext) -> None:
     made = forward(process, LOGITS.clone(), exact=True)
     assert made.rows == []
     numbers = made.numbers
@@ -139,7 +139,7 @@ def test_what_is_the_same_differs_nowhere(process: Process) -> None:
 
 @pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_logits_may_be_as_far_away_as_the_limit(process: Process, exact: bool, limit: float, sign: int) -> None:
+def test_logits_may_be_as_far_away_as_the_limit(process: RankContext, exact: bool, limit: float, sign: int) -> None:
     for further, names in ((0.0, []), (2.0**-10, [("forward", "logits")])):
         found = LOGITS.clone()
         found[0, 1, 0] += sign * (limit + further)
@@ -155,7 +155,7 @@ def test_logits_may_be_as_far_away_as_the_limit(process: Process, exact: bool, l
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_loss_may_too_and_by_its_last_place(
-    process: Process, exact: bool, noise_of_loss: float, limit: float, sign: int
+    process: RankContext, exact: bool, noise_of_loss: float, limit: float, sign: int
 ) -> None:
     for further, names in ((0.0, []), (2.0**-30, [("forward", "loss")])):
         for scale in (1, -1):  # a loss may be negative
@@ -167,7 +167,7 @@ def test_the_loss_may_too_and_by_its_last_place(
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("side", ["reference", "checkpoint", "both"])
-def test_what_is_not_finite_differs_even_from_itself(process: Process, value: float, side: str) -> None:
+def test_what_is_not_finite_differs_even_from_itself(process: RankContext, value: float, side: str) -> None:
     bad = LOGITS.clone()
     bad[0, 0, 0] = bad[0, 1, 1] = value
     made = forward(
@@ -180,7 +180,7 @@ def test_what_is_not_finite_differs_even_from_itself(process: Process, value: fl
     assert all(math.isnan(row["max_abs"]) for row in made.rows)
 
 
-def test_a_loss_that_is_no_number_differs(process: Process) -> None:
+def test_a_loss_that_is_no_number_differs(process: RankContext) -> None:
     assert names_of(forward(process, LOGITS.clone(), loss=NAN)) == [("forward", "loss")]
     assert names_of(forward(process, LOGITS.clone(), loss=INF)) == [("forward", "loss")]
 
@@ -190,10 +190,10 @@ def test_each_rank_has_its_batch_and_the_loss_is_the_mean_of_all(monkeypatch: py
     whole = [LOGITS, LOGITS + 8]
     said = (False, 2.0, 0.0, 0.0, [(tuple(each.shape), each.dtype) for each in whole])
     sent = iter(whole)
-    monkeypatch.setattr(comparison, "told", lambda value: said)
-    monkeypatch.setattr(comparison, "everywhere", lambda value: [(3.0, True), (7.0, False), value])
+    monkeypatch.setattr(comparison, "broadcast_object", lambda value: said)
+    monkeypatch.setattr(comparison, "all_gather_object", lambda value: [(3.0, True), (7.0, False), value])
     monkeypatch.setattr(comparison, "broadcast", lambda tensor, shape, dtype, place: next(sent))
-    made = Comparison(Process(1, 2, torch.device("cpu")), {}, False)
+    made = Comparison(RankContext(1, 2, torch.device("cpu")), {}, False)
     made.forward(None, ForwardResult([LOGITS + 8], 1.0), 1)
     assert (made.rows, made.numbers["max_abs"], made.numbers["loss"]) == ([], 0, 2)
     sent = iter(whole)
@@ -219,37 +219,37 @@ class Two(nn.Module):
 
 
 def backward(
-    process: Process, model: nn.Module, *, exact: bool = False, moved: float = 0.25, regions: Any = None,
+    process: RankContext, model: nn.Module, *, exact: bool = False, moved: float = 0.25, regions: Any = None,
     **gradients: torch.Tensor,
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
-    held = [Held(name, each, regions and regions(name)) for name, each in model.named_parameters()]
+    held = [HeldParameter(name, each, regions and regions(name)) for name, each in model.named_parameters()]
     made.backward([Gradient(name, each, moved) for name, each in gradients.items()], held)
-    made.leftover()
-    made.settle()
+    made.report_missing_gradients()
+    made.finish_gradients()
     return made
 
 
-def test_copies_on_several_stages_are_each_compared_and_not_to_the_last_bit(process: Process) -> None:
+def test_copies_on_several_stages_are_each_compared_and_not_to_the_last_bit(process: RankContext) -> None:
     for copied, far in ((("a",), 1), ((), 2)):
-        copies = [Held("a", Two(GRADIENT + each).a, None) for each in (0.0, 2.0**-22, 1.0)]
+        copies = [HeldParameter("a", Two(GRADIENT + each).a, None) for each in (0.0, 2.0**-22, 1.0)]
         made = Comparison(process, {}, is_exact=True, copied=copied)
         made.backward([Gradient("a", GRADIENT, 0.0)], copies)
-        made.settle()
+        made.finish_gradients()
         assert [(row["name"], row.get("what")) for row in made.rows] == [("a", None)] * far
         assert made.gradients["a"][0] == 1.0
 
 
-def test_of_copies_one_without_a_gradient_is_named(process: Process) -> None:
-    copies = [Held("a", Two(each).a, None) for each in (None, GRADIENT.clone())]
+def test_of_copies_one_without_a_gradient_is_named(process: RankContext) -> None:
+    copies = [HeldParameter("a", Two(each).a, None) for each in (None, GRADIENT.clone())]
     made = Comparison(process, {}, is_exact=True, copied=("a",))
     made.backward([Gradient("a", GRADIENT, 0.0)], copies)
-    made.settle()
+    made.finish_gradients()
     assert [row["what"] for row in made.rows] == ["no gradient"]
 
 
 @pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])
-def test_a_gradient_may_be_as_far_away_as_its_limit(process: Process, exact: bool, limit: float) -> None:
+def test_a_gradient_may_be_as_far_away_as_its_limit(process: RankContext, exact: bool, limit: float) -> None:
     for further in (0.0, 2.0**-10):
         found = GRADIENT.clone()
         found[2, 1] -= limit + further
@@ -261,7 +261,7 @@ def test_a_gradient_may_be_as_far_away_as_its_limit(process: Process, exact: boo
         assert made.numbers["grad_of_limit"] == (["", 0.0] if exact else ["a", (limit + further) / limit])
 
 
-def test_gradients_may_come_in_portions_in_any_order(process: Process) -> None:
+def test_gradients_may_come_in_portions_in_any_order(process: RankContext) -> None:
     """Whether one is zero but for rounding depends on those beside it, which may come later."""
     tiny = torch.full((2,), EPS)
     large = torch.tensor([1.0, 2.0])
@@ -269,16 +269,16 @@ def test_gradients_may_come_in_portions_in_any_order(process: Process) -> None:
         made = Comparison(process, {}, is_exact=False)
         for number in order:
             name, gradient = (("layer.k.bias", tiny), ("layer.q.bias", large))[number]
-            held = Held(name, nn.Parameter(torch.zeros(2)), None)
+            held = HeldParameter(name, nn.Parameter(torch.zeros(2)), None)
             held.parameter.grad = gradient * (3 if number == 0 else 1)
             made.backward([Gradient(name, gradient, 0.0)], [held])
-        made.leftover()
-        made.settle()
+        made.report_missing_gradients()
+        made.finish_gradients()
         assert (made.rows, made.undecided, made.numbers["gradients"]) == ([], [], 2)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_gradient_that_is_no_number_differs(process: Process, value: float) -> None:
+def test_a_gradient_that_is_no_number_differs(process: RankContext, value: float) -> None:
     found = GRADIENT.clone()
     found[0, 0] = value
     made = backward(process, Two(found), a=GRADIENT)
@@ -289,7 +289,7 @@ def test_a_gradient_that_is_no_number_differs(process: Process, value: float) ->
 
 @pytest.mark.parametrize(("reference", "largest"), [(GRADIENT - 9, 8.0), (torch.empty(0, 2), 0.0)])
 def test_a_gradient_that_is_lost_is_named_with_its_size(
-    process: Process, reference: torch.Tensor, largest: float
+    process: RankContext, reference: torch.Tensor, largest: float
 ) -> None:
     for names in ({"a": reference}, {"c": reference}):  # without a gradient; not in the model at all
         made = backward(process, Two(None), **names)
@@ -299,14 +299,14 @@ def test_a_gradient_that_is_lost_is_named_with_its_size(
         assert made.gradients == {}
 
 
-def test_a_gradient_too_many_is_named_unless_it_is_zero(process: Process) -> None:
+def test_a_gradient_too_many_is_named_unless_it_is_zero(process: RankContext) -> None:
     made = backward(process, Two(GRADIENT.clone(), -GRADIENT), a=GRADIENT)
     (row,) = made.rows
     assert (row["name"], row["names"], row["model_name"], row["max_abs"], row["limit"]) == ("b.0", 2, "b", 6, 0)
     assert backward(process, Two(GRADIENT.clone(), torch.zeros(2)), a=GRADIENT).rows == []
 
 
-def test_a_rank_is_held_against_the_rows_that_it_has(process: Process) -> None:
+def test_a_rank_is_held_against_the_rows_that_it_has(process: RankContext) -> None:
     """Rows 0 and 2 of three; what the reference has in row 1 is another rank's."""
     held = [Region((0, 0), (1, 2)), Region((2, 0), (1, 2))]
     model = Two(None)
@@ -330,7 +330,7 @@ def test_a_rank_is_held_against_the_rows_that_it_has(process: Process) -> None:
 
 @pytest.mark.parametrize(("noise_is", "names"), [(0.125, []), (0.25, [("forward", "logits")])])
 def test_logits_that_may_be_further_away_than_they_deviate_are_undecided(
-    process: Process, noise_is: float, names: list[tuple[str, str]]
+    process: RankContext, noise_is: float, names: list[tuple[str, str]]
 ) -> None:
     """1, 2, 3, 4 deviate by the root of 1.25; eight times the noise is 1, or 2."""
     made = forward(process, LOGITS.clone(), noise=noise_is)
@@ -345,7 +345,7 @@ def test_logits_that_may_be_further_away_than_they_deviate_are_undecided(
 
 @pytest.mark.parametrize(("size", "is_decided"), [(2.5, True), (2.0, True), (1.5, False)])
 def test_a_gradient_that_may_be_further_away_than_it_is_large_is_undecided(
-    process: Process, size: float, is_decided: bool
+    process: RankContext, size: float, is_decided: bool
 ) -> None:
     """The limit is 2, eight times the noise."""
     reference = torch.tensor([[size, -1.0]])
@@ -361,7 +361,7 @@ def test_a_gradient_that_may_be_further_away_than_it_is_large_is_undecided(
 @pytest.mark.parametrize("size", [0.5, 2.0])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_gradient_may_differ_in_its_last_places_though_no_draw_moved_it(
-    process: Process, size: float, sign: int
+    process: RankContext, size: float, sign: int
 ) -> None:
     reference = torch.full((2, 2), size)
     for places, names in ((ALLOWED, []), (ALLOWED + 1, [("gradients", "disk.a")])):
@@ -374,7 +374,7 @@ def test_a_gradient_may_differ_in_its_last_places_though_no_draw_moved_it(
 
 
 @pytest.mark.parametrize(("size", "is_zero"), [(ALLOWED * EPS, True), (2 * ALLOWED * EPS, False)])
-def test_a_gradient_that_is_zero_but_for_rounding_is_equal(process: Process, size: float, is_zero: bool) -> None:
+def test_a_gradient_that_is_zero_but_for_rounding_is_equal(process: RankContext, size: float, is_zero: bool) -> None:
     """Beside one of 1: whatever the two make of a sum that is zero. One that has more is none of these."""
     beside, small = torch.ones(2), torch.tensor([size, 0.0])
     other = Two(beside.clone(), -small)
@@ -385,14 +385,14 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_equal(process: Process, siz
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_gradient_that_is_no_number_on_both_sides_differs(process: Process, value: float) -> None:
+def test_a_gradient_that_is_no_number_on_both_sides_differs(process: RankContext, value: float) -> None:
     both = GRADIENT.clone()
     both[1, 1] = value
     (row,) = backward(process, Two(both.clone()), a=both).rows
     assert (row["name"], row["what"]) == ("disk.a", "not finite, reference and checkpoint")
 
 
-def test_bands_change_no_number(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bands_change_no_number(process: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(3, 5, 7, generator=generator) for _ in range(2))
 
@@ -408,7 +408,7 @@ def test_bands_change_no_number(process: Process, monkeypatch: pytest.MonkeyPatc
 
 @settings(max_examples=50, deadline=None)
 @given(order=st.permutations(["x", "y", "z"]), far=st.sets(st.sampled_from("xyz")))
-def test_the_order_of_names_is_no_difference(process: Process, order: list[str], far: set[str]) -> None:
+def test_the_order_of_names_is_no_difference(process: RankContext, order: list[str], far: set[str]) -> None:
     model = nn.Module()
     for name in order:
         made = nn.Parameter(torch.zeros(2))

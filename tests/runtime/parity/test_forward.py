@@ -14,14 +14,14 @@ from torch import nn
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.options.verify import RunOptions
-from ckptx.runtime.parallel.pipeline.carry import Carry
-from ckptx.runtime.parallel.pipeline.cut import Cut
+from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
+from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 from ckptx.runtime.parity import divergence, execution, noise, run_report
 from ckptx.runtime.parity.comparison import Reference
 from ckptx.runtime.parity.divergence import Outputs
-from ckptx.runtime.parity.reference import InOnePiece
-from ckptx.runtime.parity.staging import stage_of
+from ckptx.runtime.parity.reference import WholeReference
+from ckptx.runtime.parity.stages import stage_of
 from tests.support.small import PLACE, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
 
 IDS = [[0, 1], [2, 3]]
@@ -36,10 +36,10 @@ def first_divergence(
     reference: nn.Module, model: nn.Module, ids: Sequence[Sequence[int]] = IDS, *, is_exact: bool = True
 ) -> dict[str, Any] | None:
     ours: Outputs = {}
-    with divergence.kept(model, ours):
+    with divergence.record_outputs(model, ours):
         execution.run(model, [inputs_of(ids)], backward=False)
     side: Any = side_of(reference)
-    found = InOnePiece(side, [], PLACE, False).observed(inputs_of(ids))
+    found = WholeReference(side, [], PLACE, False).observed(inputs_of(ids))
     return divergence.first_divergence(found, iter([ours]), is_exact=is_exact)
 
 
@@ -93,7 +93,7 @@ def test_experts_that_get_other_tokens_are_not_compared(ids: list[list[int]]) ->
 
 def reference_of(model: nn.Module, *, backward: bool = True) -> tuple[Reference, dict[str, float]]:
     """What it gives forward, and how much noise moves its gradients."""
-    running = InOnePiece(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], PLACE, backward)
+    running = WholeReference(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], PLACE, backward)
     found = running.forward()
     (portion,) = running.gradients()
     return found, {each.name: each.moved for each in portion}
@@ -115,7 +115,7 @@ def test_noise_is_the_largest_of_all_draws(monkeypatch: pytest.MonkeyPatch) -> N
     expected.gradients = {name: each.clone() for name, each in expected.gradients.items()}
     losses, scales = [], []
     for draw in range(noise.DRAWS):
-        with noise.moved_embeddings(model, draw):
+        with noise.perturbed_embeddings(model, draw):
             other = execution.run(model, batches, backward=True)
         losses.append(abs(other.loss - expected.loss))
         scales.append(float((other.gradients["scale"] - expected.gradients["scale"]).abs().max()))
@@ -224,7 +224,7 @@ def test_the_layers_of_every_stage_are_counted_once() -> None:
     """Ranks of one stage wrap the same layers."""
     dims = ParallelDims(tp=2, pp=2)
     schedule = find_schedule("1f1b")
-    cut = Cut(schedule, StageMap([Stack("layers", 5)], 2), Carry(((), ()), {}), (), 3)
+    cut = PipelinePlan(schedule, StageMap([Stack("layers", 5)], 2), StageBoundaries(((), ()), {}), (), 3)
     shares = [share_of(wrapped=wrapped, names=names) for wrapped, names in ((3, "ab"), (3, "ab"), (2, "bc"), (2, "bc"))]
     options = RunOptions(tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate)
     found = run_report.report_of(options, shares, inputs_of(IDS), {}, [], cut).to_dict()
@@ -235,7 +235,7 @@ def test_the_layers_of_every_stage_are_counted_once() -> None:
 
 def test_a_difference_has_the_stage_of_its_tensor() -> None:
     stages = StageMap([Stack("model.layers", 2, (), ("model.norm", "lm_head"))], 2)
-    cut = Cut(find_schedule("gpipe"), stages, Carry(((), ()), {}), (), 2)
+    cut = PipelinePlan(find_schedule("gpipe"), stages, StageBoundaries(((), ()), {}), (), 2)
     for name, stage in (("model.layers.0.a", 0), ("model.layers.1.a", 1), ("lm_head.weight", 1), ("model.x", 0)):
         assert stage_of(cut, {"level": "bytes", "name": name}) == stage
         assert stage_of(cut, {"level": "gradients", "name": "on.disk", "model_name": name}) == stage

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptx.options.verify import RunOptions
-from ckptx.runtime.parallel.distributed import Process
+from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity import memory
 from ckptx.runtime.parity.routing import Routing
 from ckptx.runtime.parity.side import ModelFacts
@@ -30,7 +30,7 @@ def has_10_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 def allowed(nbytes: int, ranks: int = 1, **options: Any) -> tuple[int | None, int | None]:
     """Of a model with so many GiB of weights, on so many ranks of TP."""
     settings = RunOptions(tp=ranks, **options)
-    return tuple(memory.allowed(seen(nbytes * GIB, nbytes * GIB // 2), settings, Process(0, ranks, CPU)))
+    return tuple(memory.memory_limits(seen(nbytes * GIB, nbytes * GIB // 2), settings, RankContext(0, ranks, CPU)))
 
 
 @pytest.mark.usefixtures("has_10_gib")
@@ -54,11 +54,11 @@ def test_the_ranks_of_this_machine_need_memory_too(monkeypatch: pytest.MonkeyPat
 
 def test_only_what_would_help_is_advised() -> None:
     few, many = seen(20 * GIB, 10 * GIB), seen(20 * GIB, 20 * GIB)
-    first, second = memory.ways_to_take_less(few, RunOptions())
+    first, second = memory.advice_to_save_memory(few, RunOptions())
     assert first == "--no-backward (20.00 GiB in one piece)"
     assert second.startswith("--compute-dtype auto") and "20.00 GiB" in second
-    assert memory.ways_to_take_less(many, RunOptions()) == [first]
-    assert memory.ways_to_take_less(few, RunOptions(compute_dtype="auto", backward=False)) == []
+    assert memory.advice_to_save_memory(many, RunOptions()) == [first]
+    assert memory.advice_to_save_memory(few, RunOptions(compute_dtype="auto", backward=False)) == []
 
 
 def test_what_is_free_here_is_known() -> None:

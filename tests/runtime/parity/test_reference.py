@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ckptx.layout.stages import StageMap
 from ckptx.options.verify import RunOptions
-from ckptx.runtime.parallel.distributed import Process
+from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity.comparison import Reference
-from ckptx.runtime.parity.reference import InOnePiece, InPieces, Running, cut_into
-from ckptx.runtime.parity.side import Side
+from ckptx.runtime.parity.reference import OffloadedReference, ReferenceModel, WholeReference, partition_reference
+from ckptx.runtime.parity.side import ModelSide
 from tests.support.models import EVERY, write
 from tests.support.staged import deep
 
-PLACE = Process(0, 1, torch.device("cpu"))
+PLACE = RankContext(0, 1, torch.device("cpu"))
 # The hidden state alone, tied and untied; inputs of every layer, shared keys and values; one weight tied at three
 # places; a tower; experts.
 SOME = ("llama-tied", "llama-untied", "gemma4-ple", "gemma4-shared-kv", "t5", "bart", "gemma3-vlm", "qwen3-moe")
@@ -32,10 +32,10 @@ class Given(NamedTuple):
     moved: dict[str, float]
 
 
-def all_of(running: Running) -> Given:
+def all_of(running: ReferenceModel) -> Given:
     forward = running.forward()
     portions = [{each.name: each for each in portion} for portion in running.gradients()]
-    assert len(portions) == running.pieces
+    assert len(portions) == running.stage_count
     found = {name: each for portion in portions for name, each in portion.items()}
     assert sum(map(len, portions)) == len(found), "each gradient comes once"
     gradients = {name: each.tensor.clone() for name, each in found.items()}
@@ -43,13 +43,15 @@ def all_of(running: Running) -> Given:
 
 
 def both(path: Path, pieces: int, batches: int, split: str = "even", **options: str) -> tuple[Given, Given]:
-    side = Side(path, path, RunOptions(device="cpu", **options))
+    side = ModelSide(path, path, RunOptions(device="cpu", **options))
     seen = side.look()
     model, stacks = side.stacked()
     given = side.batches(seen, batches)
     stages = StageMap(stacks, pieces, split)
-    whole = InOnePiece(side, given, PLACE, backward=True)
-    return all_of(whole), all_of(InPieces(side, given, PLACE, cut_into(model, stages, seen), backward=True))
+    whole = WholeReference(side, given, PLACE, backward=True)
+    return all_of(whole), all_of(
+        OffloadedReference(side, given, PLACE, partition_reference(model, stages, seen), backward=True)
+    )
 
 
 def assert_alike(whole: Given, pieces: Given, *, apart: frozenset[str] = frozenset()) -> None:

@@ -17,7 +17,7 @@ from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
-from ckptx.runtime.parallel.distributed import Process, mesh_of, process_group
+from ckptx.runtime.parallel.distributed import RankContext, mesh_of, process_group
 from ckptx.runtime.parallel.parallelize import _of_other_dtype
 from ckptx.runtime.parity import forward, reference
 from ckptx.runtime.parity.execution import ForwardResult
@@ -132,7 +132,7 @@ def test_a_device_other_than_the_cpu_is_asked_twice(
     asked = Wandering(what, by)
     monkeypatch.setattr(reference, "run", asked)
     made: Any = SimpleNamespace(whole=lambda place: torch.nn.Linear(1, 1))
-    found = reference.InOnePiece(made, [], Process(0, 1, torch.device(device)), backward=True).forward()
+    found = reference.WholeReference(made, [], RankContext(0, 1, torch.device(device)), backward=True).forward()
     assert found.is_repeatable is expected
     assert asked.runs == runs
 

@@ -19,10 +19,10 @@ from ckptx.runtime.training.data import collate, open_dataset
 from ckptx.runtime.training.encoding import IGNORED, Encoder
 from ckptx.runtime.training.recipe import DataBlock
 from ckptx.runtime.training.recipe_file import read_recipe
-from ckptx.runtime.training.rows import Question, open_rows, question_of
+from ckptx.runtime.training.rows import QuestionExample, open_rows, question_of
 from ckptx.runtime.training.source import prepare_source
 
-QUESTION = Question("x=12 y=34 y?", "34")
+QUESTION = QuestionExample("x=12 y=34 y?", "34")
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +79,14 @@ def test_without_a_template_the_answer_follows_the_question(text: Path, tmp_path
 @pytest.mark.parametrize("length", [4, 8, 17])
 def test_what_is_too_long_loses_the_beginning_of_its_question(text: Path, length: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(text)
-    sample = Encoder(text, length)(Question("abcdefgh" * 9, "42"))
+    sample = Encoder(text, length)(QuestionExample("abcdefgh" * 9, "42"))
     assert sample["input_ids"].shape == (1, length)
     assert tokenizer.decode(learned(sample)) == "42<eos>"
     assert sample["input_ids"][0, 0] == tokenizer.bos_token_id
 
 
 def test_an_answer_that_is_too_long_loses_its_end(text: Path) -> None:
-    sample = Encoder(text, 8)(Question("ab", "0123456789"))
+    sample = Encoder(text, 8)(QuestionExample("ab", "0123456789"))
     assert AutoTokenizer.from_pretrained(text).decode(learned(sample)) == "0123456"
 
 
@@ -128,18 +128,18 @@ def test_images_are_in_the_form_of_the_class_and_train(seeing: Path) -> None:
 def test_the_same_picture_gives_the_same_pixels(seeing: Path) -> None:
     encoder = Encoder(seeing, 40)
     red, blue = (torch.full((3, 4, 4), each, dtype=torch.uint8) for each in (1, 2))
-    pixels = [encoder(Question("a", "b", each))["pixel_values"] for each in (red, red.clone(), blue)]
+    pixels = [encoder(QuestionExample("a", "b", each))["pixel_values"] for each in (red, red.clone(), blue)]
     assert torch.equal(pixels[0], pixels[1])
     assert not torch.equal(pixels[0], pixels[2])
 
 
 def test_a_long_question_leaves_its_image_whole(seeing: Path) -> None:
-    sample = Encoder(seeing, 16)(Question("abc" * 30, "7", torch.zeros(3, 4, 4, dtype=torch.uint8)))
+    sample = Encoder(seeing, 16)(QuestionExample("abc" * 30, "7", torch.zeros(3, 4, 4, dtype=torch.uint8)))
     decoded = AutoTokenizer.from_pretrained(seeing).decode(sample["input_ids"][0])
     assert decoded.startswith("<bos><boi>" + "<image>" * 6 + "<eoi>")
     assert decoded.endswith("c\n7<eos>")
     with pytest.raises(UsageError, match=r"data.sequence_length: found 9, needed more than the 9 tokens of an image"):
-        Encoder(seeing, 9)(Question("a", "7", torch.zeros(3, 4, 4, dtype=torch.uint8)))
+        Encoder(seeing, 9)(QuestionExample("a", "7", torch.zeros(3, 4, 4, dtype=torch.uint8)))
 
 
 def test_a_text_says_that_it_has_no_image(seeing: Path) -> None:
@@ -180,7 +180,7 @@ def test_with_a_processor_it_makes_the_images(
     (tmp_path / "processor_config.json").write_text("{}")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *_, **__: Processor(tokenizer))
-    sample = Encoder(tmp_path, length)(Question("what?", "red", torch.zeros(3, 4, 4, dtype=torch.uint8)))
+    sample = Encoder(tmp_path, length)(QuestionExample("what?", "red", torch.zeros(3, 4, 4, dtype=torch.uint8)))
     assert tokenizer.decode(sample["input_ids"][0]).startswith(asked)
     assert tokenizer.decode(learned(sample)) == "red<eos>"
     assert sample["pixel_values"].shape == (1, 3, 2, 2)
@@ -194,7 +194,7 @@ def test_a_processor_that_cannot_be_read_is_named(seeing: Path, tmp_path: Path) 
         (tmp_path / each.name).write_bytes(each.read_bytes())
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises((InputError, EnvironmentProblem), match="its processor"):
-        Encoder(tmp_path, 40)(Question("what?", "red", torch.zeros(3, 4, 4, dtype=torch.uint8)))
+        Encoder(tmp_path, 40)(QuestionExample("what?", "red", torch.zeros(3, 4, 4, dtype=torch.uint8)))
 
 
 def test_images_for_a_model_that_is_blind_are_refused(text: Path) -> None:
@@ -204,7 +204,7 @@ def test_images_for_a_model_that_is_blind_are_refused(text: Path) -> None:
 
 def test_a_batch_of_two_kinds_is_refused(seeing: Path) -> None:
     encoder = Encoder(seeing, 40)
-    shown = encoder(Question("a", "b", torch.zeros(3, 4, 4, dtype=torch.uint8)))
+    shown = encoder(QuestionExample("a", "b", torch.zeros(3, 4, 4, dtype=torch.uint8)))
     with pytest.raises(InputError, match="some samples have image_position_ids, pixel_values"):
         collate([shown, encoder(QUESTION)])
     with pytest.raises(InputError, match=r"pixel_values.*give images of one size"):
@@ -255,7 +255,7 @@ def with_datasets(monkeypatch: pytest.MonkeyPatch, rows: list[Any]) -> list[tupl
 def test_public_rows_are_those_of_their_id_or_path(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = with_datasets(monkeypatch, [SQUAD] * 3)
     assert len(open_rows(DataBlock(dataset="squad", samples=2, split="train[:9]"), 1)) == 2
-    assert question_of(open_rows(DataBlock(dataset="squad", path="mine/squad"), 1)[0]) == Question("c q?", "a")
+    assert question_of(open_rows(DataBlock(dataset="squad", path="mine/squad"), 1)[0]) == QuestionExample("c q?", "a")
     assert asked == [("rajpurkar/squad", "train[:9]"), ("mine/squad", "train")]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.parallel.pipeline.slots import Slot
+from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot
 from ckptx.runtime.torch_private import is_view
 
 _MOST_DIMS = 8
@@ -47,7 +47,9 @@ class PayloadSlot(NamedTuple):
         return torch.float64 if self.dtype.itemsize > 2 else torch.float32
 
 
-def places_of(slots: Sequence[Slot], microbatches: Sequence[Sequence[PayloadSlot | None]]) -> tuple[PayloadSlot, ...]:
+def places_of(
+    slots: Sequence[BoundarySlot], microbatches: Sequence[Sequence[PayloadSlot | None]]
+) -> tuple[PayloadSlot, ...]:
     """The room for the values of every microbatch.
 
     Raises:
@@ -56,7 +58,7 @@ def places_of(slots: Sequence[Slot], microbatches: Sequence[Sequence[PayloadSlot
     return tuple(_largest(slot, found) for slot, found in zip(slots, zip(*microbatches, strict=True), strict=True))
 
 
-def _largest(slot: Slot, found: Sequence[PayloadSlot | None]) -> PayloadSlot:
+def _largest(slot: BoundarySlot, found: Sequence[PayloadSlot | None]) -> PayloadSlot:
     there = [each for each in found if each is not None]
     if not there:
         return PayloadSlot((0,), torch.float32, is_trained=False)
@@ -70,7 +72,7 @@ def _largest(slot: Slot, found: Sequence[PayloadSlot | None]) -> PayloadSlot:
     return PayloadSlot(shape, there[0].dtype, any(each.is_trained for each in there))
 
 
-def place_of(slot: Slot, value: Any) -> PayloadSlot | None:
+def place_of(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
     """The room that a value needs.
 
     Raises:
@@ -86,7 +88,7 @@ def place_of(slot: Slot, value: Any) -> PayloadSlot | None:
     return PayloadSlot(tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def rooms(places: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
+def receive_buffers(places: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
     """The payload of these places, on the meta device."""
     header = torch.empty((len(places), 1 + _MOST_DIMS), dtype=torch.float64, device="meta")
     values = (torch.empty(each.shape, dtype=each.wire, device="meta", requires_grad=each.is_trained) for each in places)
@@ -135,7 +137,7 @@ def unpack(
     arrived = list(payload)
     trained = [index for index, tensor in enumerate(payload) if tensor.requires_grad]
     if trained:
-        for index, tensor in zip(trained, _Arrived.apply(*(payload[index] for index in trained)), strict=True):
+        for index, tensor in zip(trained, _ReceivedTensors.apply(*(payload[index] for index in trained)), strict=True):
             arrived[index] = tensor
     header, *tensors = arrived
     values: list[Any] = []
@@ -152,7 +154,7 @@ def unpack(
     return tuple(values)
 
 
-class _Arrived(torch.autograd.Function):  # type: ignore[misc]
+class _ReceivedTensors(torch.autograd.Function):  # type: ignore[misc]
     """Does nothing forward; every gradient that goes back is there, and contiguous, as receive buffers are."""
 
     @staticmethod

@@ -21,13 +21,19 @@ from torch.distributed.pipelining import PipelineStage
 from ckptx.errors import UsageError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.tiny_model import text_for
-from ckptx.runtime.parallel.gradients import OverStages, clip_grad_norm
+from ckptx.runtime.parallel.gradients import PipelineStages, clip_grad_norm
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
-from ckptx.runtime.parallel.pipeline.carry import Batch, Carry
-from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, pack, place_of, places_of, rooms, unpack
+from ckptx.runtime.parallel.pipeline.boundaries import Batch, StageBoundaries
+from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, pack, place_of, places_of, receive_buffers, unpack
 from ckptx.runtime.parallel.pipeline.run import StageRun
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
-from ckptx.runtime.parallel.pipeline.ties import Tie, check_alike, later_copies, sum_gradients, take_gradients
+from ckptx.runtime.parallel.pipeline.ties import (
+    Tie,
+    check_copies_are_equal,
+    later_copies,
+    sum_gradients,
+    take_gradients,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +69,7 @@ class Pipeline:
         self,
         models: Mapping[int, nn.Module],
         stages: StageMap,
-        carry: Carry,
+        boundaries: StageBoundaries,
         schedule: Schedule,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -72,16 +78,16 @@ class Pipeline:
         """Args:
         models: The stages of this rank by number, parallel by now; their `forward` becomes another.
         stages: How the model is cut.
-        carry: What travels.
+        boundaries: The values that travel between stages.
         schedule: In which order.
         group: The ranks of the pipeline.
         device: Where the models are.
-        ties: From `tied_over`; the gradients of their copies are summed at the end of each step.
+        ties: From `ties_across_stages`; the gradients of their copies are summed at the end of each step.
 
         Raises:
             UnsupportedError: Copies are not cut alike.
         """
-        self.parts = [StageRun(model, stages, number, carry) for number, model in sorted(models.items())]
+        self.parts = [StageRun(model, stages, number, boundaries) for number, model in sorted(models.items())]
         self._stages, self._schedule, self._group, self._device = stages, schedule, group, device
         self._ties, self._models = ties, dict(models)
         self._batches: Sequence[Batch] = ()
@@ -145,7 +151,7 @@ class Pipeline:
                     if part.number == self._stages.pp - 1:
                         losses.append(loss(output, index))
 
-                self.walk(batch, see)
+                self.run_one_batch(batch, see)
         return losses
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -154,10 +160,12 @@ class Pipeline:
         What ties over stages share counts once. Arguments, what it returns and raises are those of
         `gradients.clip_grad_norm`; the same bits on every rank of every stage.
         """
-        stages = OverStages(self._group, self._device, later_copies(self._ties, self._models))
+        stages = PipelineStages(self._group, self._device, later_copies(self._ties, self._models))
         return clip_grad_norm(self._models.values(), max_norm, norm_type, error_if_nonfinite, stages)
 
-    def walk(self, batch: Batch, see: Callable[[StageRun, Any], None] | None = None) -> list[list[PayloadSlot | None]]:
+    def run_one_batch(
+        self, batch: Batch, see: Callable[[StageRun, Any], None] | None = None
+    ) -> list[list[PayloadSlot | None]]:
         """Runs one microbatch forward through all stages, one after another, without a schedule.
 
         Args:
@@ -173,19 +181,19 @@ class Pipeline:
             if part.number and self._peer(part.number - 1) != dist.get_rank():
                 values = self._receive(part.number)
             if part.number:
-                found[part.number] = list(map(place_of, part.received, values))
-            output, sent = part.model(given=(batch, _Sealed(values)))
+                found[part.number] = list(map(place_of, part.input_slots, values))
+            output, sent = part.model(given=(batch, _OpaqueValues(values)))
             if see is not None:
                 see(part, output)
-            if part.sent:
-                found[part.number + 1] = list(map(place_of, part.sent, sent))
+            if part.output_slots:
+                found[part.number + 1] = list(map(place_of, part.output_slots, sent))
                 values = tuple(_detached(each) for each in sent)
                 if self._peer(part.number + 1) != dist.get_rank():
                     self._send(values, part.number + 1)
         return [found.get(number, []) for number in range(self._stages.pp)]
 
     def _check_ties(self) -> None:
-        check_alike(self._ties, self._models, self._group)
+        check_copies_are_equal(self._ties, self._models, self._group)
 
     def _check(self, batches: Sequence[Batch]) -> None:
         """Refuses what would be trained on in silence, and be wrong."""
@@ -216,7 +224,7 @@ class Pipeline:
             with ExitStack() as stack:
                 for each in self._mixed:
                     stack.enter_context(each.preparing())
-                self.walk(text_for(self.parts[0].model))
+                self.run_one_batch(text_for(self.parts[0].model))
         for each in self._mixed:
             each.gather()
         return True
@@ -243,7 +251,7 @@ class Pipeline:
     def _forward_of(self, part: StageRun, own: Callable[..., Any]) -> Callable[..., Any]:
         """What the model is called with in every case, so that FSDP2 gathers and casts around it."""
 
-        def forward(*, given: tuple[Batch, _Sealed]) -> tuple[Any, tuple[Any, ...]]:
+        def forward(*, given: tuple[Batch, _OpaqueValues]) -> tuple[Any, tuple[Any, ...]]:
             batch, sealed = given
             return part(own, batch, sealed.values)
 
@@ -255,7 +263,7 @@ class Pipeline:
         def run(model: Callable[..., Any], payload: Sequence[Tensor], number: Tensor) -> Any:
             index = int(number)
             values = self._unpacked(part, payload) if part.number else ()
-            output, sent = model(given=(self._batches[index], _Sealed(values)))
+            output, sent = model(given=(self._batches[index], _OpaqueValues(values)))
             if part.number == self._stages.pp - 1:
                 assert self._loss is not None
                 return self._loss(output, index)
@@ -286,12 +294,12 @@ class Pipeline:
     def _measure(self, batches: Sequence[Batch]) -> None:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            found = [self.walk(batch) for batch in batches]
+            found = [self.run_one_batch(batch) for batch in batches]
         for part in self.parts:
             for module in part.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-            for number, slots in ((part.number, part.received), (part.number + 1, part.sent)):
+            for number, slots in ((part.number, part.input_slots), (part.number + 1, part.output_slots)):
                 self._places[number] = places_of(slots, [each[number] for each in found]) if slots else ()
 
     def _made(self, microbatches: int) -> Any:
@@ -302,8 +310,10 @@ class Pipeline:
                 part.number,
                 self._stages.pp,
                 self._device,
-                input_args=rooms(self._places[part.number]) if part.number else torch.empty(1, dtype=torch.int64),
-                output_args=rooms(self._places[part.number + 1]) if part.sent else torch.empty(()),
+                input_args=receive_buffers(self._places[part.number])
+                if part.number
+                else torch.empty(1, dtype=torch.int64),
+                output_args=receive_buffers(self._places[part.number + 1]) if part.output_slots else torch.empty(()),
                 group=self._group,
             )
             for part in self.parts
@@ -323,7 +333,7 @@ class Pipeline:
         )
 
 
-class _Sealed:
+class _OpaqueValues:
     """What arrived from another stage, hidden from FSDP2: with mixed precision it casts what a model is given."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:

@@ -5,7 +5,7 @@
     a parameter of another stage beside them                            is NaN, and takes no memory
     everything else                                                     is the model's own, and runs on every stage
 
-What a stage lacks to compute is put among the arguments of the calls where it is missing: see `carry`.
+What a stage lacks to compute is put among the arguments of the calls where it is missing: see `boundaries`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOST_FORMS = 64  # kept by a stub, of different shapes of what it is asked
 Form = Any
 
 
-class Like:
+class FirstInputShape:
     """Stands for a tensor of the shape of the first that a module is given."""
 
 
-LIKE = Like()
+LIKE = FirstInputShape()
 
 
 class Stub(nn.Module):  # type: ignore[misc]
@@ -91,7 +91,7 @@ def make_stage(
     Raises:
         UnsupportedError: A module beside the layers belongs to several stages.
     """
-    on_the_way = set(ways(stages))
+    on_the_way = set(modules_on_the_path(stages))
     last = {name for stack in stages.stacks for name in stack.after}
 
     def strip(module: nn.Module, path: str) -> None:
@@ -122,7 +122,7 @@ def make_stage(
     strip(model, "")
 
 
-def ways(stages: StageMap) -> list[str]:
+def modules_on_the_path(stages: StageMap) -> list[str]:
     """The modules on the way to the layers, the lists of layers included, and "" for the model; outermost first."""
     found = {"": None}
     for stack in stages.stacks:
@@ -165,8 +165,8 @@ def _to_meta(value: Any) -> Any:
 
 def _filled(form: Form, first: Tensor) -> Any:
     """NaN in this form; where nothing can be NaN, zeros."""
-    if isinstance(form, (Like, Tensor)):
-        like = first if isinstance(form, Like) else form
+    if isinstance(form, (FirstInputShape, Tensor)):
+        like = first if isinstance(form, FirstInputShape) else form
         return _nan(like.shape, like.dtype, first.device).contiguous()  # it may be changed in place
     if isinstance(form, Mapping):
         kind: Any = type(form)

@@ -35,7 +35,7 @@ class Tie(NamedTuple):
     copies: Mapping[int, str]
 
 
-def tied_over(model: nn.Module, stages: StageMap) -> list[Tie]:
+def ties_across_stages(model: nn.Module, stages: StageMap) -> list[Tie]:
     """The parameters of a whole model that several stages get.
 
     Args:
@@ -88,7 +88,7 @@ def sum_gradients(
     """Gives every copy the sum of the gradients of all, in the order of the stages.
 
     Args:
-        ties: From `tied_over`; the same on every rank.
+        ties: From `ties_across_stages`; the same on every rank.
         models: The stages of this rank, by number.
         rank_of: Of every stage, the rank among all processes; those of this pipeline.
         group: The ranks of the pipeline; each calls this when its step is over, and FSDP2 has reduced.
@@ -143,7 +143,7 @@ def _checksum(tensor: Tensor) -> str:
     return f"{found[0]:x}.{found[1]:x}"
 
 
-def check_alike(ties: Sequence[Tie], models: Mapping[int, nn.Module], group: dist.ProcessGroup) -> None:
+def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module], group: dist.ProcessGroup) -> None:
     """Refuses copies that stages cut differently, whose gradients could not be summed up part by part, and such that
     do not hold the same.
 

@@ -26,7 +26,7 @@ from ckptx.runtime.parallel.tensor_parallel import dropout, sequence, styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, own_part
 from ckptx.runtime.parallel.tensor_parallel.loss import use_sharded_loss
 from ckptx.runtime.parallel.tensor_parallel.plans import GATHERING, SPLITTING, Plan
-from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut
+from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding
 from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS, LocalParameter, TpSharding
 from ckptx.runtime.torch_private import StridedShard
 
@@ -58,7 +58,7 @@ class TensorParallelLayout:
         return {name: decision.placement for name, decision in self.decisions.items()}
 
     @classmethod
-    def together(cls, layouts: Iterable[TensorParallelLayout | None]) -> TensorParallelLayout | None:
+    def merge(cls, layouts: Iterable[TensorParallelLayout | None]) -> TensorParallelLayout | None:
         """Of several pipeline stages of one model; None without TP."""
         found = [each for each in layouts if each is not None]
         if not found:
@@ -362,7 +362,7 @@ def _install(
 
 
 def _install_style(
-    model: nn.Module, module: nn.Module, plan: Plan, path: str, is_sharded: bool, cut: SequenceCut, ranks: TpRanks
+    model: nn.Module, module: nn.Module, plan: Plan, path: str, is_sharded: bool, cut: SequenceSharding, ranks: TpRanks
 ) -> None:
     """Puts the style of one module on it, if it has one."""
     style = plan.style_of(path)

@@ -27,14 +27,14 @@ from ckptx.layout.styles import STYLES, Kind
 from ckptx.runtime.parallel.randomness import generator_of
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parallel.tensor_parallel.plans import GATHERING, Plan
-from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut, is_in
+from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding, is_in
 from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS
 from ckptx.runtime.torch_private import DropoutNd
 
 _DROPS = re.compile("drop|stochastic_depth")
 
 
-class Streams:
+class RngStreams:
     """Switches the default generator between the stream that TP ranks share and the rank's own."""
 
     def __init__(self, ranks: TpRanks) -> None:
@@ -44,14 +44,14 @@ class Streams:
         self._shared = torch.empty(0)
 
     @property
-    def is_own(self) -> bool:
+    def uses_own_stream(self) -> bool:
         """Whether random numbers come from the rank's own stream now."""
         return self._generator is not None and self._generator.initial_seed() == self._seed
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the state of a generator is no part of a graph
     def own(self, device: torch.device) -> None:
         """From here on the rank's own stream; the shared one will go on behind a number that nobody used."""
-        if self.is_own:
+        if self.uses_own_stream:
             return
         generator = generator_of(device)
         with torch.no_grad():
@@ -64,7 +64,7 @@ class Streams:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def shared(self) -> None:
         """From here on the stream that TP ranks share."""
-        if self.is_own:
+        if self.uses_own_stream:
             assert self._generator is not None
             self._generator.set_state(self._shared)
 
@@ -75,7 +75,7 @@ def install(
     plan: Plan,
     is_sharded: Collection[str],
     gathered: Collection[str],
-    cut: SequenceCut,
+    cut: SequenceSharding,
     ranks: TpRanks,
 ) -> None:
     """Puts the switches on a model, after all other styles; on one without dropout, none.
@@ -91,7 +91,7 @@ def install(
     """
     if not drops(model):
         return
-    streams = Streams(ranks)
+    streams = RngStreams(ranks)
     begins, ends = [], []
     for path in is_sharded:
         if any(is_in(path, scope) for scope in gathered):
@@ -131,7 +131,7 @@ def drops(model: nn.Module) -> bool:
     )
 
 
-def _begins(module: nn.Module, streams: Streams) -> None:
+def _begins(module: nn.Module, streams: RngStreams) -> None:
     """What a module gives is cut."""
     stock = module.forward
 
@@ -144,7 +144,7 @@ def _begins(module: nn.Module, streams: Streams) -> None:
     module.forward = forward
 
 
-def _ends(module: nn.Module, streams: Streams) -> None:
+def _ends(module: nn.Module, streams: RngStreams) -> None:
     """What a module gives is whole."""
     stock = module.forward
 
@@ -156,14 +156,14 @@ def _ends(module: nn.Module, streams: Streams) -> None:
     module.forward = forward
 
 
-def _inside(module: nn.Module, streams: Streams) -> None:
+def _inside(module: nn.Module, streams: RngStreams) -> None:
     """What a module computes is cut, from its beginning to its end."""
     stock = module.forward
 
     @functools.wraps(stock)
     def forward(*args: Any, **kwargs: Any) -> Any:
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
-        if not module.training or first is None or streams.is_own:
+        if not module.training or first is None or streams.uses_own_stream:
             return stock(*args, **kwargs)
         streams.own(first.device)
         try:
@@ -174,7 +174,7 @@ def _inside(module: nn.Module, streams: Streams) -> None:
     module.forward = forward
 
 
-def _scope(module: nn.Module, streams: Streams) -> None:
+def _scope(module: nn.Module, streams: RngStreams) -> None:
     """However a module ends, the shared stream goes on.
 
     It may end early: an error, or a second pass that has computed what it is wanted for. And a plan may cut what no
@@ -207,7 +207,7 @@ def _runs(module: nn.Module) -> bool:
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def _dropouts_on_slices(modules: Mapping[str, nn.Module], cut: SequenceCut) -> Iterator[nn.Module]:
+def _dropouts_on_slices(modules: Mapping[str, nn.Module], cut: SequenceSharding) -> Iterator[nn.Module]:
     """Dropout modules of layers whose sequence is cut, outside of the passages where it is whole."""
     for path, module in modules.items():
         in_layer = any(is_in(path, layer) for layer in cut.layers)

@@ -24,7 +24,12 @@ from ckptx.architecture.spec import Architecture
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
-from ckptx.runtime.parallel.tensor_parallel.optimized import Optimized, is_stock, optimized_for, qualified_name
+from ckptx.runtime.parallel.tensor_parallel.forward_traits import (
+    ForwardTraits,
+    forward_traits_of,
+    is_stock,
+    qualified_name,
+)
 
 GATHERING = ("colwise_gather_output", "colwise_rep")  # styles that need no whole heads
 SPLITTING = ("rowwise_split_input", "rowwise_rep")  # and these none
@@ -90,7 +95,7 @@ def find_plan(
         UnsupportedError: The model's plan does, or sequence parallel is not verified for the class.
     """
     known = list(names) if names is not None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    row = optimized_for(model)
+    row = forward_traits_of(model)
     base = _base_plan(model, config, known)
     running = _running(base, row) if is_stock(model) or base.decided_by == "class" else frozenset[str]()
     cuts = base.plan
@@ -175,7 +180,7 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
     return _BasePlan(plan, "class")
 
 
-def _running(base: _BasePlan, row: Optimized) -> frozenset[str]:
+def _running(base: _BasePlan, row: ForwardTraits) -> frozenset[str]:
     """Patterns of rules that were made for running."""
     found = set()
     for pattern in base.plan.patterns():
@@ -236,7 +241,7 @@ def _is_own_head(plan: TensorParallelPlan, head: str) -> bool:
     return found is not None and found[1].style in GATHERING
 
 
-def _origins(plan: TensorParallelPlan, names: list[str], row: Optimized) -> dict[str, str]:
+def _origins(plan: TensorParallelPlan, names: list[str], row: ForwardTraits) -> dict[str, str]:
     """Who decided, by pattern, in the order of the parameters."""
     found: dict[str, str] = {}
     for name in names:

@@ -30,7 +30,7 @@ from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS
 _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, H] and of [B, S, H]
 
 
-class Passage(NamedTuple):
+class FullSequenceModule(NamedTuple):
     """A module that takes the whole sequence.
 
     Attributes:
@@ -45,7 +45,7 @@ class Passage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceCut:
+class SequenceSharding:
     """Where the sequence of a model is cut.
 
     Attributes:
@@ -56,7 +56,7 @@ class SequenceCut:
     """
 
     layers: tuple[str, ...] = ()
-    passages: tuple[Passage, ...] = ()
+    passages: tuple[FullSequenceModule, ...] = ()
     on_slices: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
 
@@ -72,7 +72,7 @@ def is_in(path: str, scope: str) -> bool:
 
 def cut_sequence(
     modules: Mapping[str, nn.Module], plan: Plan, is_sharded: Collection[str], gathered: Collection[str]
-) -> SequenceCut:
+) -> SequenceSharding:
     """Where the sequence is cut.
 
     Args:
@@ -85,7 +85,7 @@ def cut_sequence(
         UnsupportedError: A layer is not as its `sequence` row says, so that nobody knows what in it may see a slice.
     """
     if plan.sequence is None:
-        return SequenceCut()
+        return SequenceSharding()
     found = [
         path
         for path, module in modules.items()
@@ -101,16 +101,16 @@ def cut_sequence(
                 f"{plan.class_name}: sequence parallel: {path} is {what}, needed whole and known to compute each token "
                 "by itself; run it without sequence parallel"
             )
-    return SequenceCut(tuple(found), tuple(passages), tuple(on_slices), plan.sequence.arguments)
+    return SequenceSharding(tuple(found), tuple(passages), tuple(on_slices), plan.sequence.arguments)
 
 
-def sum_gradients(modules: Mapping[str, nn.Module], cut: SequenceCut, ranks: TpRanks) -> None:
+def sum_gradients(modules: Mapping[str, nn.Module], cut: SequenceSharding, ranks: TpRanks) -> None:
     """For what sees slices: its parameters are whole, and their gradients are not."""
     for path in cut.on_slices:
         sliced(modules[path], ranks)
 
 
-def install(modules: Mapping[str, nn.Module], cut: SequenceCut, ranks: TpRanks) -> None:
+def install(modules: Mapping[str, nn.Module], cut: SequenceSharding, ranks: TpRanks) -> None:
     """After all other styles: the sequence is whole around whatever they do."""
     for each in cut.passages:
         passage(modules[each.path], each.dim, each.is_summand, ranks)
@@ -253,7 +253,7 @@ def _passages(
     plan: Plan,
     is_sharded: Collection[str],
     gathered: Collection[str],
-) -> Iterable[Passage]:
+) -> Iterable[FullSequenceModule]:
     """Where the sequence is gathered and split inside of one layer."""
     assert plan.sequence is not None
     forward = type(modules[layer]).forward
@@ -266,11 +266,11 @@ def _passages(
         )
     for name in plan.sequence.whole:
         path = f"{layer}.{name}"
-        yield Passage(path, _SEQUENCE, _gives_a_summand(modules, path, plan, is_sharded, gathered))
+        yield FullSequenceModule(path, _SEQUENCE, _gives_a_summand(modules, path, plan, is_sharded, gathered))
     for name in plan.sequence.experts:
         path = f"{layer}.{name}"
         if path in modules:
-            yield Passage(path, _TOKENS, _are_experts_cut(path, plan, is_sharded, gathered))
+            yield FullSequenceModule(path, _TOKENS, _are_experts_cut(path, plan, is_sharded, gathered))
 
 
 def _gives_a_summand(

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.distributed import data_index, mesh_of
-from ckptx.runtime.parallel.pipeline import taps
+from ckptx.runtime.parallel.pipeline import call_hooks as taps
 from tests.support.models import Inputs
 from tests.support.pool import GlooPool
 from tests.support.staged import away, deep, microbatches, ranked, whole_of
@@ -67,7 +67,7 @@ def compiled(
     batches = batches_of(name, dims.dp, lengths)
     whole = whole_of(deep(name), batches)
     kinds = [batches[0]]
-    plain = {} if is_around else {"_AroundCompiled": lambda module, _, before, after: (
+    plain = {} if is_around else {"_CompiledCallHooks": lambda module, _, before, after: (
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True), module.register_forward_hook(after)
     )}  # fmt: skip
     with compiler(), mock.patch.multiple(taps, **plain) if plain else mock.MagicMock():

@@ -14,7 +14,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.distributed import data_index, mesh_of
 from ckptx.runtime.parallel.gradients import sync_gradients
 from ckptx.runtime.parallel.parallelize import parallelize
-from ckptx.runtime.parallel.pipeline.cut import cut_model
+from ckptx.runtime.parallel.pipeline.plan import plan_pipeline
 from tests.support.models import Inputs
 from tests.support.pool import GlooPool
 from tests.support.staged import deep, furthest, gradients_of, loss_of, microbatches, output_of, ranked
@@ -112,7 +112,7 @@ def refused(rank: int, world_size: int) -> str:
     dims = ParallelDims(pp=2)
     mesh, model = mesh_of(dims, "cpu"), deep("llama-untied")
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    cut = cut_model(model, config, dims, microbatches=COUNT, schedule="zbvzerobubble")
+    cut = plan_pipeline(model, config, dims, microbatches=COUNT, schedule="zbvzerobubble")
     models = cut.models(model, mesh)
     for each in models.values():
         parallelize(each, mesh, None, mixed_precision=POLICY)

@@ -11,15 +11,15 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, pack, place_of, places_of, rooms, unpack
-from ckptx.runtime.parallel.pipeline.slots import ContainerStep, Slot
+from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot, ContainerStep
+from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, pack, place_of, places_of, receive_buffers, unpack
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.int32, torch.uint8)
 
 
-def slots(count: int) -> list[Slot]:
-    return [Slot(f"layers.{index}", 0, (ContainerStep("hidden_states"),)) for index in range(count)]
+def slots(count: int) -> list[BoundarySlot]:
+    return [BoundarySlot(f"layers.{index}", 0, (ContainerStep("hidden_states"),)) for index in range(count)]
 
 
 def places(*microbatches: list[Any]) -> tuple[PayloadSlot, ...]:
@@ -30,7 +30,7 @@ def places(*microbatches: list[Any]) -> tuple[PayloadSlot, ...]:
 
 def travel(values: list[Any], room: tuple[PayloadSlot, ...]) -> tuple[Any, ...]:
     """What arrives, by way of buffers as a pipeline has them."""
-    buffers = [torch.empty(each.shape, dtype=each.dtype) for each in rooms(room)]
+    buffers = [torch.empty(each.shape, dtype=each.dtype) for each in receive_buffers(room)]
     sent = pack(values, room, CPU)
     for buffer, each in zip(buffers, sent, strict=True):
         assert (buffer.shape, buffer.dtype) == (each.shape, each.dtype)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import Stack, StageMap
-from ckptx.runtime.parallel.pipeline.carry import find_carry, stage_of
-from ckptx.runtime.parallel.pipeline.stage import LIKE, Stub, form_of, make_stage, ways
+from ckptx.runtime.parallel.pipeline.boundaries import discover_boundaries, stage_of
+from ckptx.runtime.parallel.pipeline.stage import LIKE, Stub, form_of, make_stage, modules_on_the_path
 from tests.support.models import EVERY
 from tests.support.staged import deep, furthest, microbatches, output_of, run_stages, stages_of, whole_of
 
@@ -190,7 +190,7 @@ def test_a_module_of_several_stages_is_refused() -> None:
 
 def test_the_ways_to_layers_go_from_the_outermost_in() -> None:
     stages = StageMap([Stack("model.text.layers", 2), Stack("model.layers", 2)], 2)
-    assert ways(stages) == ["", "model", "model.text", "model.layers", "model.text.layers"]
+    assert modules_on_the_path(stages) == ["", "model", "model.text", "model.layers", "model.text.layers"]
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
@@ -201,7 +201,7 @@ def test_nothing_of_a_class_is_patched(name: str) -> None:
     (batch,) = microbatches(name, 1)
     whole = whole_of(model, [batch])
     stages = stages_of(model, 2)
-    carry = find_carry(model, stages, [batch], output_of)
+    carry = discover_boundaries(model, stages, [batch], output_of)
     logits, gradients = run_stages(model, stages, carry, batch)
     assert torch.equal(logits, whole.logits[0])
     assert furthest(whole.gradients, gradients) < 3e-7, "float32, a tied gradient is summed in another order"
@@ -224,7 +224,7 @@ def test_a_class_that_was_derived_at_run_time_is_cut_like_its_base() -> None:
     stages = stages_of(model, 2)
     for module in (model, model.model, *model.model.layers):
         module.__class__ = type(f"Wrapped{type(module).__name__}", (type(module),), {})
-    carry = find_carry(model, stages, [batch], output_of)
+    carry = discover_boundaries(model, stages, [batch], output_of)
     logits, gradients = run_stages(model, stages, carry, batch)
     assert torch.equal(logits, whole.logits[0])
     assert furthest(whole.gradients, gradients) == 0

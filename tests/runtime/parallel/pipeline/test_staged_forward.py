@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.parallel.pipeline.carry import Carry
+from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from tests.support.microbatches import MULTIMODAL, pictures_of
 from tests.support.models import EVERY
 from tests.support.staged import CUTS, compared, compared_in_microbatches
@@ -40,6 +40,6 @@ def test_text_goes_by_a_layer_that_looks_at_images_where_a_stage_begins() -> Non
 
 
 def test_a_kind_of_microbatch_that_was_not_shown_is_refused() -> None:
-    carry = Carry(((), ()), {}, {frozenset({"input_ids"}): ((), ())})
+    carry = StageBoundaries(((), ()), {}, {frozenset({"input_ids"}): ((), ())})
     with pytest.raises(UnsupportedError, match=r"a microbatch of input_ids, pixel_values, needed one of input_ids,"):
         carry.slots_for({"input_ids": torch.ones(1), "pixel_values": torch.ones(1)})

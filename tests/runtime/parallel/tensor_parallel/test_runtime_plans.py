@@ -15,7 +15,7 @@ from ckptx.architecture.find import find_architecture
 from ckptx.architecture.model_files import index
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES
-from ckptx.runtime.parallel.tensor_parallel.optimized import Optimized, optimized_for
+from ckptx.runtime.parallel.tensor_parallel.forward_traits import ForwardTraits, forward_traits_of
 from ckptx.runtime.parallel.tensor_parallel.plans import Plan, check_heads, find_plan
 from tests.support.corrections import changed, forward_rows
 from tests.support.models import EVERY
@@ -41,7 +41,7 @@ def test_rows_of_a_class_are_found_where_transformers_defines_it() -> None:
     for name, rows in forward_rows().items():
         cls = getattr(transformers, name)
         model = cls.__new__(cls)
-        assert optimized_for(model) != Optimized() and rows, name
+        assert forward_traits_of(model) != ForwardTraits() and rows, name
 
 
 def as_it_runs(model: Any) -> list[Any]:

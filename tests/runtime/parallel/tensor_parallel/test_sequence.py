@@ -16,9 +16,9 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_acti
 from ckptx.runtime.parallel.tensor_parallel import sequence
 from ckptx.runtime.parallel.tensor_parallel.apply import apply
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, gather
-from ckptx.runtime.parallel.tensor_parallel.optimized import optimized_for
+from ckptx.runtime.parallel.tensor_parallel.forward_traits import forward_traits_of
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
-from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceCut, cut_sequence
+from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding, cut_sequence
 from tests.support import models
 from tests.support import tensor_parallel as worker
 from tests.support.checkpointed import LiveBytes
@@ -153,7 +153,7 @@ def with_wrong_passages(rank: int, world_size: int, name: str) -> worker.Outcome
 # What is where
 
 
-def cut_of(name: str, gathered: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> SequenceCut:
+def cut_of(name: str, gathered: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> SequenceSharding:
     """Where the sequence of a model is cut if all its projections are sharded but those in `whole`."""
     with torch.device("meta"):
         model = EVERY[name].model()
@@ -165,7 +165,7 @@ def cut_of(name: str, gathered: tuple[str, ...] = (), whole: tuple[str, ...] = (
     return cut_sequence(modules, plan, is_sharded - set(whole), gathered)
 
 
-def passages(cut: SequenceCut) -> dict[str, bool]:
+def passages(cut: SequenceSharding) -> dict[str, bool]:
     """In the first layer, by name, whether it gives a summand."""
     return {each.path.removeprefix("model.layers.0."): each.is_summand for each in cut.passages if ".0." in each.path}
 
@@ -344,5 +344,8 @@ def test_layers_hold_less(pool: GlooPool, checkpointing: str) -> None:
 def test_a_class_without_a_row_is_not_cut() -> None:
     with torch.device("meta"):
         model = EVERY["falcon"].model()
-    assert optimized_for(model).sequence is None
-    assert cut_sequence(dict(model.named_modules()), find_plan(model, worker.config_of(model)), (), ()) == SequenceCut()
+    assert forward_traits_of(model).sequence is None
+    assert (
+        cut_sequence(dict(model.named_modules()), find_plan(model, worker.config_of(model)), (), ())
+        == SequenceSharding()
+    )

@@ -1,4 +1,4 @@
-"""The checkpoint's side as pipeline stages: how it is cut, what travels, and the stages of this rank."""
+"""The checkpoint's side as pipeline stages: how it is split, what travels, and the stages of this rank."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.report.report import Log
-from ckptx.runtime.parallel.pipeline.cut import Cut, cut_stacks
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
+from ckptx.runtime.parallel.pipeline.plan import PipelinePlan, plan_pipeline_of_stacks
 from ckptx.runtime.parallel.pipeline.stage import make_stage
-from ckptx.runtime.parity.divergence import Outputs, kept
-from ckptx.runtime.parity.execution import ForwardResult, arguments, compared, failing, loss_of, whole
+from ckptx.runtime.parity.divergence import Outputs, record_outputs
+from ckptx.runtime.parity.execution import (
+    ForwardResult,
+    arguments,
+    full_tensor,
+    logits_or_hidden_states,
+    loss_of,
+    translate_model_errors,
+)
 from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
-from ckptx.runtime.parity.side import Built, ModelFacts, Side
+from ckptx.runtime.parity.side import ModelFacts, ModelSide, ShardedMetaModel
 
 
-def stage_the(side: Side, seen: ModelFacts, log: Log) -> Cut:
+def plan_stages(side: ModelSide, seen: ModelFacts, log: Log) -> PipelinePlan:
     """Cuts a side into pipeline stages; every rank calls it.
 
     Args:
@@ -31,12 +38,12 @@ def stage_the(side: Side, seen: ModelFacts, log: Log) -> Cut:
         log: Is told of a pipeline that cannot be filled.
 
     Raises:
-        UnsupportedError: It cannot be cut, or not so.
+        UnsupportedError: It cannot be split into stages, or not in this way.
         UsageError: Options do not go together.
     """
     options = side.options
     model, stacks = side.stacked()
-    cut = cut_stacks(
+    plan = plan_pipeline_of_stacks(
         model,
         stacks,
         options.dims,
@@ -45,23 +52,23 @@ def stage_the(side: Side, seen: ModelFacts, log: Log) -> Cut:
         split=options.pp_split,
         activation_checkpointing=options.recomputed,
         batches=small_batches(model, seen),
-        output=compared,
+        output=logits_or_hidden_states,
     )
-    if cut.microbatches < cut.stages.pp:
+    if plan.microbatches < plan.stages.pp:
         log.note(
-            f"--microbatches {cut.microbatches}: do not fill {cut.stages.pp} pipeline stages, so that a rank waits "
-            f"{cut.schedule.bubble_fraction(options.dims.pp, cut.microbatches):.0%} of a step at best; speed is no "
+            f"--microbatches {plan.microbatches}: do not fill {plan.stages.pp} pipeline stages, so that a rank waits "
+            f"{plan.schedule.bubble_fraction(options.dims.pp, plan.microbatches):.0%} of a step at best; speed is no "
             "matter here"
         )
-    return cut
+    return plan
 
 
-def stage_of(cut: Cut, row: Mapping[str, Any]) -> int | None:
+def stage_of(plan: PipelinePlan, row: Mapping[str, Any]) -> int | None:
     """The stage of a difference: that of its tensor; the last one of what the whole model gives."""
     if row["level"] == "config":
         return None
-    last = cut.stages.pp - 1
-    return last if row["level"] == "forward" else cut.stages.stage_of(row.get("model_name", row["name"]))
+    last = plan.stages.pp - 1
+    return last if row["level"] == "forward" else plan.stages.stage_of(row.get("model_name", row["name"]))
 
 
 def small_batches(model: nn.Module, seen: ModelFacts) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
@@ -76,24 +83,24 @@ def small_batches(model: nn.Module, seen: ModelFacts) -> Callable[[nn.Module], l
     return batches
 
 
-class Stages:
+class LocalStages:
     """The stages of this rank, which together run as one model.
 
     Attributes:
         built: By number, in ascending order.
     """
 
-    def __init__(self, side: Side, mesh: DeviceMesh, cut: Cut) -> None:
+    def __init__(self, side: ModelSide, mesh: DeviceMesh, plan: PipelinePlan) -> None:
         rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-        self._cut, self._mesh, self._group = cut, mesh, mesh.get_group("pp")
+        self._plan, self._mesh, self._group = plan, mesh, mesh.get_group("pp")
         self._pipeline: Pipeline | None = None
         self._batches: Sequence[Inputs] = ()
         self._logits: dict[int, torch.Tensor] = {}
-        self.built: dict[int, Built] = {}
-        for number in cut.schedule.stages_of(rank, size):
+        self.built: dict[int, ShardedMetaModel] = {}
+        for number in plan.schedule.stages_of(rank, size):
 
             def make(model: nn.Module, number: int = number) -> None:
-                make_stage(model, cut.stages, number, cut.carry.forms, mesh.device_type)
+                make_stage(model, plan.stages, number, plan.boundaries.forms, mesh.device_type)
 
             self.built[number] = side.build(mesh, make)
 
@@ -105,9 +112,9 @@ class Stages:
             model.zero_grad(set_to_none=True)
         self._batches, self._logits = batches, {}
         given = [arguments(model, each) for each in batches]
-        with failing(model):
+        with translate_model_errors(model):
             if self._pipeline is None:  # once: it gives the models another `forward`
-                self._pipeline = self._cut.pipeline(models, self._mesh)
+                self._pipeline = self._plan.pipeline(models, self._mesh)
             pipeline = self._pipeline
             losses = pipeline.step(given, self._loss) if backward else pipeline.forward(given, self._loss)
         outcome = ForwardResult(logits=[self._logits[index] for index in sorted(self._logits)])
@@ -115,8 +122,8 @@ class Stages:
         return outcome
 
     def _loss(self, output: Any, index: int) -> torch.Tensor:
-        found = compared(self.built[max(self.built)].model, output)
-        self._logits[index] = whole(found.detach())
+        found = logits_or_hidden_states(self.built[max(self.built)].model, output)
+        self._logits[index] = full_tensor(found.detach())
         return loss_of(found, self._batches[index]) / len(self._batches)
 
     def observed(self, inputs: Inputs) -> Iterator[Outputs]:
@@ -127,13 +134,13 @@ class Stages:
         found: dict[int, Outputs] = {number: {} for number in self.built}
         with ExitStack() as stack:
             for number, built in self.built.items():
-                stack.enter_context(kept(built.model, found[number], self._cut.stages, number))
+                stack.enter_context(record_outputs(built.model, found[number], self._plan.stages, number))
             self.run([inputs], backward=False)
         here, first, size = dist.get_rank(), 0, dist.get_world_size(self._group)
         if first not in dist.get_process_group_ranks(self._group):
             return
-        for number in range(self._cut.stages.pp):
-            owner = dist.get_global_rank(self._group, self._cut.schedule.rank_of(number, size))
+        for number in range(self._plan.stages.pp):
+            owner = dist.get_global_rank(self._group, self._plan.schedule.rank_of(number, size))
             said = [found.get(number)]
             if owner != first and here == owner:
                 dist.send_object_list(said, dst=first, group=self._group, device=torch.device(self._mesh.device_type))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import Stack, StageMap
-from ckptx.runtime.parallel.pipeline.carry import Carry, find_carry, given_to, stage_of
+from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries, discover_boundaries, stage_arguments, stage_of
 from ckptx.runtime.parallel.pipeline.run import StageRun
 from tests.support.slow import slow_but
 from tests.support.staged import deep, microbatches, output_of, run_stages, stages_of
@@ -22,7 +22,7 @@ LANGUAGE = "model.language_model"
 def carried(name: str, how: str) -> list[list[str]]:
     """What each stage gets, but the first."""
     model = deep(name)
-    carry = find_carry(model, stages_of(model, 2, how), microbatches(name, 1), output_of)
+    carry = discover_boundaries(model, stages_of(model, 2, how), microbatches(name, 1), output_of)
     return [[str(slot) for slot in slots] for slots in carry.slots[1:]]
 
 
@@ -82,20 +82,20 @@ def test_without_any_one_of_what_travels_the_result_is_another(name: str) -> Non
     model = deep(name)
     stages = stages_of(model, 2, "rest | 1")
     (batch,) = microbatches(name, 1)
-    carry = find_carry(model, stages, [batch], output_of)
+    carry = discover_boundaries(model, stages, [batch], output_of)
     with torch.no_grad():
         whole = output_of(model(**batch))
         assert torch.equal(run_forward(model, stages, carry, batch), whole)
         for index in range(len(carry.slots[1])):
             less = (*carry.slots[1][:index], *carry.slots[1][index + 1 :])
             try:
-                found = run_forward(model, stages, Carry((carry.slots[0], less), carry.forms), batch)
+                found = run_forward(model, stages, StageBoundaries((carry.slots[0], less), carry.forms), batch)
             except Exception:  # of a layer that is given None
                 continue
             assert not torch.equal(found, whole)
 
 
-def run_forward(model: nn.Module, stages: StageMap, carry: Carry, batch: dict[str, Tensor]) -> Tensor:
+def run_forward(model: nn.Module, stages: StageMap, carry: StageBoundaries, batch: dict[str, Tensor]) -> Tensor:
     values: tuple[Any, ...] = ()
     output = None
     for number in range(stages.pp):
@@ -112,7 +112,7 @@ def test_nan_never_reaches_the_logits(name: str) -> None:
     (batch, other) = microbatches(name, 2)
     for how in ("1 | rest", "three"):
         stages = stages_of(model, 2, how)
-        carry = find_carry(model, stages, [batch], output_of)
+        carry = discover_boundaries(model, stages, [batch], output_of)
         logits, gradients = run_stages(model, stages, carry, other)
         assert bool(logits.isfinite().all())
         assert all(bool(each.isfinite().all()) for each in gradients.values())
@@ -124,10 +124,12 @@ def test_images_go_to_the_first_stage_alone() -> None:
         "pixel_values": torch.ones(1),
         "grid": torch.ones(1, 3).long(),
     }
-    assert set(given_to(0, batch)) == set(batch)
-    assert set(given_to(1, batch)) == {"input_ids", "grid"}
+    assert set(stage_arguments(0, batch)) == set(batch)
+    assert set(stage_arguments(1, batch)) == {"input_ids", "grid"}
     del batch["input_ids"]
-    assert set(given_to(1, batch)) == {"pixel_values", "grid"}, "a model that is given no tokens needs what there is"
+    assert set(stage_arguments(1, batch)) == {"pixel_values", "grid"}, (
+        "a model that is given no tokens needs what there is"
+    )
 
 
 class Layer(nn.Module):  # type: ignore[misc]
@@ -170,10 +172,10 @@ class Model(nn.Module):  # type: ignore[misc]
         return SimpleNamespace(logits=self.norm(hidden))
 
 
-def made_up(way: str) -> Carry:
+def made_up(way: str) -> StageBoundaries:
     model = Model(way)
     stages = StageMap([Stack("layers", 4, before=("embed",), after=("norm",))], 2)
-    return find_carry(model, stages, [{"input_ids": torch.arange(6).reshape(2, 3)}], output_of)
+    return discover_boundaries(model, stages, [{"input_ids": torch.arange(6).reshape(2, 3)}], output_of)
 
 
 def test_a_class_that_hides_nothing_is_cut() -> None:
@@ -202,5 +204,5 @@ def test_what_the_first_stage_has_not_is_refused() -> None:
 
     stages = StageMap([Stack("layers", 4, before=("embed",), after=("norm",))], 2)
     with pytest.raises(UnsupportedError) as caught:
-        find_carry(Later("none"), stages, [{"input_ids": torch.arange(6).reshape(2, 3)}], output_of)
+        discover_boundaries(Later("none"), stages, [{"input_ids": torch.arange(6).reshape(2, 3)}], output_of)
     assert "Later: its first pipeline stage has not layers.0(0), which later ones need" in str(caught.value)

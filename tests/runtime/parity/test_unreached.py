@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ckptx.runtime.parity.reached import Reached
 from ckptx.runtime.parity.routing import Routing
 from ckptx.runtime.parity.side import ModelFacts
+from ckptx.runtime.parity.unreached import UnreachedParameters
 
 
 def seen(*names: str, experts: int = 3) -> ModelFacts:
@@ -18,7 +18,7 @@ def seen(*names: str, experts: int = 3) -> ModelFacts:
 
 def unreached(gradients: dict[str, torch.Tensor], known: ModelFacts) -> list[dict[str, Any]]:
     """Of gradients that come one by one."""
-    found = Reached(known)
+    found = UnreachedParameters(known)
     for name, each in gradients.items():
         found.look({name: each})
     return found.rows()

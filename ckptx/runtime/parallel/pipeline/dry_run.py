@@ -1,8 +1,8 @@
-"""Runs the stages of a small model one after another in one process, and holds them against the model in one piece.
+"""Runs the stages of a small model one after another in one process, and compares them with the unsplit model.
 
-What `find_carry` found is right call by call. Here it is shown that it is right all together: the stages run with what
-they send each other, forward and backward. State that travels by another way than arguments is noticed at the latest
-now, and so are gradients that would be lost between stages, or that a schedule cannot compute in two parts.
+`discover_boundaries` checks one call at a time. The dry run checks all of them together: the stages run with the values
+that they send each other, forward and backward. It finds state that passes between layers other than as an argument,
+gradients that would be lost between stages, and schedules that cannot split the backward pass.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.parallel.pipeline.carry import Batch, Carry, stage_of
-from ckptx.runtime.parallel.pipeline.run import StageRun, apart, go_back, gradients_of, received
-from ckptx.runtime.parallel.pipeline.slots import is_same
+from ckptx.runtime.parallel.pipeline.boundaries import Batch, StageBoundaries, stage_of
+from ckptx.runtime.parallel.pipeline.boundary_slots import is_same
+from ckptx.runtime.parallel.pipeline.run import StageRun, as_stage_inputs, backward_roots, clone_outputs, input_grads
 from ckptx.runtime.torch_private import stage_backward_input, stage_backward_weight
 
-_APART = 1e-5  # of the largest number of a gradient, in float32: what is summed in another order is nearer by far
+_TOLERANCE = 1e-5  # of the largest number of a gradient, in float32: what is summed in another order is nearer by far
 
 Gradients = dict[str, Tensor]
 
 
-def rehearse(
+def dry_run_stages(
     model: nn.Module,
     stages: StageMap,
-    carry: Carry,
+    boundaries: StageBoundaries,
     batches: Sequence[Batch],
     output: Callable[[Any], Tensor],
     *,
@@ -39,9 +39,9 @@ def rehearse(
     """Runs all stages on each batch.
 
     Args:
-        model: As `find_carry` was given it.
+        model: As `discover_boundaries` was given it.
         stages: How it is cut.
-        carry: What travels.
+        boundaries: The values that travel between stages.
         batches: Arguments for its forward.
         output: Takes from what the model returns what counts.
         split_backward: Compute gradients of inputs and of weights apart, as zero-bubble schedules do.
@@ -50,7 +50,9 @@ def rehearse(
         UnsupportedError: The stages give something else than the model in one piece, or fail.
     """
     name = type(model).__name__
-    parts = [StageRun(stage_of(model, stages, each, carry.forms), stages, each, carry) for each in range(stages.pp)]
+    parts = [
+        StageRun(stage_of(model, stages, each, boundaries.forms), stages, each, boundaries) for each in range(stages.pp)
+    ]
     for batch in batches:
         with _gradients(model) as wanted:
             right = output(model(**batch))
@@ -87,8 +89,8 @@ def _forward(
         found, values = part(part.model, batch, given[-1])
         if part is parts[-1]:
             return given, sent, output(found)
-        sent.append(apart(values))
-        given.append(received(sent[-1]))
+        sent.append(clone_outputs(values))
+        given.append(as_stage_inputs(sent[-1]))
     raise AssertionError("no stages")
 
 
@@ -100,7 +102,7 @@ def _backward(
     for part in reversed(parts):
         outputs, gradients = list(sent[part.number]), None
         if part is not parts[-1]:
-            outputs, gradients = go_back(outputs, gradients_of(given[part.number + 1]))
+            outputs, gradients = backward_roots(outputs, input_grads(given[part.number + 1]))
         inputs = [each for each in given[part.number] if isinstance(each, Tensor) and each.requires_grad]
         if split and part.number:
             _, groups = stage_backward_input(outputs, gradients, inputs, part.model.parameters())
@@ -128,9 +130,10 @@ def _compare(name: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor
     for parameter, right in wanted.items():
         gradient = found.get(parameter)
         size = float(right.abs().max()) if right.numel() else 0.0
-        apart = size if gradient is None else float((right - gradient).abs().max()) if right.numel() else 0.0
-        if not apart <= _APART * size:
+        difference = size if gradient is None else float((right - gradient).abs().max()) if right.numel() else 0.0
+        if not difference <= _TOLERANCE * size:
             raise UnsupportedError(
-                f"{name}: in pipeline stages the gradient of {parameter} is {apart:.3g} away from that of the whole "
-                f"model, of {size:.3g}; something travels between its layers without its gradient; leave out --pp"
+                f"{name}: split into pipeline stages, the gradient of {parameter} differs by {difference:.3g} from "
+                f"that of the whole model (largest element {size:.3g}); a value passes between layers without its "
+                "gradient; omit --pp"
             )

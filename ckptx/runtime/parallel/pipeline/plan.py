@@ -19,34 +19,34 @@ from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.runtime.model.tiny_model import text_for, tiny_model
-from ckptx.runtime.parallel.distributed import together, told
-from ckptx.runtime.parallel.pipeline.carry import Batch, Carry, find_carry
+from ckptx.runtime.parallel.distributed import broadcast_object, raise_on_all_ranks
+from ckptx.runtime.parallel.pipeline.boundaries import Batch, StageBoundaries, discover_boundaries
+from ckptx.runtime.parallel.pipeline.dry_run import dry_run_stages
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
-from ckptx.runtime.parallel.pipeline.rehearsal import rehearse
 from ckptx.runtime.parallel.pipeline.schedules import Schedule, check_schedule, find_schedule, with_fsdp
 from ckptx.runtime.parallel.pipeline.stage import make_stage
-from ckptx.runtime.parallel.pipeline.ties import Tie, tied_over
+from ckptx.runtime.parallel.pipeline.ties import Tie, ties_across_stages
 
 Batches = Callable[[nn.Module], Sequence[Batch]]
 Output = Callable[[nn.Module, Any], Tensor]
-CarryFinder = Callable[[nn.Module, StageMap, Schedule, Batches, Output], Carry]
+BoundaryFinder = Callable[[nn.Module, StageMap, Schedule, Batches, Output], StageBoundaries]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PipelinePlan:
     """How a model is cut into pipeline stages.
 
     Attributes:
         schedule: In which order they run.
         stages: Who has what.
-        carry: What travels.
+        boundaries: The values that travel between stages.
         ties: Parameters of several stages.
         microbatches: Of each step.
     """
 
     schedule: Schedule
     stages: StageMap
-    carry: Carry
+    boundaries: StageBoundaries
     ties: tuple[Tie, ...]
     microbatches: int
 
@@ -65,7 +65,7 @@ class Cut:
         found = {}
         for number in self.schedule.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size()):
             found[number] = copy.deepcopy(whole)
-            make_stage(found[number], self.stages, number, self.carry.forms, mesh.device_type)
+            make_stage(found[number], self.stages, number, self.boundaries.forms, mesh.device_type)
         return found
 
     def pipeline(
@@ -86,10 +86,10 @@ class Cut:
         if is_managed and self.schedule.splits_backward:
             raise UnsupportedError(with_fsdp(self.schedule, "it manages these stages"))
         device = torch.device(mesh.device_type)
-        return kind(models, self.stages, self.carry, self.schedule, mesh.get_group("pp"), device, self.ties)
+        return kind(models, self.stages, self.boundaries, self.schedule, mesh.get_group("pp"), device, self.ties)
 
 
-def text_fores(model: nn.Module) -> list[dict[str, Tensor]]:
+def text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """A text, and one with padding where the class takes a mask."""
     batch = text_for(model)
     if "input_ids" not in batch or "attention_mask" not in inspect.signature(type(model).forward).parameters:
@@ -105,7 +105,7 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
     return found
 
 
-def cut_model(
+def plan_pipeline(
     model: nn.Module,
     config: Mapping[str, Any],
     dims: ParallelDims,
@@ -114,10 +114,10 @@ def cut_model(
     schedule: str = "1f1b",
     split: str = "even",
     activation_checkpointing: str = "none",
-    batches: Batches = text_fores,
+    batches: Batches = text_batches,
     output: Output = logits_of,
-    find_carry: CarryFinder | None = None,
-) -> Cut:
+    find_boundaries: BoundaryFinder | None = None,
+) -> PipelinePlan:
     """Finds out how a model is cut into stages; every rank calls it.
 
     Args:
@@ -131,7 +131,7 @@ def cut_model(
         batches: Makes arguments of each kind that will come (with a mask, with an image) for a small model of the
             class: what the stages of that one need for them is what these stages send each other.
         output: Takes from what the model gives what counts.
-        find_carry: Finds what travels; `carry_of`, which all ranks call together, when left out.
+        find_boundaries: Finds the values that travel; None means `boundaries_from_rank_0`, which every rank must call.
 
     Raises:
         UnsupportedError: It cannot be cut, or not so.
@@ -139,7 +139,7 @@ def cut_model(
     """
     architecture = find_architecture(config)
     stacks = architecture.stacks(config) if architecture is not None else ()
-    return cut_stacks(
+    return plan_pipeline_of_stacks(
         model,
         stacks,
         dims,
@@ -149,11 +149,11 @@ def cut_model(
         activation_checkpointing=activation_checkpointing,
         batches=batches,
         output=output,
-        find_carry=find_carry,
+        find_boundaries=find_boundaries,
     )
 
 
-def cut_stacks(
+def plan_pipeline_of_stacks(
     model: nn.Module,
     stacks: Sequence[Stack],
     dims: ParallelDims,
@@ -164,9 +164,9 @@ def cut_stacks(
     activation_checkpointing: str,
     batches: Batches,
     output: Output,
-    find_carry: CarryFinder | None = None,
-) -> Cut:
-    """`cut_model` where the layers are known; without a number of microbatches there is one for each stage."""
+    find_boundaries: BoundaryFinder | None = None,
+) -> PipelinePlan:
+    """`plan_pipeline` where the layers are known; without a number of microbatches there is one for each stage."""
     chosen = find_schedule(schedule)
     number = microbatches or dims.pp * chosen.stages
     check_schedule(
@@ -178,26 +178,28 @@ def cut_stacks(
         sequence_parallel=False,
     )
     stages = StageMap(stacks, dims.pp * chosen.stages, split, type(model).__name__)
-    carry = (find_carry or carry_of)(model, stages, chosen, batches, output)
-    return Cut(chosen, stages, carry, tuple(tied_over(model, stages)), number)
+    boundaries = (find_boundaries or boundaries_from_rank_0)(model, stages, chosen, batches, output)
+    return PipelinePlan(chosen, stages, boundaries, tuple(ties_across_stages(model, stages)), number)
 
 
-def carry_of(model: nn.Module, stages: StageMap, schedule: Schedule, batches: Batches, output: Output) -> Carry:
-    """`carry_found` by one rank, and told to all."""
+def boundaries_from_rank_0(
+    model: nn.Module, stages: StageMap, schedule: Schedule, batches: Batches, output: Output
+) -> StageBoundaries:
+    """`find_and_check_boundaries` by one rank, and told to all."""
     found = None
-    with together():
+    with raise_on_all_ranks():
         if dist.get_rank() == 0:
-            found = carry_found(model, stages, batches, output, split_backward=schedule.splits_backward)
-    carry: Carry = told(found)
-    return carry
+            found = find_and_check_boundaries(model, stages, batches, output, split_backward=schedule.splits_backward)
+    boundaries: StageBoundaries = broadcast_object(found)
+    return boundaries
 
 
-def carry_found(
+def find_and_check_boundaries(
     model: nn.Module, stages: StageMap, batches: Batches, output: Output, *, split_backward: bool = False
-) -> Carry:
-    """What travels, found and tried with a small model of the class; see `cut_model`."""
+) -> StageBoundaries:
+    """What travels, found and tried with a small model of the class; see `plan_pipeline`."""
     small = tiny_model(model.config, type(model))
     given = batches(small)
-    found = find_carry(small, stages, given, lambda each: output(small, each))
-    rehearse(small, stages, found, given, lambda each: output(small, each), split_backward=split_backward)
+    found = discover_boundaries(small, stages, given, lambda each: output(small, each))
+    dry_run_stages(small, stages, found, given, lambda each: output(small, each), split_backward=split_backward)
     return found

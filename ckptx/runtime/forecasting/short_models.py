@@ -17,8 +17,8 @@ from torch import nn
 from ckptx.architecture.find import find_architecture
 from ckptx.errors import CkptxError
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.forecasting.alike_layers import (
-    Repeat,
+from ckptx.runtime.forecasting.repeated_layers import (
+    RepeatedLayers,
     as_before,
     by_layer,
     config_parts,
@@ -53,14 +53,14 @@ class ShorteningPlan:
     parameters: int
     architecture: str
     counts: Mapping[str, int]
-    axes: tuple[tuple[Repeat, ...], ...]
+    axes: tuple[tuple[RepeatedLayers, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
     stages: StageMap | None
     config: Mapping[str, Any]
     homes: Mapping[str, tuple[str, str]]
     kinds: Mapping[str, Sequence[Hashable]]
 
-    def of_rank(self, rank: int) -> list[Repeat | None]:
+    def of_rank(self, rank: int) -> list[RepeatedLayers | None]:
         """Of each axis, the repeat of a pipeline rank."""
         return [
             next((each for each, owner in zip(axis, ranks, strict=True) if owner == rank), None)
@@ -110,7 +110,7 @@ def plan_of(task: Task, runs: int) -> ShorteningPlan | None:
         for number in range(stages.pp):
             for path, first, stop in stages.layers_of(number):
                 spans[path].append((schedule.rank_of(number, layout.pp), first, stop))
-    axes: dict[tuple[str, int], list[tuple[Repeat, int]]] = {}
+    axes: dict[tuple[str, int], list[tuple[RepeatedLayers, int]]] = {}
     for path, each in kinds.items():
         of_rank: dict[int, int] = {}
         for rank, first, stop in spans[path]:

@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckptx.errors import UnsupportedError
-from ckptx.formats.foreign import FOREIGN_KINDS, ForeignKind, is_foreign_weights, kind_of_name
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
+from ckptx.formats.unsupported import FOREIGN_KINDS, UnsupportedKind, is_unsupported_weights, kind_of_name
 from tests.formats.cut_writer import write_shard
 from tests.support.memory import MemoryPath
 from tests.support.writers import llama, value, write_dcp, write_hf
@@ -86,7 +86,7 @@ READ_OR_WRITTEN = (
 _LETTERS = string.ascii_letters + string.digits + "._-"
 
 
-def names_of(kind: ForeignKind) -> st.SearchStrategy[str]:
+def names_of(kind: UnsupportedKind) -> st.SearchStrategy[str]:
     """Names that the pattern of a kind allows, as a file system allows them, and that no row before it claims."""
     names = st.from_regex(kind.names, fullmatch=True, alphabet=_LETTERS)
     return names.filter(lambda name: name not in (".", "..") and len(name) < 100 and kind_of_name(name) is kind)
@@ -133,7 +133,7 @@ def test_each_file_that_says_so_is_refused_by_itself(place: MemoryPath, writer: 
 
 @settings(max_examples=200, deadline=None)
 @given(KINDS, st.integers(0, 2), st.sampled_from(["", "README.md", "config.json", "latest"]))
-def test_any_name_of_a_kind_names_it_at_any_depth(drawn: tuple[ForeignKind, str], depth: int, beside: str) -> None:
+def test_any_name_of_a_kind_names_it_at_any_depth(drawn: tuple[UnsupportedKind, str], depth: int, beside: str) -> None:
     kind, name = drawn
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
@@ -161,7 +161,7 @@ def _sharded(root: MemoryPath) -> None:
 @settings(max_examples=150, deadline=None)
 @given(KINDS, st.sampled_from([_hf, _hf_in_shards, _dcp, _sharded]))
 def test_real_weights_win_over_what_lies_beside_them(
-    drawn: tuple[ForeignKind, str], write: Callable[[MemoryPath], None]
+    drawn: tuple[UnsupportedKind, str], write: Callable[[MemoryPath], None]
 ) -> None:
     _, name = drawn
     assume(not (write is _sharded and name.endswith(".safetensors")))  # refused: stock readers would take it in
@@ -174,7 +174,7 @@ def test_real_weights_win_over_what_lies_beside_them(
         beside = open_checkpoint(root)
         assert (beside.format, beside.tensors) == (alone.format, alone.tensors)
         left_behind = {sidecar.name for sidecar in beside.sidecars} == {sidecar.name for sidecar in alone.sidecars}
-        assert left_behind == is_foreign_weights(name)
+        assert left_behind == is_unsupported_weights(name)
         assert not left_behind or any(name in note for note in beside.notes)
 
 

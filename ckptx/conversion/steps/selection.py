@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from ckptx.conversion.outputs.output_format import OutputFormat
-from ckptx.conversion.steps.base import Base
+from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.conversion.steps.model import Ties, wrapper_notes
 from ckptx.conversion.steps.naming import rename
-from ckptx.conversion.steps.restoring import Chosen, Remembered, remember
+from ckptx.conversion.steps.restoration import OriginalFilesRecord, TensorSelection, remember
 from ckptx.conversion.steps.target import share
 from ckptx.model_view.view import ModelView
 from ckptx.options.conversion import ConversionOptions
 
 
-def choose_tensors(base: Base, view: ModelView, ties: Ties, output: OutputFormat, options: ConversionOptions) -> Chosen:
+def select_tensors(
+    base: BaseCheckpoint, view: ModelView, ties: Ties, output: OutputFormat, options: ConversionOptions
+) -> TensorSelection:
     """The tensors of the files that the source began as; else ties as `--tied` says, and names as `--names` says.
 
     Args:
@@ -28,10 +30,10 @@ def choose_tensors(base: Base, view: ModelView, ties: Ties, output: OutputFormat
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
     """
     restoring = output.restored(base, view, ties)
-    if restoring.found is not None:
+    if restoring.files is not None:
         notes = (*restoring.notes, *wrapper_notes(view, kept=False))
-        return Chosen(restoring.found.named, restoring.found, notes=notes)
-    remembered = remember(view) if output.remembers else Remembered(None)
+        return TensorSelection(restoring.files.named, restoring.files, notes=notes)
+    remembered = remember(view) if output.remembers else OriginalFilesRecord(None)
     target = share(view, ties.decisions, tied=options.tied, can_alias=output.can_alias)
     original = remembered.original if target.holds(view.tensors) else None
     named = rename(
@@ -43,4 +45,4 @@ def choose_tensors(base: Base, view: ModelView, ties: Ties, output: OutputFormat
     )
     wrappers = wrapper_notes(view, kept=output.keeps_wrappers and not named.naming.sources)
     notes = (*restoring.notes, *remembered.notes, *named.notes, *wrappers)
-    return Chosen(named, None, original, notes)
+    return TensorSelection(named, None, original, notes)

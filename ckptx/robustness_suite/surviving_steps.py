@@ -1,7 +1,7 @@
 """What a killed save left: the last good step loads, and nothing else is taken for good.
 
-Judged twice: by what `Steps` chooses, and by what a loader does that knows nothing of it, which looks for the highest
-number and has stock torch load it.
+Two judges: `StepDirectories`, and a loader that does not know it, which loads the highest step number with
+stock torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptx.errors import CkptxError, InputError
 from ckptx.runtime.checkpointing.stored_state import digest_of, open_state
-from ckptx.runtime.training.checkpoints import LATEST, Steps
+from ckptx.runtime.training.checkpoints import LATEST, StepDirectories
 
 
-class Survivors(NamedTuple):
+class SurvivingSteps(NamedTuple):
     """What there is.
 
     Attributes:
@@ -50,7 +50,7 @@ def survivors(
     good: int | None = None,
     known: Mapping[int, str] | None = None,
     next_save: Callable[[], int] | None = None,
-) -> Survivors:
+) -> SurvivingSteps:
     """Looks at what is below a directory of steps, in one process.
 
     Args:
@@ -59,7 +59,7 @@ def survivors(
         known: What steps must hold, by the `digests` of an earlier look.
         next_save: Saves a step on all ranks, and gives its number; it must work, and that step be the latest then.
     """
-    steps = Steps(root)
+    steps = StepDirectories(root)
     published, choice = steps.published(), steps.choose()
     faults, digests = [], {}
     for step in published:
@@ -82,10 +82,10 @@ def survivors(
             faults.append(f"{name}: is no complete step, and lies where loaders look for one")
     if next_save is not None:
         faults += _of_next_save(root, next_save, known)
-    return Survivors(published, choice.step, choice.note, digests, hidden, faults)
+    return SurvivingSteps(published, choice.step, choice.note, digests, hidden, faults)
 
 
-def _of_choice(steps: Steps, published: list[int], latest: int | None, good: int | None) -> Iterator[str]:
+def _of_choice(steps: StepDirectories, published: list[int], latest: int | None, good: int | None) -> Iterator[str]:
     if latest is not None and latest not in published:
         yield f"step-{latest}: is chosen, and is not complete"
     said = steps.root / LATEST

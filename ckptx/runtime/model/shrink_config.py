@@ -39,7 +39,7 @@ from ckptx.runtime.model.width_keys import (
 
 
 @dataclass(frozen=True, slots=True)
-class Narrowness:
+class ShrinkPolicy:
     """How narrow a config becomes.
 
     Attributes:
@@ -108,7 +108,7 @@ class _ConfigPart:
         return "expand" in self.old or "mamba_expand" in self.old
 
 
-def narrow(config: PreTrainedConfig, how: Narrowness) -> PreTrainedConfig:
+def shrink_config(config: PreTrainedConfig, how: ShrinkPolicy) -> PreTrainedConfig:
     """A copy with narrow layers, as many and of the same types as before.
 
     Nothing here promises that a class can be built of it; who narrows tries.
@@ -174,7 +174,7 @@ def token_ids(config: Any) -> set[int]:
 # ------------------------------------------------------------------------------------------------- what is in a config
 
 
-def _described(part: Any, how: Narrowness) -> _ConfigPart:
+def _described(part: Any, how: ShrinkPolicy) -> _ConfigPart:
     old = copy.deepcopy({key: value for key, value in vars(part).items() if not isinstance(value, PreTrainedConfig)})
     spec = old.pop("_heterogeneity_spec", None)
     known = _ConfigPart(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
@@ -295,7 +295,7 @@ def _ranked(numbers: Iterable[int], first: int, besides: Mapping[int, int]) -> d
 
 
 def _changes(
-    part: _ConfigPart, hidden: Mapping[int, int], links: Mapping[int, int], how: Narrowness
+    part: _ConfigPart, hidden: Mapping[int, int], links: Mapping[int, int], how: ShrinkPolicy
 ) -> dict[str, Callable[[int], int]]:
     """What happens to the numbers under each kind of key: "heads", "head dims", ..."""
     inner = _ranked(part.found(sorted(FEED_FORWARD)), 32, {})

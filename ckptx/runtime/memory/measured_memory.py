@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ckptx.runtime.memory.storage_ledger import StorageLedger
-from ckptx.runtime.parallel.living import living_tensors
+from ckptx.runtime.parallel.live_tensors import live_tensors
 from ckptx.runtime.torch_private import TorchDispatchMode, unseen_shapes_of_dtensor
 
 
-class Taken(NamedTuple):
+class MeasuredMemory(NamedTuple):
     """Bytes of tensors of one rank.
 
     Attributes:
@@ -28,7 +28,7 @@ class Taken(NamedTuple):
     before: int
 
 
-def measured(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> Taken:
+def measured(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> MeasuredMemory:
     """Runs a step and measures it: as the allocator of CUDA counts, or every storage on a CPU.
 
     Args:
@@ -41,13 +41,13 @@ def measured(step: Callable[[], object], models: Iterable[nn.Module], device: to
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step()
-        return Taken(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device), before)
+        return MeasuredMemory(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device), before)
     ledger = StorageLedger()
-    ledger.adopt(each for each in living_tensors() if each.device == device)
+    ledger.adopt(each for each in live_tensors() if each.device == device)
     before = ledger.nbytes
     with ledger.watching(models), unseen_shapes_of_dtensor(), _Watching(ledger):
         step()
-    return Taken(_most(ledger), ledger.nbytes, before)
+    return MeasuredMemory(_most(ledger), ledger.nbytes, before)
 
 
 def _most(ledger: StorageLedger) -> int:
@@ -72,5 +72,5 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
             return NotImplemented  # a DTensor works with plain tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._ledger.see(func, args, kwargs, out)
+        self._ledger.record_operation(func, args, kwargs, out)
         return out

@@ -9,7 +9,7 @@ from ckptx.formats.rank_files import ShapesIn
 from ckptx.storage.interface import Location, Source
 
 
-class Located(NamedTuple):
+class LocatedCheckpoint(NamedTuple):
     """A checkpoint found: its directory, its kind, and what names its weights there.
 
     Attributes:
@@ -28,7 +28,7 @@ class Located(NamedTuple):
         return self.source.location
 
 
-Detect = Callable[[Source, ShapesIn], "Located | None"]
+Detect = Callable[[Source, ShapesIn], "LocatedCheckpoint | None"]
 """Finds a checkpoint of one format in a directory.
 
 The names in `source.listing()` decide; only where two formats share them is a header read. The second argument opens

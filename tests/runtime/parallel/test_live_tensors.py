@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckptx.runtime.memory.measured import measured
-from ckptx.runtime.parallel.living import living_tensors
+from ckptx.runtime.memory.measured_memory import measured
+from ckptx.runtime.parallel.live_tensors import live_tensors
 
 
 def test_tensors_without_storage_are_left_out() -> None:
@@ -14,7 +14,7 @@ def test_tensors_without_storage_are_left_out() -> None:
     sparse = [torch.eye(3).to_sparse()]
     with FakeTensorMode():
         fake = torch.ones(3)
-    found = {id(each) for each in living_tensors()}
+    found = {id(each) for each in live_tensors()}
     assert id(held) in found
     assert not {id(each) for each in (*sparse, fake)} & found
 

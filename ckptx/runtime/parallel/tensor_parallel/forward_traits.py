@@ -17,7 +17,7 @@ from ckptx.architecture.corrections import corrections_of_class
 
 
 @dataclass(frozen=True, slots=True)
-class Optimized:
+class ForwardTraits:
     """What the runtime may do with a class; see `ckptx.architecture.correction_rows.ForwardRow`.
 
     Attributes:
@@ -44,11 +44,11 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def optimized_for(model: nn.Module) -> Optimized:
+def forward_traits_of(model: nn.Module) -> ForwardTraits:
     """What the rows of the model's class say together, an empty one where there are none."""
     cls = type(model)
     rows = of_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
-    return Optimized(
+    return ForwardTraits(
         head=next((row.head for row in rows if row.head), ""),
         sequence=next((row.sequence for row in rows if row.sequence), None),
         runs=next((row.runs for row in rows if row.runs), ()),

@@ -11,29 +11,29 @@ from torch import nn
 
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import submodule
-from ckptx.runtime.parallel.pipeline.slots import Arguments
-from ckptx.runtime.parallel.pipeline.stage import ways
+from ckptx.runtime.parallel.pipeline.boundary_slots import Arguments
+from ckptx.runtime.parallel.pipeline.stage import modules_on_the_path
 from ckptx.runtime.torch_private import compiled_call, set_compiled_call
 
 Call = tuple[str, int]  # the canonical name of a module, and how often it was called before in this forward pass
-Visit = Callable[[Call, Arguments], None]
-See = Callable[[Call, Any], None]
+BeforeCall = Callable[[Call, Arguments], None]
+AfterCall = Callable[[Call, Any], None]
 
 
-def points(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
+def hook_points(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
     """The modules that are looked at: those on the way to the layers, the layers, and what runs right around them.
 
     Of a module in wrappers it is the outermost wrapper.
     """
     lists = {stack.path for stack in stages.stacks}
-    names = [name for name in ways(stages) if name and name not in lists]
+    names = [name for name in modules_on_the_path(stages) if name and name not in lists]
     for stack in stages.stacks:
         names += [*stack.before, *(f"{stack.path}.{index}" for index in range(stack.count)), *stack.after]
     found = {name: submodule(model, name) for name in names}
     return {name: module for name, module in found.items() if module is not None}
 
 
-class Taps:
+class CallHooks:
     """Hooks on the points of a model; they do nothing but within `watching`.
 
     They run before those of wrappers, and not again when activations are recomputed. A module that is compiled runs its
@@ -43,59 +43,59 @@ class Taps:
     def __init__(self, model: nn.Module, stages: StageMap) -> None:
         self._calls: Counter[str] = Counter()
         self._running: dict[str, int] = {}
-        self._visit: Visit | None = None
-        self._see: See | None = None
+        self._before_call: BeforeCall | None = None
+        self._after_call: AfterCall | None = None
         self._handles: list[Any] = []
-        for name, module in points(model, stages).items():
-            before, after = self._before(name), self._after(name)
+        for name, module in hook_points(model, stages).items():
+            before, after = self._pre_hook(name), self._post_hook(name)
             compiled = compiled_call(module)
             if compiled is not None:
-                self._handles.append(_AroundCompiled(module, compiled, before, after))
+                self._handles.append(_CompiledCallHooks(module, compiled, before, after))
                 continue
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
 
     @contextmanager
-    def watching(self, visit: Visit, see: See | None = None) -> Iterator[None]:
+    def active(self, before: BeforeCall, after: AfterCall | None = None) -> Iterator[None]:
         """For one forward pass.
 
         Args:
-            visit: Is shown what each call is given, and may change it, in place.
-            see: Is shown what each call gave.
+            before: Called with the arguments of each call; may change them in place.
+            after: Called with the output of each call.
         """
         self._calls.clear()
-        self._visit, self._see = visit, see
+        self._before_call, self._after_call = before, after
         try:
             yield
         finally:
-            self._visit = self._see = None
+            self._before_call = self._after_call = None
 
     def remove(self) -> None:
         """Takes the hooks away."""
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, name: str) -> Callable[..., Any]:
+    def _pre_hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._visit is None:
+            if self._before_call is None:
                 return None
             self._running[name] = self._calls[name]
             self._calls[name] += 1
             arguments: Arguments = {**dict(enumerate(args)), **kwargs}
-            self._visit((name, self._running[name]), arguments)
+            self._before_call((name, self._running[name]), arguments)
             return tuple(arguments.pop(index) for index in range(len(args))), arguments
 
         return hook
 
-    def _after(self, name: str) -> Callable[..., None]:
+    def _post_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._see is not None:
-                self._see((name, self._running[name]), output)
+            if self._after_call is not None:
+                self._after_call((name, self._running[name]), output)
 
         return hook
 
 
-class _AroundCompiled:
+class _CompiledCallHooks:
     """Hooks around the call of a module that `nn.Module.compile` compiled."""
 
     def __init__(

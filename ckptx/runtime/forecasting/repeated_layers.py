@@ -27,7 +27,7 @@ _NUMBERS = ("idx", "index", "layer_id", "layer_number", "layer_nr")  # attribute
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class RepeatedLayers:
     """Layers of which some periods can be left out.
 
     Attributes:
@@ -118,7 +118,7 @@ def as_before(value: Any, said: Sequence[Any], count: int) -> Any:
     return list(said) if len(value) == count else [number for number, is_in in enumerate(said) if is_in]
 
 
-def repeat_in(path: str, kinds: Sequence[Hashable], first: int, stop: int, runs: int) -> Repeat | None:
+def repeat_in(path: str, kinds: Sequence[Hashable], first: int, stop: int, runs: int) -> RepeatedLayers | None:
     """The layers from `first` to `stop` of a list that can be left out; None where that would save nothing.
 
     Args:
@@ -142,7 +142,7 @@ def repeat_in(path: str, kinds: Sequence[Hashable], first: int, stop: int, runs:
             each = stop - first - most * period  # layers of the smallest model
             if most >= runs and stop - first - runs * (each + period) > saved:
                 saved = stop - first - runs * (each + period)
-                found = Repeat(path, begin + -(-stay // 2), period, most)
+                found = RepeatedLayers(path, begin + -(-stay // 2), period, most)
             begin = end = number + 1
     return found
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
-from ckptx.conversion.steps.restoring import Restored
+from ckptx.conversion.steps.restoration import RestoredFiles
 from ckptx.conversion.steps.written import changed_since
 from ckptx.errors import CkptxError
 from ckptx.options.conversion import ConversionOptions
@@ -22,7 +22,7 @@ from ckptx.transfer.stream import TensorReader
 
 
 def check_reordered(
-    tree: Source, written: Catalog, restored: Restored, source: SourceFiles, options: ConversionOptions
+    tree: Source, written: Catalog, restored: RestoredFiles, source: SourceFiles, options: ConversionOptions
 ) -> None:
     """Check the tensors that were put together, taken apart or reordered.
 
@@ -54,7 +54,7 @@ def check_reordered(
                 pass
 
 
-def _way_back(written: Catalog, restored: Restored) -> Mapping[str, TensorEntry]:
+def _way_back(written: Catalog, restored: RestoredFiles) -> Mapping[str, TensorEntry]:
     try:
         return restored.stored_again(written.tensors)
     except CkptxError:

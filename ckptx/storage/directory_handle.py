@@ -66,7 +66,7 @@ def refuse_clashes(names: Iterable[str]) -> None:
         )
 
 
-class HeldDirectory:
+class DirectoryHandle:
     """One directory and the descriptors of what was opened in it.
 
     Attributes:
@@ -81,7 +81,7 @@ class HeldDirectory:
         self._held: dict[str, int] = {}
 
     @classmethod
-    def at(cls, path: Path) -> HeldDirectory:
+    def at(cls, path: Path) -> DirectoryHandle:
         """The directory at `path`, whose last component is no link.
 
         Raises:
@@ -92,7 +92,7 @@ class HeldDirectory:
         except OSError as error:
             raise refusal(path, error) from error
 
-    def below(self, name: str, *, make: bool = False) -> HeldDirectory:
+    def below(self, name: str, *, make: bool = False) -> DirectoryHandle:
         """A directory in this one; with `make` it is created unless it is there.
 
         Raises:
@@ -103,11 +103,11 @@ class HeldDirectory:
             if make:
                 with suppress(FileExistsError):
                     os.mkdir(name, dir_fd=self.descriptor)
-            return HeldDirectory(path, os.open(name, _DIRECTORY, dir_fd=self.descriptor))
+            return DirectoryHandle(path, os.open(name, _DIRECTORY, dir_fd=self.descriptor))
         except OSError as error:
             raise refusal(path, error) from error
 
-    def __enter__(self) -> HeldDirectory:
+    def __enter__(self) -> DirectoryHandle:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,7 +153,7 @@ class HeldDirectory:
             raise OutputError(f"{path}: {what}; not written by ckptx, remove it and run again")
         return descriptor
 
-    def hold(self, name: str, *, keep: bool = False) -> OpenFile:
+    def create_tracked(self, name: str, *, keep: bool = False) -> OpenFile:
         """As `create`, and keeps the descriptor, so that `settle` knows the file again."""
         descriptor = self.create(name, keep=keep)
         self._held[name] = descriptor
@@ -173,7 +173,7 @@ class HeldDirectory:
         """
         if nbytes is None:
             return self.make(name, keep=keep)
-        file = self.hold(name, keep=keep)
+        file = self.create_tracked(name, keep=keep)
         file.cut_to(nbytes)
         return file
 
@@ -247,7 +247,7 @@ class HeldDirectory:
 
     # ------------------------------------------------------------------------------------------------------- names
 
-    def is_own(self) -> bool:
+    def is_owned_by_us(self) -> bool:
         """True when the directory belongs to the user whose files this process makes, which a server may decide."""
         owner = os.fstat(self.descriptor).st_uid
         if owner == os.geteuid():
@@ -271,7 +271,7 @@ class HeldDirectory:
         """What is in this directory, sorted."""
         return sorted(os.listdir(self.descriptor))
 
-    def is_at(self, parent: HeldDirectory, name: str) -> bool:
+    def is_at(self, parent: DirectoryHandle, name: str) -> bool:
         """True when `name` in `parent` is this very directory."""
         found = parent.stat(name)
         return found is not None and os.path.samestat(found, os.fstat(self.descriptor))
@@ -292,7 +292,7 @@ class HeldDirectory:
         """
         _remove(name, self.descriptor)
 
-    def keep_only(self, names: Collection[str]) -> None:
+    def remove_others(self, names: Collection[str]) -> None:
         """Removes every file below that is not among `names`."""
         try:
             for name, _ in list(self.walk()):
@@ -304,7 +304,7 @@ class HeldDirectory:
 
     # ------------------------------------------------------------------------------------------------------- the end
 
-    def settle(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
+    def fsync_and_verify(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
         """Brings all that is below to the disk, and holds it against what it must be.
 
         Args:

@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.runtime.model.build import materialize
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.pipeline.cut import Cut
+from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
 from ckptx.runtime.parallel.pipeline.stage import make_stage
 from ckptx.runtime.parallel.release import release
 from ckptx.runtime.parity import execution
-from ckptx.runtime.parity.comparison import Held
-from ckptx.runtime.parity.divergence import Outputs, kept
+from ckptx.runtime.parity.comparison import HeldParameter
+from ckptx.runtime.parity.divergence import Outputs, record_outputs
 from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.inputs.batch import Inputs
-from ckptx.runtime.parity.side import Built, Side
-from ckptx.runtime.parity.staging import Stages
-from ckptx.runtime.parity.walk import Lane, Pieces, Walk, share
+from ckptx.runtime.parity.offloaded_model import ComputePass, OffloadedModel, StagePartition, share_parameters
+from ckptx.runtime.parity.side import ModelSide, ShardedMetaModel
+from ckptx.runtime.parity.stages import LocalStages
 
 
 @dataclass(slots=True)
@@ -59,17 +59,24 @@ class LoadRecord:
     bytes_read: int = 0
     nbytes: int = 0
 
-    def load(self, side: Side, built: Built, reference: Side, device: torch.device, copies: Mapping[str, str]) -> None:
+    def load(
+        self,
+        side: ModelSide,
+        built: ShardedMetaModel,
+        reference: ModelSide,
+        device: torch.device,
+        copies: Mapping[str, str],
+    ) -> None:
         """Gives a part storage and its values, and holds them against those of the reference.
 
         Raises:
             InputError, UnsupportedError: As `load_from`.
         """
         materialize(built.model, device)
-        with side.opened() as source:
+        with side.open_checkpoint() as source:
             ledger = side.load(built.model, source, built.regions)
-        with reference.opened() as source:
-            wrong, without_place = reference.held_against(built.model, source, built.regions)
+        with reference.open_checkpoint() as source:
+            wrong, without_place = reference.config_mismatches(built.model, source, built.regions)
         self.stored, self.architecture = built.stored, built.model.config.architectures[0]
         self.dtypes |= {str(each.dtype).removeprefix("torch.") for each in built.model.parameters()}
         self.wrapped_layers += built.done.wrapped_layers
@@ -92,7 +99,7 @@ class LoadRecord:
         self.nbytes += ledger.nbytes
 
 
-class Loaded(Protocol):
+class ModelUnderTest(Protocol):
     """The checkpoint's side on this rank.
 
     Attributes:
@@ -105,7 +112,7 @@ class Loaded(Protocol):
     copied: frozenset[str]
     is_whole: bool
 
-    def load(self, reference: Side, device: torch.device) -> None:
+    def load(self, reference: ModelSide, device: torch.device) -> None:
         """Gives every part storage, and its values; see `LoadRecord.load`."""
         ...
 
@@ -118,7 +125,7 @@ class Loaded(Protocol):
         ...
 
     @contextmanager
-    def held(self, number: int) -> Iterator[Iterator[Held]]:
+    def parameters_of_stage(self, number: int) -> Iterator[Iterator[HeldParameter]]:
         """Parameters of this rank with their gradients, within the block; of all that it has, those that come as the
         `number`th portion.
         """
@@ -129,21 +136,23 @@ class Loaded(Protocol):
         ...
 
 
-class AtOnce(Loaded):
+class ResidentModel(ModelUnderTest):
     """One model, or the stages of a pipeline that are here: all of it is there, with all gradients after a step.
 
     Gradients of copies on several stages are summed up.
     """
 
-    def __init__(self, side: Side, mesh: DeviceMesh, cut: Cut | None) -> None:
+    def __init__(self, side: ModelSide, mesh: DeviceMesh, plan: PipelinePlan | None) -> None:
         self._side = side
-        self._stages = Stages(side, mesh, cut) if cut is not None else None
-        self._built: list[Built] = [side.build(mesh)] if self._stages is None else list(self._stages.built.values())
-        self._copies: Mapping[str, str] = cut.copies if cut is not None else {}
+        self._stages = LocalStages(side, mesh, plan) if plan is not None else None
+        self._built: list[ShardedMetaModel] = (
+            [side.build(mesh)] if self._stages is None else list(self._stages.built.values())
+        )
+        self._copies: Mapping[str, str] = plan.copies if plan is not None else {}
         self.copied, self.is_whole = frozenset(self._copies.values()), True
         self.record = LoadRecord()
 
-    def load(self, reference: Side, device: torch.device) -> None:
+    def load(self, reference: ModelSide, device: torch.device) -> None:
         for built in self._built:
             self.record.load(self._side, built, reference, device, self._copies)
 
@@ -153,74 +162,74 @@ class AtOnce(Loaded):
         return self._stages.run(batches, backward=backward)
 
     @contextmanager
-    def held(self, number: int) -> Iterator[Iterator[Held]]:
-        yield (each for built in self._built if not number for each in _held(built, self._copies))
+    def parameters_of_stage(self, number: int) -> Iterator[Iterator[HeldParameter]]:
+        yield (each for built in self._built if not number for each in _local_parameters(built, self._copies))
 
     def observed(self, inputs: Inputs) -> Iterator[Outputs]:
         if self._stages is not None:
             yield from self._stages.observed(inputs)
             return
         found: Outputs = {}
-        with kept(self._built[0].model, found):
+        with record_outputs(self._built[0].model, found):
             execution.run(self._built[0].model, [inputs], backward=False)
         yield found
 
 
-class InTurn(Loaded):
+class OffloadedModelUnderTest(ModelUnderTest):
     """Pieces that are built, loaded, run and released one after another, on one rank."""
 
-    def __init__(self, side: Side, mesh: DeviceMesh, cut: Pieces, device: torch.device) -> None:
-        self._side, self._mesh, self._cut, self._device = side, mesh, cut, device
-        self._copies = {name: tie.name for tie in cut.ties for name in tie.copies.values()}
+    def __init__(self, side: ModelSide, mesh: DeviceMesh, partition: StagePartition, device: torch.device) -> None:
+        self._side, self._mesh, self._partition, self._device = side, mesh, partition, device
+        self._copies = {name: tie.name for tie in partition.ties for name in tie.copies.values()}
         self.copied, self.is_whole = frozenset[str](), False  # summed as in one piece
-        self._walk: Walk | None = None
+        self._model: OffloadedModel | None = None
         self.record = LoadRecord()
 
-    def load(self, reference: Side, device: torch.device) -> None:
-        for number in range(self._cut.stages.pp):
+    def load(self, reference: ModelSide, device: torch.device) -> None:
+        for number in range(self._partition.stages.pp):
             built = self._build(number, {})
             self.record.load(self._side, built, reference, device, self._copies)
             release(built.model)
 
     def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
-        outcome, lane = ForwardResult(), Lane()
-        self._walk = Walk(self._cut, batches, [lane], self._open, self._device)
-        self._walk.forward(lambda _, logits: outcome.logits.append(logits), backward=backward)
-        outcome.loss = lane.loss
+        outcome, compute_pass = ForwardResult(), ComputePass()
+        self._model = OffloadedModel(self._partition, batches, [compute_pass], self._open, self._device)
+        self._model.forward(lambda _, logits: outcome.logits.append(logits), backward=backward)
+        outcome.loss = compute_pass.loss
         return outcome
 
     @contextmanager
-    def held(self, number: int) -> Iterator[Iterator[Held]]:
-        assert self._walk is not None
-        with self._walk.backward(self._cut.last - number) as part:
-            later = {tie.copies.get(part.number) for tie in self._cut.ties if part.number != min(tie.copies)}
+    def parameters_of_stage(self, number: int) -> Iterator[Iterator[HeldParameter]]:
+        assert self._model is not None
+        with self._model.backward(self._partition.last - number) as part:
+            later = {tie.copies.get(part.number) for tie in self._partition.ties if part.number != min(tie.copies)}
             found = ((canonical_name(name), each) for name, each in part.model.named_parameters())
-            yield (Held(self._copies.get(name, name), each, None) for name, each in found if name not in later)
+            yield (HeldParameter(self._copies.get(name, name), each, None) for name, each in found if name not in later)
 
     def observed(self, inputs: Inputs) -> Iterator[Outputs]:
-        for (found,) in Walk(self._cut, [inputs], [Lane()], self._open, self._device).observed():
+        for (found,) in OffloadedModel(self._partition, [inputs], [ComputePass()], self._open, self._device).observed():
             yield found
 
-    def _build(self, number: int, shared: Mapping[str, nn.Parameter]) -> Built:
-        def cut(model: nn.Module) -> None:
-            make_stage(model, self._cut.stages, number, self._cut.carry.forms, self._device)
-            share(model, shared)
+    def _build(self, number: int, shared: Mapping[str, nn.Parameter]) -> ShardedMetaModel:
+        def make_local_stage(model: nn.Module) -> None:
+            make_stage(model, self._partition.stages, number, self._partition.boundaries.forms, self._device)
+            share_parameters(model, shared)
 
-        return self._side.build(self._mesh, cut)
+        return self._side.build(self._mesh, make_local_stage)
 
     def _open(self, number: int, shared: Mapping[str, nn.Parameter]) -> nn.Module:
         built = self._build(number, shared)
         materialize(built.model, self._device)
-        with self._side.opened() as source:
+        with self._side.open_checkpoint() as source:
             self._side.load(built.model, source, built.regions)
         return built.model
 
 
-def _held(built: Built, copies: Mapping[str, str]) -> Iterator[Held]:
+def _local_parameters(built: ShardedMetaModel, copies: Mapping[str, str]) -> Iterator[HeldParameter]:
     for found, parameter in built.model.named_parameters():
         name = canonical_name(found)
         regions = None if built.regions is None else built.regions(name)
-        yield Held(copies.get(name, name), parameter, regions)
+        yield HeldParameter(copies.get(name, name), parameter, regions)
 
 
 def in_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:

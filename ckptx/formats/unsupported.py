@@ -18,7 +18,7 @@ from ckptx.storage.interface import Location, Source
 _SHOWN = 2
 
 
-class ForeignKind(NamedTuple):
+class UnsupportedKind(NamedTuple):
     """A kind of checkpoint that is known by name.
 
     Attributes:
@@ -37,17 +37,17 @@ class ForeignKind(NamedTuple):
 
 # In the order in which they are asked: what a framework alone writes comes before suffixes that many use.
 FOREIGN_KINDS = (
-    ForeignKind(
+    UnsupportedKind(
         r"__\d+\.metadata",
         "a DCP saved without collectives, one .metadata per rank,",
         "save it with use_collectives=True",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"adapter_config\.json|adapter_.+\.safetensors|adapter_model\..+",
         "an adapter (LoRA or similar)",
         "merge it into its base first",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt"
         r"|mp_rank_\d+_model_states\.pt"
         r"|layer_\d+-model_\d+-model_states\.pt"
@@ -56,90 +56,90 @@ FOREIGN_KINDS = (
         "a DeepSpeed checkpoint",
         "run the zero_to_fp32.py beside it with --safe_serialization and pass the directory it writes",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"exp_avg_sq\.pt|exp_avg\.pt|fp32\.pt",
         "a parameter of a DeepSpeed universal checkpoint",
         "run zero_to_fp32.py on the checkpoint it was made of, with --safe_serialization, and pass what that writes",
     ),
-    ForeignKind(
+    UnsupportedKind(
         STATE_FILES,
         "the optimizer or trainer state of FSDP ranks, as verl writes it,",
         "pass the directory that has the model_world_size_* files",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"model_optim_rng\.pt|model_rng\.pt|distrib_optim\.pt|mp_rank_\d\d(_\d\d\d)*",
         "a Megatron checkpoint of the legacy format, one directory for each rank,",
         "save it with --ckpt-format torch_dist and pass the iter_* directory",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"\.zarray|\.zattrs|\.zgroup|zarr\.json",
         "a checkpoint in zarr arrays",
         "save it with --ckpt-format torch_dist, or export it to safetensors",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r".*\.nemo",
         "a NeMo archive",
         "unpack it with `tar -xf` and pass the directory in it that holds .metadata, or export it to safetensors",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"model(-pp-\d+-tp-\d+|-rank-\d+)-part-\d+\.safetensors",
         "a sharded_state of vLLM or SGLang, fused and padded for one engine,",
         "start from the checkpoint it was made of",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"tp\d+_sharded_checkpoint\.safetensors|rank\d+\.safetensors|model\d+-mp\d+\.safetensors",
         "a checkpoint cut for the ranks of one engine, without a record of how,",
         "start from the checkpoint it was made of",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"(.+[-_.])?rank_?\d+\.(bin|pt|pth|ckpt)",
         "a state dict of one rank",
         "save it with FSDP's SHARDED_STATE_DICT (a DCP) or FULL_STATE_DICT (one pytorch_model.bin)",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"checkpoint_\d+\.pt",
         "a checkpoint of torch.distributed.checkpoint._experimental, one file for each rank,",
         "save it with torch.distributed.checkpoint.save; saved by one rank alone, pass the file",
         whole_alone=True,
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"consolidated\.\d\d\.pth",
         "a checkpoint in Meta's own layout, one file for each tensor parallel rank,",
         "convert it with the convert_*_weights_to_hf script of transformers; of one rank alone, pass the file",
         whole_alone=True,
     ),
-    ForeignKind(
+    UnsupportedKind(
         r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_METADATA|_sharding|checkpoint_metadata\.orbax.*",
         "a JAX checkpoint of orbax",
         "restore it there and save the parameters as safetensors",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r".*\.ckpt\.(index|meta|data-\d+-of-\d+)|.*\.data-\d+-of-\d+|saved_model\.pb",
         "a TensorFlow checkpoint",
         "load it with from_tf in a transformers 4 and call save_pretrained, then pass what that writes",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r".*\.(h5|hdf5|keras)|.*\.h5\.index\.json",
         "a Keras or TensorFlow file (HDF5)",
         "load it with from_tf in a transformers 4 and call save_pretrained, then pass what that writes",
     ),
-    ForeignKind(
+    UnsupportedKind(
         r".*\.msgpack|.*\.msgpack\.index\.json",
         "a Flax file (msgpack)",
         "load it with from_flax in a transformers 4 and call save_pretrained, then pass what that writes",
     ),
-    ForeignKind(r".*\.(onnx|onnx_data|ort)", "ONNX", "start from the checkpoint it was exported from"),
-    ForeignKind(r".*\.(gguf|ggml|ggjt)", "GGUF", "start from the safetensors it was made of"),
-    ForeignKind(
+    UnsupportedKind(r".*\.(onnx|onnx_data|ort)", "ONNX", "start from the checkpoint it was exported from"),
+    UnsupportedKind(r".*\.(gguf|ggml|ggjt)", "GGUF", "start from the safetensors it was made of"),
+    UnsupportedKind(
         r".*\.(tflite|mlmodel|mlpackage|engine|plan|pt2|pte|ot)|openvino_model\.(xml|bin)",
         "a model compiled for one engine",
         "start from the checkpoint it was made of",
     ),
-    ForeignKind(r".*\.npz", "a NumPy archive", "save its arrays as safetensors"),
-    ForeignKind(
+    UnsupportedKind(r".*\.npz", "a NumPy archive", "save its arrays as safetensors"),
+    UnsupportedKind(
         r".*\.(pkl|pickle)", "a plain pickle", "load it where it is trusted and save its tensors as safetensors"
     ),
-    ForeignKind(
+    UnsupportedKind(
         r".*\.ckpt",
         "a checkpoint of a whole trainer (.ckpt)",
         "save its state_dict with safetensors, or as pytorch_model.bin",
@@ -148,23 +148,23 @@ FOREIGN_KINDS = (
 
 
 @cache
-def _compiled() -> list[tuple[re.Pattern[str], ForeignKind]]:
+def _compiled() -> list[tuple[re.Pattern[str], UnsupportedKind]]:
     """Return the pattern of each kind; most checkpoints have no file that is asked about."""
     return [(re.compile(kind.names), kind) for kind in FOREIGN_KINDS]
 
 
-def kind_of_name(name: str) -> ForeignKind | None:
+def kind_of_name(name: str) -> UnsupportedKind | None:
     """The kind that a file or directory of this name belongs to, or None."""
     return next((kind for pattern, kind in _compiled() if pattern.fullmatch(name)), None)
 
 
-def is_foreign_weights(name: str) -> bool:
+def is_unsupported_weights(name: str) -> bool:
     """True for weights, or their index, of a kind that is not read: beside weights that are, they stay behind."""
     is_config = name.endswith(".json") and not name.endswith(".index.json")
     return not is_config and kind_of_name(name) is not None
 
 
-def kind_among(names: Collection[str]) -> tuple[ForeignKind, list[str]] | None:
+def kind_among(names: Collection[str]) -> tuple[UnsupportedKind, list[str]] | None:
     """The kind that the names in one directory belong to, and which of them say so.
 
     Returns:

@@ -10,7 +10,7 @@ import torch
 from ckptx.runtime.parity.side import ModelFacts
 
 
-class Reached:
+class UnreachedParameters:
     """Looks at gradients, some at a time."""
 
     def __init__(self, seen: ModelFacts) -> None:

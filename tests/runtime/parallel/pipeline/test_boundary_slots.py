@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from ckptx.runtime.parallel.pipeline.slots import ContainerStep, Slot, get, is_same, leaves, put
+from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot, ContainerStep, get, is_same, leaves, put
 
 VALUES = some.one_of(some.none(), some.booleans(), some.integers(), some.text(max_size=3))
 KEYS = some.one_of(some.integers(0, 3), some.sampled_from(["hidden_states", "mask", "full_attention"]))
@@ -110,8 +110,8 @@ def test_nothing_is_found_where_nothing_is(steps: tuple[ContainerStep, ...]) -> 
 
 def test_a_slot_is_written_as_who_reads_code_would() -> None:
     steps = (ContainerStep("shared_kv_states"), ContainerStep("full_attention"), ContainerStep(1, 2))
-    assert str(Slot("layers.3", 0, steps)) == "layers.3(shared_kv_states['full_attention'][1])"
-    assert str(Slot("layers.3", 1, (ContainerStep(0),))) == "layers.3(0), call 2"
+    assert str(BoundarySlot("layers.3", 0, steps)) == "layers.3(shared_kv_states['full_attention'][1])"
+    assert str(BoundarySlot("layers.3", 1, (ContainerStep(0),))) == "layers.3(0), call 2"
 
 
 def test_values_are_the_same_bit_for_bit_and_nan_is_like_nothing() -> None:

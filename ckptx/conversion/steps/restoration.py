@@ -11,8 +11,8 @@ from pathlib import Path
 from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.manifest import Manifest, OriginalFiles, TensorRecord
-from ckptx.conversion.steps.naming import Named, rename
-from ckptx.conversion.steps.target import Target
+from ckptx.conversion.steps.naming import NamedTarget, rename
+from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import InputError
 from ckptx.formats.hf.layout import HuggingFaceLayout
 from ckptx.formats.hf.original_files import remember as remember_files
@@ -22,7 +22,7 @@ from ckptx.model_view.view import ModelView, manifest_beside, rules_of, trainer_
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class OriginalFilesRecord:
     """What an output notes of the files that its source began as.
 
     Attributes:
@@ -35,7 +35,7 @@ class Remembered:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredFiles:
     """The original files of a checkpoint, which the output gets again.
 
     Attributes:
@@ -48,7 +48,7 @@ class Restored:
         view: The source.
     """
 
-    named: Named
+    named: NamedTarget
     original: OriginalFiles
     where: str
     digests: Mapping[str, str]
@@ -79,7 +79,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Restoring:
+class Restoration:
     """Whether the original files are written again.
 
     Attributes:
@@ -87,12 +87,12 @@ class Restoring:
         notes: Why not, where a manifest speaks of some.
     """
 
-    found: Restored | None = None
+    files: RestoredFiles | None = None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TensorSelection:
     """The tensors that a target holds.
 
     Attributes:
@@ -102,19 +102,19 @@ class Chosen:
         notes: What the user should know.
     """
 
-    named: Named
-    restored: Restored | None = None
+    named: NamedTarget
+    restored: RestoredFiles | None = None
     original: OriginalFiles | None = None
     notes: tuple[str, ...] = ()
 
 
-def remember(view: ModelView) -> Remembered:
+def remember(view: ModelView) -> OriginalFilesRecord:
     """What to remember when this checkpoint is converted: its own files, or those it came from itself."""
     notes: list[str] = []
     if view.catalog.form.can_be_restored:
-        return Remembered(remember_files(view.catalog, notes), tuple(notes))
+        return OriginalFilesRecord(remember_files(view.catalog, notes), tuple(notes))
     manifest = kept_manifest(view, notes)
-    return Remembered(None if manifest is None else manifest.original, tuple(notes))
+    return OriginalFilesRecord(None if manifest is None else manifest.original, tuple(notes))
 
 
 def kept_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
@@ -138,7 +138,7 @@ def _are_as_recorded(tensors: Mapping[str, TensorEntry], rows: Mapping[str, Tens
     return all((e.dtype, e.shape) == (rows[name].dtype, rows[name].shape) for name, e in tensors.items())
 
 
-def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: str | None) -> Restoring:
+def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: str | None) -> Restoration:
     """The original files, if the model in the source is all there is in them.
 
     Args:
@@ -153,15 +153,19 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     notes: list[str] = []
     manifest = kept_manifest(view, notes)
     if manifest is None or manifest.original is None:
-        return Restoring(None, tuple(notes))
+        return Restoration(None, tuple(notes))
     original = manifest.original
     named = rename(
-        view, Target.of(view.catalog, view.tensors), asked=names, by_default="disk", original=list(original.tensors)
+        view,
+        TargetTensors.of(view.catalog, view.tensors),
+        asked=names,
+        by_default="disk",
+        original=list(original.tensors),
     )
     old = {new: name for name, new in named.naming.renamed(view).items()}
     shared = _left_out(manifest, original, named.target, old, decisions)
     if shared is None:
-        return Restoring(None, (*notes, f"{MANIFEST} remembers files of other tensors; they are laid out anew"))
+        return Restoration(None, (*notes, f"{MANIFEST} remembers files of other tensors; they are laid out anew"))
     target, rows = named.target, manifest.tensors
     digests = {
         name: rows[old[name]].digest
@@ -178,15 +182,15 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     on_disk = frozenset(view.tensors[name].name for name in shared if name in view.tensors)
     kept = replace(target.only(original.tensors), shared=on_disk)
     notes += named.notes
-    return Restoring(
-        Restored(replace(named, target=kept), original, manifest.where, digests, reordered, view), tuple(notes)
+    return Restoration(
+        RestoredFiles(replace(named, target=kept), original, manifest.where, digests, reordered, view), tuple(notes)
     )
 
 
 def _left_out(
     manifest: Manifest,
     original: OriginalFiles,
-    target: Target,
+    target: TargetTensors,
     old: Mapping[str, str],
     decisions: Sequence[TieDecision],
 ) -> set[str] | None:

@@ -43,7 +43,7 @@ from ckptx.robustness_suite.oracles import (
 )
 from ckptx.robustness_suite.reference_files import RunFiles, changes, snapshot
 from ckptx.robustness_suite.stored_items import not_compared, sharding_of
-from ckptx.runtime.training.recipe import ChecksBlock, ForeignBlock, Recipe
+from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
@@ -121,7 +121,7 @@ class _CommandPhases:
     def __init__(self, recipe: Recipe, out: Path, log: Log, on_phase: OnPhase, folder: Path) -> None:
         if recipe.train is None:
             raise UsageError(f"{recipe.name}: has no train.command, needed one of a trainer that is not ours")
-        self.block: ForeignBlock = recipe.train
+        self.block: ExternalBlock = recipe.train
         self.checks: ChecksBlock = recipe.checks
         self.training = recipe.training
         self.save_at = min(self.training.save_at, default=0)

@@ -24,7 +24,7 @@ class ContainerStep(NamedTuple):
     length: int = -1
 
 
-class Slot(NamedTuple):
+class BoundarySlot(NamedTuple):
     """A place among the arguments of a call.
 
     Attributes:
