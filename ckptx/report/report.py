@@ -117,6 +117,18 @@ class Report:
         """`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
+    def summary(self) -> str:
+        """Return the lines that the command prints for this report, without color."""
+        from ckptx.report.summary import summary_text  # a report for --json alone needs no text
+
+        return summary_text(self)
+
+    def _repr_html_(self) -> str:
+        """Return the summary as HTML; notebooks call this to show a report."""
+        from ckptx.report.summary import summary_html
+
+        return summary_html(self)
+
     def write(self, path: str | Path) -> None:
         """Writes the document to a file."""
         from ckptx.publishing.report_file import write_text  # most reports are printed alone

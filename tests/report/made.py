@@ -17,7 +17,7 @@ def inspected(**fields: Any) -> InspectionReport:
         "command": "inspect", "path": "made", "format": "dcp", "bytes": 1, "parameters": 1, "architecture": None,
         "prefix": "", "files": {}, "sidecars": [], "chunks": 9, "shared": [], "tied": [],
         "optimizer": {"tensors": 0, "bytes": 0}, "other": [], "objects": 0, "unknown": [], "fit": None,
-        "groups": [{"pattern": "w", "tensors": 9, "bytes": 1}],
+        "groups": [{"pattern": "w", "tensors": 9, "bytes": 1}], "dtypes": {"before": {"F32": 9}, "after": {"F32": 9}},
     }  # fmt: skip
     return InspectionReport(**{**made, **fields})
 
