@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
-from ckptx.report.report import Report
 from ckptx.untrusted.printable import one_line, shown
 
 # Class of report -> module and name of the function that renders it. Each module is imported when it is first used.
@@ -24,7 +23,24 @@ _RENDERERS = {
 }
 
 
-def summary_text(report: Report) -> str:
+class Summarized(Protocol):
+    """The fields of a `Report` that a summary reads; `Report` itself calls this module."""
+
+    @property
+    def command(self) -> str: ...
+    @property
+    def exit(self) -> int: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+    @property
+    def warnings(self) -> Sequence[str]: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+def summary_text(report: Summarized) -> str:
     """Return the lines that the command prints, without color.
 
     Names from a checkpoint are escaped: none of them can start a line or send a terminal escape sequence. A report
@@ -38,7 +54,7 @@ def summary_text(report: Report) -> str:
     return f"{report.command}: exit code {report.exit}{error}"
 
 
-def summary_html(report: Report) -> str:
+def summary_html(report: Summarized) -> str:
     """Return the summary and the notes as an HTML fragment without scripts and styles from elsewhere."""
     color = "inherit" if report.ok else "#b00020"
     heading = f"ckptx {escape(one_line(report.command))}: exit code {report.exit}, {report.seconds:.1f} s"
