@@ -34,7 +34,7 @@ from ckptx.processes.rendezvous import is_launched, launched_world_size, open_st
 from ckptx.processes.worker import Worker, WorkerDied, reply, use_one_thread
 from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
-_NURSERY = "ckptx.robustness_suite.preload"
+_PRELOAD = "ckptx.robustness_suite.preload"
 _TASKS = "ckptx.robustness_suite.tasks"
 _CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
 _worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
@@ -276,7 +276,7 @@ def _fork_server() -> Any:
     """Start the preload process unless it runs, and return the context of multiprocessing that forks from it."""
     shorten_socket_paths()
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_NURSERY])
+    context.set_forkserver_preload([_PRELOAD])
     forkserver.ensure_running()
     return context
 
@@ -300,7 +300,7 @@ def _inherited() -> Iterator[None]:
 
 def _work(pipe: Connection, rank: int, settings: Settings) -> None:
     """Do one task after another, until nobody asks any more."""
-    importlib.import_module(_NURSERY)  # is there already but in an interpreter of its own
+    importlib.import_module(_PRELOAD)  # is there already but in an interpreter of its own
     from transformers.utils import logging
 
     use_one_thread()

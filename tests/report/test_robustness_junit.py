@@ -105,25 +105,22 @@ def test_a_planted_defect_is_found(search: str, replace: str, said: str) -> None
 def test_a_case_for_each_phase_and_each_oracle_below_it() -> None:
     found = cases(junit_xml(broken(), "small"))
     assert list(found)[:5] == [
-        "ckptx.robustness_suite.small straight",
-        "ckptx.robustness_suite.small.straight finite",
-        "ckptx.robustness_suite.small.straight model",
-        "ckptx.robustness_suite.small replicas",
-        "ckptx.robustness_suite.small.replicas replicas",
+        "ckptx.robustness.small straight",
+        "ckptx.robustness.small.straight finite",
+        "ckptx.robustness.small.straight model",
+        "ckptx.robustness.small replicas",
+        "ckptx.robustness.small.replicas replicas",
     ]
-    assert found["ckptx.robustness_suite.small straight"].get("time") == "1.250"
-    skipped = found["ckptx.robustness_suite.small layouts"].find("skipped")
+    assert found["ckptx.robustness.small straight"].get("time") == "1.250"
+    skipped = found["ckptx.robustness.small layouts"].find("skipped")
     assert skipped is not None and skipped.get("message") == "--phases left it out"
-    oracle_failure = found["ckptx.robustness_suite.small.resume rng"].find("failure")
+    oracle_failure = found["ckptx.robustness.small.resume rng"].find("failure")
     assert oracle_failure is not None and oracle_failure.get("message") == "2 of 185 items differ"
     assert "torch on ranks 0, 1: 1f2a, should be 9c3d" in str(oracle_failure.text)
-    whole = found["ckptx.robustness_suite.small resume"].find("failure")
+    whole = found["ckptx.robustness.small resume"].find("failure")
     assert whole is not None and "a note" in str(whole.text) and "loss: difference 0.003" in str(whole.get("message"))
-    assert (
-        found["ckptx.robustness_suite.small.killed at fsync 2, asynchronous, rank 1: no step"].find("failure")
-        is not None
-    )
-    memory = found["ckptx.robustness_suite.small replicas"].find("failure")
+    assert found["ckptx.robustness.small.killed at fsync 2, asynchronous, rank 1: no step"].find("failure") is not None
+    memory = found["ckptx.robustness.small replicas"].find("failure")
     assert memory is not None and "14 threads" in str(memory.text)
 
 
@@ -138,7 +135,7 @@ def test_properties_say_what_it_ran_with() -> None:
 def test_what_could_not_be_judged_is_an_error() -> None:
     failure = Report(command="robustness", exit=3, error="recipe.yaml: is none", warnings=["a note"])
     ((name, case),) = cases(junit_xml(failure, "a.b/c")).items()
-    assert name == "ckptx.robustness_suite.a_b_c run"
+    assert name == "ckptx.robustness.a_b_c run"
     (error,) = case
     assert (error.tag, error.get("type"), error.get("message")) == ("error", "exit 3", "recipe.yaml: is none")
     assert error.text == "recipe.yaml: is none\na note"
@@ -146,11 +143,11 @@ def test_what_could_not_be_judged_is_an_error() -> None:
 
 def test_a_failure_that_no_phase_has_is_a_case() -> None:
     found = cases(junit_xml(robust(exit=1, warnings=["why"]), "small"))
-    failure = found["ckptx.robustness_suite.small verdict"].find("failure")
+    failure = found["ckptx.robustness.small verdict"].find("failure")
     assert failure is not None and failure.text == "why"
 
 
 def test_a_phase_that_fails_by_itself_says_its_notes() -> None:
     report = robust(exit=1, phases=[phase("export", False, oracle("model"), notes=["transformers refused it"])])
-    failure = cases(junit_xml(report, "small"))["ckptx.robustness_suite.small export"].find("failure")
+    failure = cases(junit_xml(report, "small"))["ckptx.robustness.small export"].find("failure")
     assert failure is not None and failure.get("message") == "transformers refused it"

@@ -320,7 +320,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         found.__dict__.update(changes)
         return found
 
-    monkeypatch.setattr(tiny, "narrow", narrow_wrongly)
+    monkeypatch.setattr(tiny, "shrink_config", narrow_wrongly)
 
 
 PLANTED = {
@@ -352,7 +352,7 @@ def test_a_less_narrow_one_is_taken_where_the_first_is_wrong(monkeypatch: pytest
             found.num_hidden_layers = 1
         return found
 
-    monkeypatch.setattr(tiny, "narrow", narrow_wrongly)
+    monkeypatch.setattr(tiny, "shrink_config", narrow_wrongly)
     config = transformers.LlamaConfig(hidden_size=4096, num_hidden_layers=4, num_attention_heads=32)
     found = tiny_config(config, transformers.LlamaForCausalLM)
     assert found.head_dim == 128
