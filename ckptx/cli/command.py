@@ -200,10 +200,9 @@ def _call_of(made: Command, values: Mapping[str, Any]) -> CommandCall:
         name = name.partition(_SHORTHAND)[0]
         if value is None or value == ():
             continue
-        if name in given:
+        if given.setdefault(name, value) != value:
             flag = next(settings_of(table)[name].flag for table in made.options if name in settings_of(table))
-            raise click.UsageError(f"{flag} and its shorthands exclude each other; leave out one of them")
-        given[name] = value
+            raise click.UsageError(f"{flag} is given as both {given[name]} and {value}; leave out one of them")
     origins: list[str] = []
     if _may_have_defaults():
         from ckptx.options.defaults import useful_defaults
@@ -236,7 +235,7 @@ def words_of(context: click.Context) -> str:
     return " ".join(reversed(words))
 
 
-_SHORTHAND = "__"  # between the name of an option and the value that a flag stands for
+_SHORTHAND = "__"  # between the name of an option and the value of a shorthand, or a former flag
 
 
 def params_of(tables: Sequence[type[Options]]) -> tuple[list[click.Parameter], dict[str, str]]:
@@ -279,7 +278,11 @@ def _params(setting: Setting, *, is_global: bool) -> list[click.Parameter]:
         )
         for flag, value in annotation.shorthands.items()
     ]  # fmt: skip
-    return [made_option, *shorthands]
+    aliases = [
+        click.Option([flag, f"{setting.name}{_SHORTHAND}{flag.lstrip('-').replace('-', '_')}"], hidden=True, **how)
+        for flag in annotation.aliases
+    ]
+    return [made_option, *shorthands, *aliases]
 
 
 def _type_of(setting: Setting, option: Option) -> click.ParamType[Any]:

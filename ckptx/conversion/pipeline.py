@@ -72,7 +72,7 @@ def convert_opened(
         len(view.other),
     )  # fmt: skip
     ties = log(resolve_ties(view, files, options))
-    held = log(check_against_config(view, allow_misfit=options.allow_misfit))
+    held = log(check_against_config(view, allow_config_mismatch=options.allow_config_mismatch))
     left = log(DroppedState() if keeps_state else output.dropped_state(view))
     if output.needs_model:
         refuse_without_model(view)

@@ -79,7 +79,7 @@ def options_from(tables: Sequence[type[Options]], by: str, given: Mapping[str, A
     Raises:
         UsageError: An option is unknown, has a value it cannot have, or contradicts another one.
     """
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _with_current_names(tables, {name: value for name, value in given.items() if value is not None})
     table = tables[0] if len(tables) == 1 else _chosen(tables, by, given)
     for name in given:
         if name not in settings_of(table):
@@ -89,6 +89,22 @@ def options_from(tables: Sequence[type[Options]], by: str, given: Mapping[str, A
                     raise UsageError(f"{setting.flag} requires {settings_of(other)[by].flag}")
             raise refuse_unknown(table.command, [table], name)
     return table(**given)
+
+
+def _with_current_names(tables: Sequence[type[Options]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments under the names of their fields; `allow_misfit` is `allow_config_mismatch`.
+
+    Raises:
+        UsageError: An argument is given under two names.
+    """
+    settings = [setting for table in tables for setting in settings_of(table).values() if setting.aliases]
+    current = {alias.lstrip("-").replace("-", "_"): each.name for each in settings for alias in each.aliases}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        field = current.get(name, name)
+        if found.setdefault(field, value) != value:
+            raise UsageError(f"{field} is given as both {found[field]} and {value}; leave out one of them")
+    return found
 
 
 def _chosen(tables: Sequence[type[Options]], by: str, given: Mapping[str, Any]) -> type[Options]:

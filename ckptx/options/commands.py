@@ -129,8 +129,8 @@ def _listed(words: Sequence[str]) -> str:
 def _names(setting: Setting) -> set[str]:
     if not isinstance(setting.annotation, Option):
         return set()
-    flags = (*setting.flags, *setting.annotation.shorthands, setting.annotation.off)
-    return {setting.name, *(flag.lstrip("-").replace("-", "_") for flag in flags)}
+    flags = (*setting.annotation.shorthands, setting.annotation.off)
+    return {*setting.names, *(flag.lstrip("-").replace("-", "_") for flag in flags)}
 
 
 def _table(name: str) -> type[Options]:

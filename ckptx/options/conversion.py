@@ -51,12 +51,12 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
     tie_missing: Annotated[
         bool, Option("Tie a missing output head to the embedding even if the config does not.", CONTENT)
     ] = False
-    allow_misfit: Annotated[
+    allow_config_mismatch: Annotated[
         bool,
         Option(
             "Allow tensors that do not match the config (partial models, padded vocabularies).",
             CONTENT,
-            flags=("--allow-misfit", "--allow-config-mismatch"),
+            aliases=("--allow-misfit",),
         ),
     ] = False
     allow_overflow: Annotated[

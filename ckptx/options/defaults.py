@@ -205,8 +205,7 @@ def _settings_called(command: Command, name: str) -> list[Setting]:
     found = []
     for table in tables_of(command):
         for setting in settings_of(table).values():
-            flags = [flag.lstrip("-").replace("-", "_") for flag in setting.flags]
-            if setting.option is not None and name in (setting.name, *flags):
+            if setting.option is not None and name in setting.names:
                 found.append(setting)
     return found
 

@@ -46,6 +46,7 @@ class Option(NamedTuple):
         help: A noun phrase or a sentence.
         section: Heading of the help page.
         flags: Flags; empty for `--` and the name of the field.
+        aliases: Former flags, which still work; help does not show them.
         off: Flag that turns a boolean option off; empty for an option that is off by default.
         metavar: Placeholder of the value; None derives it from the type.
         default: Default as a reader should see it; None shows the default of the field.
@@ -63,6 +64,7 @@ class Option(NamedTuple):
     help: str
     section: str
     flags: Sequence[str] = ()
+    aliases: Sequence[str] = ()
     off: str = ""
     metavar: str | None = None
     default: str | None = None
@@ -138,9 +140,15 @@ class Setting(NamedTuple):
         return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
 
     @property
-    def key(self) -> str:
-        """Return the name in a file of defaults."""
-        return self.flag.removeprefix("--")
+    def aliases(self) -> Sequence[str]:
+        """Return the former flags of an option, which help does not show."""
+        return self.option.aliases if self.option is not None else ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names in Python and in files of defaults: the field, then its flags with underscores."""
+        flags = (flag.lstrip("-").replace("-", "_") for flag in (*self.flags, *self.aliases))
+        return tuple(dict.fromkeys((self.name, *flags)))
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -23,10 +23,12 @@ USUAL = "model.layers.0.mlp.up_proj.weight"
 Command = Callable[[Path, Path, bool], Any]
 WRITING: dict[str, Command] = {
     "convert": lambda src, dst, misfit: ckptx.convert(
-        "dcp2hf" if (src / ".metadata").exists() else "hf2dcp", src, dst, allow_misfit=misfit
+        "dcp2hf" if (src / ".metadata").exists() else "hf2dcp", src, dst, allow_config_mismatch=misfit
     ),
-    "reshard dcp": lambda src, dst, misfit: ckptx.reshard(src, dst, tp=2, pp=2, to="dcp", allow_misfit=misfit),
-    "reshard hf": lambda src, dst, misfit: ckptx.reshard(src, dst, tp=2, pp=2, to="safetensors", allow_misfit=misfit),
+    "reshard dcp": lambda src, dst, misfit: ckptx.reshard(src, dst, tp=2, pp=2, to="dcp", allow_config_mismatch=misfit),
+    "reshard hf": lambda src, dst, misfit: ckptx.reshard(
+        src, dst, tp=2, pp=2, to="safetensors", allow_config_mismatch=misfit
+    ),
 }
 LOOKING: dict[str, Callable[[Path], Any]] = {
     "inspect": ckptx.inspect,

@@ -184,7 +184,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
             "--tp and --recipe exclude each other; change what the recipe trains by --set",
         ),
         (["--recipe", "r", "--no-loss"], "--loss and --recipe exclude each other"),
-        (["M", "--no-loss", "--loss-fp32"], "--loss and its shorthands exclude each other"),
+        (["M", "--no-loss", "--loss-fp32"], "--loss is given as both none and whole; leave out one of them"),
         (["M", "--html", "x", "--report", "x"], "x: is the file of both --report and --html"),
         (["M", "--tp", "two"], '--tp: "two" must be an integer'),
     ],

@@ -17,7 +17,7 @@ import pytest
 import ckptx
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli, commands
-from ckptx.errors import UsageError
+from ckptx.errors import CkptxError, UsageError
 from ckptx.options.commands import COMMANDS as CANONICAL
 from ckptx.options.commands import Command, tables_of
 from ckptx.options.option import settings_of
@@ -46,7 +46,7 @@ OPTIONS = {
     param.name: param
     for command in COMMANDS.values()
     for param in command.params
-    if isinstance(param, click.Option) and param.name not in GLOBAL
+    if isinstance(param, click.Option) and param.name not in GLOBAL and not param.hidden
 }
 
 
@@ -67,7 +67,7 @@ def flag_of(option: str) -> str:
 
 
 def options_of(command: click.Command) -> list[click.Option]:
-    return [param for param in command.params if isinstance(param, click.Option)]
+    return [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -100,6 +100,43 @@ def test_the_default_that_help_names_is_that_of_the_table(words: str) -> None:
     }
     shown = {str(option.name): str(option.show_default) for option in options_of(COMMANDS[words])}
     assert {name: shown[name] for name in expected} == expected
+
+
+# ------------------------------------------------------------------------------------------- former names
+
+
+@pytest.mark.parametrize("words", ["convert to-dcp", "convert to-hf", "reshard"])
+def test_a_former_name_works_and_is_not_shown(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {**llama(), "model.layers.0.self_attn.q_norm.weight": llama()["model.norm.weight"]}
+    hf = write_hf(tmp_path / "hf", changed)
+    call = [*words.split(), str(hf), str(tmp_path / "out"), "--dry-run"]
+
+    def code(*more: str) -> object:
+        return CliRunner().invoke(cli, [*call, *more], standalone_mode=False).return_value
+
+    monkeypatch.chdir(tmp_path)
+    assert code() == 3
+    assert code("--allow-config-mismatch") == code("--allow-misfit") == code("--allow_misfit") == 0
+    assert code("--allow-misfit", "--allow-config-mismatch") == 0
+    assert "misfit" not in CliRunner().invoke(cli, [*words.split(), "--help"], standalone_mode=False).stdout
+    monkeypatch.setenv("CKPTX_ALLOW_MISFIT", "1")
+    assert code() == 0
+    monkeypatch.delenv("CKPTX_ALLOW_MISFIT")
+    (tmp_path / "ckptx.toml").write_text("allow-misfit = true")
+    assert code() == 0
+
+
+def test_a_former_name_of_an_argument(tmp_path: Path) -> None:
+    changed = {**llama(), "model.layers.0.self_attn.q_norm.weight": llama()["model.norm.weight"]}
+    hf = write_hf(tmp_path / "hf", changed)
+    given: dict[str, Any] = {"tp": 2, "dry_run": True}
+    with pytest.raises(CkptxError, match="--allow-config-mismatch"):
+        ckptx.reshard(hf, tmp_path / "out", **given)
+    for name in ("allow_misfit", "allow_config_mismatch"):
+        assert ckptx.reshard(hf, tmp_path / "out", **given, **{name: True}).exit == 0
+    both = {"allow_misfit": True, "allow_config_mismatch": False}
+    with pytest.raises(UsageError, match="allow_config_mismatch is given as both True and False"):
+        ckptx.reshard(hf, tmp_path / "out", **given, **both)
 
 
 # ------------------------------------------------------------------------------------------- meaning

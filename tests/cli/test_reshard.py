@@ -286,7 +286,7 @@ def test_shards_without_the_last_stage_can_be_taken_as_they_are(hf: Path, tmp_pa
     lose_the_last_stage(source)
     looked = CliRunner().invoke(cli, ["inspect", str(source)], standalone_mode=False)
     assert not looked.return_value and 'does not fit its config: "model.layers.1": found nothing' in looked.stderr
-    report = report_of(source, dst, "--allow-misfit")
+    report = report_of(source, dst, "--allow-config-mismatch")
     assert {row["name"].split(".")[2] for row in report["fit"]["misfits"] if "layers" in row["name"]} == {"1"}
 
 

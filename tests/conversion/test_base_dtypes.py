@@ -148,8 +148,8 @@ def test_dtype_base_gives_every_tensor_the_dtype_it_had(
         base = write_hf(root / "base", published, config=config(dtype="float32"))
         step = write_dcp(root / "step", model(after))
         options: dict[str, Any] = {"base": str(base), "dtype": "base"}
-        if lacking and "allow_misfit" in _options():
-            options["allow_misfit"] = True
+        if lacking and "allow_config_mismatch" in _options():
+            options["allow_config_mismatch"] = True
         if command == "dcp2hf":
             report = convert("dcp2hf", step, root / "out", **options)
         else:

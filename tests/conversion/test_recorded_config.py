@@ -100,11 +100,11 @@ def write_format(root: Path, hf: Path, kind: str) -> Path | None:
     """The checkpoint in one format; None where the class has no such names."""
     try:
         if kind == "sharded":
-            ckptx.reshard(hf, root, tp=2, to="safetensors", allow_misfit=True)
+            ckptx.reshard(hf, root, tp=2, to="safetensors", allow_config_mismatch=True)
         else:
             names = {"dcp model": "model", "torchtitan": "torchtitan", "torchtitan tp": "torchtitan"}.get(kind)
             mesh = {"tp": 2} if kind.endswith("tp") else {}
-            ckptx.convert("hf2dcp", hf, root, names=names, allow_misfit=True, **mesh)  # type: ignore[arg-type]
+            ckptx.convert("hf2dcp", hf, root, names=names, allow_config_mismatch=True, **mesh)  # type: ignore[arg-type]
     except CkptxError:
         return None
     return root
@@ -124,7 +124,7 @@ def test_the_files_come_back_or_the_conversion_is_refused(
     if made is None:
         assert kind.startswith("torchtitan") and config["model_type"] not in ("llama", "qwen3_moe")
         return
-    options: dict[str, Any] = {"allow_misfit": True}
+    options: dict[str, Any] = {"allow_config_mismatch": True}
     if path == "base":  # the config beside the tensors is right, that of the base is edited
         shutil.copytree(hf, tmp_path / "base")
         edited(tmp_path / "base" / "config.json", key, EDITS[key])
@@ -165,7 +165,7 @@ def test_the_cases_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     made = write_format(tmp_path / "made", hf, kind)
     assert made is not None
     edited(made / "config.json", key, EDITS[key])
-    ckptx.convert("dcp2hf", made, tmp_path / "back", allow_misfit=True)
+    ckptx.convert("dcp2hf", made, tmp_path / "back", allow_config_mismatch=True)
     with pytest.raises(AssertionError):
         _assert_equal(hf, tmp_path / "back")
 
@@ -188,7 +188,7 @@ def test_an_edit_that_decides_no_byte_is_no_reason_to_refuse(tmp_path: Path, op:
     if made is None:
         return
     edited(made / "config.json", "rope_theta", 7.0)
-    ckptx.convert("dcp2hf", made, tmp_path / "back", allow_misfit=True)
+    ckptx.convert("dcp2hf", made, tmp_path / "back", allow_config_mismatch=True)
     assert (tmp_path / "back" / SINGLE).read_bytes() == (hf / SINGLE).read_bytes()
 
 

@@ -230,13 +230,13 @@ def test_an_old_name_beside_the_new_one(kind: str, change: str, leaf: str, tmp_p
     else:
         source = write_hf(tmp_path / "hf", tensors, 2 if kind == "shards" else 1, config=config)
     if change == "equal":
-        report = ckptx.convert("hf2dcp", source, tmp_path / "out", allow_misfit=True)
+        report = ckptx.convert("hf2dcp", source, tmp_path / "out", allow_config_mismatch=True)
         assert any("two names" in note and old in note for note in report.warnings)
         assert report.ledger["source"] == report.ledger["written"] + report.ledger["aliases"] == 3
         assert ckptx.verify(source, tmp_path / "out").exit == 0
     else:
         with pytest.raises(InputError, match=f'"{new}" and "{old}"'):
-            ckptx.convert("hf2dcp", source, tmp_path / "out", allow_misfit=True)
+            ckptx.convert("hf2dcp", source, tmp_path / "out", allow_config_mismatch=True)
 
 
 @pytest.mark.parametrize("prefix", ["ema.", "module.ema.", "x.0."])

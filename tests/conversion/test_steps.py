@@ -102,9 +102,9 @@ def test_a_model_that_does_not_fit_is_refused_or_noted(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", {**tensors, "strange": value("F32", 2)}, config=CONFIG)
     with source(tmp_path / "hf") as ready:
         view = viewed(ready)
-        with pytest.raises(InputError, match="allow-misfit"):
-            check_against_config(view, allow_misfit=False)
-        held = check_against_config(view, allow_misfit=True)
+        with pytest.raises(InputError, match="allow-config-mismatch"):
+            check_against_config(view, allow_config_mismatch=False)
+        held = check_against_config(view, allow_config_mismatch=True)
         assert held.fit is not None and [each.name for each in held.fit.misfits] == [NORM]
         assert (
             held.notes[0]
@@ -137,7 +137,10 @@ def test_what_stays_behind_is_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_optimizer_state_alone_is_no_model(tmp_path: Path) -> None:
     write_dcp(tmp_path / "dcp", {"optimizer.state.w.exp_avg": value("F32", 2)}, config=CONFIG)
-    with source(tmp_path / "dcp", allow_misfit=True) as ready, pytest.raises(InputError, match="no model tensors"):
+    with (
+        source(tmp_path / "dcp", allow_config_mismatch=True) as ready,
+        pytest.raises(InputError, match="no model tensors"),
+    ):
         refuse_without_model(viewed(ready))
 
 

@@ -79,7 +79,9 @@ COMMANDS: Mapping[str, Callable[[Path, Path], Any]] = {
     "hf2dcp": lambda path, root: ckptx.convert("hf2dcp", path, root / "out"),
     "dcp2hf": lambda path, root: ckptx.convert("dcp2hf", path, root / "out", base="none"),
     "reshard": lambda path, root: ckptx.reshard(path, root / "out", base="none"),
-    "reshard, a misfit allowed": lambda path, root: ckptx.reshard(path, root / "out", base="none", allow_misfit=True),
+    "reshard, a misfit allowed": lambda path, root: ckptx.reshard(
+        path, root / "out", base="none", allow_config_mismatch=True
+    ),
     "diff a": lambda path, root: ckptx.diff(path, path),
     "verify": lambda path, root: ckptx.verify(path, path),
     "open_checkpoint": lambda path, root: open_checkpoint(path),
@@ -276,7 +278,7 @@ def test_files_of_several_without_their_index(name: str, tmp_path: Path) -> None
         assert "is one file of 2 of a checkpoint" in refused(command, tmp_path / "in" / files[0], tmp_path)
     (tmp_path / "in" / files[1]).unlink()
     assert "is one file of 2 of a checkpoint" in refused("hf2dcp", tmp_path / "in", tmp_path)
-    assert ckptx.convert("hf2dcp", tmp_path / "in" / files[0], tmp_path / "out", allow_misfit=True).exit == 0
+    assert ckptx.convert("hf2dcp", tmp_path / "in" / files[0], tmp_path / "out", allow_config_mismatch=True).exit == 0
     write_index(tmp_path / "in", dict.fromkeys(parts[0], files[0]))
     assert ckptx.convert("hf2dcp", tmp_path / "in", tmp_path / "out2").exit == 0  # one file, and an index that says so
 

@@ -372,9 +372,9 @@ def test_what_does_not_fit_is_refused_unless_allowed(tmp_path: Path, case: str, 
         COMMANDS[command](tmp_path)
     assert "does not fit its config" in str(caught.value)
     assert said in str(caught.value)
-    assert "--allow-misfit" in str(caught.value)
+    assert "--allow-config-mismatch" in str(caught.value)
     assert not (tmp_path / "out").exists()
-    report = COMMANDS[command](tmp_path, allow_misfit=True)
+    report = COMMANDS[command](tmp_path, allow_config_mismatch=True)
     assert report.ok
     assert report.fit["misfits"]
     assert any("does not fit its config" in each for each in report.warnings)

@@ -178,7 +178,7 @@ def test_scales_of_blocks_come_back(hf: Path, tmp_path: Path, to: str, tp: int, 
     report = ckptx.reshard(source, tmp_path / "cut", to=to, tp=tp, pp=pp, dp_shard=dp)
     found = stock_load(tmp_path / "cut") if to == "dcp" else load_shards(tmp_path / "cut", tensors)
     assert_same_tensors(found, tensors)
-    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", allow_misfit=True)
+    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", allow_config_mismatch=True)
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     # 32 rows of queries are 4 blocks, which 2 and 4 ranks share and 3 do not; 97 inner features divide by nothing.
     held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
@@ -206,13 +206,13 @@ def test_tensors_of_no_model_stay_with_their_layer(tmp_path: Path, name: str, to
     tensors = read_hf(tmp_path / "hf")
     tensors |= {strange: torch.arange(5.0) + i for i, strange in enumerate(STRANGE[name])}
     source = write_single(tensors, tmp_path / "hf", tmp_path / "source")
-    report = ckptx.reshard(source, tmp_path / "cut", to=to, tp=2, pp=LAYERS, allow_misfit=True)
+    report = ckptx.reshard(source, tmp_path / "cut", to=to, tp=2, pp=LAYERS, allow_config_mismatch=True)
     assert set(report.passed_through) == set(STRANGE[name])
     held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
     for strange, stage in STRANGE[name].items():
         ranks = [rank_of(each.file) for each in held[strange]]
         assert ranks == ([2 * stage] if to == "dcp" else [2 * stage, 2 * stage + 1]), strange
-    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", allow_misfit=True)
+    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", allow_config_mismatch=True)
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 

@@ -188,11 +188,13 @@ def test_declared_pair_with_other_shape_or_dtype_stays_two_tensors(family: Famil
     tensors[family.target] = head.float() if how == "dtype" else head[:-1].contiguous()
     save_file(tensors, hf / "model.safetensors", {"format": "pt"})
     other_size = how == "shape"  # which is not that of the config either
-    report = ckptx.convert("hf2dcp", hf, tmp_path / "dcp", allow_misfit=other_size)
+    report = ckptx.convert("hf2dcp", hf, tmp_path / "dcp", allow_config_mismatch=other_size)
     assert case_of(report, family) == ("mismatched", "keep-both")
     assert any(family.target in warning and family.source in warning for warning in report.warnings), report.warnings
     assert raw(stock_load(tmp_path / "dcp")[family.target]) == raw(tensors[family.target])
-    report = ckptx.convert("dcp2hf", stock_dcp(hf, tmp_path / "stock"), tmp_path / "out", allow_misfit=other_size)
+    report = ckptx.convert(
+        "dcp2hf", stock_dcp(hf, tmp_path / "stock"), tmp_path / "out", allow_config_mismatch=other_size
+    )
     assert case_of(report, family) == ("mismatched", "keep-both")
     assert {edit["key"] for edit in report.edits} == {".".join(keys) for keys in family.flags}
     assert raw(read_hf(tmp_path / "out")[family.target]) == raw(tensors[family.target])

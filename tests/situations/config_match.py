@@ -39,7 +39,7 @@ _COMMANDS: dict[str, Callable[[Box, Mapping[str, Value], Mapping[str, Any]], Any
     "reshard": _reshard,
     "convert hf2dcp": _hf2dcp,
 }
-_NO_TENSOR = r"lies in {}, where LlamaForCausalLM has no such tensor.*--allow-misfit"
+_NO_TENSOR = r"lies in {}, where LlamaForCausalLM has no such tensor.*--allow-config-mismatch"
 _MODULE = r"model\.layers\.\*"
 # Name -> tensors beside those of a Llama, changes of its config, and what the error must say.
 _OTHER_MODELS: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
@@ -151,7 +151,13 @@ for _command, _exits in (("inspect", 0), ("diff", 0), ("verify", 0)):
 
 
 @situation(
-    "config match", "--allow-misfit takes a tensor of another model with a warning", 0, r"q_norm.*no such tensor"
+    "config match",
+    "--allow-config-mismatch takes a tensor of another model with a warning",
+    0,
+    r"q_norm.*no such tensor",
 )
 def _(box: Box) -> Any:
-    return (*_dcp2hf(box, {**llama(), **_in_layers("self_attn.q_norm.weight", shape=(4,))}, _CONFIG), "--allow-misfit")
+    return (
+        *_dcp2hf(box, {**llama(), **_in_layers("self_attn.q_norm.weight", shape=(4,))}, _CONFIG),
+        "--allow-config-mismatch",
+    )

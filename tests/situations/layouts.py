@@ -126,7 +126,7 @@ for _name, _config in {
 
     @situation(AREA, f"fused projections, and the config has {_name}", (0, 3), r"not aligned|config\.json|its config")
     def _(box: Box, config: dict[str, Any] = _config) -> Any:
-        return ("reshard", phi(box, **config), box.dst, "--tp", "2", "--allow-misfit")
+        return ("reshard", phi(box, **config), box.dst, "--tp", "2", "--allow-config-mismatch")
 
 
 @situation(AREA, "more TP ranks than key heads", 0, r"not aligned: --tp 8 .* 8 tensors")

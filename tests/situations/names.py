@@ -217,14 +217,14 @@ def _(box: Box) -> Any:
         f"bert.embeddings.LayerNorm.{leaf}": value("F32", 2, seed=at) for at, leaf in enumerate(("gamma", "weight"))
     }
     source = write_hf(box.root / "hf", names, config={"architectures": ["BertModel"], "model_type": "bert"})
-    return "convert", "hf2dcp", source, box.dst, "--allow-misfit"
+    return "convert", "hf2dcp", source, box.dst, "--allow-config-mismatch"
 
 
 @situation(AREA, "20,000 names in wrappers that collide", 3, "one parameter under two names")
 def _(box: Box) -> Any:
     tensors = {f"model.layers.{at}.input_layernorm.weight": value("BF16", 1, seed=at) for at in range(10000)}
     wrapped = {f"module.{name}": value("BF16", 1, seed=-at - 1 & 0xFFFF) for at, name in enumerate(tensors)}
-    return dcp2hf(box, dcp(box, tensors | wrapped), "--allow-misfit")
+    return dcp2hf(box, dcp(box, tensors | wrapped), "--allow-config-mismatch")
 
 
 # -- prefixes that are added

@@ -198,7 +198,7 @@ for _pattern in (
     def _(box: Box, pattern: str = _pattern) -> Any:
         for rank in range(2):
             write_safetensors(box.root / "in" / pattern.format(rank), part(rank))
-        return ("reshard", f"in/{pattern.format(1)}", box.dst, "--base", "none", "--allow-misfit")
+        return ("reshard", f"in/{pattern.format(1)}", box.dst, "--base", "none", "--allow-config-mismatch")
 
 
 @situation(AREA, "one rank is SRC by '.', in its own directory", 4, RANKS)

@@ -95,12 +95,12 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
     Args:
         view: The model.
         files: The files of the source.
-        options: `tie_missing` and `allow_misfit`.
+        options: `tie_missing` and `allow_config_mismatch`.
 
     Raises:
         InputError: A tensor the model needs is missing, and nothing says that it is tied.
     """
-    missing: list[str] | None = [] if options.allow_misfit else None
+    missing: list[str] | None = [] if options.allow_config_mismatch else None
     decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted=missing)
     leaders = leaders_of(decisions)
     return Ties(
@@ -131,12 +131,12 @@ class ConfigCheck:
     notes: tuple[str, ...] = ()
 
 
-def check_against_config(view: ModelView, *, allow_misfit: bool) -> ConfigCheck:
+def check_against_config(view: ModelView, *, allow_config_mismatch: bool) -> ConfigCheck:
     """Compare names and shapes of the tensors with those that the config asks for.
 
     Args:
         view: The model.
-        allow_misfit: True makes a note of a difference.
+        allow_config_mismatch: True makes a note of a difference.
 
     Raises:
         InputError: Names or shapes do not fit, and nobody said that they may not.
@@ -151,10 +151,10 @@ def check_against_config(view: ModelView, *, allow_misfit: bool) -> ConfigCheck:
     notes = fit.extra_notes(architecture.class_name)
     if fit.misfits:
         said = fit.summary(str(view.catalog.root))
-        if not allow_misfit:
+        if not allow_config_mismatch:
             raise InputError(
                 f"{said}; copy what is missing, give the config that it was trained with (--base), or pass "
-                "--allow-misfit to take it as it is"
+                "--allow-config-mismatch to take it as it is"
             )
         notes.append(said)
     return ConfigCheck(fit, tuple(notes))

@@ -62,7 +62,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         refuse_overlap(path, dst)
         notes = () if options.resume else _refuse_taken(dst, options)
         source = open_checkpoint(path)
-        if not options.allow_misfit:
+        if not options.allow_config_mismatch:
             _refuse_one_of_many(source)
         refuse_files_of(source, dst)
         _logger.info(
@@ -82,7 +82,7 @@ def _refuse_one_of_many(source: Catalog) -> None:
     if count is not None:
         raise UnsupportedError(
             f"{source.root / name}: is one file of {count} of a checkpoint; pass the directory with all of them and "
-            "their index, or --allow-misfit to convert this file alone"
+            "their index, or --allow-config-mismatch to convert this file alone"
         )
 
 
