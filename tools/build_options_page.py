@@ -1,4 +1,4 @@
-"""Writes the tables of docs/options.md, one for each command, from the tables of options.
+"""Write the tables of docs/options.md, one for each command, from the tables of options.
 
 python tools/build_options_page.py
 """
@@ -11,7 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 
 from ckptx.options.commands import COMMANDS, Command, tables_of
-from ckptx.options.option import SECTIONS, Option, Setting, settings_of
+from ckptx.options.help import help_of
+from ckptx.options.option import SECTIONS, Argument, Option, Setting, settings_of
 from ckptx.options.output import GlobalOptions
 
 PATH = Path(__file__).parent.parent / "docs" / "options.md"
@@ -29,13 +30,25 @@ def options_of(command: Command) -> list[tuple[Setting, Option]]:
     return sorted(found.values(), key=lambda each: SECTIONS.index(each[1].section))
 
 
-def row(setting: Setting, option: Option) -> str:
-    """Return a row of a table."""
+def arguments_of(command: Command) -> dict[str, str]:
+    """Return the help of the positional arguments of a command by placeholder."""
+    annotations = [each.annotation for table in command.options for each in settings_of(table).values()]
+    return {each.metavar: each.help for each in annotations if isinstance(each, Argument) and each.metavar}
+
+
+def row(setting: Setting, option: Option, text: str) -> str:
+    """Return a row of a table.
+
+    Args:
+        setting: The option.
+        option: Its annotation.
+        text: Its help.
+    """
     flags = ", ".join(f"`{flag}`" for flag in (*setting.flags, *((option.off,) if option.off else ())))
     value = "" if setting.metavar is None else f" `{setting.metavar}`".replace("|", "\\|")
     default = setting.default_text if setting.kind is not bool else f"`{setting.default_text}`" * setting.default
     notes = [f"`{flag}` is short for `{value}`." for flag, value in option.shorthands.items()]
-    return f"| {flags}{value} | {default} | {' '.join([option.help, *notes])} |\n"
+    return f"| {flags}{value} | {default} | {' '.join([text, *notes])} |\n"
 
 
 def tables() -> str:
@@ -43,14 +56,21 @@ def tables() -> str:
     found = []
     for words, command in COMMANDS.items():
         other = f"\n\nAlso called `{words.split()[0]} {command.aliases[0]}`." if command.aliases else ""
-        rows = [row(*each) for each in options_of(command)]
-        found.append(f"### {words}\n\n`ckptx {words}`: {command.summary}.{other}\n\n{_HEAD}{''.join(rows)}\n")
-    glob = [row(each, each.option) for each in settings_of(GlobalOptions).values() if each.option is not None]
+        texts, arguments = help_of(tables_of(command)), arguments_of(command)
+        rows = [f"| `{metavar}` |  | {text} |\n" for metavar, text in arguments.items()]
+        rows += [row(setting, option, texts[setting.name].sentences()) for setting, option in options_of(command)]
+        call = " ".join(["ckptx", words, *arguments])
+        found.append(f"### {words}\n\n`{call}`: {command.summary}.{other}\n\n{_HEAD}{''.join(rows)}\n")
+    glob = [
+        row(each, each.option, each.option.help)
+        for each in settings_of(GlobalOptions).values()
+        if each.option is not None
+    ]
     return "".join([*found, f"### Every command\n\n{_HEAD}{''.join(glob)}\n"])
 
 
 def page(text: str) -> str:
-    """Return a page with the tables of today."""
+    """Return a page with the current tables."""
     before, after = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
     return f"{text[:before]}\n{tables()}{text[after:]}"
 

@@ -16,13 +16,13 @@ from ckptx.report.report import Log, Stopwatch
 
 @api_of_two(ToDcpOptions, ToHfOptions, (ConversionReport, ConversionReport), by="direction")
 def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
-    """Convert a checkpoint to a torch DCP or to HF safetensors; the format of the source is detected.
+    """Convert a checkpoint to a torch DCP or to HF safetensors. The format of the source is detected.
 
     Returns:
         The report that `--json` prints.
 
     Raises:
-        CkptxError: One subclass for each exit code from 2 to 7; nothing was published.
+        CkptxError: The subclass for the exit code, 2 to 7. Nothing is published in this case.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     with open_source(options.src, options.dst, options) as ready:

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | SearchReport:
     """Forecast the memory of a training step on each rank, or with `search` find the layouts that fit.
 
-    The runtime itself runs: the model with its plan, checkpointing and FSDP2, the stages of a pipeline under their
-    schedule, the loss and the optimizer, on tensors that have shapes and no storage. With `search`, options of the
-    layout that are set stay, and the others are searched.
+    The step runs on meta tensors, which have shapes and no storage: the model with its TP plan, activation
+    checkpointing and FSDP2, the pipeline stages under their schedule, the loss and the optimizer. With `search`, the
+    layout options that are set are fixed, and the others are searched.
 
     Raises:
-        UsageError: An option has a value it cannot have.
-        InputError: There is no config.json, or it cannot be read.
-        UnsupportedError: The class cannot run like that, or its computation depends on values that nobody knows before.
+        UsageError: An option has an invalid value.
+        InputError: config.json is missing or cannot be read.
+        UnsupportedError: The model class cannot run with these options, or its computation depends on tensor values.
         EnvironmentProblem: A package is missing.
     """
     stopwatch, log = Stopwatch(), options.log or Log()

@@ -24,10 +24,10 @@ from ckptx.report.report import Log, Stopwatch, count_dtypes
 
 @api(InspectOptions)
 def inspect(options: InspectOptions) -> InspectionReport:
-    """Summarize a checkpoint; no tensor byte is read.
+    """Summarize a checkpoint; reads headers only.
 
     Raises:
-        InputError, UnsupportedError: It cannot be opened.
+        InputError, UnsupportedError: The checkpoint cannot be opened.
         OutputError: The page cannot be written.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
@@ -39,7 +39,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
     )
     prefix = options.model_prefix
     if prefix is not None and not opened.form.is_of_training:
-        raise UsageError(f"--source-prefix requires a DCP, and {opened.root} is none: every name is taken as it is")
+        raise UsageError(f"--source-prefix requires a DCP; {opened.root} is not a DCP")
     view = log(_viewed(opened, prefix, log))
     log.note(*view.notes_on_others("not described"))
     catalog, parameters, aliases = view.catalog, parameters_of(view), aliases_of(view.catalog)

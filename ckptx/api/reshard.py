@@ -15,13 +15,13 @@ from ckptx.report.report import Log, Stopwatch
 
 @api(ReshardOptions)
 def reshard(options: ReshardOptions) -> ConversionReport:
-    """Reshard a checkpoint for a TP x PP x FSDP mesh, so that rank r reads its own files.
+    """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads its own files.
 
     Returns:
         The report that `--json` prints.
 
     Raises:
-        CkptxError: One subclass for each exit code from 2 to 7; nothing was published.
+        CkptxError: The subclass for the exit code, 2 to 7. Nothing is published in this case.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     with open_source(options.src, options.dst, options) as ready:

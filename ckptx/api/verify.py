@@ -10,16 +10,16 @@ from ckptx.report.documents.running import RunReport
 
 @api_of_two(CompareOptions, CompareRunOptions, (VerifyReport, RunReport), by="run")
 def verify(options: CompareOptions | CompareRunOptions) -> VerifyReport | RunReport:
-    """Compare two checkpoints bit for bit, or with `run` what their models compute.
+    """Compare two checkpoints bit for bit, or with `run` the outputs of their models.
 
-    `exit` of the report is 1 when they differ.
+    The `exit` of the report is 1 if they differ.
 
     Raises:
-        UsageError: An option has a value it cannot have, or no meaning without another one.
-        UnsupportedError: The class cannot run like that.
-        EnvironmentProblem: torch or transformers are missing, or there is no such device.
-        SpaceError: A run does not fit `gpu_memory`; or the reference needs more memory than it may take, and the
-            message names the least.
+        UsageError: An option has an invalid value, or requires another option.
+        UnsupportedError: The model class cannot run with these options.
+        EnvironmentProblem: torch or transformers is missing, or the device does not exist.
+        SpaceError: The run does not fit `gpu_memory`, or the reference does not fit `reference_memory`; the message
+            names the minimum.
         InputError: A checkpoint is damaged or incomplete.
     """
     if isinstance(options, CompareRunOptions):

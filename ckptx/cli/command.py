@@ -16,7 +16,8 @@ from click.shell_completion import CompletionItem
 
 from ckptx.cli.streams import say_error
 from ckptx.errors import CkptxError, UsageError
-from ckptx.options.commands import COMMANDS, Command, all_words
+from ckptx.options.commands import COMMANDS, Command, all_words, tables_of
+from ckptx.options.help import help_of, section_titles
 from ckptx.options.option import GLOBAL, SECTIONS, Argument, Option, Options, Setting, settings_of
 from ckptx.options.output import GlobalOptions
 
@@ -66,32 +67,59 @@ class Words(click.types.StringParamType):
 
 
 class _Sectioned(click.Command):
-    """A help page with options section by section, then examples that run as written."""
+    """A help page: arguments, options section by section, then examples that run as written."""
 
-    def __init__(self, *args: Any, sections: Mapping[str, str], examples: Sequence[str] = (), **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.sections, self.examples = {"help": GLOBAL, "version": GLOBAL, **sections}, examples
+    def __init__(
+        self, *args: Any, tables: Sequence[type[Options]], examples: Sequence[str] = (), **kwargs: Any
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            args: Arguments of click.
+            tables: Tables of options.
+            examples: Calls that run as written.
+            kwargs: Arguments of click.
+        """
+        super().__init__(*args, **{**kwargs, "params": [*kwargs.get("params", ()), *params_of(tables)]})
+        self.tables, self.examples = tables, examples
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        entries = help_of(self.tables)
+        titles = {GLOBAL: GLOBAL, **section_titles([*entries.values()])}
         rows: dict[str, list[tuple[str, str]]] = {section: [] for section in SECTIONS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
-                # By its flag: how click names its help option depends on its version.
-                name = "help" if "--help" in param.opts else str(param.name)
-                flags, said = record
-                # click puts a default given as text into parentheses of its own
-                rows[self.sections[name]].append((flags, re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", said)))
+                entry = entries.get(str(param.name).partition(_SHORTHAND)[0])  # None for --help and --version
+                # click puts a default that is a string into parentheses
+                text = re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", record[1])
+                rows[GLOBAL if entry is None else entry.section].append((record[0], text))
+        arguments = _argument_rows(self.tables)
+        if arguments:
+            with formatter.section("Arguments"):
+                formatter.write_dl(arguments)
         for section, records in rows.items():
             if records:
-                with formatter.section(section):
-                    formatter.write_dl(records)
+                with formatter.section(titles[section]):
+                    _write_rows(formatter, records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
                     formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
+
+def _write_rows(formatter: click.HelpFormatter, rows: Sequence[tuple[str, str]]) -> None:
+    """Write flags and texts; no line break splits the name of an option or a short default."""
+    protected = []
+    for flags, text in rows:
+        text = re.sub(r"--[a-z-]+", lambda found: found[0].replace("-", _HYPHEN), text)
+        text = re.sub(r"\[default: .{,40}\]$", lambda found: found[0].replace(" ", _SPACE), text)
+        protected.append((flags, text))
+    before = len(formatter.buffer)
+    formatter.write_dl(protected)
+    formatter.buffer[before:] = [each.replace(_HYPHEN, "-").replace(_SPACE, " ") for each in formatter.buffer[before:]]
 
 
 class SectionedCommand(_Sectioned):
@@ -102,9 +130,8 @@ class SectionedGroup(_Sectioned, click.Group):
     """A group with titled help sections."""
 
     def __init__(self, *args: Any, params: Sequence[click.Parameter] | None = None, **settings: Any) -> None:
-        own, sections = params_of([GlobalOptions])
-        settings = {"sections": sections, "context_settings": SETTINGS, "invoke_without_command": True, **settings}
-        super().__init__(*args, params=[*(params or ()), *own], **settings)
+        settings = {"context_settings": SETTINGS, "invoke_without_command": True, **settings}
+        super().__init__(*args, tables=[GlobalOptions], params=params or (), **settings)
 
     def known_command(self, ctx: click.Context, name: str) -> click.Command:
         """Return a command.
@@ -120,7 +147,7 @@ class SectionedGroup(_Sectioned, click.Group):
             aliases = [words.split()[-1] for words in all_words() if words.rpartition(" ")[0] == group]
             near = get_close_matches(name, [*names, *aliases], 1)
             advice = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(names)}"
-            raise click.UsageError(f"No such command: {name}; {advice}", ctx)
+            raise click.UsageError(f"unknown command: {name}; {advice}", ctx)
         return command
 
     def resolve_command(
@@ -130,8 +157,8 @@ class SectionedGroup(_Sectioned, click.Group):
         return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        _Sectioned.format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
+        _Sectioned.format_options(self, ctx, formatter)
 
 
 class CommandCall(NamedTuple):
@@ -158,8 +185,6 @@ def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[Comman
         examples: Calls that run as written.
     """
     made = COMMANDS[words]
-    tables = [*made.options, made.outputs, GlobalOptions]
-    params, sections = params_of(tables)
 
     def decorate(function: Callable[[CommandCall], int]) -> SectionedCommand:
         def run(**values: Any) -> int:
@@ -170,14 +195,13 @@ def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[Comman
                 return error.exit_code
             code = function(call)
             if code == UsageError.exit_code and call.defaults:
-                click.echo(f"note: set by default: {', '.join(call.defaults)}", err=True)
+                click.echo(f"note: defaults in use: {', '.join(call.defaults)}", err=True)
             return code
 
         return SectionedCommand(
             words.rpartition(" ")[2],
             callback=run,
-            params=params,
-            sections=sections,
+            tables=tables_of(made),
             examples=examples,
             help=function.__doc__,
             short_help=made.summary,
@@ -235,24 +259,32 @@ def words_of(context: click.Context) -> str:
     return " ".join(reversed(words))
 
 
+_HYPHEN, _SPACE = "\u2011", "\xa0"  # those that text is not wrapped at
 _SHORTHAND = "__"  # between the name of an option and the value of a shorthand, or a former flag
 
 
-def params_of(tables: Sequence[type[Options]]) -> tuple[list[click.Parameter], dict[str, str]]:
-    """Make the click parameters of some tables, and name the section of each option."""
+def params_of(tables: Sequence[type[Options]]) -> list[click.Parameter]:
+    """Make the click parameters of the tables of a command."""
     params: dict[str, click.Parameter] = {}
-    sections: dict[str, str] = {}
+    entries = help_of(tables)
+    titles = section_titles([*entries.values()])
     for table in tables:
-        for setting in settings_of(table).values():
-            for param in _params(setting, is_global=table is GlobalOptions):
-                if param.name not in params:
-                    params[str(param.name)] = param
-                    if setting.option is not None:
-                        sections[str(param.name)] = setting.option.section
-    return list(params.values()), sections
+        for name, setting in settings_of(table).items():
+            entry = entries.get(name)
+            text = "" if entry is None else entry.sentences(with_condition=titles[entry.section] == entry.section)
+            for param in _params(setting, text, is_global=table is GlobalOptions):
+                params.setdefault(str(param.name), param)
+    return list(params.values())
 
 
-def _params(setting: Setting, *, is_global: bool) -> list[click.Parameter]:
+def _argument_rows(tables: Sequence[type[Options]]) -> list[tuple[str, str]]:
+    """Return placeholder and help of each positional argument."""
+    annotations = [each.annotation for table in tables for each in settings_of(table).values()]
+    shown = {each.metavar: each.help for each in annotations if isinstance(each, Argument) and each.metavar}
+    return list(shown.items())
+
+
+def _params(setting: Setting, text: str, *, is_global: bool) -> list[click.Parameter]:
     annotation = setting.annotation
     if isinstance(annotation, Argument):
         is_required = setting.is_required and not annotation.is_optional
@@ -270,7 +302,7 @@ def _params(setting: Setting, *, is_global: bool) -> list[click.Parameter]:
         how |= {"metavar": setting.metavar, "multiple": setting.kind is tuple}
     if setting.default_text:
         how["show_default"] = setting.default_text
-    made_option = click.Option([*flags, setting.name], help=annotation.help, **how)
+    made_option = click.Option([*flags, setting.name], help=text, **how)
     shorthands = [
         click.Option(
             [flag, f"{setting.name}{_SHORTHAND}{value}"], flag_value=value, default=None, is_flag=True,

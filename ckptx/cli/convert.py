@@ -49,7 +49,7 @@ def command(**_: object) -> None:
     ],
 )
 def to_dcp(call: CommandCall) -> int:
-    """Convert a checkpoint to a torch DCP, whole or sharded for a mesh. hf2dcp is the same command."""
+    """Convert a checkpoint to a torch DCP, whole or sharded for a mesh (alias: hf2dcp)."""
     return _run(call)
 
 
@@ -62,7 +62,7 @@ def to_dcp(call: CommandCall) -> int:
     ],
 )
 def to_hf(call: CommandCall) -> int:
-    """Convert a checkpoint to an HF directory of safetensors. dcp2hf is the same command."""
+    """Convert a checkpoint to HF safetensors with config and tokenizer (alias: dcp2hf)."""
     return _run(call)
 
 

@@ -21,7 +21,7 @@ _ALSO = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec
 
 @define("env", examples=["ckptx env", "ckptx env --json"])
 def command(call: CommandCall) -> int:
-    """Print versions and system information. Imports none of the packages that it lists."""
+    """Print versions, system information and the option defaults in force. Does not import the listed packages."""
     return Output(call.output).run("env", _described, _text)
 
 

@@ -23,7 +23,7 @@ from ckptx.report.report import Log, Report
     ],
 )
 def command(call: CommandCall) -> int:
-    """Forecast the memory of a training step on each rank, from config.json alone: no weights, no GPU."""
+    """Forecast the memory of a training step on each rank, from config.json only: no weights, no GPU."""
     from ckptx.report.forecast import forecast_text, forecast_verdict
     from ckptx.report.forecast_search import search_text, search_verdict
 
@@ -33,7 +33,9 @@ def command(call: CommandCall) -> int:
         from ckptx.api.forecast import forecast
 
         if html is not None and call.given.get("search"):
-            raise UsageError("--html and --search exclude each other: a page shows one step; leave out one of them")
+            raise UsageError(
+                "--html cannot be combined with --search; the page shows one layout; leave out one of them"
+            )
         made: ForecastReport | SearchReport = forecast(**call.given, log=log)
         return made
 

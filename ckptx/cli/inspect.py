@@ -15,7 +15,7 @@ from ckptx.cli.output import Output
     ],
 )
 def command(call: CommandCall) -> int:
-    """Summarize a checkpoint. Reads headers only."""
+    """Summarize a checkpoint: format, model, tensors, dtypes and layout. Reads headers only."""
     from ckptx.api.inspect import inspect
     from ckptx.report.text import inspect_text
 

@@ -50,7 +50,10 @@ class _LazyGroup(SectionedGroup):
 )
 @click.version_option(__version__, message="ckptx %(version)s")
 def cli(**_: object) -> None:
-    """Convert and reshard checkpoints of large language models, and prove that the result is right."""
+    """Convert and reshard checkpoints of large language models, and verify the result.
+
+    Run `ckptx COMMAND --help` for the options of a command.
+    """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -64,7 +67,7 @@ def _help(words: Sequence[str]) -> None:
     command: click.Command = cli
     for word in words:
         if not isinstance(command, SectionedGroup):
-            raise click.UsageError(f"{ctx.command_path} has no commands, and {word} is none", ctx)
+            raise click.UsageError(f"{ctx.command_path} has no subcommands; leave out {word}", ctx)
         command = command.known_command(ctx, word)
         ctx = click.Context(command, ctx, word)
     click.echo(command.get_help(ctx))

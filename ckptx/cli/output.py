@@ -98,14 +98,14 @@ class Output:
             raised, failure = error, str(error)
             self._trace(error)
         except MemoryError as error:
-            way = "run with a smaller --max-memory" if _makes_checkpoint(command) else "use a machine with more"
-            raised, failure = error, f"out of memory; {way}"
+            advice = "reduce --max-memory" if _makes_checkpoint(command) else "use a machine with more memory"
+            raised, failure = error, f"out of memory; {advice}"
             self._trace(error)
         except (KeyboardInterrupt, Terminated) as error:
-            further = (
-                "; nothing was published, run again with --resume to continue" if _makes_checkpoint(command) else ""
+            advice = (
+                "; nothing was published; run again with --resume to continue" if _makes_checkpoint(command) else ""
             )
-            raised, failure = error, f"interrupted{further}"
+            raised, failure = error, f"interrupted{advice}"
         except Exception as error:  # a defect: said as one, with its cause, and never as a difference found
             raised, failure = error, f"internal error: {type(error).__name__}: {error}; please report it"
             self._trace(error)

@@ -44,5 +44,5 @@ def _watch(reader: int, numbers: frozenset[int]) -> None:
         for number in numbers.intersection(arrived):
             if _heard.wait(GRACE):
                 time.sleep(FAREWELL)
-            os.write(2, b"error: ended while busy; nothing was published, run again with --resume to continue\n")
+            os.write(2, b"error: terminated; nothing was published; run again with --resume to continue\n")
             os._exit(128 + number)

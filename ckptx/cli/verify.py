@@ -17,7 +17,10 @@ from ckptx.cli.output import Output
     ],
 )
 def command(call: CommandCall) -> int:
-    """Compare two checkpoints bit for bit, across formats and layouts; with --run, what their models compute."""
+    """Compare two checkpoints bit for bit, across formats and layouts.
+
+    With --run, compare the outputs of their models. Exit 1 if they differ.
+    """
     from ckptx.api.verify import verify
 
     output = Output(call.output)

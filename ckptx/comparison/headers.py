@@ -25,13 +25,13 @@ from ckptx.wording import counted, first_of
 
 @api(DiffOptions)
 def diff(options: DiffOptions) -> DiffReport:
-    """Compare two checkpoints of any format; `exit` of the report is 1 when they differ.
+    """Compare names, shapes, dtypes and ties of two checkpoints of any format; reads headers only.
 
-    A name that only one has is no difference when it is a tied name whose partner both have: that is how one format
-    says what the other leaves out.
+    The `exit` of the report is 1 if they differ. A tied name that only one checkpoint stores is not a difference if
+    both store the tensor that it is tied to.
 
     Raises:
-        InputError, UnsupportedError: One cannot be opened.
+        InputError, UnsupportedError: A checkpoint cannot be opened.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     paths = [

@@ -1,26 +1,29 @@
-"""Make Python functions from tables of options: a function of a table becomes one of its keyword arguments.
+"""Make Python functions from tables of options: each option becomes a keyword argument.
 
     @api(ReshardOptions)
     def reshard(options: ReshardOptions) -> ConversionReport: ...
 
     ckptx.reshard("MODEL", "MODEL-tp4", tp=4)
 
-The constructor of the table is the signature: type checkers take it from `Callable[P, T]`, `inspect.signature` and
-`help` show its types and defaults, and the docstring gets an Args section with the texts of `--help`.
+The constructor of the table is the signature: type checkers take it from `Callable[P, T]`, and `inspect.signature` and
+`help` show its types and defaults. The docstring gets an Args section with the texts of `--help`, in which `tp_plan`
+replaces `--tp-plan`.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from ckptx.errors import UsageError
 from ckptx.options.commands import refuse_unknown
-from ckptx.options.option import Argument, Options, Setting, bound, settings_of
+from ckptx.options.help import OptionHelp, help_of
+from ckptx.options.option import SECTIONS, Argument, Hook, Options, Setting, bound, settings_of
 
-if TYPE_CHECKING:  # what type checkers know, at no cost for a command that starts
+if TYPE_CHECKING:  # not imported by a command that starts
     P = ParamSpec("P")
     Q = ParamSpec("Q")
     T = TypeVar("T", bound=Options)
@@ -28,7 +31,7 @@ if TYPE_CHECKING:  # what type checkers know, at no cost for a command that star
     S = TypeVar("S", covariant=True)
 
     class TwoWays(Protocol[P, R, Q, S]):
-        """A function with two tables: each has its own arguments, and its own result."""
+        """A function with two tables; each has its own arguments and its own result."""
 
         @overload
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -37,7 +40,7 @@ if TYPE_CHECKING:  # what type checkers know, at no cost for a command that star
 
 
 def api(table: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
-    """Make the Python function of a command from a function of its options."""
+    """Decorate a function of a table of options, so that it takes the options as keyword arguments."""
 
     def decorate(function: Callable[[T], R]) -> Callable[P, R]:
         return cast("Callable[P, R]", _made(function, [cast("type[Options]", table)], ""))
@@ -52,13 +55,13 @@ def api_of_two(
     *,
     by: str,
 ) -> Callable[[Callable[[Any], Any]], TwoWays[P, R, Q, S]]:
-    """Make the Python function of a command with two tables.
+    """Decorate a function of two tables of options, so that it takes the options of both as keyword arguments.
 
     Args:
-        first: Table with one result.
-        second: Table with the other.
-        results: The results, for type checkers.
-        by: Argument whose value chooses the table.
+        first: First table.
+        second: Second table.
+        results: Type of the result for each table, for type checkers.
+        by: Argument whose value selects the table.
     """
 
     def decorate(function: Callable[[Any], Any]) -> TwoWays[P, R, Q, S]:
@@ -73,11 +76,11 @@ def options_from(tables: Sequence[type[Options]], by: str, given: Mapping[str, A
 
     Args:
         tables: The tables of the command.
-        by: Argument whose value chooses among several tables.
-        given: Arguments by name; None stands for one that is not set.
+        by: Argument whose value selects one of several tables.
+        given: Arguments by name; None means not set.
 
     Raises:
-        UsageError: An option is unknown, has a value it cannot have, or contradicts another one.
+        UsageError: An option is unknown, has an invalid value, or conflicts with another one.
     """
     given = _with_current_names(tables, {name: value for name, value in given.items() if value is not None})
     table = tables[0] if len(tables) == 1 else _chosen(tables, by, given)
@@ -124,6 +127,7 @@ def _made(function: Callable[[Any], Any], tables: Sequence[type[Options]], by: s
             known = merged.get(name, setting)
             kept = setting if known.is_required else known
             merged[name] = kept if known.type == setting.type else kept._replace(type=known.type | setting.type)
+    merged = dict(sorted(merged.items(), key=lambda each: _position(each[1])))
     required = {name: each for name, each in merged.items() if isinstance(each.annotation, Argument)}
 
     @wraps(function)
@@ -131,8 +135,15 @@ def _made(function: Callable[[Any], Any], tables: Sequence[type[Options]], by: s
         return function(options_from(tables, by, bound(function.__name__, required, args, given)))
 
     call.__signature__ = _signature(merged, inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
-    call.__doc__ = _documented(function.__doc__ or "", merged)
+    call.__doc__ = _documented(function.__doc__ or "", merged, help_of(tables))
     return call
+
+
+def _position(setting: Setting) -> int:
+    """Return the rank of a parameter in a signature: arguments, options in the order of the sections, hooks."""
+    if setting.option is None:
+        return len(SECTIONS) if isinstance(setting.annotation, Hook) else -1
+    return SECTIONS.index(setting.option.section)
 
 
 def _signature(settings: Mapping[str, Setting], result: Any) -> inspect.Signature:
@@ -145,10 +156,23 @@ def _signature(settings: Mapping[str, Setting], result: Any) -> inspect.Signatur
     return inspect.Signature(parameters, return_annotation=result)
 
 
-def _documented(doc: str, settings: Mapping[str, Setting]) -> str:
-    """Return a docstring with an Args section in front of what it returns and raises."""
+def _documented(doc: str, settings: Mapping[str, Setting], texts: Mapping[str, OptionHelp]) -> str:
+    """Insert an Args section before the Returns and Raises sections of a docstring."""
+    from textwrap import fill
+
     head, mark, rest = doc.partition("    Returns:")
     if not mark:
         head, mark, rest = doc.partition("    Raises:")
-    rows = [f"        {name}: {setting.annotation.help}" for name, setting in settings.items()]
+    names = {flag: name for name, setting in settings.items() for flag in setting.flags}
+    names |= {each.annotation.metavar: name for name, each in settings.items() if isinstance(each.annotation, Argument)}
+    rows = []
+    for name, setting in settings.items():
+        text = texts[name].sentences() if name in texts else setting.annotation.help
+        text = re.sub(r"--[a-z-]+|\b[A-Z]+\b", lambda found: _in_python(found[0], names), text)
+        rows.append(fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12))
     return "\n".join([f"{head.rstrip()}\n\n    Args:", *rows, "", f"{mark}{rest}"])
+
+
+def _in_python(word: str, names: Mapping[str, str]) -> str:
+    """Return the name of a parameter in backticks for a flag or a placeholder; other words as they are."""
+    return f"`{names[word]}`" if names.get(word) else word

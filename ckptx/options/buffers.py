@@ -24,15 +24,15 @@ class BufferOptions(Options):
     workers: Annotated[
         int | None,
         Option(
-            "Number of threads; the output does not depend on it.",
+            "Number of threads; does not affect the result.",
             RUN,
             minimum=1,
             maximum=WORKERS,
-            default="one per core, at most 16",
+            default="number of cores, at most 16",
         ),
     ] = None
     max_memory: Annotated[int | str, Option("Memory for I/O buffers.", RUN, is_size=True)] = "256MB"
-    on_progress: Annotated[Progress, Hook("Function that is called with the bytes done and the bytes in all.")] = (
+    on_progress: Annotated[Progress, Hook("Function that is called with the number of bytes done and the total.")] = (
         no_progress
     )
 

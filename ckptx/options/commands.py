@@ -14,7 +14,7 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        summary: Line in the list of commands; begins with a verb.
+        summary: Line in the list of commands, without a period; begins with a verb.
         tables: The tables of its options, as `module:class` below `ckptx.options`. An option of the second table and
             not of the first needs the option that chooses the second table, as `--run` does.
         function: Python function as `module:name`; empty for a command without one.
@@ -42,39 +42,39 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "inspect": Command("summarize a checkpoint", ["inspect:InspectOptions"], "ckptx.api.inspect:inspect"),
+    "inspect": Command("Summarize a checkpoint", ["inspect:InspectOptions"], "ckptx.api.inspect:inspect"),
     "convert to-dcp": Command(
-        "convert a checkpoint to a torch DCP", ["conversion:ToDcpOptions"], "ckptx.api.convert:convert",
+        "Convert a checkpoint to a torch DCP", ["conversion:ToDcpOptions"], "ckptx.api.convert:convert",
         "output:ReportOutput", aliases=["hf2dcp"], is_converting=True,
     ),
     "convert to-hf": Command(
-        "convert a checkpoint to HF safetensors", ["conversion:ToHfOptions"], "ckptx.api.convert:convert",
+        "Convert a checkpoint to HF safetensors", ["conversion:ToHfOptions"], "ckptx.api.convert:convert",
         "output:ReportOutput", aliases=["dcp2hf"], is_converting=True,
     ),
     "reshard": Command(
-        "reshard a checkpoint for a TP x PP x FSDP mesh", ["conversion:ReshardOptions"],
+        "Reshard a checkpoint for a TP x PP x FSDP mesh", ["conversion:ReshardOptions"],
         "ckptx.api.reshard:reshard", "output:ReportOutput", is_converting=True,
     ),
     "diff": Command(
-        "compare names, shapes, dtypes and ties of two checkpoints", ["diff:DiffOptions"],
+        "Compare names, shapes, dtypes and ties of two checkpoints", ["diff:DiffOptions"],
         "ckptx.comparison.headers:diff",
     ),
     "verify": Command(
-        "compare two checkpoints bit for bit, or the models in them",
+        "Compare two checkpoints bit for bit, or the outputs of their models",
         ["verify:CompareOptions", "verify:CompareRunOptions"], "ckptx.api.verify:verify",
         "output:ReportOutput",
     ),
     "forecast": Command(
-        "forecast the memory of a training step on each rank", ["forecast:ForecastOptions", "forecast:SearchOptions"],
+        "Forecast the memory of a training step on each rank", ["forecast:ForecastOptions", "forecast:SearchOptions"],
         "ckptx.api.forecast:forecast", "forecast:ForecastOutput",
     ),
     "robustness": Command(
-        "test save/load/export/reshard/resume of a training run", ["robustness:RobustnessOptions"],
+        "Test save, load, export, reshard and resume of a training run", ["robustness:RobustnessOptions"],
         "ckptx.robustness_suite:robustness", "robustness:RobustnessOutput",
     ),
-    "env": Command("print versions and system information", ["env:EnvOptions"]),
+    "env": Command("Print versions and system information", ["env:EnvOptions"]),
 }  # fmt: skip
-GROUPS = {"convert": "convert a checkpoint to DCP or HF safetensors"}
+GROUPS = {"convert": "Convert a checkpoint to DCP or HF safetensors"}
 
 
 def all_words() -> dict[str, Command]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from ckptx.errors import UsageError
 from ckptx.options.buffers import SPELLINGS, BufferOptions
 from ckptx.options.mesh import ShardingOptions
-from ckptx.options.option import CONTENT, RUN, Argument, Hook, Option, settings_of
+from ckptx.options.option import CONTENT, RUN, SOURCE, Argument, Hook, Option, settings_of
 from ckptx.options.sizes import parse_size
 from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions, SourcePrefixOptions
 from ckptx.untrusted.limits import RANKS
@@ -21,17 +21,19 @@ if TYPE_CHECKING:  # a help page needs none of it
 
 Names = Literal["disk", "model", "torchtitan"]
 SHARD_SIZE = "5GB"
-_DIRECTION = "to-dcp or to-hf; hf2dcp and dcp2hf are other names for them."
+_DIRECTION = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
+_SRC = "Source checkpoint: a directory, file, index or Hub id."
+_DST = "Directory to write."
 
 
 class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOptions, SourcePrefixOptions):
-    """Options of every conversion."""
+    """Options that every conversion has."""
 
     dtype: Annotated[
         Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
         Option(
-            "Cast floating-point tensors (auto: keep each dtype; base: as in --base). Integers, quantization scales "
-            "and tensors that the model keeps in fp32 stay.",
+            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Integers, quantization scales and "
+            "tensors that the model keeps in fp32 are not cast.",
             CONTENT,
             spellings=SPELLINGS,
         ),
@@ -39,54 +41,54 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
     names: Annotated[
         Names | None,
         Option(
-            "Naming scheme: disk (as on the Hub), model (transformers module names), torchtitan.",
+            "Naming scheme: disk (as on the Hub), model (transformers module names) or torchtitan.",
             CONTENT,
-            default="disk; model for safetensors by rank",
+            default="disk, or model for safetensors by rank",
         ),
     ] = None
     tied: Annotated[
         Literal["auto", "alias", "copy", "drop"],
-        Option("How to write tied weights: auto, alias (one shared copy), copy, drop.", CONTENT),
+        Option("Tied weights: alias (one shared copy, DCP only), copy, drop, or auto (by output format).", CONTENT),
     ] = "auto"
     tie_missing: Annotated[
-        bool, Option("Tie a missing output head to the embedding even if the config does not.", CONTENT)
+        bool, Option("Tie a missing output head to the embedding even if the config does not.", SOURCE)
     ] = False
     allow_config_mismatch: Annotated[
         bool,
         Option(
             "Allow tensors that do not match the config (partial models, padded vocabularies).",
-            CONTENT,
+            SOURCE,
             aliases=("--allow-misfit",),
         ),
     ] = False
     allow_overflow: Annotated[
         bool,
         Option(
-            "Write values that are out of range for --dtype as infinity instead of failing.",
+            "Write infinity for values that are out of range for --dtype, instead of failing.",
             CONTENT,
             requires=("dtype",),
         ),
     ] = False
     optimizer: Annotated[
         Literal["keep", "drop"] | None,
-        Option("Keep or drop optimizer state (DCP output only).", CONTENT, default="keep in a DCP"),
+        Option("Keep or drop optimizer state (DCP output only).", CONTENT, default="keep for DCP output"),
     ] = None
     base: Annotated[
         str | Path | None,
         Option(
-            "HF checkpoint to take config.json and tokenizer files from; none writes the tensors alone.",
-            CONTENT,
-            metavar="HF|none",
-            default="SRC itself",
+            "HF checkpoint to take config.json and tokenizer files from; none writes tensors only.",
+            SOURCE,
+            metavar="PATH|none",
+            default="SRC",
             words=("none",),
         ),
     ] = None
-    dry_run: Annotated[bool, Option("Print what would be written; write nothing.", RUN)] = False
-    overwrite: Annotated[bool, Option("Replace DST atomically.", RUN)] = False
-    resume: Annotated[bool, Option("Continue an interrupted run.", RUN)] = False
+    dry_run: Annotated[bool, Option("Print what would be written, without writing anything.", RUN)] = False
+    overwrite: Annotated[bool, Option("Replace an existing checkpoint at DST atomically.", RUN)] = False
+    resume: Annotated[bool, Option("Resume an interrupted run.", RUN)] = False
     report_file: Annotated[
         str | Path | None,
-        Hook("File that the caller will write the report to; checked before the work begins."),
+        Hook("File that the caller will write the report to; checked before the conversion starts."),
     ] = None
 
     def check(self) -> None:
@@ -94,48 +96,50 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
         if self.buffer_bytes < (2 << 20) * self.threads:
             raise UsageError(
                 f"--max-memory: {counted(self.buffer_bytes, 'byte')} for {counted(self.threads, 'worker')} must be at "
-                "least 2 MiB each; use fewer --workers"
+                "least 2 MiB per worker; raise it or use fewer --workers"
             )
 
     @classmethod
     def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
         if name in ("tied", "tie_missing") and values.get("base") == "none":
-            return f"{settings_of(cls)[name].flag} requires a config, and --base none has none; name a checkpoint"
+            return f"{settings_of(cls)[name].flag} requires a config; pass a checkpoint as --base instead of none"
         return super().conflict(name, values)
 
-    def check_model_alone(self) -> None:
+    def check_safetensors(self) -> None:
         """Check the options against an output in safetensors.
 
         Raises:
-            UsageError: One asks for what such files cannot hold.
+            UsageError: An option requires DCP output.
         """
         if self.tied == "alias":
-            raise UsageError("--tied alias: safetensors cannot let two names share bytes; use auto, copy or drop")
+            raise UsageError(
+                "--tied alias requires DCP output; in safetensors two names cannot share bytes; use auto, copy or drop"
+            )
         if self.optimizer == "keep":
-            raise UsageError("--optimizer keep: safetensors hold the model alone; write a DCP to keep it")
+            raise UsageError("--optimizer keep requires DCP output; safetensors hold the model only")
 
     def check_source(self, source: "Form") -> None:
         """Check the options against the format of the source.
 
         Raises:
-            UsageError: One is about what such a source does not have.
+            UsageError: An option requires a DCP source.
         """
         if source.is_of_training:
             return
         if self.optimizer is not None:
-            raise UsageError("--optimizer requires a DCP source; SRC is none and holds the model alone")
+            raise UsageError("--optimizer requires a DCP source; SRC is not a DCP and has no optimizer state")
         if self.model_prefix is not None:
-            raise UsageError("--source-prefix requires a DCP source; every name in SRC is taken as it is")
+            raise UsageError("--source-prefix requires a DCP source; SRC is not a DCP")
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the options that decide bytes beyond the layout itself."""
+        """Return the options that determine the output bytes, except those of the layout."""
         return {"dtype": self.dtype, "tied": self.tied, "source_prefix": self.model_prefix, "names": self.names}
 
 
 class DcpOptions(ConversionOptions):
-    """Options of an output that is a DCP."""
+    """Options of DCP output."""
 
-    prefix: Annotated[str, Option("Prefix to add to every name that is written to a DCP.", CONTENT, default="none")] = (
+    prefix: Annotated[str, Option("Prefix to add to every tensor name (DCP output only).", CONTENT, default="none")] = (
         ""
     )
     files: Annotated[
@@ -147,15 +151,15 @@ class DcpOptions(ConversionOptions):
         return {**super().fingerprint(), "prefix": self.prefix}
 
     def check_prefix(self, source: "Form") -> None:
-        """Check that the names of the source may get a prefix.
+        """Check that `prefix` is not set for a DCP source.
 
         Raises:
-            UsageError: The source is a DCP, whose names stay what they are.
+            UsageError: The source is a DCP, whose names are kept.
         """
         if self.prefix and source.is_of_training:
             raise UsageError(
-                "--prefix is added to names that come from an HF checkpoint, and SRC is a DCP, which keeps its names; "
-                "use --source-prefix to select the model in it"
+                "--prefix requires an HF source; SRC is a DCP, whose names are kept; use --source-prefix to select the "
+                "model in it"
             )
 
 
@@ -165,8 +169,8 @@ class ToDcpOptions(DcpOptions, ShardingOptions, kw_only=False):
     command: ClassVar[str] = "convert to-dcp"
 
     direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(_DIRECTION)]
-    src: Annotated[str | Path, Argument("Checkpoint to convert.", "SRC")]
-    dst: Annotated[str | Path, Argument("Directory to write.", "DST")]
+    src: Annotated[str | Path, Argument(_SRC, "SRC")]
+    dst: Annotated[str | Path, Argument(_DST, "DST")]
 
 
 class ToHfOptions(ConversionOptions, kw_only=False):
@@ -175,8 +179,8 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     command: ClassVar[str] = "convert to-hf"
 
     direction: Annotated[Literal["to-hf", "dcp2hf"], Argument(_DIRECTION)]
-    src: Annotated[str | Path, Argument("Checkpoint to convert.", "SRC")]
-    dst: Annotated[str | Path, Argument("Directory to write.", "DST")]
+    src: Annotated[str | Path, Argument(_SRC, "SRC")]
+    dst: Annotated[str | Path, Argument(_DST, "DST")]
     _: KW_ONLY
     max_shard_size: Annotated[
         int | str | None,
@@ -187,9 +191,10 @@ class ToHfOptions(ConversionOptions, kw_only=False):
             default=f"the original shards if recorded, else {SHARD_SIZE}",
         ),
     ] = None
-    index: Annotated[Literal["auto", "always"], Option("Write an index even for a single file (always).", CONTENT)] = (
-        "auto"
-    )
+    index: Annotated[
+        Literal["auto", "always"],
+        Option("Index file: auto writes it for several files, always also for a single one.", CONTENT),
+    ] = "auto"
 
     @property
     def shard_bytes(self) -> int:
@@ -198,7 +203,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
 
     def check(self) -> None:
         super().check()
-        self.check_model_alone()
+        self.check_safetensors()
 
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "index": self.index}
@@ -209,12 +214,12 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
 
     command: ClassVar[str] = "reshard"
 
-    src: Annotated[str | Path, Argument("Checkpoint to reshard.", "SRC")]
-    dst: Annotated[str | Path, Argument("Directory to write.", "DST")]
+    src: Annotated[str | Path, Argument(_SRC, "SRC")]
+    dst: Annotated[str | Path, Argument(_DST, "DST")]
     _: KW_ONLY
     to: Annotated[
         Literal["dcp", "safetensors"] | None,
-        Option("Output: a DCP, or safetensors by rank.", CONTENT, default="the family of SRC"),
+        Option("Output format: a DCP, or safetensors by rank.", CONTENT, default="that of SRC"),
     ] = None
 
     def check(self) -> None:
@@ -226,13 +231,13 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
         """Check the options against an output in safetensors by rank.
 
         Raises:
-            UsageError: One asks for what such files cannot hold.
+            UsageError: An option requires DCP output.
         """
-        self.check_model_alone()
+        self.check_safetensors()
         if self.files is not None:
-            raise UsageError("--files: safetensors have as many files a rank as their tensors need; it is for a DCP")
+            raise UsageError("--files requires DCP output; the output is safetensors")
         if self.prefix:
             raise UsageError(
-                "--prefix is added to the names of a DCP, and the output is safetensors; use --source-prefix to select "
-                "the model in the source"
+                "--prefix requires DCP output; the output is safetensors; use --source-prefix to select the model in "
+                "the source"
             )

@@ -182,7 +182,7 @@ def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Itera
             from difflib import get_close_matches  # takes longer to import than most commands take to start
 
             near = get_close_matches(words, known, 1)
-            raise UsageError(f"{origin}{key}: no command of this name" + (f"; did you mean {near[0]}?" if near else ""))
+            raise UsageError(f"{origin}{key}: unknown command" + (f"; did you mean {near[0]}?" if near else ""))
         yield from _entries_of(value, f"{origin}{key}.", words)
 
 
@@ -249,7 +249,7 @@ def _parsed(setting: Setting, entry: _DefaultEntry) -> Any:
 def shown_value(default: Default) -> str:
     """Return the value of a default as it may be printed."""
     if default.setting.is_secret:
-        return "(not shown)"
+        return "(hidden)"
     value = default.value
     if isinstance(value, bool):
         return str(value).lower()

@@ -14,5 +14,5 @@ class DiffOptions(CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=Fals
 
     command: ClassVar[str] = "diff"
 
-    a: Annotated[str | Path, Argument("Checkpoint to compare.", "A")]
-    b: Annotated[str | Path, Argument("Checkpoint to compare with.", "B")]
+    a: Annotated[str | Path, Argument("First checkpoint: a directory, file, index or Hub id.", "A")]
+    b: Annotated[str | Path, Argument("Second checkpoint.", "B")]

@@ -14,6 +14,8 @@ from ckptx.options.option import OUTPUT, RECIPE, SEARCH, STEP, Argument, Option,
 from ckptx.options.output import ReportOutput
 from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions
 from ckptx.options.step import (
+    GPU_MEMORY,
+    MICROBATCHES,
     CheckpointedLayersOptions,
     CheckpointingOptions,
     GpuMemoryOptions,
@@ -26,7 +28,8 @@ Loss = Literal["sharded", "whole", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
 _BESIDE_A_RECIPE = ("recipe", "settings", "gpu_memory", "search", "gpus")
-_FIND = "Find the layouts of --gpus that fit --gpu-memory, with the checkpointing and microbatches each needs."
+_MODEL = "A config.json, a directory that contains one, or a Hub id."
+_SEARCH = "Find layouts for --gpus GPUs that fit --gpu-memory, with the checkpointing and microbatches that each needs."
 
 
 class StepOptions(
@@ -46,40 +49,51 @@ class StepOptions(
     recipe: Annotated[
         str | Path | None,
         Option(
-            "Forecast the run of a recipe: its name, or a file.",
+            "Name or YAML file of a recipe to forecast instead of MODEL.",
             RECIPE,
             metavar="RECIPE",
             default="none",
         ),
     ] = None
+    microbatches: Annotated[
+        int | None,
+        MICROBATCHES._replace(
+            help="Microbatches per step and data-parallel rank. Without PP, values above 1 mean gradient accumulation."
+        ),
+    ] = None
+    gpu_memory: Annotated[
+        int | str | None, GPU_MEMORY._replace(help="Memory per GPU; exit 1 if the step does not fit.")
+    ] = None
     batch: Annotated[
         int | None,
         Option(
-            "Sequences per step per data-parallel rank (per GPU with --search).",
+            "Sequences per step and data-parallel rank (per GPU with --search).",
             STEP,
             minimum=1,
             maximum=2**16,
             default="one per microbatch",
         ),
     ] = None
-    seq: Annotated[int, Option("Sequence length.", STEP, minimum=2, maximum=2**24)] = 4096
+    seq: Annotated[int, Option("Sequence length in tokens.", STEP, minimum=2, maximum=2**24)] = 4096
     images: Annotated[int, Option("Images per sequence (vision-language models).", STEP, minimum=0, maximum=2**16)] = 0
     dtype: Annotated[
-        Dtype, Option("Dtype of the stored parameters (auto: as the config says).", STEP, spellings=SPELLINGS)
+        Dtype, Option("Dtype of the parameters (auto: dtype of the config).", STEP, spellings=SPELLINGS)
     ] = "auto"
     param_dtype: Annotated[
         FloatDtype | None,
-        Option("FSDP2 param_dtype: all-gather and compute.", STEP, spellings=SPELLINGS, default="as stored"),
+        Option("FSDP2 param_dtype, for all-gather and compute.", STEP, spellings=SPELLINGS, default="that of --dtype"),
     ] = None
     reduce_dtype: Annotated[
         FloatDtype | None,
-        Option("FSDP2 reduce_dtype: gradient reduction.", STEP, spellings=SPELLINGS, default="that of --param-dtype"),
+        Option(
+            "FSDP2 reduce_dtype, for gradient reduction.", STEP, spellings=SPELLINGS, default="that of --param-dtype"
+        ),
     ] = None
-    optimizer: Annotated[OptimizerName, Option("Optimizer; sgd is without momentum.", STEP)] = "adamw"
+    optimizer: Annotated[OptimizerName, Option("Optimizer (sgd without momentum).", STEP)] = "adamw"
     loss: Annotated[
         Loss,
         Option(
-            "Loss: sharded over the vocabulary, whole (all logits in fp32, as in transformers), or none (sum of the "
+            "Cross-entropy loss on sharded logits, on whole logits in fp32 as in transformers, or none (the sum of the "
             "logits).",
             STEP,
             shorthands={"--no-loss": "none", "--loss-fp32": "whole"},
@@ -90,7 +104,7 @@ class StepOptions(
     def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
         if values.get("recipe") is not None and name not in _BESIDE_A_RECIPE:
             flag = settings_of(cls)[name].flag
-            return f"{flag} and --recipe exclude each other; change what the recipe trains by --set KEY=VALUE"
+            return f"{flag} cannot be combined with --recipe; change the recipe with --set KEY=VALUE"
         return super().conflict(name, values)
 
     def check_model(self, model: str | Path | None) -> None:
@@ -101,10 +115,10 @@ class StepOptions(
         """
         if model is None and self.recipe is None:
             raise UsageError(
-                "forecast requires a model: a config.json, a directory with one, a Hub id, or --recipe NAME"
+                "forecast requires a model: a config.json, a directory that contains one, a Hub id, or --recipe NAME"
             )
         if model is not None and self.recipe is not None:
-            raise UsageError(f"{model} and --recipe name two models; leave out one of them")
+            raise UsageError(f"{model} and --recipe both name a model; leave out one of them")
 
 
 class ForecastOptions(CheckpointedLayersOptions, PipelineOptions, StepOptions, kw_only=False):
@@ -112,9 +126,9 @@ class ForecastOptions(CheckpointedLayersOptions, PipelineOptions, StepOptions, k
 
     command: ClassVar[str] = "forecast"
 
-    model: Annotated[str | Path | None, Argument("A config.json, a directory with one, or a Hub id.", "MODEL")] = None
+    model: Annotated[str | Path | None, Argument(_MODEL, "MODEL")] = None
     _: KW_ONLY
-    search: Annotated[Literal[False], Option(_FIND, SEARCH)] = False
+    search: Annotated[Literal[False], Option(_SEARCH, SEARCH)] = False
 
     def check(self) -> None:
         super().check()
@@ -126,9 +140,9 @@ class SearchOptions(StepOptions, kw_only=False):
 
     command: ClassVar[str] = "forecast --search"
 
-    model: Annotated[str | Path | None, Argument("A config.json, a directory with one, or a Hub id.", "MODEL")] = None
+    model: Annotated[str | Path | None, Argument(_MODEL, "MODEL")] = None
     _: KW_ONLY
-    search: Annotated[Literal[True], Option(_FIND, SEARCH, requires=("gpus", "gpu_memory"))]
+    search: Annotated[Literal[True], Option(_SEARCH, SEARCH, requires=("gpus", "gpu_memory"))]
     gpus: Annotated[
         int | None,
         Option("Number of GPUs to search layouts for.", SEARCH, minimum=1, maximum=RANKS, default="none"),
@@ -145,9 +159,9 @@ class ForecastOutput(ReportOutput):
     html: Annotated[
         str | Path | None,
         Option(
-            "Plot memory over one training step: one HTML page that works offline.",
+            "Write a self-contained HTML page that plots memory over one training step.",
             OUTPUT,
             metavar="FILE",
-            default="no page",
+            default="none",
         ),
     ] = None

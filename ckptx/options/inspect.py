@@ -15,25 +15,25 @@ class InspectOptions(CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=F
 
     command: ClassVar[str] = "inspect"
 
-    path: Annotated[str | Path, Argument("Checkpoint to look at.", "PATH")]
+    path: Annotated[str | Path, Argument("Checkpoint: a directory, file, index or Hub id.", "PATH")]
     _: KW_ONLY
     tensors: Annotated[bool, Option("List every tensor.", OUTPUT)] = False
     ranks: Annotated[bool, Option("Show what each rank holds and how balanced the shards are.", OUTPUT)] = False
     match: Annotated[
         str | None,
         Option(
-            "List tensors whose name matches; with --ranks or --html, restrict those to them.",
+            "List the tensors whose names match; with --ranks or --html, show only these.",
             OUTPUT,
             metavar="GLOB",
-            default="all",
+            default="all tensors",
         ),
     ] = None
     html: Annotated[
         str | Path | None,
         Option(
-            "Draw which rank holds what into one HTML page that works offline.",
+            "Write a self-contained HTML page that shows which rank holds which shard.",
             OUTPUT,
             metavar="FILE",
-            default="no page",
+            default="none",
         ),
     ] = None

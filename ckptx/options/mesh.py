@@ -22,7 +22,7 @@ class MeshOptions(Options):
     tp: Annotated[
         int | None,
         Option(
-            "Tensor-parallel size.",
+            "Tensor-parallel size (TP).",
             LAYOUT,
             flags=("--tp", "--tensor-parallel-size"),
             minimum=1,
@@ -33,7 +33,7 @@ class MeshOptions(Options):
     pp: Annotated[
         int | None,
         Option(
-            "Pipeline-parallel size.",
+            "Pipeline-parallel size (PP).",
             LAYOUT,
             flags=("--pp", "--pipeline-parallel-size"),
             minimum=1,
@@ -42,7 +42,7 @@ class MeshOptions(Options):
         ),
     ] = None
     dp_shard: Annotated[
-        int | None, Option("FSDP ranks per tensor-parallel rank.", LAYOUT, minimum=1, maximum=RANKS, default="1")
+        int | None, Option("Data-parallel shard size (FSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")
     ] = None
 
     @property
@@ -56,7 +56,7 @@ class MeshOptions(Options):
         super().check()
         ranks = (self.tp or 1) * (self.pp or 1) * (self.dp_shard or 1)
         if ranks > RANKS:
-            raise UsageError(f"--tp x --pp x --dp-shard: {ranks} ranks, and a mesh must have at most {RANKS} ranks")
+            raise UsageError(f"--tp x --pp x --dp-shard: {ranks:,} ranks must be at most {RANKS:,}")
 
 
 class StageSplitOptions(MeshOptions):
@@ -65,7 +65,7 @@ class StageSplitOptions(MeshOptions):
     pp_split: Annotated[
         str,
         Option(
-            "How to assign layers to stages: a framework's rule, or explicit counts.",
+            "Assignment of layers to stages: even, the rule of a framework, or the layer count of each stage.",
             LAYOUT,
             metavar="even|vllm|titan|hf|a,b,c",
             words=SPLITS,
@@ -80,7 +80,7 @@ class ShardingOptions(StageSplitOptions):
     tp_plan: Annotated[
         str | Path | None,
         Option(
-            'JSON file {"pattern": "style"} in model names; takes precedence over the model\'s own plan.',
+            'JSON file {"pattern": "style"} with transformers module names; takes precedence over the model\'s plan.',
             LAYOUT,
             metavar="FILE",
             default="the model's plan",
@@ -93,7 +93,7 @@ class ReplicaOptions(MeshOptions):
     """Options for the mesh of a run, which may have replicas."""
 
     dp_replicate: Annotated[
-        int | None, Option("Number of replicas of the mesh (HSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")
+        int | None, Option("Data-parallel replicate size (HSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")
     ] = None
 
     @property
@@ -110,9 +110,9 @@ class PipelineOptions(StageSplitOptions):
     schedule: Annotated[
         Schedule,
         Option(
-            "Pipeline schedule; also interleavedzerobubble, zbvzerobubble, dualpipev.",
+            "Pipeline schedule: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev.",
             LAYOUT,
-            metavar="gpipe|1f1b|interleaved1f1b|...",
+            metavar="SCHEDULE",
             requires=(("pp", 2),),
         ),
     ] = "1f1b"

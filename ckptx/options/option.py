@@ -30,10 +30,10 @@ else:
 
 
 # Sections of a help page, in their order.
-LAYOUT, CONTENT, COMPARISON, RUNNING = "Layout", "Content", "Comparison", "Running the models"
-STEP, RECIPE, SEARCH, LIMITS = "Training step", "From a recipe", "Layout search", "Limits"
-RUN, HUB, OUTPUT, GLOBAL = "Run", "Hub", "Output", "Global options"
-SECTIONS = (LAYOUT, CONTENT, COMPARISON, RUNNING, STEP, RECIPE, SEARCH, LIMITS, RUN, HUB, OUTPUT, GLOBAL)
+CONTENT, LAYOUT, COMPARISON, RUNNING = "Output checkpoint", "Layout", "Comparison", "Model run"
+STEP, RECIPE, SEARCH, LIMITS = "Training step", "Recipe", "Layout search", "Memory limits"
+SOURCE, RUN, OUTPUT, GLOBAL = "Source", "Execution", "Report", "Global options"
+SECTIONS = (LAYOUT, CONTENT, COMPARISON, RUNNING, STEP, RECIPE, SEARCH, LIMITS, SOURCE, RUN, OUTPUT, GLOBAL)
 
 T = TypeVar("T", bound="Options")
 Requirement = str | tuple[str, int]  # the name of a field that must be set, or its name and the least value
@@ -348,7 +348,7 @@ class Options:
                 return f"{flag} requires {settings[needed].flag}" + (f" {least} or more" if least else "")
         for other in option.excludes:
             if other in settings and settings[other].is_set(values.get(other)):
-                return f"{flag} and {settings[other].flag} exclude each other; leave out one of them"
+                return f"{flag} cannot be combined with {settings[other].flag}; leave out one of them"
         return ""
 
 

@@ -13,7 +13,7 @@ class JsonOutput(Options):
     """Options for the result as a document."""
 
     as_json: Annotated[
-        bool, Option("Print one JSON document on stdout, also on failure.", OUTPUT, flags=("--json",))
+        bool, Option("Print the report as JSON on stdout, also on failure.", OUTPUT, flags=("--json",))
     ] = False
 
 
@@ -23,11 +23,11 @@ class ReportOutput(JsonOutput):
     report_file: Annotated[
         str | Path | None,
         Option(
-            "Write the same document to FILE, on success and on failure.",
+            "Write the JSON report to FILE, also on failure.",
             OUTPUT,
             flags=("--report",),
             metavar="FILE",
-            default="no file",
+            default="none",
         ),
     ] = None
 
@@ -38,14 +38,14 @@ class ReportOutput(JsonOutput):
             if setting.option is not None and setting.is_path:
                 other = named.setdefault(Path(value), setting.flag)
                 if other != setting.flag:
-                    raise UsageError(f"{value}: is the file of both {other} and {setting.flag}; name two files")
+                    raise UsageError(f"{value} is given for both {other} and {setting.flag}; choose two files")
 
 
 class GlobalOptions(Options):
     """Options of the program, accepted before and after the command."""
 
     quiet: Annotated[
-        bool, Option("Print errors only (verify still prints a one-line verdict).", GLOBAL, flags=("-q", "--quiet"))
+        bool, Option("Print errors only; checks still print a one-line verdict.", GLOBAL, flags=("-q", "--quiet"))
     ] = False
     verbose: Annotated[bool, Option("Log each step and show tracebacks.", GLOBAL, flags=("-v", "--verbose"))] = False
-    no_color: Annotated[bool, Option("Never print colors.", GLOBAL)] = False
+    no_color: Annotated[bool, Option("Disable colors.", GLOBAL)] = False

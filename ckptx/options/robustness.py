@@ -23,9 +23,7 @@ class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, Recipe
 
     command: ClassVar[str] = "robustness"
 
-    recipe: Annotated[
-        str | Path, Argument("Name of a recipe that ckptx brings, or a YAML file.", "RECIPE", is_optional=True)
-    ]
+    recipe: Annotated[str | Path, Argument("Name of a built-in recipe, or a YAML file.", "RECIPE", is_optional=True)]
     _: KW_ONLY
     phases: Annotated[str | None, Option("Run only these phases, e.g. 0-3,6.", RUN, metavar="LIST", default="all")] = (
         None
@@ -43,15 +41,15 @@ class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, Recipe
     out: Annotated[
         str | Path | None,
         Option(
-            "Directory for everything that is written.",
+            "Output directory.",
             RUN,
             metavar="DIR",
-            default="a temporary one, kept on failure",
+            default="temporary, kept on failure",
         ),
     ] = None
     on_phase: Annotated[
         Callable[[RobustnessReport], None],
-        Hook("Function that is called with the report so far, before the first phase and after each phase."),
+        Hook("Function that is called with the partial report before the first phase and after each phase."),
     ] = _ignore
 
 
@@ -61,18 +59,18 @@ class RobustnessOutput(ReportOutput):
     html: Annotated[
         str | Path | None,
         Option(
-            "Write phases, losses, memory and differences to one HTML page that works offline.",
+            "Write a self-contained HTML page with phases, losses, memory and differences.",
             OUTPUT,
             metavar="FILE",
-            default="no page",
+            default="none",
         ),
     ] = None
     junit: Annotated[
         str | Path | None,
         Option(
-            "Write JUnit XML for CI: a test case for each phase and each oracle.",
+            "Write JUnit XML for CI, with a test case for each phase and each check.",
             OUTPUT,
             metavar="FILE",
-            default="no file",
+            default="none",
         ),
     ] = None

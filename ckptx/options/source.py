@@ -5,29 +5,35 @@
 from pathlib import Path
 from typing import Annotated
 
-from ckptx.options.option import CONTENT, HUB, Hook, Option, Options
+from ckptx.options.option import SOURCE, Hook, Option, Options
 from ckptx.report.report import Log
 
 
 class CallbackOptions(Options):
     """Parameters for the notes of a run."""
 
-    log: Annotated[Log | None, Hook("Log that keeps the notes of the run, even if the run fails.")] = None
+    log: Annotated[Log | None, Hook("Log that collects the notes of the run, even if the run fails.")] = None
 
 
 class HubOptions(Options):
     """Options for a Hub id."""
 
     revision: Annotated[
-        str | None, Option("Branch, tag or commit of a Hub id.", HUB, metavar="REV", default="main")
+        str | None, Option("Branch, tag or commit of a Hub repository.", SOURCE, metavar="REV", default="main")
     ] = None
     token: Annotated[
         str | None,
-        Option("Hub token.", HUB, metavar="TOKEN", default="HF_TOKEN, then the token of hf auth login", is_secret=True),
+        Option(
+            "Hugging Face access token.",
+            SOURCE,
+            metavar="TOKEN",
+            default="HF_TOKEN, else the token of hf auth login",
+            is_secret=True,
+        ),
     ] = None
     cache_dir: Annotated[
         str | Path | None,
-        Option("Hub cache.", HUB, metavar="DIR", default="HF_HUB_CACHE, then HF_HOME"),
+        Option("Cache directory for Hub downloads.", SOURCE, metavar="DIR", default="HF_HUB_CACHE, else HF_HOME/hub"),
     ] = None
 
 
@@ -37,8 +43,8 @@ class SourcePrefixOptions(Options):
     source_prefix: Annotated[
         str,
         Option(
-            'Prefix to strip from the names of a DCP; it selects one of several models. "" selects names without one.',
-            CONTENT,
+            'Prefix of the tensor names in a DCP, e.g. "model."; selects one of several models. "" is no prefix.',
+            SOURCE,
             metavar="auto|TEXT",
             words=("auto",),
             replaces=("prefix",),
@@ -54,4 +60,4 @@ class SourcePrefixOptions(Options):
 class RemoteCodeOptions(Options):
     """Options for custom model code."""
 
-    trust_remote_code: Annotated[bool, Option("Allow custom model code from the checkpoint.", CONTENT)] = False
+    trust_remote_code: Annotated[bool, Option("Allow custom model code from the checkpoint.", SOURCE)] = False

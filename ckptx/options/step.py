@@ -5,23 +5,23 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from ckptx.options.option import LIMITS, RECIPE, RUN, STEP, Option, Options
+from ckptx.options.option import LIMITS, RECIPE, RUNNING, STEP, Option, Options
 from ckptx.options.sizes import parse_size
+
+MICROBATCHES = Option(
+    "Microbatches per step and data-parallel rank.",
+    STEP,
+    minimum=1,
+    maximum=2**16,
+    default="one per pipeline stage",
+)
+GPU_MEMORY = Option("Memory per GPU; refuse to start if the run cannot fit.", LIMITS, is_size=True, default="no check")
 
 
 class MicrobatchOptions(Options):
     """Options for dividing a step."""
 
-    microbatches: Annotated[
-        int | None,
-        Option(
-            "Microbatches per step and data-parallel rank; without PP, more than 1 means gradient accumulation.",
-            STEP,
-            minimum=1,
-            maximum=2**16,
-            default="one per stage",
-        ),
-    ] = None
+    microbatches: Annotated[int | None, MICROBATCHES] = None
 
 
 class CheckpointingOptions(Options):
@@ -29,7 +29,7 @@ class CheckpointingOptions(Options):
 
     activation_checkpointing: Annotated[
         Literal["none", "full", "submodule", "selective"] | None,
-        Option("Activation checkpointing: what layers recompute.", STEP, default="none"),
+        Option("Activation checkpointing: full layers, their submodules, or selective per op.", STEP, default="none"),
     ] = None
 
     @property
@@ -43,24 +43,21 @@ class CheckpointedLayersOptions(CheckpointingOptions):
 
     ac_scope: Annotated[
         Literal["all", "language", "vision", "audio"],
-        Option("Layers that activation checkpointing applies to.", STEP, requires=("activation_checkpointing",)),
+        Option("Part of the model to apply activation checkpointing to.", STEP, requires=("activation_checkpointing",)),
     ] = "all"
 
 
 class DeviceOptions(Options):
     """Options for the device and the communication of a run."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], Option("Device to run on.", RUN)] = "auto"
-    backend: Annotated[Literal["auto", "gloo", "nccl"], Option("Communication backend.", RUN)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option("Device to run on.", RUNNING)] = "auto"
+    backend: Annotated[Literal["auto", "gloo", "nccl"], Option("Communication backend.", RUNNING)] = "auto"
 
 
 class GpuMemoryOptions(Options):
     """Options for the memory of GPUs."""
 
-    gpu_memory: Annotated[
-        int | str | None,
-        Option("Memory per GPU; fail if the run would not fit.", LIMITS, is_size=True, default="no check"),
-    ] = None
+    gpu_memory: Annotated[int | str | None, GPU_MEMORY] = None
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -78,6 +75,6 @@ class RecipeOptions(Options):
             RECIPE,
             flags=("--set",),
             metavar="KEY=VALUE",
-            default="the recipe's value",
+            default="none",
         ),
     ] = ()

@@ -15,6 +15,9 @@ from ckptx.options.sizes import parse_size
 from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions, SourcePrefixOptions
 from ckptx.options.step import CheckpointedLayersOptions, DeviceOptions, GpuMemoryOptions, MicrobatchOptions
 
+_REFERENCE = "Checkpoint to compare with: a directory, file, index or Hub id."
+_CHECKPOINT = "Checkpoint to check."
+_RUN = "Load both checkpoints into transformers models and compare logits, loss and gradients."
 _MOST_MICROBATCHES = 1024  # the logits of each are kept
 
 
@@ -47,7 +50,7 @@ class RunOptions(
     compute_dtype: Annotated[
         Dtype, Option("Compute dtype (auto: as stored).", RUNNING, spellings=SPELLINGS, replaces=("dtype",))
     ] = "fp32"
-    compile: Annotated[bool, Option("Compile each layer.", RUNNING)] = False
+    compile: Annotated[bool, Option("Compile each layer with torch.compile.", RUNNING)] = False
     backward: Annotated[bool, Option("Also compare gradients of one training step.", STEP, off="--no-backward")] = True
     strict: Annotated[bool, Option("Also exit 1 if the result is inconclusive.", RUNNING)] = False
 
@@ -73,20 +76,18 @@ class CompareOptions(BufferOptions, CallbackOptions, HubOptions, SourcePrefixOpt
 
     command: ClassVar[str] = "verify"
 
-    reference: Annotated[str | Path, Argument("Checkpoint that the other should be equal to.", "REFERENCE")]
-    checkpoint: Annotated[str | Path, Argument("Checkpoint to check.", "CHECKPOINT")]
+    reference: Annotated[str | Path, Argument(_REFERENCE, "REFERENCE")]
+    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT, "CHECKPOINT")]
     _: KW_ONLY
     dtype: Annotated[
         Dtype,
         Option(
-            "Cast the reference first, as convert --dtype does (auto: compare as stored).",
+            "Cast the reference before comparing (auto: compare as stored).",
             COMPARISON,
             spellings=SPELLINGS,
         ),
     ] = "auto"
-    run: Annotated[
-        Literal[False], Option("Load both checkpoints into transformers models and compare what they compute.", RUNNING)
-    ] = False
+    run: Annotated[Literal[False], Option(_RUN, RUNNING)] = False
 
 
 class CompareRunOptions(RunOptions, HubOptions, kw_only=False):
@@ -94,9 +95,7 @@ class CompareRunOptions(RunOptions, HubOptions, kw_only=False):
 
     command: ClassVar[str] = "verify --run"
 
-    reference: Annotated[str | Path, Argument("Checkpoint that the other should be equal to.", "REFERENCE")]
-    checkpoint: Annotated[str | Path, Argument("Checkpoint to check.", "CHECKPOINT")]
+    reference: Annotated[str | Path, Argument(_REFERENCE, "REFERENCE")]
+    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT, "CHECKPOINT")]
     _: KW_ONLY
-    run: Annotated[
-        Literal[True], Option("Load both checkpoints into transformers models and compare what they compute.", RUNNING)
-    ]
+    run: Annotated[Literal[True], Option(_RUN, RUNNING)]

@@ -13,15 +13,15 @@ from ckptx.report.documents.robustness import RobustnessReport
 
 @api(RobustnessOptions)
 def robustness(options: RobustnessOptions) -> RobustnessReport:
-    """Train, save, load, export, reshard and resume as a recipe says, and compare bit for bit.
+    """Train, save, load, export, reshard and resume with a recipe, and compare the states bit for bit.
 
     Raises:
-        UsageError: An option or a setting has a value it cannot have.
-        InputError: The recipe, or what it names, cannot be read.
-        UnsupportedError: The recipe asks for something that cannot run.
+        UsageError: An option or a recipe key has an invalid value.
+        InputError: The recipe, or a file that it names, cannot be read.
+        UnsupportedError: The recipe cannot run.
         OutputError: `out` cannot be written.
-        SpaceError: It does not fit into memory, or on the disk.
-        EnvironmentProblem: A package is missing, or there is no such device.
+        SpaceError: The run does not fit into memory, or the output onto the disk.
+        EnvironmentProblem: A package is missing, or the device does not exist.
     """
     from ckptx.errors import missing_package
 

@@ -202,9 +202,9 @@ def test_options_may_stand_before_the_paths(hf: Path, dst: Path) -> None:
         (["convert", "hf2dcp", "HF", "DST", "--workers", "0"], "--workers: 0 must be between 1 and 1,024"),
         (["convert", "hf2dcp", "HF", "DST", "--files", "-1"], "--files: -1 must be between 1 and 65,536"),
         (["convert", "hf2dcp", "HF", "DST", "--max-memory", "many"], '--max-memory: "many" is not a size'),
-        (["convert", "hf2dcp", "HF", "DST", "--max-memory", "1kB"], "must be at least 2 MiB each"),
+        (["convert", "hf2dcp", "HF", "DST", "--max-memory", "1kB"], "must be at least 2 MiB per worker"),
         (["convert", "dcp2hf", "HF", "DST", "--max-shard-size", "0"], '--max-shard-size: "0" is not a size'),
-        (["convert", "dcp2hf", "HF", "DST", "--tied", "alias"], "--tied alias: safetensors cannot"),
+        (["convert", "dcp2hf", "HF", "DST", "--tied", "alias"], "--tied alias requires DCP output"),
         (["verify", "HF", "HF", "--dtype", "fp8"], '--dtype: "fp8" must be one of'),
     ],
 )

@@ -176,16 +176,16 @@ def ended(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "forecast requires a model: a config.json, a directory with one, a Hub id, or --recipe NAME"),
+        ([], "forecast requires a model: a config.json, a directory that contains one, a Hub id, or --recipe NAME"),
         (["M", "--set", "a=b"], "--set requires --recipe"),
-        (["M", "--recipe", "r"], "M and --recipe name two models"),
+        (["M", "--recipe", "r"], "M and --recipe both name a model"),
         (
             ["--recipe", "r", "--tp", "2"],
-            "--tp and --recipe exclude each other; change what the recipe trains by --set",
+            "--tp cannot be combined with --recipe; change the recipe with --set",
         ),
-        (["--recipe", "r", "--no-loss"], "--loss and --recipe exclude each other"),
+        (["--recipe", "r", "--no-loss"], "--loss cannot be combined with --recipe"),
         (["M", "--no-loss", "--loss-fp32"], "--loss is given as both none and whole; leave out one of them"),
-        (["M", "--html", "x", "--report", "x"], "x: is the file of both --report and --html"),
+        (["M", "--html", "x", "--report", "x"], "x is given for both --report and --html"),
         (["M", "--tp", "two"], '--tp: "two" must be an integer'),
     ],
 )

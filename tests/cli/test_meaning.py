@@ -289,11 +289,11 @@ def test_help_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("reshrad a b", "No such command: reshrad; did you mean reshard?"),
-        ("convert to-hc a b", "No such command: to-hc; did you mean to-hf?"),
-        ("convert hf2dpc a b", "No such command: hf2dpc; did you mean hf2dcp?"),
-        ("zzz", "No such command: zzz; the commands are inspect, convert, reshard, diff, verify,"),
-        ("help zzz", "No such command: zzz; the commands are inspect, convert, reshard, diff, verify,"),
+        ("reshrad a b", "unknown command: reshrad; did you mean reshard?"),
+        ("convert to-hc a b", "unknown command: to-hc; did you mean to-hf?"),
+        ("convert hf2dpc a b", "unknown command: hf2dpc; did you mean hf2dcp?"),
+        ("zzz", "unknown command: zzz; the commands are inspect, convert, reshard, diff, verify,"),
+        ("help zzz", "unknown command: zzz; the commands are inspect, convert, reshard, diff, verify,"),
         ("reshard a b --wokers 2", "reshard does not take --wokers; did you mean --workers?"),
         ("reshard a b --zzz 2", "reshard does not take --zzz"),
         ("--zzz", "ckptx does not take --zzz"),

@@ -180,8 +180,8 @@ def ended(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
     [
         ([], "Missing argument 'RECIPE'"),
         (["--inject", "nan"], "Missing argument 'RECIPE'"),
-        (["r", "--html", "x", "--junit", "x"], "x: is the file of both --html and --junit"),
-        (["r", "--report", "x", "--junit", "x"], "x: is the file of both --report and --junit"),
+        (["r", "--html", "x", "--junit", "x"], "x is given for both --html and --junit"),
+        (["r", "--report", "x", "--junit", "x"], "x is given for both --report and --junit"),
         (["r", "s"], "unexpected extra argument"),
     ],
 )
@@ -219,10 +219,12 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_help_names_the_sections(stub: StubRun) -> None:
     said = ran("--help").stdout
     assert [line for line in said.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
-        "From a recipe:",
-        "Limits:",
-        "Run:",
-        "Output:",
+        "Arguments:",
+        "Model run:",
+        "Recipe:",
+        "Memory limits:",
+        "Execution:",
+        "Report:",
         "Global options:",
         "Examples:",
     ]

@@ -97,8 +97,8 @@ def test_a_repeatable_option_and_what_is_no_option(monkeypatch: pytest.MonkeyPat
         ("wokers = 2", "ckptx.toml: wokers: ckptx does not take --wokers; did you mean --workers?"),
         ("[reshard]\nindex = 'auto'", "ckptx.toml: reshard.index: reshard does not take --index (convert to-hf does)"),
         ("[diff]\nprefix = 'x'", "ckptx.toml: diff.prefix: diff does not take --prefix; use --source-prefix"),
-        ("[resherd]\ntp = 2", "ckptx.toml: resherd: no command of this name; did you mean reshard?"),
-        ("[convert.zzz]\ntp = 2", "ckptx.toml: convert.zzz: no command of this name"),
+        ("[resherd]\ntp = 2", "ckptx.toml: resherd: unknown command; did you mean reshard?"),
+        ("[convert.zzz]\ntp = 2", "ckptx.toml: convert.zzz: unknown command"),
         ("workers = 'many'", 'ckptx.toml: workers: "many" must be an integer'),
         ("workers = true", "ckptx.toml: workers: True must be an integer"),
         ("[reshard]\ntp = 0", "ckptx.toml: reshard.tp: 0 must be between 1 and"),
@@ -160,7 +160,7 @@ def test_a_refusal_names_the_defaults_of_the_call() -> None:
     files(own="workers = 3")
     result = run("reshard", "hf", "out", "--max-memory", "2MB")
     assert result.return_value == 2
-    assert result.stderr.splitlines()[1] == "note: set by default: --workers (ckptx.toml: workers)"
+    assert result.stderr.splitlines()[1] == "note: defaults in use: --workers (ckptx.toml: workers)"
 
 
 def test_env_lists_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:

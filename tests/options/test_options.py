@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import ckptx
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.options.commands import COMMANDS, tables_of
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
+from ckptx.options.help import help_of, section_titles
 from ckptx.options.option import OUTPUT, Option, Options, settings_of
 from ckptx.options.sizes import default_workers, parse_size
 from tests.support.calls import arguments_of
@@ -77,13 +79,13 @@ def test_spellings_of_a_dtype() -> None:
         ("to-dcp", {"worker": 1}, "convert to-dcp does not take --worker; did you mean --workers?"),
         ("to-dcp", {"max_shard_size": "5GB"}, "convert to-dcp does not take --max-shard-size (convert to-hf does)"),
         ("to-hf", {"files": 2}, "convert to-hf does not take --files (convert to-dcp and reshard do)"),
-        ("to-hf", {"tied": "alias"}, "--tied alias: safetensors cannot let two names share bytes; use auto, copy or"),
+        ("to-hf", {"tied": "alias"}, "--tied alias requires DCP output; in safetensors two names cannot share bytes"),
         ("to-hf", {"prefix": "model."}, "convert to-hf does not take --prefix; use --source-prefix"),
         ("to-dcp", {"workers": True}, "--workers: True must be an integer"),
         ("to-dcp", {"workers": 1.5}, "--workers: 1.5 must be an integer"),
         ("to-dcp", {"workers": 2000}, "--workers: 2000 must be between 1 and 1,024"),
         ("to-dcp", {"files": 0}, "--files: 0 must be between 1 and 65,536"),
-        ("to-dcp", {"tp": 300, "pp": 300}, "--tp x --pp x --dp-shard: 90000 ranks, and a mesh must have at"),
+        ("to-dcp", {"tp": 300, "pp": 300}, "--tp x --pp x --dp-shard: 90,000 ranks must be at most 65,536"),
         ("to-dcp", {"max_memory": "1MB", "workers": 1}, "--max-memory: 1,000,000 bytes for 1 worker must be at least"),
         ("to-dcp", {"max_memory": "some"}, '--max-memory: "some" is not a size; write 5GB, 256MiB'),
         ("to-dcp", {"dtype": "int8"}, '--dtype: "int8" must be one of auto, base, bf16, fp16, fp32'),
@@ -102,7 +104,7 @@ def test_spellings_of_a_dtype() -> None:
         ("forecast", {"search": True, "gpus": 2}, "--search requires --gpu-memory"),
         ("forecast", {"search": True, "gpus": 2, "gpu_memory": "1GB", "schedule": "gpipe"}, "forecast --search does"),
         ("forecast", {"settings": ["a=b"]}, "--set requires --recipe"),
-        ("forecast", {"recipe": "r"}, "a and --recipe name two models; leave out one of them"),
+        ("forecast", {"recipe": "r"}, "a and --recipe both name a model; leave out one of them"),
         ("forecast", {"loss": "some"}, '--loss: "some" must be one of sharded, whole, none'),
     ],
 )  # fmt: skip
@@ -137,7 +139,9 @@ def test_a_signature_has_each_option_with_its_type_and_default(words: str) -> No
             if setting.name not in ("run", "search", "direction"):
                 assert parameter.annotation == setting.type
                 assert parameter.default == (inspect.Parameter.empty if setting.is_required else setting.default)
-            assert f"        {setting.name}: {setting.annotation.help}" in function.__doc__
+            text = re.sub(r"--([a-z-]+)", lambda found: f"`{found[1].replace('-', '_')}`", setting.annotation.help)
+            text = re.sub(r"\b(SRC|DST|MODEL)\b", lambda found: f"`{found[1].lower()}`", text)
+            assert f" {setting.name}: {text}" in " ".join(function.__doc__.split())
     assert function.__module__ == module
 
 
@@ -231,3 +235,17 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
     )
     found = [line.split(":")[1] for line in done.stdout.splitlines() if "error" in line and "use.py" in line]
     assert [*dict.fromkeys(found)] == ["5", "6", "7", "10", "11", "12", "13", "16", "17"], done.stdout + done.stderr
+
+
+def test_help_names_what_an_option_depends_on() -> None:
+    texts = help_of(tables_of(COMMANDS["verify"]))
+    assert texts["tp_plan"].sentences().endswith(" Requires --run and --tp 2 or more.")
+    assert texts["tp_plan"].sentences(with_condition=False).endswith(" Requires --tp 2 or more.")
+    assert texts["workers"].sentences().endswith(" Not with --run.")
+    assert "Requires" not in texts["run"].sentences()
+    assert not texts["as_json"].condition and not texts["source_prefix"].condition
+    titles = section_titles([*texts.values()])
+    assert titles["Layout"] == "Layout (with --run)" and titles["Execution"] == "Execution (without --run)"
+    assert titles["Source"] == "Source", "--trust-remote-code requires --run, and the others do not"
+    search = help_of(tables_of(COMMANDS["forecast"]))["search"]
+    assert search.sentences().endswith(" Requires --gpus and --gpu-memory.")

@@ -1,0 +1,115 @@
+"""Help of options as a command shows it: section, text, and the options that each one depends on.
+
+    verify --tp-plan    section "Layout"; requires --run and --tp 2 or more
+    verify --workers    section "Execution"; not with --run
+
+The command line, docs/options.md and the docstrings of the Python functions print these texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckptx.options.option import Options, Setting, settings_of
+
+
+class Switch(NamedTuple):
+    """An option that chooses between two tables of a command, such as `--run` of `verify`.
+
+    Attributes:
+        setting: The option, as the table that it selects has it.
+        on: Table with the option.
+        off: Table without the option.
+    """
+
+    setting: Setting
+    on: type[Options]
+    off: type[Options]
+
+
+class OptionHelp(NamedTuple):
+    """Help of an option in one command.
+
+    Attributes:
+        section: Heading of its section.
+        text: Help text, without dependencies.
+        requires: Options that must be given with it, such as "--tp 2 or more".
+        condition: Dependency on the switch of the command, "with --run" or "without --run"; "" for none.
+        is_switch: True for the switch itself.
+    """
+
+    section: str
+    text: str
+    requires: Sequence[str] = ()
+    condition: str = ""
+    is_switch: bool = False
+
+    def sentences(self, *, with_condition: bool = True) -> str:
+        """Return the text with its dependencies.
+
+        Args:
+            with_condition: False leaves out the condition, for a section whose heading shows it.
+        """
+        flags, excluded = list(self.requires), ""
+        if with_condition and self.condition:
+            word, _, flag = self.condition.rpartition(" ")
+            if word == "with":
+                flags.insert(0, flag)
+            else:
+                excluded = f" Not with {flag}."
+        required = f" Requires {' and '.join(flags)}." if flags else ""
+        return f"{self.text}{excluded}{required}"
+
+
+def help_of(tables: Sequence[type[Options]]) -> dict[str, OptionHelp]:
+    """Return the help of every option in the tables of a command, by the names of the fields."""
+    switch = switch_of(tables)
+    found: dict[str, OptionHelp] = {}
+    for table in tables:
+        for name, setting in settings_of(table).items():
+            if setting.option is None or name in found:
+                continue
+            condition, is_switch = "", switch is not None and name == switch.setting.name
+            if switch is not None and is_switch:
+                table, setting = switch.on, switch.setting
+            elif switch is not None and table is switch.off and name not in settings_of(switch.on):
+                condition = f"without {switch.setting.flag}"
+            elif switch is not None and table is switch.on:
+                condition = f"with {switch.setting.flag}"
+            assert setting.option is not None
+            requires = _required_flags(table, setting)
+            found[name] = OptionHelp(setting.option.section, setting.option.help, requires, condition, is_switch)
+    return found
+
+
+def switch_of(tables: Sequence[type[Options]]) -> Switch | None:
+    """Return the option that chooses between two of the tables; None if a command has one table of options."""
+    for on in tables:
+        for name, setting in settings_of(on).items():
+            if setting.choices == (True,):
+                off = next(each for each in tables if each is not on and name in settings_of(each))
+                return Switch(setting, on, off)
+    return None
+
+
+def section_titles(entries: Sequence[OptionHelp]) -> dict[str, str]:
+    """Return the heading of each section; it has the condition that every option of the section has."""
+    conditions: dict[str, set[str]] = {}
+    for each in entries:
+        if not each.is_switch:
+            conditions.setdefault(each.section, set()).add(each.condition)
+    return {
+        section: f"{section} ({found.pop()})" if len(found) == 1 and "" not in found else section
+        for section, found in conditions.items()
+    }
+
+
+def _required_flags(table: type[Options], setting: Setting) -> list[str]:
+    """Return the options that an option requires, such as "--tp 2 or more"."""
+    assert setting.option is not None
+    settings, flags = settings_of(table), []
+    for requirement in (*setting.option.requires, *table.requirements.get(setting.name, ())):
+        name, least = (requirement, 0) if isinstance(requirement, str) else requirement
+        flags.append(settings[name].flag + (f" {least} or more" if least else ""))
+    return flags
