@@ -1,7 +1,7 @@
-"""`pytest --ckptx-recipe NAME`: a test for each phase of a robustness run; and a fixture that runs a recipe.
+"""pytest plugin: `--ckptx-recipe NAME` adds a test for each phase of a robustness run; a fixture runs a recipe.
 
-pytest imports this file at every start, in projects that never ask for it, too. So it imports the rest of
-ckptx, and torch, only when the first test of a recipe runs. All tests of a recipe share that one run.
+pytest imports this file in every project, so it imports the rest of ckptx and torch only when the first test of a
+recipe runs. All tests of a recipe share one run.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import pytest
 if TYPE_CHECKING:
     from ckptx.report.documents.robustness import RobustnessReport
 
-# What phases there are is known before any is run, and without torch.
+# Names of the phases, for collection without torch.
 PHASES = (
     "source parity", "straight run", "replicas", "save again", "export", "other layouts", "resume", "kills",
 )  # fmt: skip
-_WHOLE = "run"  # the test of what is no phase's own
+_WHOLE = "run"  # name of the test of the run as a whole
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--ckptx-recipe` and `--ckptx-set`."""
-    group = parser.getgroup("ckptx", "robustness of checkpoints")
+    """Add `--ckptx-recipe` and `--ckptx-set`."""
+    group = parser.getgroup("ckptx", "checkpoint robustness (ckptx)")
     group.addoption(
         "--ckptx-recipe",
         action="append",
         default=[],
         metavar="RECIPE",
-        help="run this recipe as `ckptx robustness` does, a test for each phase; may be given several times",
+        help="Recipe to run as `ckptx robustness` does, with one test per phase (repeatable).",
     )
     group.addoption(
         "--ckptx-set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="another value for a key of these recipes; may be given several times",
+        help="Override a key of the recipes, e.g. layout.tp=2 (repeatable).",
     )
 
 
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:  # fmt: skip
-    """Adds the tests of recipes before others select among all."""
+    """Add the tests of recipes before other plugins deselect tests."""
     for recipe in dict.fromkeys(config.getoption("ckptx_recipe")):
         node = RecipeNode.from_parent(
             session, name=recipe, nodeid=f"ckptx-recipe {recipe}", settings=config.getoption("ckptx_set")
@@ -55,9 +55,12 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture
 def checkpoint_robustness(tmp_path: Path) -> Callable[..., RobustnessReport]:
-    """Runs a recipe: `checkpoint_robustness("llama_tiny", settings=["layout.tp=2"])`, with the options of the command.
+    """Return a function that runs a recipe, with the options of `ckptx.robustness`.
 
-    It asserts nothing: `report.ok` is for the test to look at. What is written goes below `tmp_path`.
+        report = checkpoint_robustness("llama_tiny", settings=["layout.tp=2"])
+        assert report.ok
+
+    The function asserts nothing. It writes below `tmp_path`.
     """
 
     def run(recipe: str | Path, **options: Any) -> RobustnessReport:
@@ -70,11 +73,11 @@ def checkpoint_robustness(tmp_path: Path) -> Callable[..., RobustnessReport]:
 
 
 class PhaseFailure(Exception):
-    """A phase of a recipe failed; the text names what differs."""
+    """A phase of a recipe failed; the message names the differences."""
 
 
 class RecipeNode(pytest.Collector):
-    """A recipe: its one run, and a test for each phase of it."""
+    """Collector of a recipe: one run, and a test for each phase."""
 
     def __init__(self, *, settings: Sequence[str], **made: Any) -> None:
         super().__init__(**made)
@@ -83,18 +86,18 @@ class RecipeNode(pytest.Collector):
         self._error: Exception | None = None
 
     def collect(self) -> Iterator[pytest.Item]:
-        """The test of the run as a whole, which also says why there is none, and those of its phases."""
+        """Return the test of the run as a whole, which fails if there is no report, and the tests of the phases."""
         for name in (_WHOLE, *PHASES):
             item = PhaseItem.from_parent(self, name=name)
-            if self.config.pluginmanager.hasplugin("xdist"):  # `--dist loadgroup` keeps them in one process
+            if self.config.pluginmanager.hasplugin("xdist"):  # with `--dist loadgroup` they run in one process
                 item.add_marker(pytest.mark.xdist_group(self.nodeid))
             yield item
 
     def report(self) -> RobustnessReport:
-        """What the run found; it runs when this is first called.
+        """Run the recipe at the first call, and return the report.
 
         Raises:
-            CkptxError: It could not be judged.
+            CkptxError: The run ended without a report.
         """
         if self._error is not None:
             raise self._error
@@ -103,32 +106,32 @@ class RecipeNode(pytest.Collector):
 
             try:
                 self._report = robustness(self.name, settings=self._settings)
-            except Exception as error:  # kept for the tests that come after
+            except Exception as error:  # raised again for the tests that follow
                 self._error = error
                 raise
         return self._report
 
 
 class PhaseItem(pytest.Item):
-    """A phase of a recipe; or all that is no known phase's own."""
+    """Test of a phase of a recipe, or of the run as a whole."""
 
     parent: RecipeNode
 
     def runtest(self) -> None:
-        """Runs the recipe, if no other test of it has, and looks at the phase."""
+        """Run the recipe if no other test has, and check the phase."""
         if self.name == _WHOLE:
-            self._look_at_the_whole(self.parent.report())
+            self._check_whole(self.parent.report())
             return
         try:
             report = self.parent.report()
-        except Exception as error:  # said by the test of the whole
-            pytest.skip(f"the run was not judged: {error}")
+        except Exception as error:  # the test of the whole run fails with it
+            pytest.skip(f"the run ended without a report: {error}")
         phase = next((phase for phase in report.phases if phase["name"] == self.name), None)
         if phase is None:
-            pytest.skip("the recipe has no such phase, or was not asked for it")
-        self._look_at(report, phase)
+            pytest.skip("the recipe does not have or does not select this phase")
+        self._check_phase(report, phase)
 
-    def _look_at(self, report: RobustnessReport, phase: Mapping[str, Any]) -> None:
+    def _check_phase(self, report: RobustnessReport, phase: Mapping[str, Any]) -> None:
         from ckptx.report.robustness import phase_text
         from ckptx.untrusted.printable import shown
 
@@ -136,21 +139,21 @@ class PhaseItem(pytest.Item):
         if phase["ok"] is None:
             pytest.skip("; ".join(phase["notes"]) or "not run")
         if phase["ok"] is False:
-            said = shown(report)
-            raise PhaseFailure(phase_text(said, said.phases[list(report.phases).index(dict(phase))]))
+            printable = shown(report)
+            raise PhaseFailure(phase_text(printable, printable.phases[list(report.phases).index(dict(phase))]))
 
-    def _look_at_the_whole(self, report: RobustnessReport) -> None:
+    def _check_whole(self, report: RobustnessReport) -> None:
         from ckptx.report.robustness_words import verdict
         from ckptx.untrusted.printable import one_line
 
         for phase in report.phases:
             if phase["name"] not in PHASES and phase["ok"] is not None:
-                self._look_at(report, phase)
+                self._check_phase(report, phase)
         if not report.ok and all(phase["ok"] is not False for phase in report.phases):
             raise PhaseFailure(one_line(verdict(report)))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **options: Any) -> Any:
-        """What differs, without a traceback through ckptx; one for what is no refusal of its own."""
+        """Return the differences or the error of ckptx without a traceback; other exceptions with one."""
         from ckptx.errors import CkptxError
 
         if isinstance(excinfo.value, PhaseFailure):
@@ -160,5 +163,5 @@ class PhaseItem(pytest.Item):
         return super().repr_failure(excinfo, *args, **options)
 
     def reportinfo(self) -> tuple[Path, None, str]:
-        """Where it stands in pytest's listings."""
+        """Return the location for the listings of pytest."""
         return self.config.rootpath, None, f"{self.parent.name}: {self.name}"

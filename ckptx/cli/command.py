@@ -1,7 +1,7 @@
 """Click commands from tables of options: help in titled sections, choices and ranges, shell completion.
 
-What a value may be, the table checks, in the words that Python callers read, too. So the types here hand every value
-on, and a report is written for a wrong one as for any other failure.
+The tables check the values, with the same messages as the Python functions. The click types here pass every value on,
+so that a report is written for an invalid value as for any other failure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptx.options.help import help_of, section_titles
 from ckptx.options.option import GLOBAL, SECTIONS, Argument, Option, Options, Setting, settings_of
 from ckptx.options.output import GlobalOptions
 
-# `--max_memory` is `--max-memory`: torchrun users type both.
+# `--max_memory` means `--max-memory`, as with torchrun.
 SETTINGS = {
     "token_normalize_func": lambda name: name.replace("_", "-"),
     "help_option_names": ["-h", "--help"],
@@ -36,14 +36,14 @@ else:
 
 
 class ChoiceParam(_StringChoice):
-    """A choice: help and completion show the words."""
+    """Choice for help and completion; any value is accepted."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
 
 
 class Number(click.IntRange):
-    """A number in a range."""
+    """Integer in a range for help and completion; any value is accepted."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -52,18 +52,18 @@ class Number(click.IntRange):
             return value
 
     def _describe_range(self) -> str:
-        return ""  # the most is a defense against absurd values, and no help
+        return ""  # the maximum is a guard against absurd values
 
 
-class Words(click.types.StringParamType):
-    """Free text, among which some words have a meaning of their own."""
+class TextWithKeywords(click.types.StringParamType):
+    """String of which some values are keywords, for completion."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = words
+    def __init__(self, keywords: Sequence[str]) -> None:
+        self.keywords = keywords
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Complete the words."""
-        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+        """Complete the keywords."""
+        return [CompletionItem(keyword) for keyword in self.keywords if keyword.startswith(incomplete)]
 
 
 class _Sectioned(click.Command):
@@ -123,11 +123,11 @@ def _write_rows(formatter: click.HelpFormatter, rows: Sequence[tuple[str, str]])
 
 
 class SectionedCommand(_Sectioned):
-    """A command with titled help sections."""
+    """Command with titled help sections."""
 
 
 class SectionedGroup(_Sectioned, click.Group):
-    """A group with titled help sections."""
+    """Group of commands with titled help sections."""
 
     def __init__(self, *args: Any, params: Sequence[click.Parameter] | None = None, **settings: Any) -> None:
         settings = {"context_settings": SETTINGS, "invoke_without_command": True, **settings}
@@ -137,7 +137,7 @@ class SectionedGroup(_Sectioned, click.Group):
         """Return a command.
 
         Raises:
-            UsageError: There is none of this name.
+            UsageError: There is no command of this name.
         """
         command = self.get_command(ctx, name)
         if command is None:
@@ -165,10 +165,10 @@ class CommandCall(NamedTuple):
     """A call of a command.
 
     Attributes:
-        words: The command, as it was called.
-        given: The options and arguments of its function that are set.
-        output: Report and progress of this call.
-        defaults: Options that a file or the environment sets, as a reader should see them.
+        words: Name of the command as it was called, such as "convert hf2dcp".
+        given: Options and arguments of the Python function that are set.
+        output: Options of the output.
+        defaults: Options that a file or the environment sets, as text for a note.
     """
 
     words: str
@@ -178,10 +178,10 @@ class CommandCall(NamedTuple):
 
 
 def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[CommandCall], int]], SectionedCommand]:
-    """Make the click command of a function; its docstring is the help.
+    """Decorate a function as a click command; its docstring is the help.
 
     Args:
-        words: The command, as in `COMMANDS`.
+        words: Name of the command in `COMMANDS`.
         examples: Calls that run as written.
     """
     made = COMMANDS[words]
@@ -212,10 +212,10 @@ def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[Comman
 
 
 def _call_of(made: Command, values: Mapping[str, Any]) -> CommandCall:
-    """Sort the values that click has parsed, and defaults: options of the function, of the output, of the program.
+    """Add defaults to the values that click has parsed, and split them into options of the function and of the output.
 
     Raises:
-        CkptxError: A place for the output cannot be, or a default has a value that it cannot have.
+        CkptxError: An option of the output or a default has an invalid value.
     """
     context = click.get_current_context()
     words, program = words_of(context), context.find_root().ensure_object(dict)
@@ -245,13 +245,13 @@ def _call_of(made: Command, values: Mapping[str, Any]) -> CommandCall:
 
 
 def _may_have_defaults() -> bool:
-    """Return whether a file or a variable may have some; most calls do without the module that reads them."""
+    """Return True if a file or a variable may set defaults; most calls skip the module that reads them."""
     files = any(os.path.lexists(name) for name in ("ckptx.toml", "pyproject.toml"))
     return files or any(name.startswith("CKPTX_") for name in os.environ)
 
 
 def words_of(context: click.Context) -> str:
-    """Return the words of a command, without the name of the program, which torchrun and `python -m` choose."""
+    """Return the name of a command, such as "convert to-dcp", without the name of the program."""
     words = []
     while context.parent is not None:
         words.append(context.info_name or "")
@@ -324,11 +324,11 @@ def _type_of(setting: Setting, option: Option) -> click.ParamType[Any]:
         return click.Path()
     if setting.kind is int and not option.is_size:
         return Number(option.minimum, option.maximum)
-    return Words(option.words)
+    return TextWithKeywords(option.words)
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Keep a global option, wherever it stands: before the command or after it."""
+    """Store a global option in the root context, whether it is given before or after the command."""
     settings = ctx.find_root().ensure_object(dict)
     if value:
         settings[param.name] = value

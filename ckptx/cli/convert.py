@@ -1,4 +1,4 @@
-"""`ckptx convert to-dcp` and `ckptx convert to-hf`, which are also called `hf2dcp` and `dcp2hf`."""
+"""`ckptx convert to-dcp` and `ckptx convert to-hf`, with the aliases `hf2dcp` and `dcp2hf`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptx.options.commands import COMMANDS
 
 
 class _Convert(SectionedGroup):
-    """Group of the conversions; each has a familiar name beside its own."""
+    """Group of the conversions, each of which has an alias."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

@@ -14,7 +14,7 @@ from ckptx.report.environment import installed
 from ckptx.report.report import Log
 from ckptx.version import __version__
 
-# The versions the test suite runs with, the oldest and the newest; those between and beyond are expected to work.
+# Oldest and newest versions that the test suite runs with.
 _TESTED = {"torch": "2.11.0 and 2.13.0", "transformers": "5.17.0 and 5.23.0", "safetensors": "0.8.0"}
 _ALSO = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec", "jinja2")
 

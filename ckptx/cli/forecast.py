@@ -54,7 +54,7 @@ def command(call: CommandCall) -> int:
 
 
 def _pages(subject: str, html: str | Path | None) -> dict[str, Callable[[Report], str]]:
-    """Return what is written beside the report, and what makes its text."""
+    """Return the files to write with the report: path -> function that makes the content."""
 
     def page(report: Report) -> str:
         from ckptx.report.forecast_html import forecast_page

@@ -1,4 +1,4 @@
-"""The `ckptx` group. Commands are imported when called, so that each costs what it needs and no more."""
+"""The `ckptx` group. A command is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ckptx.options.commands import COMMANDS, GROUPS, all_words, refuse_unknown, 
 from ckptx.options.output import GlobalOptions
 from ckptx.version import __version__
 
-# Of processes, devices, and the directory where a forkserver listens.
-_HAVE_TO_TAKE_LEAVE = frozenset({"torch", "multiprocessing.forkserver"})
+# Modules with exit handlers that must run: for processes, devices, and the directory of a forkserver.
+_MODULES_WITH_EXIT_HANDLERS = frozenset({"torch", "multiprocessing.forkserver"})
 
 
 class _LazyGroup(SectionedGroup):
-    """A group that imports `ckptx.cli.NAME` when its command is asked for."""
+    """Group that imports `ckptx.cli.NAME` when its command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(dict.fromkeys(words.split()[0] for words in COMMANDS))
@@ -74,10 +74,7 @@ def _help(words: Sequence[str]) -> None:
 
 
 def commands() -> dict[str, click.Command]:
-    """Return every command by its words: "reshard", "convert to-dcp", and its other name "convert hf2dcp".
-
-    Importing all of them takes a moment.
-    """
+    """Import and return every command by name: "reshard", "convert to-dcp", and the alias "convert hf2dcp"."""
     found: dict[str, click.Command] = {}
     for words in all_words():
         command: click.Command = cli
@@ -91,7 +88,7 @@ def commands() -> dict[str, click.Command]:
 
 
 def _message(error: click.UsageError) -> str:
-    """Return one line for wrong usage, with the command that has an option, or the nearest spelling."""
+    """Return one line for a usage error, with a suggestion for an unknown option."""
     message = error.format_message().rstrip(".")
     ctx = error.ctx
     if isinstance(error, click.NoSuchOption) and ctx is not None:
@@ -112,10 +109,10 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     """
     settle_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal that cannot show a letter shows its number
+        if isinstance(stream, TextIOWrapper):  # escape what the encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only moves bytes here, but would start threads
-    gc.disable()  # catalogs are many small objects without cycles; looking for some costs a third of the start
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads that are not used
+    gc.disable()  # catalogs have many objects and no cycles; collecting takes a third of the start
     try:
         code = work()
     except click.exceptions.Exit as leave:
@@ -127,19 +124,19 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
         code = 130
     except Terminated as stopped:
         code = exit_code_of(stopped)
-    except Exception as error:  # not in the work itself, whose errors are reported, but in telling of it
+    except Exception as error:  # raised outside `Output.run`, which reports the others
         say_error(f"internal error: {type(error).__name__}: {error}; please report it")
         code = Defect.exit_code
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def run(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -> None:
-    """Run `main` as a process, which ends without taking apart catalogs of a hundred thousand tensors first."""
+    """Run `main` and end the process without freeing catalogs of a hundred thousand tensors first."""
     listen()
     try:
         main(work)
     except SystemExit as leave:
-        if not _HAVE_TO_TAKE_LEAVE.isdisjoint(sys.modules):
+        if not _MODULES_WITH_EXIT_HANDLERS.isdisjoint(sys.modules):
             raise
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

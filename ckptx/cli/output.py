@@ -1,4 +1,4 @@
-"""Where everything a command says goes: results to stdout, the rest to stderr; errors are formatted here alone."""
+"""Output of a command: results go to stdout, notes, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ R = TypeVar("R", bound=Report)
 
 
 class Output:
-    """How one run talks, from the global options and the environment."""
+    """Output of one run, as the global options and the environment ask for it."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Output:
         *,
         is_quiet: bool = False,
     ) -> None:
-        """Looks at the environment.
+        """Read the global options of the click context and the environment.
 
         Args:
-            output: File for the report; None prints it only.
-            pages: Other files that are made of it, and written when it is: where, and what makes the text of each.
-            is_quiet: Print errors only, as `--quiet`.
+            output: Options of the output; None for a command without them.
+            pages: Other files to write with the report: path -> function that makes the content from the report.
+            is_quiet: True prints errors only, as `--quiet` does.
         """
         context = click.get_current_context(silent=True)
         settings: dict[str, Any] = context.find_root().ensure_object(dict) if context is not None else {}
@@ -74,13 +74,14 @@ class Output:
         text: Callable[[R], str],
         verdict: Callable[[R], str] | None = None,
     ) -> int:
-        """Runs a command and delivers its report, whatever happens.
+        """Run a command, and print and write its report, also on failure.
 
         Args:
-            command: Name for the report.
-            work: Makes the report, and takes down what the user should know even if it fails.
-            text: The report for a person.
-            verdict: What is left of it with --quiet, in one line; without one, only a difference found is told.
+            command: Name of the command in the report.
+            work: Function that makes the report; it adds notes to the log.
+            text: Function that formats the report for a terminal.
+            verdict: Function that formats the report as one line for --quiet; None prints the text instead, and only
+                if the exit code is not 0.
 
         Returns:
             The exit code.
@@ -91,7 +92,7 @@ class Output:
         try:
             if os.environ.get("WORLD_SIZE", "1") == "1":
                 for path in self._files():
-                    refuse_place(path)  # several processes look when they have met, to fail together
+                    refuse_place(path)  # ranks of one run check this after the rendezvous, so that all of them fail
             with self._saying_steps():
                 report = work(log)
         except CkptxError as error:
@@ -106,7 +107,7 @@ class Output:
                 "; nothing was published; run again with --resume to continue" if _makes_checkpoint(command) else ""
             )
             raised, failure = error, f"interrupted{advice}"
-        except Exception as error:  # a defect: said as one, with its cause, and never as a difference found
+        except Exception as error:  # a defect in ckptx, which is never reported as a difference
             raised, failure = error, f"internal error: {type(error).__name__}: {error}; please report it"
             self._trace(error)
         self._close_bar()
@@ -120,20 +121,20 @@ class Output:
         return code
 
     def _deliver(self, report: R, text: Callable[[R], str], verdict: Callable[[R], str] | None) -> int:
-        """Says what was found, wherever it shall be said; the exit code."""
+        """Write and print a report; return the exit code."""
         code = self._write(report) or report.exit
         if self.as_json:
             return code
         if not self.quiet:
             for warning in report.warnings:
                 click.echo(f"note: {one_line(warning)}", err=True)
-        said = verdict if self.quiet and verdict is not None else text
-        if self._is_first and (not self.quiet or code or said is verdict):
-            code = print_result(said(shown(report)) + "\n") or code
+        formatter = verdict if self.quiet and verdict is not None else text
+        if self._is_first and (not self.quiet or code or formatter is verdict):
+            code = print_result(formatter(shown(report)) + "\n") or code
         return code
 
     def _fail(self, stopwatch: Stopwatch, report: Report, failure: str, raised: BaseException) -> int:
-        """Says why there is no result; the exit code."""
+        """Write a report of the failure and print the error; return the exit code."""
         code = EnvironmentProblem.exit_code if isinstance(raised, MemoryError) else exit_code_of(raised)
         code = self._write(stopwatch.stop(replace(report, exit=code, error=failure))) or code
         if self._is_first or not (isinstance(raised, PeerFailure) and raised.is_said):
@@ -141,14 +142,14 @@ class Output:
         return code
 
     def red(self, text: str) -> str:
-        """A text in red, where stdout is a terminal that may have colour."""
+        """Return a string in red if stdout is a terminal and colors are allowed."""
         return text if self._is_plain or not sys.stdout.isatty() else click.style(text, fg="red", bold=True)
 
     def tell(self, report: R, text: Callable[[R], str]) -> bool:
-        """Says something of a report that is not done yet.
+        """Print a part of a report that is not complete yet.
 
         Returns:
-            Whether it did: with --quiet and --json only the end is told.
+            True if it was printed; False with --quiet and --json.
         """
         if self.quiet or self.as_json:
             return False
@@ -159,7 +160,7 @@ class Output:
         return [*([] if self.report_file is None else [self.report_file]), *self._pages]
 
     def _write(self, report: Report) -> int:
-        """Writes the documents that were asked for; 0, or the exit code of what went wrong."""
+        """Write the report and the other files; return 0, or the exit code of a failure."""
         code = 0
         for path in self._files() if self._is_first else ():
             try:
@@ -168,7 +169,7 @@ class Output:
                 else:
                     report.write(path)
             except (OutputError, UnsupportedError) as error:
-                if str(error) != report.error:  # said before the work, and so is not said twice
+                if str(error) != report.error:  # not a second time
                     say_error(f"{error}; the report was not written")
                 report = replace(report, exit=report.exit or error.exit_code)
                 code = report.exit
@@ -188,7 +189,12 @@ class Output:
         return saying_steps()
 
     def progress(self, done: int, total: int) -> None:
-        """Shows bytes done: a bar on a terminal, elsewhere a line now and then."""
+        """Show the progress: a bar on a terminal, elsewhere a line every ten seconds.
+
+        Args:
+            done: Bytes done.
+            total: Bytes in total.
+        """
         if not self._progress:
             return
         if not sys.stderr.isatty():
@@ -197,7 +203,7 @@ class Output:
                 click.echo(f"{human_bytes(done)} of {human_bytes(total)}", err=True)
             return
         if self._bar is None:
-            from tqdm import tqdm
+            from tqdm.auto import tqdm  # a widget in a notebook
 
             self._bar = tqdm(total=total, bar_format=_BAR, leave=False, file=sys.stderr)
             self._bar_began = time.monotonic()
@@ -213,14 +219,14 @@ class Output:
 
 
 def _makes_checkpoint(command: str) -> bool:
-    """Return whether a command makes a checkpoint."""
+    """Return True if a command writes a checkpoint."""
     from ckptx.options.commands import all_words
 
     return all_words()[command].is_converting
 
 
 def _say_trace(error: BaseException) -> None:
-    """Where an error was raised, on stderr."""
+    """Print the traceback of an error to stderr."""
     import traceback  # takes longer to import than most commands take to start
     from textwrap import indent
 

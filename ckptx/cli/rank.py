@@ -1,6 +1,6 @@
-"""A rank that ckptx started: `python -m ckptx.cli.rank OPTIONS REPORT`, which reads its options from a document.
+"""Entry point of a rank that ckptx starts: `python -m ckptx.cli.rank OPTIONS REPORT`.
 
-Defaults from files and the environment are in the document already.
+OPTIONS is a JSON document, which already contains the defaults from files and the environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptx.options.verify import CompareRunOptions
 
 
 def run_rank() -> int:
-    """Run the command that the document describes, and write its report on rank 0; return the exit code."""
+    """Run `verify --run` with the options of the document, write the report on rank 0, and return the exit code."""
     from ckptx.api.verify_run import verify_running
     from ckptx.report.running import run_text, run_verdict
 

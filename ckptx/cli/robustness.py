@@ -54,7 +54,7 @@ def command(call: CommandCall) -> int:
 
 
 def _pages(recipe: str, output: Any) -> dict[str, Callable[[Report], str]]:
-    """Return what is written beside the report, and what makes the text of each file."""
+    """Return the files to write with the report: path -> function that makes the content."""
 
     def page(report: Report) -> str:
         from ckptx.report.robustness_html import robustness_page

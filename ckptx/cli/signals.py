@@ -1,8 +1,8 @@
-"""SIGTERM and SIGHUP are always heard: as an exception where Python can raise one, else by a thread that ends the run.
+"""Handlers of SIGTERM and SIGHUP, which raise an exception; if Python cannot run them, a thread ends the process.
 
-Python runs a handler between two of its own instructions. One long call (a read from a file system that hangs, a
-checksum of gigabytes) keeps it waiting as long as it lasts; the byte that the signal leaves in a pipe does not wait. So
-a thread reads that pipe. What is then left behind is what `kill -9` leaves: a staging directory, for `--resume`.
+Python runs a signal handler between two bytecode instructions. One long call (a read from a file system that hangs, a
+checksum of gigabytes) delays it for as long as the call takes. The byte that the signal writes to the wakeup pipe is
+not delayed, so a thread reads that pipe. It leaves the same files as `kill -9`: a staging directory for `--resume`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import FrameType
 
 from ckptx.errors import HungUp, Terminated
 
-GRACE = 3.0  # seconds for the handler to run
-FAREWELL = 20.0  # seconds for what the exception sets off: threads to end, files to close
+HANDLER_SECONDS = 3.0  # time for the handler to run
+CLEANUP_SECONDS = 20.0  # time for the exception to end threads and close files
 
-_heard = threading.Event()
+_is_handled = threading.Event()
 
 
 def listen() -> None:
-    """Listens from now on. SIGHUP stays ignored where it is: `nohup` and `setsid` ask for that."""
+    """Install the handlers. SIGHUP stays ignored if it is, as under `nohup`."""
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -35,14 +35,14 @@ def listen() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    _heard.set()
+    _is_handled.set()
     raise HungUp if number == signal.SIGHUP else Terminated
 
 
 def _watch(reader: int, numbers: frozenset[int]) -> None:
     while arrived := os.read(reader, 16):
         for number in numbers.intersection(arrived):
-            if _heard.wait(GRACE):
-                time.sleep(FAREWELL)
+            if _is_handled.wait(HANDLER_SECONDS):
+                time.sleep(CLEANUP_SECONDS)
             os.write(2, b"error: terminated; nothing was published; run again with --resume to continue\n")
             os._exit(128 + number)

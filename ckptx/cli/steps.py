@@ -1,4 +1,4 @@
-"""The steps of a command on stderr, as `--verbose` asks for them."""
+"""Log lines of a command on stderr, for `--verbose`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ckptx.untrusted.printable import one_line
 
 
 class _OneLine(logging.Formatter):
-    """A record as one line, whatever names it speaks of; under torchrun with the rank."""
+    """Formatter that prints a record as one line, under torchrun with the rank."""
 
     def format(self, record: logging.LogRecord) -> str:
         rank = os.environ.get("RANK")
         lead = "" if rank is None else f"rank {rank} "
-        said = one_line(record.getMessage(), 0)
-        return f"{lead}{record.relativeCreated / 1000:8.3f} s  {record.name.removeprefix('ckptx.')}: {said}"
+        message = one_line(record.getMessage(), 0)
+        return f"{lead}{record.relativeCreated / 1000:8.3f} s  {record.name.removeprefix('ckptx.')}: {message}"
 
 
 @contextmanager
 def saying_steps() -> Iterator[None]:
-    """Sends what the steps of a command log to stderr."""
+    """Print the log records of ckptx to stderr within the context."""
     logger, handler = logging.getLogger("ckptx"), logging.StreamHandler(sys.stderr)
     before = logger.level, logger.propagate
     handler.setFormatter(_OneLine())

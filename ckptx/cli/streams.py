@@ -1,4 +1,4 @@
-"""The three standard streams: made safe to use whatever the caller left of them, and what is written to them."""
+"""The three standard streams: opened if the caller closed them, and written to."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from ckptx.untrusted.printable import one_line
 
 
 def settle_streams() -> None:
-    """Opens the standard streams that are closed, and lets every name be printed in any locale.
+    """Open the standard streams that are closed, and escape characters that the locale cannot encode.
 
-    With a closed stdout (`ckptx ... >&-`) the first file that is opened would get descriptor 1, and a summary would be
-    written into it: into the weights. What goes to a closed stream goes nowhere. A name that the encoding of a stream
-    lacks is printed with escapes.
+    With a closed stdout (`ckptx ... >&-`) the first file to be opened would get descriptor 1, and a summary would be
+    written into it, possibly into a file of weights. Output to a closed stream is discarded.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
     if sys.stdin is None:
         sys.stdin = _text(0, "r")
     if sys.stdout is None:
@@ -41,14 +40,14 @@ def _text(descriptor: int, mode: str) -> io.TextIOWrapper:
 
 
 def print_result(text: str) -> int:
-    """Write a result to stdout and return the exit code; a reader that has gone is no failure."""
+    """Write a result to stdout and return the exit code; a closed pipe is not a failure."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush it again at exit
         say_error(f"stdout: cannot be written: {error.strerror}")
         return OutputError.exit_code
     return 0
@@ -58,12 +57,12 @@ def say_error(message: str, *, as_json: bool = False, exit_code: int = UsageErro
     """Print one line to stderr.
 
     Args:
-        message: The error.
-        as_json: Print a report to stdout, too, for an error in the call itself: its caller waits for one.
-        exit_code: Exit code that the report gives.
+        message: Error message.
+        as_json: True also prints a JSON report to stdout, for an error in the call itself.
+        exit_code: Exit code in the report.
     """
     if as_json:
-        from ckptx.report.report import Report, Stopwatch  # takes longer to import than most errors take to be found
+        from ckptx.report.report import Report, Stopwatch  # slow to import
 
         report = Report(command="usage", exit=exit_code, error=message)
         print_result(Stopwatch().stop(report).to_json())

@@ -1,7 +1,7 @@
-"""The options of every command, each written down once.
+"""Options of every command; each is defined once.
 
-One table for each command (`inspect.py`, `verify.py`, ...), composed of mixins that several commands share (`mesh.py`,
-`source.py`, ...). A table is a frozen dataclass to type checkers, and a field of it is an option:
+Each command has a table (`inspect.py`, `verify.py`, ...), composed of mixins that several commands share (`mesh.py`,
+`source.py`, ...). Type checkers see a table as a frozen dataclass. Each field is an option:
 
     tp: Annotated[int | None, Option("Tensor-parallel size.", LAYOUT, minimum=1, default="1")] = None
         |              |                                                                         |
@@ -9,8 +9,9 @@ One table for each command (`inspect.py`, `verify.py`, ...), composed of mixins 
 
     ReshardOptions --> cli/command.py    the click command: types, help in sections, completion
                    --> api.py            the Python function with its typed keyword arguments
-                   --> checks            in the constructor, so that both refuse the same values in the same words
-                   --> document.py       one JSON document for a rank that ckptx starts
+                   --> checks            in the constructor, so that both refuse the same values with the same message
+                   --> help.py           texts of `--help`, docs/options.md and docstrings
+                   --> document.py       JSON document for a rank that ckptx starts
                    --> defaults.py       defaults from files and the environment
                    --> docs/options.md   the tables (tools/build_options_page.py)
 """

@@ -1,4 +1,4 @@
-"""Threads and memory of a command that moves or compares bytes, and the spellings of dtypes."""
+"""Mixin for commands that copy or compare bytes: threads and memory; spellings of dtypes."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -15,11 +15,11 @@ SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def no_progress(done: int, total: int) -> None:
-    """Ignore the progress of a run."""
+    """Ignore the progress."""
 
 
 class BufferOptions(Options):
-    """Threads and memory of a run that moves or compares bytes."""
+    """Options for threads and memory."""
 
     workers: Annotated[
         int | None,
@@ -43,5 +43,5 @@ class BufferOptions(Options):
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of buffers in flight."""
+        """Return the memory for I/O buffers in bytes."""
         return parse_size(self.max_memory, "--max-memory")

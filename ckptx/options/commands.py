@@ -1,4 +1,4 @@
-"""The list of commands: summary, tables of options and Python function of each, imported when they are used."""
+"""List of commands: summary, tables of options and Python function; the modules are imported on use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Command(NamedTuple):
 
     Attributes:
         summary: Line in the list of commands, without a period; begins with a verb.
-        tables: The tables of its options, as `module:class` below `ckptx.options`. An option of the second table and
-            not of the first needs the option that chooses the second table, as `--run` does.
+        tables: Tables of options of the Python function, as `module:class` below `ckptx.options`. The second table, if
+            any, is selected by a switch such as `--run`.
         function: Python function as `module:name`; empty for a command without one.
-        output: Table of what the command line has beside the function.
-        aliases: Familiar names of the same command.
+        output: Table of options that only the command line has, as `module:class`.
+        aliases: Other names of the command, without the name of its group.
         is_converting: True if the command writes a checkpoint.
     """
 
@@ -32,12 +32,12 @@ class Command(NamedTuple):
 
     @property
     def options(self) -> list[type[Options]]:
-        """Import and return the tables."""
+        """Import and return the tables of options of the Python function."""
         return [_table(name) for name in self.tables]
 
     @property
     def outputs(self) -> type[Options]:
-        """Import and return the table of what the command line has beside the function."""
+        """Import and return the table of options that only the command line has."""
         return _table(self.output)
 
 
@@ -78,7 +78,7 @@ GROUPS = {"convert": "Convert a checkpoint to DCP or HF safetensors"}
 
 
 def all_words() -> dict[str, Command]:
-    """Return every command by its words, familiar names included."""
+    """Return every command by name, aliases included."""
     found: dict[str, Command] = {}
     for words, command in COMMANDS.items():
         group = words.rpartition(" ")[0]
@@ -87,16 +87,16 @@ def all_words() -> dict[str, Command]:
 
 
 def tables_of(command: Command) -> list[type[Options]]:
-    """Return every table of a command, those of the command line and of the program included."""
+    """Return every table of a command, including those of the output and of the global options."""
     return [*command.options, command.outputs, _table("output:GlobalOptions")]
 
 
 def refuse_unknown(words: str, tables: Sequence[type[Options]], name: str) -> UsageError:
-    """Make the error for an option that a command does not have.
+    """Return the error for an option that a command does not have.
 
     Args:
-        words: The command.
-        tables: Its tables.
+        words: Name of the command.
+        tables: Tables of the command.
         name: Flag or keyword argument.
     """
     name = name.lstrip("-").replace("-", "_")
@@ -114,7 +114,7 @@ def refuse_unknown(words: str, tables: Sequence[type[Options]], name: str) -> Us
     if others:
         return UsageError(f"{words} does not take {flag} ({_listed(others)})")
     known = [flag for each in own.values() if each.option is not None for flag in each.flags]
-    from difflib import get_close_matches  # takes longer to import than most commands take to start
+    from difflib import get_close_matches  # slow to import
 
     near = get_close_matches(flag, known, 1)
     return UsageError(f"{words} does not take {flag}" + (f"; did you mean {near[0]}?" if near else ""))

@@ -1,4 +1,4 @@
-"""The options of `convert to-dcp`, `convert to-hf` and `reshard`."""
+"""Options of `convert to-dcp`, `convert to-hf` and `reshard`."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -16,7 +16,7 @@ from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions,
 from ckptx.untrusted.limits import RANKS
 from ckptx.wording import counted
 
-if TYPE_CHECKING:  # a help page needs none of it
+if TYPE_CHECKING:  # not imported for a help page
     from ckptx.catalog.form import Form
 
 Names = Literal["disk", "model", "torchtitan"]

@@ -1,4 +1,4 @@
-"""Defaults of options on the command line, from files of the working directory and from the environment.
+"""Defaults of options on the command line, from files in the working directory and from the environment.
 
     command line  >  CKPTX_WORKERS=8  >  ckptx.toml  >  pyproject.toml  >  built-in default
 
@@ -6,9 +6,9 @@
     [convert]                     # `convert to-dcp` and `convert to-hf`; in pyproject.toml [tool.ckptx.convert]
     max-memory = "1GB"
     [verify]
-    reference-memory = "8GB"      # left out of a call without --run, which has no use for it
+    reference-memory = "8GB"      # ignored in a call without --run
 
-A name is that of the flag, with dashes or underscores. The Python functions have none of this.
+A key is the name of a flag, with dashes or underscores. The Python functions do not use these defaults.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Default(NamedTuple):
     """A default of one option.
 
     Attributes:
-        setting: The option.
-        value: Value as the table takes it.
-        origin: File and key, or variable.
+        setting: Option.
+        value: Value for the table.
+        origin: File and key, or environment variable.
     """
 
     setting: Setting
@@ -44,13 +44,13 @@ class Default(NamedTuple):
 
 
 class _DefaultEntry(NamedTuple):
-    """A line of a file, or a variable.
+    """A key of a file, or an environment variable.
 
     Attributes:
-        scope: Words of the command or the group; empty for every command.
-        name: Name as it is written, with underscores.
-        value: Value as it is written.
-        origin: File and key, or variable.
+        scope: Name of a command or a group; empty for every command.
+        name: Name of the option, with underscores.
+        value: Value in the file or the variable, not checked yet.
+        origin: File and key, or environment variable.
     """
 
     scope: str
@@ -60,7 +60,7 @@ class _DefaultEntry(NamedTuple):
 
 
 def defaults_of(words: str) -> dict[str, Default]:
-    """Return the defaults of a command by the names of its options.
+    """Return the defaults of a command by the names of the fields.
 
     Raises:
         UsageError: A file or a variable has an unknown key or a value that is not allowed.
@@ -77,17 +77,17 @@ def defaults_of(words: str) -> dict[str, Default]:
 
 
 def useful_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
-    """Return the defaults that mean something in a call.
+    """Return the defaults that apply to a call.
 
-    A default is left out where its option is given, where another one that it requires is not set, and where one that
-    it excludes is set.
+    A default is ignored if its option is given, if an option that it requires is not set, or if an option that it
+    cannot be combined with is set.
 
     Args:
-        words: The command.
-        given: The options of the call by name.
+        words: Name of the command.
+        given: Options of the call by name.
 
     Raises:
-        UsageError: `defaults_of` raised it.
+        UsageError: A file or a variable has an unknown key or a value that is not allowed.
     """
     found = {name: each for name, each in defaults_of(words).items() if name not in given}
     command = all_words()[words]
@@ -107,10 +107,10 @@ def useful_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
 
 
 def every_default() -> Iterator[tuple[Default, list[str]]]:
-    """Iterate over the defaults that are in force, each with the commands that it is for.
+    """Iterate over the defaults in force, each with the names of its commands.
 
     Raises:
-        UsageError: `defaults_of` raised it.
+        UsageError: A file or a variable has an unknown key or a value that is not allowed.
     """
     found: dict[tuple[str, str], tuple[Default, list[str]]] = {}
     for words in COMMANDS:
@@ -133,7 +133,7 @@ def _layers() -> Iterator[list[_DefaultEntry]]:
 
 
 def _table_of(file: str, table: str) -> Mapping[str, Any] | None:
-    """Return a table of a file in the working directory; None where there is none."""
+    """Return a table of a file in the working directory; None if the file or the table does not exist."""
     if not os.path.lexists(file):
         return None
     from ckptx.storage.files import read_small
@@ -162,10 +162,10 @@ def _table_of(file: str, table: str) -> Mapping[str, Any] | None:
 
 
 def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Iterator[_DefaultEntry]:
-    """Iterate over the keys of a table and of the tables of commands in it.
+    """Iterate over the keys of a table and of its tables for commands.
 
     Raises:
-        UsageError: No command has such an option, or such a name.
+        UsageError: An option or a command does not exist.
     """
     for key, value in table.items():
         if not isinstance(value, dict):
@@ -179,7 +179,7 @@ def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Itera
         words = f"{scope} {key}".strip()
         known = {*all_words(), *GROUPS}
         if words not in known:
-            from difflib import get_close_matches  # takes longer to import than most commands take to start
+            from difflib import get_close_matches  # slow to import
 
             near = get_close_matches(words, known, 1)
             raise UsageError(f"{origin}{key}: unknown command" + (f"; did you mean {near[0]}?" if near else ""))
@@ -191,7 +191,7 @@ def _is_in(scope: str, words: str, command: Command) -> bool:
 
 
 def _names_of(words: str, command: Command) -> tuple[str, ...]:
-    """Return the names of a command: its own and the familiar ones."""
+    """Return the name and the aliases of a command."""
     group = words.rpartition(" ")[0]
     return next(
         (own, *(f"{group} {alias}".strip() for alias in command.aliases))
@@ -201,7 +201,7 @@ def _names_of(words: str, command: Command) -> tuple[str, ...]:
 
 
 def _settings_called(command: Command, name: str) -> list[Setting]:
-    """Return the options of a command with a name, from each of its tables."""
+    """Return the options of a command that have a name, from each of its tables."""
     found = []
     for table in tables_of(command):
         for setting in settings_of(table).values():
@@ -215,10 +215,10 @@ def _setting_of(command: Command, name: str) -> Setting | None:
 
 
 def _value_of(command: Command, setting: Setting, entry: _DefaultEntry) -> Any:
-    """Return the value of an entry as one of the tables of a command takes it.
+    """Return the value of an entry, checked by the tables of a command.
 
     Raises:
-        UsageError: None of them does.
+        UsageError: No table allows the value.
     """
     value = _parsed(setting, entry) if entry.origin.startswith(_VARIABLE) else entry.value
     refusal: CkptxError | None = None
@@ -232,7 +232,7 @@ def _value_of(command: Command, setting: Setting, entry: _DefaultEntry) -> Any:
 
 
 def _parsed(setting: Setting, entry: _DefaultEntry) -> Any:
-    """Return the value that the text of a variable stands for."""
+    """Return the value of an environment variable in the type of the option."""
     text = entry.value
     try:
         if setting.kind is bool:
@@ -242,12 +242,12 @@ def _parsed(setting: Setting, entry: _DefaultEntry) -> Any:
         if setting.kind is int and setting.option is not None and not setting.option.is_size:
             return int(text)
     except (KeyError, ValueError):
-        pass  # the table refuses the text
+        pass  # the check of the option refuses the string
     return text
 
 
 def shown_value(default: Default) -> str:
-    """Return the value of a default as it may be printed."""
+    """Return the value of a default for printing; secrets are hidden."""
     if default.setting.is_secret:
         return "(hidden)"
     value = default.value

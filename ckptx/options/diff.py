@@ -1,4 +1,4 @@
-"""The options of `diff`."""
+"""Options of `diff`."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 

@@ -1,4 +1,4 @@
-"""Options as one JSON document, for a process that gets them from another one."""
+"""Options as a JSON document, for a rank that another process starts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T", bound=Options)
 
 
 def to_json(options: Options) -> str:
-    """Write the options that are set; hooks, which are functions, stay in this process."""
+    """Return the options that are set as JSON; hooks, which are functions, are left out."""
     values = {setting.name: value for setting, value in options.values()}
     return json.dumps({"command": options.command, "options": values}, default=_plain)
 
 
 def from_json(text: str, table: type[T]) -> T:
-    """Read options back.
+    """Return the options in a document.
 
     Raises:
-        Defect: The document is one of another command, or has an option that this one lacks.
+        Defect: The document is for another command, or has an unknown option.
     """
     document = json.loads(text)
     unknown = sorted(document["options"].keys() - settings_of(table).keys())

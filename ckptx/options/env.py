@@ -1,4 +1,4 @@
-"""The options of `env`."""
+"""Options of `env`."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 

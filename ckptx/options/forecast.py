@@ -1,4 +1,4 @@
-"""The options of `forecast`: one step, or with `--search` the layouts that fit."""
+"""Options of `forecast`: for one layout, or with `--search` for a search of layouts."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -42,7 +42,7 @@ class StepOptions(
     MicrobatchOptions,
     ReplicaOptions,
 ):
-    """Options of the step that is forecast."""
+    """Options of `forecast`, with and without `--search`."""
 
     requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"settings": ("recipe",)}
 

@@ -1,4 +1,4 @@
-"""Mixins for commands that shard a model: the mesh, stages, sharding rules."""
+"""Mixins for commands that shard a model: mesh, pipeline stages, TP plan."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -10,7 +10,7 @@ from ckptx.layout.stages import SPLITS
 from ckptx.options.option import LAYOUT, Option, Options
 from ckptx.untrusted.limits import RANKS
 
-if TYPE_CHECKING:  # a help page needs none of it
+if TYPE_CHECKING:  # not imported for a help page
     from ckptx.layout.parallel_dims import ParallelDims
 
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
@@ -75,7 +75,7 @@ class StageSplitOptions(MeshOptions):
 
 
 class ShardingOptions(StageSplitOptions):
-    """Options for sharding tensors."""
+    """Options for sharding tensors over a mesh."""
 
     tp_plan: Annotated[
         str | Path | None,
@@ -90,7 +90,7 @@ class ShardingOptions(StageSplitOptions):
 
 
 class ReplicaOptions(MeshOptions):
-    """Options for the mesh of a run, which may have replicas."""
+    """Options for a mesh with replicas."""
 
     dp_replicate: Annotated[
         int | None, Option("Data-parallel replicate size (HSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")

@@ -1,11 +1,11 @@
-"""The parts of a table of options: fields that are annotated with `Option`, `Argument` or `Hook`.
+"""Fields of a table of options, which are annotated with `Option`, `Argument` or `Hook`.
 
     Annotated[type, Option(...)]     an option of the command line and of the Python function
     Annotated[type, Argument(...)]   a positional argument of both
-    Annotated[type, Hook(...)]       a parameter of the Python function alone: a callback, a log
+    Annotated[type, Hook(...)]       a parameter of the Python function only: a callback, a log
 
-The type says the rest: a `Literal` has choices, an `int` a range, a `bool` is a flag, a `Sequence` may be repeated, and
-`str | Path` is a path, which is never a URL.
+The type determines the rest: a `Literal` has choices, an `int` a range, a `bool` is a flag, a `Sequence` may be
+repeated, and `str | Path` is a path, which must not be a URL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptx.errors import UsageError
 from ckptx.options.sizes import parse_size
 from ckptx.untrusted.remote_name import refuse_remote
 
-if TYPE_CHECKING:  # of typing since Python 3.11
+if TYPE_CHECKING:  # in typing since Python 3.11
     from typing_extensions import dataclass_transform
 else:
 
@@ -29,7 +29,7 @@ else:
         return lambda cls: cls
 
 
-# Sections of a help page, in their order.
+# Sections of a help page.
 CONTENT, LAYOUT, COMPARISON, RUNNING = "Output checkpoint", "Layout", "Comparison", "Model run"
 STEP, RECIPE, SEARCH, LIMITS = "Training step", "Recipe", "Layout search", "Memory limits"
 SOURCE, RUN, OUTPUT, GLOBAL = "Source", "Execution", "Report", "Global options"
@@ -43,22 +43,22 @@ class Option(NamedTuple):
     """An option.
 
     Attributes:
-        help: A noun phrase or a sentence.
-        section: Heading of the help page.
-        flags: Flags; empty for `--` and the name of the field.
+        help: Help text: a noun phrase or a sentence.
+        section: Heading on the help page.
+        flags: Flags; empty means `--` and the name of the field.
         aliases: Former flags, which still work; help does not show them.
         off: Flag that turns a boolean option off; empty for an option that is off by default.
         metavar: Placeholder of the value; None derives it from the type.
-        default: Default as a reader should see it; None shows the default of the field.
-        minimum, maximum: Range of a number.
-        is_size: The value is a number of bytes, `5GB` or `256MiB`.
-        is_secret: The value is never printed.
-        words: Words with a meaning of their own among free text, for shell completion.
-        spellings: Other spellings of a choice -> the choice.
-        shorthands: Flag without a value -> the choice that it stands for.
-        requires: Fields that must be set when this one is.
-        excludes: Fields that must not be set when this one is.
-        replaces: Names of options that a command with this one does not have; whoever uses one is told of this one.
+        default: Description of the default; None shows the default of the field.
+        minimum, maximum: Range of an integer; None means unbounded.
+        is_size: True for a number of bytes, such as `5GB` or `256MiB`.
+        is_secret: True for a value that is never printed.
+        words: Keywords among free strings, for shell completion.
+        spellings: Other spelling of a choice -> choice.
+        shorthands: Flag without a value -> choice.
+        requires: Fields that must be set if this one is.
+        excludes: Fields that must not be set if this one is.
+        replaces: Options that the command does not have; the error for one of them suggests this option.
     """
 
     help: str
@@ -85,8 +85,8 @@ class Argument(NamedTuple):
 
     Attributes:
         help: Help text of the argument.
-        metavar: Placeholder in the usage line; "" for a choice that the name of the command makes.
-        is_optional: The command line has a call without it.
+        metavar: Placeholder in the usage line; "" for an argument that the name of the command sets.
+        is_optional: True if the command line has calls without it.
     """
 
     help: str
@@ -105,10 +105,10 @@ class Hook(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A field of a table with everything that its type and its annotation say.
+    """A field of a table.
 
     Attributes:
-        name: Name of the field, and of the keyword argument.
+        name: Name of the field and of the keyword argument.
         type: Type without its annotation.
         kind: Class of the value: bool, int, str, tuple or object.
         choices: Values that are allowed; empty for free values.
@@ -130,7 +130,7 @@ class Setting(NamedTuple):
 
     @property
     def flags(self) -> Sequence[str]:
-        """Return the flags of an option, the one for error messages first."""
+        """Return the flags of an option."""
         option = self.option
         return (option.flags if option is not None else ()) or (f"--{self.name.replace('_', '-')}",)
 
@@ -158,7 +158,7 @@ class Setting(NamedTuple):
 
     @property
     def default_text(self) -> str:
-        """Return the default as a reader should see it; empty for a flag that is off."""
+        """Return the description of the default; empty for a flag that is off."""
         option = self.option
         if option is None or option.default is not None:
             return "" if option is None or option.default is None else option.default
@@ -182,32 +182,32 @@ class Setting(NamedTuple):
 
     @property
     def is_path(self) -> bool:
-        """Return whether the value is a local path or, as an argument, a Hub id; a URL is refused."""
+        """Return True if the value is a path or, for an argument, a Hub id; a URL is refused."""
         return Path in _parts_of(self.type)
 
     @property
     def is_secret(self) -> bool:
-        """Return whether the value is never printed."""
+        """Return True if the value is never printed."""
         return self.option is not None and self.option.is_secret
 
     @property
     def is_required(self) -> bool:
-        """Return whether the setting has no default."""
+        """Return True if the setting has no default."""
         return self.default is MISSING
 
     def is_set(self, value: Any) -> bool:
-        """Return whether a value is another one than the default."""
+        """Return True if a value differs from the default."""
         return value is not None and value != self.default
 
     def checked(self, value: Any, subject: str | None = None) -> Any:
-        """Return a value as the table keeps it.
+        """Return a value after checking it; other spellings of a choice are replaced.
 
         Args:
-            value: Value as the caller, the command line or a file gives it.
-            subject: Subject of the error message; None for the flag.
+            value: Value from the caller, the command line or a file.
+            subject: Subject of the error message; None means the flag.
 
         Raises:
-            UsageError: The value is of another type, not among the choices, or out of range.
+            UsageError: The value has the wrong type, is not among the choices, or is out of range.
             UnsupportedError: The value is a URL, and a path is required.
         """
         subject = subject or self.flag
@@ -258,17 +258,17 @@ def _in_range(value: Any, option: Option, subject: str) -> int:
 class Options:
     """Base class of the tables of options and of their mixins; the constructor checks the values.
 
-    For type checkers a table is a frozen dataclass. At run time it is not, as the functions that dataclasses write for
-    some thirty classes take longer than a command takes to start.
+    For type checkers a table is a frozen dataclass. At run time it is not, because generating the methods of some
+    thirty dataclasses takes longer than a command takes to start.
 
-    None stands for an option that is not set.
+    None means that an option is not set.
 
     Attributes:
-        command: Words of the command line.
-        requirements: Options that this command requires beside an option, and other commands do not.
+        command: Name of the command, such as "convert to-dcp".
+        requirements: Option -> options that it requires in this command, in addition to `Option.requires`.
 
     Raises:
-        UsageError: A value is not allowed, or not with the others.
+        UsageError: A value is not allowed, or conflicts with another one.
         UnsupportedError: A path is a URL.
         TypeError: An argument is missing, or a name is unknown.
     """
@@ -277,7 +277,7 @@ class Options:
     requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {}
 
     def __init_subclass__(cls, *, kw_only: bool = True) -> None:
-        """Take what type checkers want to know: `kw_only=False` for a table with positional arguments."""
+        """Accept `kw_only=False` for a table with positional arguments, which type checkers read."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         settings = settings_of(type(self))
@@ -308,14 +308,14 @@ class Options:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def with_values(self: T, **changes: Any) -> T:
-        """Return the same options with some other values."""
+        """Return the options with some values changed."""
         return type(self)(**{**self.__dict__, **changes})
 
     def check(self) -> None:
-        """Check what no annotation says; a command with such a rule overrides this method.
+        """Check rules that annotations cannot express; tables with such rules override this method.
 
         Raises:
-            UsageError: Two options contradict each other.
+            UsageError: An option conflicts with another one.
         """
 
     def values(self) -> Iterator[tuple[Setting, Any]]:
@@ -326,17 +326,17 @@ class Options:
                 yield setting, value
 
     def shared_with(self, table: type[Options]) -> dict[str, Any]:
-        """Return the options that are set and that another command has, too."""
+        """Return the options that are set and that another table also has."""
         theirs = settings_of(table)
         return {setting.name: value for setting, value in self.values() if setting.name in theirs and setting.option}
 
     @classmethod
     def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
-        """Return why an option has no meaning beside the others, or "".
+        """Return the error message if an option conflicts with the others; otherwise "".
 
         Args:
-            name: An option that is set.
-            values: The options that are set, by name.
+            name: Option that is set.
+            values: Options that are set, by name.
         """
         settings = settings_of(cls)
         option, flag = settings[name].option, settings[name].flag
@@ -353,7 +353,7 @@ class Options:
 
 
 def settings_of(table: type[Options]) -> Mapping[str, Setting]:
-    """Return the fields of a table by name, arguments first, then those of its mixins from the last to the first."""
+    """Return the fields of a table by name: arguments first, then the fields of the mixins from last to first."""
     known = _known.get(table)
     if known is None:
         hints: dict[str, Any] = {}
@@ -372,13 +372,13 @@ def bound(name: str, settings: Mapping[str, Setting], args: Sequence[Any], given
     """Return the arguments of a call by name.
 
     Args:
-        name: Function that is called, for error messages.
-        settings: Its parameters.
+        name: Name of the function, for error messages.
+        settings: Parameters of the function.
         args: Positional arguments.
         given: Keyword arguments.
 
     Raises:
-        TypeError: There are too many, too few, or two for one parameter.
+        TypeError: There are too many or too few arguments, or two for one parameter.
     """
     positional = [name for name, setting in settings.items() if isinstance(setting.annotation, Argument)]
     if len(args) > len(positional):

@@ -1,4 +1,4 @@
-"""Options for the output of a command, which the Python functions do not have."""
+"""Options for the output of a command; the Python functions do not have them."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -10,7 +10,7 @@ from ckptx.options.option import GLOBAL, OUTPUT, Option, Options
 
 
 class JsonOutput(Options):
-    """Options for the result as a document."""
+    """Option for the report as JSON on stdout."""
 
     as_json: Annotated[
         bool, Option("Print the report as JSON on stdout, also on failure.", OUTPUT, flags=("--json",))
@@ -18,7 +18,7 @@ class JsonOutput(Options):
 
 
 class ReportOutput(JsonOutput):
-    """Options for the result as a file."""
+    """Options for the report as a file."""
 
     report_file: Annotated[
         str | Path | None,

@@ -1,4 +1,4 @@
-"""The options of `robustness`."""
+"""Options of `robustness`."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -15,7 +15,7 @@ from ckptx.report.documents.robustness import RobustnessReport
 
 
 def _ignore(report: RobustnessReport) -> None:
-    """Ignore a report that is not complete yet."""
+    """Ignore a partial report."""
 
 
 class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, RecipeOptions, kw_only=False):

@@ -10,13 +10,13 @@ from ckptx.report.report import Log
 
 
 class CallbackOptions(Options):
-    """Parameters for the notes of a run."""
+    """Parameter for the log of a run."""
 
     log: Annotated[Log | None, Hook("Log that collects the notes of the run, even if the run fails.")] = None
 
 
 class HubOptions(Options):
-    """Options for a Hub id."""
+    """Options for checkpoints on the Hub."""
 
     revision: Annotated[
         str | None, Option("Branch, tag or commit of a Hub repository.", SOURCE, metavar="REV", default="main")
@@ -38,7 +38,7 @@ class HubOptions(Options):
 
 
 class SourcePrefixOptions(Options):
-    """Options for the names of a source."""
+    """Option for the tensor names of a DCP."""
 
     source_prefix: Annotated[
         str,
@@ -53,11 +53,11 @@ class SourcePrefixOptions(Options):
 
     @property
     def model_prefix(self) -> str | None:
-        """Return the prefix of the model's names in the source; None to detect it."""
+        """Return the prefix of the tensor names in the source; None means detect it."""
         return None if self.source_prefix == "auto" else self.source_prefix
 
 
 class RemoteCodeOptions(Options):
-    """Options for custom model code."""
+    """Option for custom model code."""
 
     trust_remote_code: Annotated[bool, Option("Allow custom model code from the checkpoint.", SOURCE)] = False

@@ -1,4 +1,4 @@
-"""Mixins for commands that run a model: the training step, and the machine."""
+"""Mixins for commands that run a model: training step, device, memory per GPU, recipe."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -19,13 +19,13 @@ GPU_MEMORY = Option("Memory per GPU; refuse to start if the run cannot fit.", LI
 
 
 class MicrobatchOptions(Options):
-    """Options for dividing a step."""
+    """Option for microbatches."""
 
     microbatches: Annotated[int | None, MICROBATCHES] = None
 
 
 class CheckpointingOptions(Options):
-    """Options for activation checkpointing."""
+    """Option for the activation checkpointing mode."""
 
     activation_checkpointing: Annotated[
         Literal["none", "full", "submodule", "selective"] | None,
@@ -39,7 +39,7 @@ class CheckpointingOptions(Options):
 
 
 class CheckpointedLayersOptions(CheckpointingOptions):
-    """Options for activation checkpointing of some layers."""
+    """Options for activation checkpointing of a part of the model."""
 
     ac_scope: Annotated[
         Literal["all", "language", "vision", "audio"],
@@ -48,25 +48,25 @@ class CheckpointedLayersOptions(CheckpointingOptions):
 
 
 class DeviceOptions(Options):
-    """Options for the device and the communication of a run."""
+    """Options for the device and the communication backend."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Option("Device to run on.", RUNNING)] = "auto"
     backend: Annotated[Literal["auto", "gloo", "nccl"], Option("Communication backend.", RUNNING)] = "auto"
 
 
 class GpuMemoryOptions(Options):
-    """Options for the memory of GPUs."""
+    """Option for the memory per GPU."""
 
     gpu_memory: Annotated[int | str | None, GPU_MEMORY] = None
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Return the memory of each GPU in bytes; None for no check."""
+        """Return the memory per GPU in bytes; None means no check."""
         return None if self.gpu_memory is None else parse_size(self.gpu_memory, "--gpu-memory")
 
 
 class RecipeOptions(Options):
-    """Options for changing a recipe."""
+    """Option for overriding keys of a recipe."""
 
     settings: Annotated[
         Sequence[str],

@@ -1,4 +1,4 @@
-"""The options of `verify`: to compare bytes, or with `--run` the outputs of models."""
+"""Options of `verify`: to compare bytes, or with `--run` the outputs of models."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -18,7 +18,7 @@ from ckptx.options.step import CheckpointedLayersOptions, DeviceOptions, GpuMemo
 _REFERENCE = "Checkpoint to compare with: a directory, file, index or Hub id."
 _CHECKPOINT = "Checkpoint to check."
 _RUN = "Load both checkpoints into transformers models and compare logits, loss and gradients."
-_MOST_MICROBATCHES = 1024  # the logits of each are kept
+_MOST_MICROBATCHES = 1024  # the logits of every microbatch are kept
 
 
 class RunOptions(
@@ -56,13 +56,13 @@ class RunOptions(
 
     @property
     def reference_bytes(self) -> int | None:
-        """Return the bytes that the reference may take; None for what is free."""
+        """Return the memory limit of the reference in bytes; None means the free memory."""
         limit = self.reference_memory
         return None if limit is None else parse_size(limit, "--reference-memory")
 
     @property
     def measures(self) -> bool:
-        """Return whether the bytes of tensors are counted while the checkpoint runs."""
+        """Return True if tensor memory is measured while the checkpoint runs."""
         return self.gpu_memory is not None
 
     def check(self) -> None:

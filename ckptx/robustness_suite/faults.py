@@ -435,11 +435,11 @@ def find_fault(name: str, recipe: Recipe) -> Fault:
     if name not in FAULTS:
         near = difflib.get_close_matches(name, FAULTS, 1, 0.5)
         offered = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"--inject {name}: no such fault; {offered}--inject list has all of them")
+        raise UsageError(f"--inject {name}: no such fault; {offered}--inject list shows all")
     dims = recipe.layout.dims
     sizes = {"tp": dims.tp, "dp": dims.dp, "dp_shard": dims.dp_shard, "ranks": dims.world_size}
     for axis, least in FAULTS[name].needs.items():
         if sizes[axis] < least:
             way = {"tp": "layout.tp=2", "ranks": "layout.dp_shard=2"}.get(axis, "layout.dp_shard=2")
-            raise UsageError(f"--inject {name}: found {axis} {sizes[axis]}, needed {least}; use --set {way}")
+            raise UsageError(f"--inject {name}: {axis} {sizes[axis]} must be at least {least}; use --set {way}")
     return FAULTS[name]

@@ -399,5 +399,5 @@ def chosen(text: str | None) -> Sequence[Phase]:
             numbers.add(known[part].number)
         else:
             names = ", ".join(f"{each.number} ({each.name})" for each in PHASES)
-            raise UsageError(f"--phases {text}: found {part!r}, needed some of {names}; give numbers, as 0-3,6")
+            raise UsageError(f'--phases: "{part}" must be one of {names}, or a range such as 0-3')
     return [each for each in PHASES if each.number in numbers]

@@ -203,7 +203,10 @@ def test_contradictions_are_one_line(
         (["--dtype", "int8"], '--dtype: "int8" must be one of auto, bf16, fp16, fp32'),
         (["--optimizer", "lion"], '--optimizer: "lion" must be one of'),
         (["--seq", 1], "--seq: 1 must be between 2 and"),
-        (["--batch", 3, "--microbatches", 2], "--batch: 3 rows in 2 microbatches, needed a multiple"),
+        (
+            ["--batch", 3, "--microbatches", 2],
+            "--batch: 3 sequences cannot be divided into 2 microbatches; use a multiple of 2",
+        ),
         (["--ac-scope", "language"], "--ac-scope requires --activation-checkpointing"),
         (["--schedule", "gpipe"], "--schedule requires --pp 2 or more"),
         (["--gpu-memory", "much"], '--gpu-memory: "much" is not a size'),

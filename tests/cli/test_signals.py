@@ -14,7 +14,7 @@ _CHILD = """
 import os, sys, threading, time
 from ckptx.cli import signals
 from ckptx.errors import exit_code_of
-signals.GRACE = signals.FAREWELL = 0.3
+signals.HANDLER_SECONDS = signals.CLEANUP_SECONDS = 0.3
 signals.listen()
 kind = sys.argv[1]
 print("ready", flush=True)
@@ -66,7 +66,7 @@ def test_a_signal_ends_whatever_runs(kind: str, number: signal.Signals, code: in
 _HELD = """
 import ctypes
 from ckptx.cli import signals
-signals.GRACE = signals.FAREWELL = 0.3
+signals.HANDLER_SECONDS = signals.CLEANUP_SECONDS = 0.3
 libc = ctypes.CDLL(None)
 signals.listen()
 print("ready", flush=True)

@@ -66,5 +66,5 @@ def test_a_fault_that_is_none_and_one_without_a_place() -> None:
     recipe = read_recipe("llama_tiny")
     with pytest.raises(UsageError, match="--inject rng_stal: no such fault; did you mean rng_stale"):
         find_fault("rng_stal", recipe)
-    with pytest.raises(UsageError, match=r"found tp 1, needed 2; use --set layout\.tp=2"):
+    with pytest.raises(UsageError, match=r"tp 1 must be at least 2; use --set layout\.tp=2"):
         find_fault("replicas_drifted", recipe)

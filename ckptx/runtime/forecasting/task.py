@@ -96,8 +96,8 @@ def task_of_options(source: Path, options: ForecastOptions | SearchOptions, stag
     rows = batch if batch is not None else portions
     if rows % portions:
         raise UsageError(
-            f"--batch: {rows} rows in {portions} microbatches, needed a multiple; give --batch {portions}, or another "
-            "number of --microbatches"
+            f"--batch: {rows} sequences cannot be divided into {portions} microbatches; use a multiple of "
+            f"{portions}, or another --microbatches"
         )
     each = rows // portions
     return Task(
