@@ -8,13 +8,13 @@ from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.pipeline import convert_opened
 from ckptx.conversion.steps.base import Need
 from ckptx.conversion.steps.opening import open_source
-from ckptx.options.api import api_of_two
+from ckptx.options.api import two_table_api
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log, Stopwatch
 
 
-@api_of_two(ToDcpOptions, ToHfOptions, (ConversionReport, ConversionReport), by="direction")
+@two_table_api(ToDcpOptions, ToHfOptions, (ConversionReport, ConversionReport), by="direction")
 def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
     """Convert a checkpoint to a torch DCP or to HF safetensors. The format of the source is detected.
 

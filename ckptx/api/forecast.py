@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptx.errors import UsageError, missing_package
-from ckptx.options.api import api_of_two
+from ckptx.options.api import two_table_api
 from ckptx.options.forecast import ForecastOptions, SearchOptions
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import Log, Stopwatch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptx.runtime.forecasting.task import Task
 
 
-@api_of_two(ForecastOptions, SearchOptions, (ForecastReport, SearchReport), by="search")
+@two_table_api(ForecastOptions, SearchOptions, (ForecastReport, SearchReport), by="search")
 def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | SearchReport:
     """Forecast the memory of a training step on each rank, or with `search` find the layouts that fit.
 

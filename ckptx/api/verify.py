@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckptx.options.api import api_of_two
+from ckptx.options.api import two_table_api
 from ckptx.options.verify import CompareOptions, CompareRunOptions
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.documents.running import RunReport
 
 
-@api_of_two(CompareOptions, CompareRunOptions, (VerifyReport, RunReport), by="run")
+@two_table_api(CompareOptions, CompareRunOptions, (VerifyReport, RunReport), by="run")
 def verify(options: CompareOptions | CompareRunOptions) -> VerifyReport | RunReport:
     """Compare two checkpoints bit for bit, or with `run` the outputs of their models.
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from ckptx.cli.streams import say_error
+from ckptx.cli.streams import print_error
 from ckptx.errors import CkptxError, UsageError
-from ckptx.options.commands import COMMANDS, Command, all_words, tables_of
+from ckptx.options.commands import COMMANDS, Command, commands_by_name, tables_of
 from ckptx.options.help import help_of, section_titles
 from ckptx.options.option import GLOBAL, SECTIONS, Argument, Option, Options, Setting, settings_of
 from ckptx.options.output import GlobalOptions
@@ -133,7 +133,7 @@ class SectionedGroup(_Sectioned, click.Group):
         settings = {"context_settings": SETTINGS, "invoke_without_command": True, **settings}
         super().__init__(*args, tables=[GlobalOptions], params=params or (), **settings)
 
-    def known_command(self, ctx: click.Context, name: str) -> click.Command:
+    def require_command(self, ctx: click.Context, name: str) -> click.Command:
         """Return a command.
 
         Raises:
@@ -143,8 +143,8 @@ class SectionedGroup(_Sectioned, click.Group):
         if command is None:
             from difflib import get_close_matches  # takes longer to import than most commands take to start
 
-            names, group = self.list_commands(ctx), words_of(ctx)
-            aliases = [words.split()[-1] for words in all_words() if words.rpartition(" ")[0] == group]
+            names, group = self.list_commands(ctx), name_of_call(ctx)
+            aliases = [words.split()[-1] for words in commands_by_name() if words.rpartition(" ")[0] == group]
             near = get_close_matches(name, [*names, *aliases], 1)
             advice = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(names)}"
             raise click.UsageError(f"unknown command: {name}; {advice}", ctx)
@@ -153,7 +153,7 @@ class SectionedGroup(_Sectioned, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        self.known_command(ctx, args[0])
+        self.require_command(ctx, args[0])
         return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -166,13 +166,13 @@ class CommandCall(NamedTuple):
 
     Attributes:
         words: Name of the command as it was called, such as "convert hf2dcp".
-        given: Options and arguments of the Python function that are set.
+        values: Options and arguments of the Python function that are set, by name.
         output: Options of the output.
         defaults: Options that a file or the environment sets, as text for a note.
     """
 
     words: str
-    given: dict[str, Any]
+    values: dict[str, Any]
     output: Any
     defaults: Sequence[str] = ()
 
@@ -184,14 +184,14 @@ def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[Comman
         words: Name of the command in `COMMANDS`.
         examples: Calls that run as written.
     """
-    made = COMMANDS[words]
+    entry = COMMANDS[words]
 
     def decorate(function: Callable[[CommandCall], int]) -> SectionedCommand:
         def run(**values: Any) -> int:
             try:
-                call = _call_of(made, values)
+                call = _make_call(entry, values)
             except CkptxError as error:
-                say_error(str(error), as_json=bool(values.get("as_json")), exit_code=error.exit_code)
+                print_error(str(error), as_json=bool(values.get("as_json")), exit_code=error.exit_code)
                 return error.exit_code
             code = function(call)
             if code == UsageError.exit_code and call.defaults:
@@ -201,56 +201,56 @@ def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[Comman
         return SectionedCommand(
             words.rpartition(" ")[2],
             callback=run,
-            tables=tables_of(made),
+            tables=tables_of(entry),
             examples=examples,
             help=function.__doc__,
-            short_help=made.summary,
+            short_help=entry.summary,
             context_settings=SETTINGS,
         )
 
     return decorate
 
 
-def _call_of(made: Command, values: Mapping[str, Any]) -> CommandCall:
+def _make_call(entry: Command, values: Mapping[str, Any]) -> CommandCall:
     """Add defaults to the values that click has parsed, and split them into options of the function and of the output.
 
     Raises:
         CkptxError: An option of the output or a default has an invalid value.
     """
     context = click.get_current_context()
-    words, program = words_of(context), context.find_root().ensure_object(dict)
+    words, program = name_of_call(context), context.find_root().ensure_object(dict)
     given: dict[str, Any] = {}
     for name, value in values.items():
         name = name.partition(_SHORTHAND)[0]
         if value is None or value == ():
             continue
         if given.setdefault(name, value) != value:
-            flag = next(settings_of(table)[name].flag for table in made.options if name in settings_of(table))
+            flag = next(settings_of(table)[name].flag for table in entry.options if name in settings_of(table))
             raise click.UsageError(f"{flag} is given as both {given[name]} and {value}; leave out one of them")
     origins: list[str] = []
-    if _may_have_defaults():
-        from ckptx.options.defaults import useful_defaults
+    if _has_default_sources():
+        from ckptx.options.defaults import applicable_defaults
 
-        defaults = useful_defaults(words, {**program, **given})
+        defaults = applicable_defaults(words, {**program, **given})
         given |= {name: each.value for name, each in defaults.items()}
         origins = [f"{each.setting.flag} ({each.origin})" for each in defaults.values()]
-    of_output, of_program = settings_of(made.outputs), settings_of(GlobalOptions)
+    of_output, of_program = settings_of(entry.outputs), settings_of(GlobalOptions)
     program |= {name: value for name, value in given.items() if name in of_program}
     return CommandCall(
         words,
         {name: value for name, value in given.items() if name not in of_output and name not in of_program},
-        made.outputs(**{name: value for name, value in given.items() if name in of_output}),
+        entry.outputs(**{name: value for name, value in given.items() if name in of_output}),
         origins,
     )
 
 
-def _may_have_defaults() -> bool:
+def _has_default_sources() -> bool:
     """Return True if a file or a variable may set defaults; most calls skip the module that reads them."""
     files = any(os.path.lexists(name) for name in ("ckptx.toml", "pyproject.toml"))
     return files or any(name.startswith("CKPTX_") for name in os.environ)
 
 
-def words_of(context: click.Context) -> str:
+def name_of_call(context: click.Context) -> str:
     """Return the name of a command, such as "convert to-dcp", without the name of the program."""
     words = []
     while context.parent is not None:
@@ -289,20 +289,20 @@ def _params(setting: Setting, text: str, *, is_global: bool) -> list[click.Param
     if isinstance(annotation, Argument):
         is_required = setting.is_required and not annotation.is_optional
         metavar = annotation.metavar if setting.is_required else f"[{annotation.metavar}]"
-        made = click.Argument([setting.name], metavar=metavar, required=is_required, type=click.Path())
-        return [made] if annotation.metavar else []
+        argument = click.Argument([setting.name], metavar=metavar, required=is_required, type=click.Path())
+        return [argument] if annotation.metavar else []
     if not isinstance(annotation, Option):
         return []
-    how: dict[str, Any] = {"expose_value": False, "callback": _remember} if is_global else {}
+    kwargs: dict[str, Any] = {"expose_value": False, "callback": _store_global} if is_global else {}
     if setting.kind is bool:
         flags = [*setting.flags[:-1], f"{setting.flags[-1]}/{annotation.off}"] if annotation.off else setting.flags
-        how |= {"is_flag": True, "default": None}
+        kwargs |= {"is_flag": True, "default": None}
     else:
-        flags, how["type"] = setting.flags, _type_of(setting, annotation)
-        how |= {"metavar": setting.metavar, "multiple": setting.kind is tuple}
+        flags, kwargs["type"] = setting.flags, _type_of(setting, annotation)
+        kwargs |= {"metavar": setting.metavar, "multiple": setting.kind is tuple}
     if setting.default_text:
-        how["show_default"] = setting.default_text
-    made_option = click.Option([*flags, setting.name], help=text, **how)
+        kwargs["show_default"] = setting.default_text
+    made_option = click.Option([*flags, setting.name], help=text, **kwargs)
     shorthands = [
         click.Option(
             [flag, f"{setting.name}{_SHORTHAND}{value}"], flag_value=value, default=None, is_flag=True,
@@ -311,7 +311,7 @@ def _params(setting: Setting, text: str, *, is_global: bool) -> list[click.Param
         for flag, value in annotation.shorthands.items()
     ]  # fmt: skip
     aliases = [
-        click.Option([flag, f"{setting.name}{_SHORTHAND}{flag.lstrip('-').replace('-', '_')}"], hidden=True, **how)
+        click.Option([flag, f"{setting.name}{_SHORTHAND}{flag.lstrip('-').replace('-', '_')}"], hidden=True, **kwargs)
         for flag in annotation.aliases
     ]
     return [made_option, *shorthands, *aliases]
@@ -327,7 +327,7 @@ def _type_of(setting: Setting, option: Option) -> click.ParamType[Any]:
     return TextWithKeywords(option.words)
 
 
-def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+def _store_global(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     """Store a global option in the root context, whether it is given before or after the command."""
     settings = ctx.find_root().ensure_object(dict)
     if value:

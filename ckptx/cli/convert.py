@@ -75,7 +75,7 @@ def _run(call: CommandCall) -> int:
     from ckptx.report.text import conversion_text
 
     output = Output(call.output)
-    given: dict[str, Any] = {"direction": call.words.rpartition(" ")[2], **call.given}
+    given: dict[str, Any] = {"direction": call.words.rpartition(" ")[2], **call.values}
     return output.run(
         call.words,
         lambda log: convert(**given, log=log, on_progress=output.progress, report_file=output.report_file),

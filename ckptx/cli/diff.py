@@ -12,4 +12,4 @@ def command(call: CommandCall) -> int:
     from ckptx.comparison.headers import diff
     from ckptx.report.text import diff_text
 
-    return Output(call.output).run(call.words, lambda log: diff(**call.given, log=log), diff_text)
+    return Output(call.output).run(call.words, lambda log: diff(**call.values, log=log), diff_text)

@@ -8,7 +8,7 @@ import platform
 from ckptx.cli.command import CommandCall, define
 from ckptx.cli.output import Output
 from ckptx.options.commands import COMMANDS
-from ckptx.options.defaults import every_default, shown_value
+from ckptx.options.defaults import all_defaults, display_value
 from ckptx.report.documents.environment import EnvironmentReport
 from ckptx.report.environment import installed
 from ckptx.report.report import Log
@@ -22,10 +22,10 @@ _ALSO = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec
 @define("env", examples=["ckptx env", "ckptx env --json"])
 def command(call: CommandCall) -> int:
     """Print versions, system information and the option defaults in force. Does not import the listed packages."""
-    return Output(call.output).run("env", _described, _text)
+    return Output(call.output).run("env", _make_report, _text)
 
 
-def _described(log: Log) -> EnvironmentReport:
+def _make_report(log: Log) -> EnvironmentReport:
     return EnvironmentReport(
         command="env",
         ckptx=__version__,
@@ -35,8 +35,8 @@ def _described(log: Log) -> EnvironmentReport:
         packages={package: installed(package) for package in (*_TESTED, *_ALSO)},
         tested_with=_TESTED,
         defaults=[
-            {"option": each.setting.flag, "value": shown_value(each), "origin": each.origin, "commands": commands}
-            for each, commands in every_default()
+            {"option": each.setting.flag, "value": display_value(each), "origin": each.origin, "commands": commands}
+            for each, commands in all_defaults()
         ],
     )
 

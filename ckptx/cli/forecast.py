@@ -32,15 +32,15 @@ def command(call: CommandCall) -> int:
     def work(log: Log) -> ForecastReport | SearchReport:
         from ckptx.api.forecast import forecast
 
-        if html is not None and call.given.get("search"):
+        if html is not None and call.values.get("search"):
             raise UsageError(
                 "--html cannot be combined with --search; the page shows one layout; leave out one of them"
             )
-        made: ForecastReport | SearchReport = forecast(**call.given, log=log)
-        return made
+        report: ForecastReport | SearchReport = forecast(**call.values, log=log)
+        return report
 
     gc.enable()  # models, unlike catalogs, are full of cycles
-    output = Output(call.output, _pages(str(call.given.get("model") or call.given.get("recipe") or ""), html))
+    output = Output(call.output, _pages(str(call.values.get("model") or call.values.get("recipe") or ""), html))
 
     def text(report: ForecastReport | SearchReport) -> str:
         if isinstance(report, SearchReport):

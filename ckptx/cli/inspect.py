@@ -19,4 +19,4 @@ def command(call: CommandCall) -> int:
     from ckptx.api.inspect import inspect
     from ckptx.report.text import inspect_text
 
-    return Output(call.output).run(call.words, lambda log: inspect(**call.given, log=log), inspect_text)
+    return Output(call.output).run(call.words, lambda log: inspect(**call.values, log=log), inspect_text)

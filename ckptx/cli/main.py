@@ -11,11 +11,11 @@ from io import TextIOWrapper
 
 import click
 
-from ckptx.cli.command import SectionedGroup, words_of
-from ckptx.cli.signals import listen
-from ckptx.cli.streams import say_error, settle_streams
+from ckptx.cli.command import SectionedGroup, name_of_call
+from ckptx.cli.signals import install_handlers
+from ckptx.cli.streams import prepare_streams, print_error
 from ckptx.errors import Defect, Terminated, exit_code_of
-from ckptx.options.commands import COMMANDS, GROUPS, all_words, refuse_unknown, tables_of
+from ckptx.options.commands import COMMANDS, GROUPS, commands_by_name, tables_of, unknown_option_error
 from ckptx.options.output import GlobalOptions
 from ckptx.version import __version__
 
@@ -68,7 +68,7 @@ def _help(words: Sequence[str]) -> None:
     for word in words:
         if not isinstance(command, SectionedGroup):
             raise click.UsageError(f"{ctx.command_path} has no subcommands; leave out {word}", ctx)
-        command = command.known_command(ctx, word)
+        command = command.require_command(ctx, word)
         ctx = click.Context(command, ctx, word)
     click.echo(command.get_help(ctx))
 
@@ -76,7 +76,7 @@ def _help(words: Sequence[str]) -> None:
 def commands() -> dict[str, click.Command]:
     """Import and return every command by name: "reshard", "convert to-dcp", and the alias "convert hf2dcp"."""
     found: dict[str, click.Command] = {}
-    for words in all_words():
+    for words in commands_by_name():
         command: click.Command = cli
         for word in words.split():
             assert isinstance(command, click.Group)
@@ -87,15 +87,15 @@ def commands() -> dict[str, click.Command]:
     return found
 
 
-def _message(error: click.UsageError) -> str:
+def _usage_message(error: click.UsageError) -> str:
     """Return one line for a usage error, with a suggestion for an unknown option."""
     message = error.format_message().rstrip(".")
     ctx = error.ctx
     if isinstance(error, click.NoSuchOption) and ctx is not None:
-        words = words_of(ctx)
-        command = all_words().get(words)
+        words = name_of_call(ctx)
+        command = commands_by_name().get(words)
         tables = [GlobalOptions] if command is None else tables_of(command)
-        message = str(refuse_unknown(words or "ckptx", tables, error.option_name))
+        message = str(unknown_option_error(words or "ckptx", tables, error.option_name))
     if ctx is None:
         return message
     return f"{message}{' See' if message.endswith('?') else '; see'} `{ctx.command_path} --help`"
@@ -107,7 +107,7 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     Args:
         work: Function to run in place of the command line; returns the exit code.
     """
-    settle_streams()
+    prepare_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # escape what the encoding lacks
             stream.reconfigure(errors="backslashreplace")
@@ -118,21 +118,21 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     except click.exceptions.Exit as leave:
         code = leave.exit_code
     except click.UsageError as error:
-        say_error(_message(error), as_json="--json" in sys.argv)
+        print_error(_usage_message(error), as_json="--json" in sys.argv)
         code = error.exit_code
     except click.Abort:
         code = 130
     except Terminated as stopped:
         code = exit_code_of(stopped)
     except Exception as error:  # raised outside `Output.run`, which reports the others
-        say_error(f"internal error: {type(error).__name__}: {error}; please report it")
+        print_error(f"internal error: {type(error).__name__}: {error}; please report it")
         code = Defect.exit_code
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def run(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -> None:
     """Run `main` and end the process without freeing catalogs of a hundred thousand tensors first."""
-    listen()
+    install_handlers()
     try:
         main(work)
     except SystemExit as leave:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ckptx.cli.streams import print_result, say_error
+from ckptx.cli.streams import print_error, print_result
 from ckptx.errors import (
     CkptxError,
     EnvironmentProblem,
@@ -93,7 +93,7 @@ class Output:
             if os.environ.get("WORLD_SIZE", "1") == "1":
                 for path in self._files():
                     refuse_place(path)  # ranks of one run check this after the rendezvous, so that all of them fail
-            with self._saying_steps():
+            with self._step_log():
                 report = work(log)
         except CkptxError as error:
             raised, failure = error, str(error)
@@ -117,7 +117,7 @@ class Output:
             assert raised is not None
             code = self._fail(stopwatch, Report(command=command, warnings=log.notes), failure, raised)
         if isinstance(raised, KeyboardInterrupt | Terminated) and os.environ.get("CKPTX_DEBUG") == "1":
-            _say_trace(raised)
+            _print_traceback(raised)
         return code
 
     def _deliver(self, report: R, text: Callable[[R], str], verdict: Callable[[R], str] | None) -> int:
@@ -138,14 +138,14 @@ class Output:
         code = EnvironmentProblem.exit_code if isinstance(raised, MemoryError) else exit_code_of(raised)
         code = self._write(stopwatch.stop(replace(report, exit=code, error=failure))) or code
         if self._is_first or not (isinstance(raised, PeerFailure) and raised.is_said):
-            say_error(failure)
+            print_error(failure)
         return code
 
     def red(self, text: str) -> str:
         """Return a string in red if stdout is a terminal and colors are allowed."""
         return text if self._is_plain or not sys.stdout.isatty() else click.style(text, fg="red", bold=True)
 
-    def tell(self, report: R, text: Callable[[R], str]) -> bool:
+    def print_partial(self, report: R, text: Callable[[R], str]) -> bool:
         """Print a part of a report that is not complete yet.
 
         Returns:
@@ -170,7 +170,7 @@ class Output:
                     report.write(path)
             except (OutputError, UnsupportedError) as error:
                 if str(error) != report.error:  # not a second time
-                    say_error(f"{error}; the report was not written")
+                    print_error(f"{error}; the report was not written")
                 report = replace(report, exit=report.exit or error.exit_code)
                 code = report.exit
         if self.as_json and self._is_first:
@@ -179,14 +179,14 @@ class Output:
 
     def _trace(self, error: BaseException) -> None:
         if self._is_verbose or os.environ.get("CKPTX_DEBUG") == "1":
-            _say_trace(error)
+            _print_traceback(error)
 
-    def _saying_steps(self) -> AbstractContextManager[None]:
+    def _step_log(self) -> AbstractContextManager[None]:
         if not self._is_verbose:
             return nullcontext()
-        from ckptx.cli.steps import saying_steps
+        from ckptx.cli.steps import log_steps
 
-        return saying_steps()
+        return log_steps()
 
     def progress(self, done: int, total: int) -> None:
         """Show the progress: a bar on a terminal, elsewhere a line every ten seconds.
@@ -220,12 +220,12 @@ class Output:
 
 def _makes_checkpoint(command: str) -> bool:
     """Return True if a command writes a checkpoint."""
-    from ckptx.options.commands import all_words
+    from ckptx.options.commands import commands_by_name
 
-    return all_words()[command].is_converting
+    return commands_by_name()[command].is_converting
 
 
-def _say_trace(error: BaseException) -> None:
+def _print_traceback(error: BaseException) -> None:
     """Print the traceback of an error to stderr."""
     import traceback  # takes longer to import than most commands take to start
     from textwrap import indent

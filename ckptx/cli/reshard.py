@@ -26,6 +26,6 @@ def command(call: CommandCall) -> int:
     output = Output(call.output)
     return output.run(
         call.words,
-        lambda log: reshard(**call.given, log=log, on_progress=output.progress, report_file=output.report_file),
+        lambda log: reshard(**call.values, log=log, on_progress=output.progress, report_file=output.report_file),
         conversion_text,
     )

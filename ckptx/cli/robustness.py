@@ -27,27 +27,27 @@ def command(call: CommandCall) -> int:
     from ckptx.report.robustness import faults_text, progress_text, robustness_text, robustness_verdict
     from ckptx.robustness_suite import known_faults, robustness
 
-    if call.given.get("inject") == "list":
+    if call.values.get("inject") == "list":
         return Output(call.output).run(
             call.words,
             lambda log: FaultsReport(command="robustness", faults=known_faults()),
             faults_text,
             faults_text,
         )
-    if "recipe" not in call.given:
+    if "recipe" not in call.values:
         raise click.UsageError("Missing argument 'RECIPE'", click.get_current_context())
     gc.enable()  # models, unlike catalogs, are full of cycles
-    output = Output(call.output, _pages(call.given["recipe"], call.output))
+    output = Output(call.output, _pages(call.values["recipe"], call.output))
     printed: int | None = None
 
     def print_phase(report: RobustnessReport) -> None:
         nonlocal printed
-        if output.tell(report, lambda shown: progress_text(shown, output.red, printed)):
+        if output.print_partial(report, lambda shown: progress_text(shown, output.red, printed)):
             printed = len(report.phases)
 
     return output.run(
         call.words,
-        lambda log: robustness(**call.given, log=log, on_phase=print_phase),
+        lambda log: robustness(**call.values, log=log, on_phase=print_phase),
         lambda report: robustness_text(report, output.red, printed),
         robustness_verdict,
     )
@@ -66,5 +66,5 @@ def _pages(recipe: str, output: Any) -> dict[str, Callable[[Report], str]]:
 
         return junit_xml(report, recipe)
 
-    made = {output.html: page, output.junit: cases}
-    return {str(path): make for path, make in made.items() if path is not None}
+    files = {output.html: page, output.junit: cases}
+    return {str(path): make for path, make in files.items() if path is not None}

@@ -21,7 +21,7 @@ CLEANUP_SECONDS = 20.0  # time for the exception to end threads and close files
 _is_handled = threading.Event()
 
 
-def listen() -> None:
+def install_handlers() -> None:
     """Install the handlers. SIGHUP stays ignored if it is, as under `nohup`."""
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -22,7 +22,7 @@ class _OneLine(logging.Formatter):
 
 
 @contextmanager
-def saying_steps() -> Iterator[None]:
+def log_steps() -> Iterator[None]:
     """Print the log records of ckptx to stderr within the context."""
     logger, handler = logging.getLogger("ckptx"), logging.StreamHandler(sys.stderr)
     before = logger.level, logger.propagate

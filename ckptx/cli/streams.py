@@ -12,7 +12,7 @@ from ckptx.errors import OutputError, UsageError
 from ckptx.untrusted.printable import one_line
 
 
-def settle_streams() -> None:
+def prepare_streams() -> None:
     """Open the standard streams that are closed, and escape characters that the locale cannot encode.
 
     With a closed stdout (`ckptx ... >&-`) the first file to be opened would get descriptor 1, and a summary would be
@@ -48,12 +48,12 @@ def print_result(text: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush it again at exit
-        say_error(f"stdout: cannot be written: {error.strerror}")
+        print_error(f"stdout: cannot be written: {error.strerror}")
         return OutputError.exit_code
     return 0
 
 
-def say_error(message: str, *, as_json: bool = False, exit_code: int = UsageError.exit_code) -> None:
+def print_error(message: str, *, as_json: bool = False, exit_code: int = UsageError.exit_code) -> None:
     """Print one line to stderr.
 
     Args:

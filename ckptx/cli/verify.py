@@ -24,12 +24,12 @@ def command(call: CommandCall) -> int:
     from ckptx.api.verify import verify
 
     output = Output(call.output)
-    if call.given.get("run"):
+    if call.values.get("run"):
         gc.enable()  # models, unlike catalogs, are full of cycles
         from ckptx.report.running import run_text, run_verdict
 
-        return output.run(call.words, lambda log: verify(**call.given, log=log), run_text, run_verdict)
+        return output.run(call.words, lambda log: verify(**call.values, log=log), run_text, run_verdict)
     from ckptx.report.text import verify_text, verify_verdict
 
-    call.given["on_progress"] = output.progress
-    return output.run(call.words, lambda log: verify(**call.given, log=log), verify_text, verify_verdict)
+    call.values["on_progress"] = output.progress
+    return output.run(call.words, lambda log: verify(**call.values, log=log), verify_text, verify_verdict)

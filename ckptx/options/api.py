@@ -19,9 +19,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from ckptx.errors import UsageError
-from ckptx.options.commands import refuse_unknown
+from ckptx.options.commands import unknown_option_error
 from ckptx.options.help import OptionHelp, help_of
-from ckptx.options.option import SECTIONS, Argument, Hook, Options, Setting, bound, settings_of
+from ckptx.options.option import SECTIONS, Argument, Hook, Options, Setting, bind_arguments, settings_of
 
 if TYPE_CHECKING:  # not imported by a command that starts
     P = ParamSpec("P")
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # not imported by a command that starts
     R = TypeVar("R", covariant=True)
     S = TypeVar("S", covariant=True)
 
-    class TwoWays(Protocol[P, R, Q, S]):
+    class TwoTableFunction(Protocol[P, R, Q, S]):
         """A function with two tables; each has its own arguments and its own result."""
 
         @overload
@@ -43,18 +43,18 @@ def api(table: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
     """Decorate a function of a table of options, so that it takes the options as keyword arguments."""
 
     def decorate(function: Callable[[T], R]) -> Callable[P, R]:
-        return cast("Callable[P, R]", _made(function, [cast("type[Options]", table)], ""))
+        return cast("Callable[P, R]", _make_function(function, [cast("type[Options]", table)], ""))
 
     return decorate
 
 
-def api_of_two(
+def two_table_api(
     first: Callable[P, Options],
     second: Callable[Q, Options],
     results: tuple[type[R], type[S]],
     *,
     by: str,
-) -> Callable[[Callable[[Any], Any]], TwoWays[P, R, Q, S]]:
+) -> Callable[[Callable[[Any], Any]], TwoTableFunction[P, R, Q, S]]:
     """Decorate a function of two tables of options, so that it takes the options of both as keyword arguments.
 
     Args:
@@ -64,14 +64,14 @@ def api_of_two(
         by: Argument whose value selects the table.
     """
 
-    def decorate(function: Callable[[Any], Any]) -> TwoWays[P, R, Q, S]:
+    def decorate(function: Callable[[Any], Any]) -> TwoTableFunction[P, R, Q, S]:
         tables = [cast("type[Options]", table) for table in (first, second)]
-        return cast("TwoWays[P, R, Q, S]", _made(function, tables, by))
+        return cast("TwoTableFunction[P, R, Q, S]", _make_function(function, tables, by))
 
     return decorate
 
 
-def options_from(tables: Sequence[type[Options]], by: str, given: Mapping[str, Any]) -> Options:
+def make_options(tables: Sequence[type[Options]], by: str, given: Mapping[str, Any]) -> Options:
     """Make the options of a call.
 
     Args:
@@ -83,14 +83,14 @@ def options_from(tables: Sequence[type[Options]], by: str, given: Mapping[str, A
         UsageError: An option is unknown, has an invalid value, or conflicts with another one.
     """
     given = _with_current_names(tables, {name: value for name, value in given.items() if value is not None})
-    table = tables[0] if len(tables) == 1 else _chosen(tables, by, given)
+    table = tables[0] if len(tables) == 1 else _select_table(tables, by, given)
     for name in given:
         if name not in settings_of(table):
             for other in tables:
                 setting = settings_of(other).get(name)
                 if setting is not None and settings_of(other)[by].choices == (True,):
                     raise UsageError(f"{setting.flag} requires {settings_of(other)[by].flag}")
-            raise refuse_unknown(table.command, [table], name)
+            raise unknown_option_error(table.command, [table], name)
     return table(**given)
 
 
@@ -110,7 +110,7 @@ def _with_current_names(tables: Sequence[type[Options]], given: Mapping[str, Any
     return found
 
 
-def _chosen(tables: Sequence[type[Options]], by: str, given: Mapping[str, Any]) -> type[Options]:
+def _select_table(tables: Sequence[type[Options]], by: str, given: Mapping[str, Any]) -> type[Options]:
     choices: list[Any] = []
     for table in tables:
         setting = settings_of(table)[by]
@@ -120,7 +120,7 @@ def _chosen(tables: Sequence[type[Options]], by: str, given: Mapping[str, Any]) 
     raise UsageError(f"{by}: {given.get(by)!r} must be one of {', '.join(map(str, choices))}")
 
 
-def _made(function: Callable[[Any], Any], tables: Sequence[type[Options]], by: str) -> Callable[..., Any]:
+def _make_function(function: Callable[[Any], Any], tables: Sequence[type[Options]], by: str) -> Callable[..., Any]:
     merged: dict[str, Setting] = {}
     for table in tables:
         for name, setting in settings_of(table).items():
@@ -132,10 +132,10 @@ def _made(function: Callable[[Any], Any], tables: Sequence[type[Options]], by: s
 
     @wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        return function(options_from(tables, by, bound(function.__name__, required, args, given)))
+        return function(make_options(tables, by, bind_arguments(function.__name__, required, args, given)))
 
     call.__signature__ = _signature(merged, inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
-    call.__doc__ = _documented(function.__doc__ or "", merged, help_of(tables))
+    call.__doc__ = _with_argument_help(function.__doc__ or "", merged, help_of(tables))
     return call
 
 
@@ -156,7 +156,7 @@ def _signature(settings: Mapping[str, Setting], result: Any) -> inspect.Signatur
     return inspect.Signature(parameters, return_annotation=result)
 
 
-def _documented(doc: str, settings: Mapping[str, Setting], texts: Mapping[str, OptionHelp]) -> str:
+def _with_argument_help(doc: str, settings: Mapping[str, Setting], texts: Mapping[str, OptionHelp]) -> str:
     """Insert an Args section before the Returns and Raises sections of a docstring."""
     from textwrap import fill
 
@@ -168,11 +168,11 @@ def _documented(doc: str, settings: Mapping[str, Setting], texts: Mapping[str, O
     rows = []
     for name, setting in settings.items():
         text = texts[name].sentences() if name in texts else setting.annotation.help
-        text = re.sub(r"--[a-z-]+|\b[A-Z]+\b", lambda found: _in_python(found[0], names), text)
+        text = re.sub(r"--[a-z-]+|\b[A-Z]+\b", lambda found: _python_name(found[0], names), text)
         rows.append(fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12))
     return "\n".join([f"{head.rstrip()}\n\n    Args:", *rows, "", f"{mark}{rest}"])
 
 
-def _in_python(word: str, names: Mapping[str, str]) -> str:
+def _python_name(word: str, names: Mapping[str, str]) -> str:
     """Return the name of a parameter in backticks for a flag or a placeholder; other words as they are."""
     return f"`{names[word]}`" if names.get(word) else word

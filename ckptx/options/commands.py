@@ -77,7 +77,7 @@ COMMANDS: Mapping[str, Command] = {
 GROUPS = {"convert": "Convert a checkpoint to DCP or HF safetensors"}
 
 
-def all_words() -> dict[str, Command]:
+def commands_by_name() -> dict[str, Command]:
     """Return every command by name, aliases included."""
     found: dict[str, Command] = {}
     for words, command in COMMANDS.items():
@@ -91,7 +91,7 @@ def tables_of(command: Command) -> list[type[Options]]:
     return [*command.options, command.outputs, _table("output:GlobalOptions")]
 
 
-def refuse_unknown(words: str, tables: Sequence[type[Options]], name: str) -> UsageError:
+def unknown_option_error(words: str, tables: Sequence[type[Options]], name: str) -> UsageError:
     """Return the error for an option that a command does not have.
 
     Args:
@@ -112,7 +112,7 @@ def refuse_unknown(words: str, tables: Sequence[type[Options]], name: str) -> Us
                 having[other if table is not command.options[-1] or len(command.options) == 1 else table.command] = None
     others = [each for each in having if each != words]
     if others:
-        return UsageError(f"{words} does not take {flag} ({_listed(others)})")
+        return UsageError(f"{words} does not take {flag} ({_join_commands(others)})")
     known = [flag for each in own.values() if each.option is not None for flag in each.flags]
     from difflib import get_close_matches  # slow to import
 
@@ -120,7 +120,7 @@ def refuse_unknown(words: str, tables: Sequence[type[Options]], name: str) -> Us
     return UsageError(f"{words} does not take {flag}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join_commands(words: Sequence[str]) -> str:
     if len(words) == 1:
         return f"{words[0]} does"
     return f"{', '.join(words[:-1])} and {words[-1]} do"

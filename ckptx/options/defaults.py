@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.errors import CkptxError, InputError, UnsupportedError, UsageError
-from ckptx.options.commands import COMMANDS, GROUPS, Command, all_words, refuse_unknown, tables_of
+from ckptx.options.commands import COMMANDS, GROUPS, Command, commands_by_name, tables_of, unknown_option_error
 from ckptx.options.option import Setting, settings_of
 
 _FILE, _PROJECT, _TOOL = "ckptx.toml", "pyproject.toml", "tool.ckptx"
 _VARIABLE = "CKPTX_"
 _FILE_BYTES = 1 << 20
-_TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 class Default(NamedTuple):
@@ -65,7 +65,7 @@ def defaults_of(words: str) -> dict[str, Default]:
     Raises:
         UsageError: A file or a variable has an unknown key or a value that is not allowed.
     """
-    command = all_words()[words]
+    command = commands_by_name()[words]
     group, found = words.rpartition(" ")[0], {}
     for entries in _layers():
         for scopes in (("",), (group,) if group else (), _names_of(words, command)):
@@ -76,7 +76,7 @@ def defaults_of(words: str) -> dict[str, Default]:
     return found
 
 
-def useful_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
+def applicable_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
     """Return the defaults that apply to a call.
 
     A default is ignored if its option is given, if an option that it requires is not set, or if an option that it
@@ -90,7 +90,7 @@ def useful_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
         UsageError: A file or a variable has an unknown key or a value that is not allowed.
     """
     found = {name: each for name, each in defaults_of(words).items() if name not in given}
-    command = all_words()[words]
+    command = commands_by_name()[words]
     table = command.options[0]
     for choice in (name for name, each in settings_of(command.options[-1]).items() if each.choices == (True,)):
         if given.get(choice) or (choice in found and found[choice].value):
@@ -106,7 +106,7 @@ def useful_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
             del found[name]
 
 
-def every_default() -> Iterator[tuple[Default, list[str]]]:
+def all_defaults() -> Iterator[tuple[Default, list[str]]]:
     """Iterate over the defaults in force, each with the names of its commands.
 
     Raises:
@@ -170,14 +170,14 @@ def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Itera
     for key, value in table.items():
         if not isinstance(value, dict):
             name = key.replace("-", "_")
-            commands = [each for words, each in all_words().items() if _is_in(scope, words, each)]
+            commands = [each for words, each in commands_by_name().items() if _is_in_scope(scope, words, each)]
             if not any(_setting_of(each, name) for each in commands):
                 tables = [each for command in commands for each in tables_of(command)]
-                raise UsageError(f"{origin}{key}: {refuse_unknown(scope or 'ckptx', tables, name)}")
+                raise UsageError(f"{origin}{key}: {unknown_option_error(scope or 'ckptx', tables, name)}")
             yield _DefaultEntry(scope, name, value, origin + key)
             continue
         words = f"{scope} {key}".strip()
-        known = {*all_words(), *GROUPS}
+        known = {*commands_by_name(), *GROUPS}
         if words not in known:
             from difflib import get_close_matches  # slow to import
 
@@ -186,7 +186,7 @@ def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Itera
         yield from _entries_of(value, f"{origin}{key}.", words)
 
 
-def _is_in(scope: str, words: str, command: Command) -> bool:
+def _is_in_scope(scope: str, words: str, command: Command) -> bool:
     return not scope or scope in (words.rpartition(" ")[0], *_names_of(words, command))
 
 
@@ -200,7 +200,7 @@ def _names_of(words: str, command: Command) -> tuple[str, ...]:
     )
 
 
-def _settings_called(command: Command, name: str) -> list[Setting]:
+def _settings_named(command: Command, name: str) -> list[Setting]:
     """Return the options of a command that have a name, from each of its tables."""
     found = []
     for table in tables_of(command):
@@ -211,7 +211,7 @@ def _settings_called(command: Command, name: str) -> list[Setting]:
 
 
 def _setting_of(command: Command, name: str) -> Setting | None:
-    return next(iter(_settings_called(command, name)), None)
+    return next(iter(_settings_named(command, name)), None)
 
 
 def _value_of(command: Command, setting: Setting, entry: _DefaultEntry) -> Any:
@@ -220,23 +220,23 @@ def _value_of(command: Command, setting: Setting, entry: _DefaultEntry) -> Any:
     Raises:
         UsageError: No table allows the value.
     """
-    value = _parsed(setting, entry) if entry.origin.startswith(_VARIABLE) else entry.value
+    value = _parse_variable(setting, entry) if entry.origin.startswith(_VARIABLE) else entry.value
     refusal: CkptxError | None = None
-    for each in _settings_called(command, entry.name):
+    for each in _settings_named(command, entry.name):
         try:
-            return each.checked(value, entry.origin)
+            return each.check_value(value, entry.origin)
         except CkptxError as error:
             refusal = error
     assert refusal is not None
     raise refusal
 
 
-def _parsed(setting: Setting, entry: _DefaultEntry) -> Any:
+def _parse_variable(setting: Setting, entry: _DefaultEntry) -> Any:
     """Return the value of an environment variable in the type of the option."""
     text = entry.value
     try:
         if setting.kind is bool:
-            return _TRUTH[text.strip().lower()]
+            return _BOOLEANS[text.strip().lower()]
         if setting.kind is tuple:
             return text.split()
         if setting.kind is int and setting.option is not None and not setting.option.is_size:
@@ -246,7 +246,7 @@ def _parsed(setting: Setting, entry: _DefaultEntry) -> Any:
     return text
 
 
-def shown_value(default: Default) -> str:
+def display_value(default: Default) -> str:
     """Return the value of a default for printing; secrets are hidden."""
     if default.setting.is_secret:
         return "(hidden)"

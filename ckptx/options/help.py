@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckptx.options.option import Options, Setting, settings_of
 
 
-class Switch(NamedTuple):
+class TableSwitch(NamedTuple):
     """An option that chooses between two tables of a command, such as `--run` of `verify`.
 
     Attributes:
@@ -83,13 +83,13 @@ def help_of(tables: Sequence[type[Options]]) -> dict[str, OptionHelp]:
     return found
 
 
-def switch_of(tables: Sequence[type[Options]]) -> Switch | None:
+def switch_of(tables: Sequence[type[Options]]) -> TableSwitch | None:
     """Return the option that chooses between two of the tables; None if a command has one table of options."""
     for on in tables:
         for name, setting in settings_of(on).items():
             if setting.choices == (True,):
                 off = next(each for each in tables if each is not on and name in settings_of(each))
-                return Switch(setting, on, off)
+                return TableSwitch(setting, on, off)
     return None
 
 

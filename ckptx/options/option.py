@@ -199,7 +199,7 @@ class Setting(NamedTuple):
         """Return True if a value differs from the default."""
         return value is not None and value != self.default
 
-    def checked(self, value: Any, subject: str | None = None) -> Any:
+    def check_value(self, value: Any, subject: str | None = None) -> Any:
         """Return a value after checking it; other spellings of a choice are replaced.
 
         Args:
@@ -220,33 +220,33 @@ class Setting(NamedTuple):
             parse_size(value, subject)
             return value
         if self.kind is tuple:
-            return _strings(value, subject)
+            return _as_strings(value, subject)
         if self.kind is bool and type(value) is not bool:
-            raise UsageError(f"{subject}: {_shown(value)} must be true or false")
+            raise UsageError(f"{subject}: {_quoted(value)} must be true or false")
         if self.kind is int:
-            return _in_range(value, option, subject)
+            return _check_range(value, option, subject)
         if self.choices:
             value = option.spellings.get(value, value) if isinstance(value, str) else value
             if value not in self.choices:
-                raise UsageError(f"{subject}: {_shown(value)} must be one of {', '.join(self.words)}")
+                raise UsageError(f"{subject}: {_quoted(value)} must be one of {', '.join(self.words)}")
         elif self.kind is str and not isinstance(value, str | Path):
-            raise UsageError(f"{subject}: {_shown(value)} must be a string")
+            raise UsageError(f"{subject}: {_quoted(value)} must be a string")
         return value
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     return f'"{value:.80}"' if isinstance(value, str) else f"{value!r:.80}"
 
 
-def _strings(value: Any, subject: str) -> tuple[str, ...]:
+def _as_strings(value: Any, subject: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        raise UsageError(f"{subject}: {_shown(value)} must be a list of strings")
+        raise UsageError(f"{subject}: {_quoted(value)} must be a list of strings")
     return tuple(value)
 
 
-def _in_range(value: Any, option: Option, subject: str) -> int:
+def _check_range(value: Any, option: Option, subject: str) -> int:
     if type(value) is not int:
-        raise UsageError(f"{subject}: {_shown(value)} must be an integer")
+        raise UsageError(f"{subject}: {_quoted(value)} must be an integer")
     least, most = option.minimum, option.maximum
     if (least is not None and value < least) or (most is not None and value > most):
         allowed = f"at least {least}" if most is None else f"between {least} and {most:,}"
@@ -281,13 +281,13 @@ class Options:
 
     def __init__(self, *args: Any, **given: Any) -> None:
         settings = settings_of(type(self))
-        given = bound(type(self).__name__, settings, args, given)
+        given = bind_arguments(type(self).__name__, settings, args, given)
         unknown = given.keys() - settings.keys()
         if unknown:
             raise TypeError(f"{type(self).__name__}() has no option {min(unknown)!r}")
         for name, setting in settings.items():
             value = given.get(name)
-            self.__dict__[name] = setting.default if value is None else setting.checked(value)
+            self.__dict__[name] = setting.default if value is None else setting.check_value(value)
         values = {setting.name: value for setting, value in self.values()}
         for name in values:
             conflict = self.conflict(name, values) if settings[name].option is not None else ""
@@ -359,16 +359,18 @@ def settings_of(table: type[Options]) -> Mapping[str, Setting]:
         hints: dict[str, Any] = {}
         for each in reversed(table.__mro__):
             hints |= inspect.get_annotations(each)
-        made = [_setting_of(table, name, hint) for name, hint in hints.items() if hasattr(hint, "__metadata__")]
-        made.sort(key=lambda each: not isinstance(each.annotation, Argument))
-        known = _known[table] = {each.name: each for each in made}
+        settings = [_setting_of(table, name, hint) for name, hint in hints.items() if hasattr(hint, "__metadata__")]
+        settings.sort(key=lambda each: not isinstance(each.annotation, Argument))
+        known = _known[table] = {each.name: each for each in settings}
     return known
 
 
 _known: dict[type[Options], dict[str, Setting]] = {}
 
 
-def bound(name: str, settings: Mapping[str, Setting], args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(
+    name: str, settings: Mapping[str, Setting], args: Sequence[Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a call by name.
 
     Args:

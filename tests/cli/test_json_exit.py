@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from ckptx.cli.main import cli
-from ckptx.options.commands import all_words
+from ckptx.options.commands import commands_by_name
 from ckptx.options.option import settings_of
 
-WITH_REPORT = [words for words, command in all_words().items() if "report_file" in settings_of(command.outputs)]
+WITH_REPORT = [words for words, command in commands_by_name().items() if "report_file" in settings_of(command.outputs)]
 POSITIONAL = {"diff": 2, "inspect": 1, "forecast": 1, "robustness": 1}
 
 

@@ -15,7 +15,7 @@ import os, sys, threading, time
 from ckptx.cli import signals
 from ckptx.errors import exit_code_of
 signals.HANDLER_SECONDS = signals.CLEANUP_SECONDS = 0.3
-signals.listen()
+signals.install_handlers()
 kind = sys.argv[1]
 print("ready", flush=True)
 try:
@@ -68,7 +68,7 @@ import ctypes
 from ckptx.cli import signals
 signals.HANDLER_SECONDS = signals.CLEANUP_SECONDS = 0.3
 libc = ctypes.CDLL(None)
-signals.listen()
+signals.install_handlers()
 print("ready", flush=True)
 libc.pthread_mutex_lock.argtypes = [ctypes.c_void_p]
 mutex = ctypes.create_string_buffer(256)

@@ -12,7 +12,7 @@ from click.testing import Result
 import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import UsageError
-from ckptx.options.defaults import defaults_of, useful_defaults
+from ckptx.options.defaults import applicable_defaults, defaults_of
 from tests.support.runner import CliRunner
 from tests.support.writers import llama, write_hf
 
@@ -146,13 +146,13 @@ def test_a_default_without_meaning_in_a_call_is_left_out() -> None:
         own="[verify]\ntp = 2\ndtype = 'bf16'\ntp-plan = 'p.json'\nmicrobatches = 4\n"
         "[forecast]\nseq = 64\nset = ['a=b']\npp-split = 'vllm'\ngpu-memory = '80GB'\ngpus = 8"
     )
-    assert set(useful_defaults("verify", {})) == {"dtype"}
-    assert set(useful_defaults("verify", {"run": True})) == {"tp", "tp_plan"}
-    assert set(useful_defaults("verify", {"run": True, "tp": 1})) == set()
-    assert set(useful_defaults("verify", {"run": True, "pp": 2})) == {"tp", "tp_plan", "microbatches"}
-    assert set(useful_defaults("forecast", {})) == {"seq", "gpu_memory"}
-    assert set(useful_defaults("forecast", {"recipe": "r"})) == {"settings", "gpu_memory"}
-    assert set(useful_defaults("forecast", {"search": True})) == {"seq", "gpu_memory", "gpus"}
+    assert set(applicable_defaults("verify", {})) == {"dtype"}
+    assert set(applicable_defaults("verify", {"run": True})) == {"tp", "tp_plan"}
+    assert set(applicable_defaults("verify", {"run": True, "tp": 1})) == set()
+    assert set(applicable_defaults("verify", {"run": True, "pp": 2})) == {"tp", "tp_plan", "microbatches"}
+    assert set(applicable_defaults("forecast", {})) == {"seq", "gpu_memory"}
+    assert set(applicable_defaults("forecast", {"recipe": "r"})) == {"settings", "gpu_memory"}
+    assert set(applicable_defaults("forecast", {"search": True})) == {"seq", "gpu_memory", "gpus"}
     assert run("verify", "hf", "hf").return_value == 0
 
 

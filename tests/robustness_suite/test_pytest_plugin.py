@@ -105,7 +105,9 @@ def test_a_phase_that_did_not_run_is_skipped_with_its_reason(project: Project) -
     project.recipe(FAILING)
     result = project.run("--ckptx-recipe", "broken", "-rs", "-k", "export or replicas")
     result.assert_outcomes(skipped=2, deselected=7)
-    result.stdout.fnmatch_lines_random(["SKIPPED*not asked for", "SKIPPED*does not have or does not select this phase*"])
+    result.stdout.fnmatch_lines_random(
+        ["SKIPPED*not asked for", "SKIPPED*does not have or does not select this phase*"]
+    )
 
 
 def test_a_recipe_that_cannot_be_judged_fails_once(project: Project) -> None:
