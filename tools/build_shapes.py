@@ -1,10 +1,10 @@
-"""Writes shapes into ckptx/architecture/models/: those of popular classes, as expressions over their config.
+"""Write shapes into ckptx/architecture/models/: those of popular classes, as expressions over their config.
 
-    python tools/build_shapes.py [--workers 2] [--all | model type or class ...]
+    python tools/build_shapes.py [--workers 2] [model type or class ...]
 
-Without names it measures the classes again of which shapes are known, which takes about ten minutes; with `--all`,
-every class, which takes hours. A class that is named is added; what is known of others of its model type stays. The
-files must be there: see `build_tables`.
+`tools/classes_with_shapes.txt` lists the classes to measure. The shapes in a file depend on this list, the transformers
+version and the corrections, and not on what the file held before. Names restrict the work to the files of these model
+types; without names it takes about ten minutes. `build_tables` must have written the files.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from ckptx.architecture import model_files, table
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.mapping.names import pattern_of
 
+CLASSES = Path(__file__).with_name("classes_with_shapes.txt")
+
 Row = tuple[str, str, "ShapeRules | None", float]  # class, prefix of its base model, rules, seconds
 
 
 def row_of(class_name: str) -> Row:
-    """The rules of one class."""
+    """Measure the rules of one class."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
     from shape_variants import learned
@@ -55,51 +57,47 @@ def row_of(class_name: str) -> Row:
     return class_name, known.base_prefix, rules, time.perf_counter() - started
 
 
-def write_shapes(rules: Mapping[str, tuple[str, ShapeRules]], measured: Collection[str]) -> int:
-    """Writes what was found into the files of the model types; how many of them changed.
+def classes_to_measure() -> list[str]:
+    """Read the list of classes whose shapes are measured."""
+    lines = CLASSES.read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def write_shapes(rules: Mapping[str, tuple[str, ShapeRules]], model_types: Collection[str]) -> int:
+    """Write shapes into the files of model types, in place of those that are there, and count the files that changed.
 
     Args:
-        rules: Per class the prefix of its base model, and its rules.
-        measured: Classes that were looked at, with or without rules; what is known of others stays.
+        rules: The prefix of the base model, and the rules, by class; other classes have no shapes afterwards.
+        model_types: Model types whose classes were measured.
     """
-    by_type: dict[str, dict[str, tuple[str, ShapeRules]]] = {}
-    types = model_files.index()["classes"]
-    for model_type in {types[name] for name in measured}:
-        found = by_type.setdefault(model_type, {})
-        for name in model_files.classes_of(model_type):
-            known, architecture = table.shape_rules(name), table.lookup(name)
-            if name in rules:
-                found[name] = rules[name]
-            elif name not in measured and known is not None and architecture is not None:
-                found[name] = architecture.base_prefix, known
     changed = 0
-    for model_type, found in by_type.items():
-        source = model_files.source_of(model_files.classes_of(model_type)[0])
+    for model_type in model_types:
+        names = model_files.classes_of(model_type)
+        source = model_files.source_of(names[0])
         assert source is not None
-        sections = {**known_sections(model_type), **encode_shapes(found)}
+        shapes = encode_shapes({name: rules[name] for name in names if name in rules})
+        sections = {**known_sections(model_type), **shapes}
         changed += write_if_new(model_files.file_of(model_type), encode_model(source, sections))
     return changed
 
 
 def main() -> None:
-    """Measures classes in worker processes and writes what was found."""
+    """Measure classes in worker processes and write their shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="model types or classes (default: those whose shapes are known)")
-    parser.add_argument("--all", action="store_true", help="every class")
+    parser.add_argument("names", nargs="*", help="model types, or classes of them (default: all)")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
 
-    every = model_files.class_names()
-    names = every if options.all else [name for name in every if table.shape_rules(name) is not None]
-    if options.names:
-        names = [each for name in options.names for each in (model_files.classes_of(name) or [name])]
-    if set(names) - set(every):
-        parser.error(f"neither a model type nor a class: {', '.join(sorted(set(names) - set(every)))}")
+    types, listed = model_files.index()["classes"], classes_to_measure()
+    wanted = {types.get(name, name) for name in options.names} or set(types.values())
+    if wanted - set(types.values()):
+        parser.error(f"neither a model type nor a class: {', '.join(sorted(wanted - set(types.values())))}")
+    names = [name for name in listed if types.get(name) in wanted]
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         rows = pool.map(row_of, names, chunksize=8)
     rules = {name: (prefix, found) for name, prefix, found, _ in rows if found is not None and found.shapes}
-    changed = write_shapes(rules, set(names))
+    changed = write_shapes(rules, wanted)
     sizes = [
         text for _, known in rules.values() for shapes in known.shapes.values() for each in shapes for text in each
     ]
@@ -109,6 +107,10 @@ def main() -> None:
     )
     slow = sorted(((seconds, name) for name, _, _, seconds in rows), reverse=True)
     print("slowest:", ", ".join(f"{name} {seconds:.1f} s" for seconds, name in slow[:5]))
+    faults = [f"{name} is not in {model_files.INDEX.name}" for name in listed if name not in types]
+    faults += [f"{name} cannot be measured" for name in names if name not in rules]
+    if faults:
+        sys.exit("\n".join(f"tools/{CLASSES.name}: {fault}" for fault in faults))
 
 
 if __name__ == "__main__":

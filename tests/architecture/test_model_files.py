@@ -37,6 +37,11 @@ def build_tables() -> ModuleType:
     return tool("build_tables")
 
 
+@pytest.fixture(scope="module")
+def build_shapes(build_tables: ModuleType) -> ModuleType:
+    return tool("build_shapes")
+
+
 # ------------------------------------------------------------------------------------- the reader
 
 
@@ -172,6 +177,37 @@ def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables
     after = contents(copied)
     assert {name for name in after if after[name] != before.get(name)} == {"llama.json"}
     assert json.loads(after["llama.json"])["shapes"] == json.loads(before["llama.json"])["shapes"]
+
+
+def test_the_list_of_classes_with_shapes_is_sorted_and_says_whose_shapes_are_known(build_shapes: ModuleType) -> None:
+    listed = build_shapes.classes_to_measure()
+    assert listed == [name for name in model_files.class_names() if table.shape_rules(name) is not None]
+
+
+@compares_the_files
+def test_a_removed_file_is_built_again_to_the_byte(
+    copied: Path, build_tables: ModuleType, build_shapes: ModuleType
+) -> None:
+    before, names = contents(copied), model_files.classes_of("olmo2")
+    transformers = Path(str(importlib.util.find_spec("transformers").origin)).parent / "models"  # type: ignore[union-attr]
+    model_files.file_of("olmo2").unlink()
+    assert build_tables.write_models([build_tables.row_of(name) for name in names], transformers) == 1
+    rows = [build_shapes.row_of(name) for name in build_shapes.classes_to_measure() if name in names]
+    assert [name for name, *_ in rows] == ["Olmo2ForCausalLM"]
+    assert build_shapes.write_shapes({name: (prefix, rules) for name, prefix, rules, _ in rows}, {"olmo2"}) == 1
+    assert contents(copied) == before
+
+
+def test_shapes_of_classes_that_are_not_measured_go(copied: Path, build_shapes: ModuleType) -> None:
+    before = contents(copied)
+    rules = {name: ("model", found) for name in ("LlamaForCausalLM",) if (found := table.shape_rules(name)) is not None}
+    assert len(json.loads(before["llama.json"])["shapes"]) > 1
+    assert build_shapes.write_shapes(rules, {"llama", "olmo"}) == 2
+    after = contents(copied)
+    assert {name for name in after if after[name] != before[name]} == {"llama.json", "olmo.json"}
+    assert set(json.loads(after["llama.json"])["shapes"]) == {"LlamaForCausalLM"}
+    assert json.loads(after["llama.json"])["classes"] == json.loads(before["llama.json"])["classes"]
+    assert json.loads(after["olmo.json"])["shapes"] == {}
 
 
 def test_the_installed_transformers_is_noticed_where_it_is_another() -> None:
