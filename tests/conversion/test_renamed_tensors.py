@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 import ckptx
+from ckptx.architecture.trainer_naming import detect
+from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.catalog.region import whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
+from ckptx.mapping.ops import Conversion
 from ckptx.model_view.view import locate_all, view_model
+from ckptx.options.conversion import Names
 from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
 from tests.support.writers import LLAMA, Value, tree_bytes, value, write_dcp, write_hf
@@ -119,3 +123,26 @@ def test_a_class_without_names_in_torchtitan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="MistralForCausalLM"):
         ckptx.convert("hf2dcp", hf, tmp_path / "titan", names="torchtitan")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_every_scheme_is_a_choice_of_names() -> None:
+    assert get_args(Names) == ("disk", "model", *detect.SCHEMES)
+
+
+def test_names_of_a_second_trainer_are_recognized_and_become_torchtitans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def conversions(class_name: str, config: Any) -> tuple[Conversion, ...]:
+        return tuple(Conversion((f"other.{row[2].replace('{}', '*')}",), (row[2].replace("{}", "*"),)) for row in ROWS)
+
+    embedding = "other.model.embed_tokens.weight"
+    other = TrainerScheme("other", frozenset({embedding}), "LlamaForCausalLM".__eq__, conversions)
+    monkeypatch.setitem(detect.SCHEMES, "other", other)  # type: ignore[arg-type]  # a dict, read-only for the package
+    published, titan = both_spellings()
+    hf = tmp_path / "hf"
+    write_hf(hf, published, config=CONFIG)
+    write_dcp(tmp_path / "run", {f"other.{name}": tensor for name, tensor in published.items()})
+    view = view_model(open_checkpoint(tmp_path / "run"), config=CONFIG)
+    assert view.trainer_naming == conversions("LlamaForCausalLM", CONFIG)
+    ckptx.convert("to-dcp", tmp_path / "run", tmp_path / "titan", base=hf, names="torchtitan")
+    assert contents(tmp_path / "titan") == {name: data for name, (_, _, data) in titan.items()}

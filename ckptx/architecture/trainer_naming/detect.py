@@ -8,9 +8,18 @@ from typing import Any
 
 from ckptx.architecture.spec import Architecture, TiePair
 from ckptx.architecture.trainer_naming import torchtitan
+from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.mapping.ops import Conversion
 
-_TORCHTITAN_ONLY = frozenset({"tok_embeddings.weight"})
+SCHEMES: Mapping[str, TrainerScheme] = {scheme.trainer: scheme for scheme in (torchtitan.SCHEME,)}
+
+
+def scheme_of(architecture: Architecture, names: Collection[str]) -> TrainerScheme | None:
+    """Return the scheme that the names of a checkpoint follow; None when they follow no trainer's."""
+    for scheme in SCHEMES.values():
+        if not scheme.markers.isdisjoint(names) and scheme.has_model(architecture.class_name):
+            return scheme
+    return None
 
 
 def trainer_naming_of(
@@ -19,12 +28,11 @@ def trainer_naming_of(
     """The conversions from the names of a checkpoint to published ones; none when they are that already.
 
     Raises:
-        UnsupportedError: The names are torchtitan's, of a model that it does not have like this.
+        UnsupportedError: The names are those of a trainer that does not have the model like this.
         InputError: The config lacks a number that a conversion needs.
     """
-    if _TORCHTITAN_ONLY.isdisjoint(names) or torchtitan.form_of(architecture.class_name) is None:
-        return ()
-    return torchtitan.conversions(architecture.class_name, config)
+    scheme = scheme_of(architecture, names)
+    return () if scheme is None else scheme.conversions(architecture.class_name, config)
 
 
 def in_trainer_naming(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:

@@ -14,6 +14,7 @@ from ckptx.architecture.configs import flag_at
 from ckptx.architecture.correction_rows import of_class
 from ckptx.architecture.correction_schema import FaultyCorrectionError
 from ckptx.architecture.corrections import corrected_types, corrections_of, corrections_of_class
+from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
 
@@ -124,3 +125,11 @@ def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
             "in another way; take config.json from the original model"
         )
     return heads, kv_heads
+
+
+SCHEME = TrainerScheme(
+    trainer="torchtitan",
+    markers=frozenset({"tok_embeddings.weight"}),
+    has_model=lambda class_name: form_of(class_name) is not None,
+    conversions=conversions,
+)

@@ -1,4 +1,4 @@
-"""`--names`: the same tensors as they are published, as the model has them, or as torchtitan calls them."""
+"""`--names`: the same tensors as they are published, as the model has them, or as a trainer calls them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ckptx.architecture.trainer_naming import torchtitan
+from ckptx.architecture.trainer_naming.detect import SCHEMES, scheme_of
+from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rules import NameRules, Renamed
@@ -77,7 +78,8 @@ def rename(
     """
     published, spoken = rules_of(view), trainer_rules(view.trainer_naming) if view.trainer_naming else None
     wanted = asked or by_default
-    if wanted is None or (wanted == "torchtitan" and spoken is not None):
+    scheme = SCHEMES.get(wanted or "")
+    if wanted is None or (scheme is not None and spoken is not None and scheme == _scheme_of(view)):
         return NamedTarget(target, NameMap(spoken or published))
     if published is None:
         if asked is None:
@@ -99,13 +101,13 @@ def rename(
             raise
         left = "disk" if wanted == "model" else "model"
         raise UnsupportedError(f"{error}; --names {left} leaves them as they are") from error
-    if wanted == "torchtitan":
-        rules = _torchtitan(view)
+    if scheme is not None:
+        rules = _rules_of_scheme(scheme, view)
         renamed = renamed.then(rules.to_disk(renamed.tensors))
         if renamed.kept:
             raise UnsupportedError(
-                f'--names torchtitan: tensor "{renamed.kept[0]}" is quantized; torchtitan has no names for what lies '
-                "beside it; keep the names that it has on disk"
+                f'--names {scheme.trainer}: tensor "{renamed.kept[0]}" is quantized; {scheme.trainer} has no names for '
+                "what lies beside it; keep the names that it has on disk"
             )
     notes = tuple(renamed.notes)
     if all(sources == (name,) for name, sources in renamed.sources.items()):
@@ -113,9 +115,14 @@ def rename(
     return NamedTarget(_put_together(target, renamed), NameMap(rules, renamed.sources), notes)
 
 
-def _torchtitan(view: ModelView) -> NameRules:
+def _scheme_of(view: ModelView) -> TrainerScheme | None:
+    assert view.published is not None
+    return scheme_of(view.published, view.catalog.tensors)
+
+
+def _rules_of_scheme(scheme: TrainerScheme, view: ModelView) -> NameRules:
     assert view.published is not None and view.config is not None
-    return trainer_rules(torchtitan.conversions(view.published.class_name, view.config))
+    return trainer_rules(scheme.conversions(view.published.class_name, view.config))
 
 
 def _put_together(target: TargetTensors, renamed: Renamed) -> TargetTensors:

@@ -1,0 +1,28 @@
+"""The naming scheme of one trainer, as a value that `detect` and the step `naming` use without knowing the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptx.mapping.ops import Conversion
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerScheme:
+    """The names that one trainer gives to tensors.
+
+    Attributes:
+        trainer: Its name; a choice of `--names`.
+        markers: Names that its checkpoints have and published ones never do; one of them is enough.
+        has_model: Tells by the name of a class in transformers if the trainer has a model of it.
+        conversions: Takes the name of a class and the contents of `config.json`; returns the conversions from the
+            trainer's names to published ones, or raises UnsupportedError or InputError. Backwards, a tensor gets the
+            name of the first conversion that fits.
+    """
+
+    trainer: str
+    markers: frozenset[str]
+    has_model: Callable[[str], bool]
+    conversions: Callable[[str, Mapping[str, Any]], tuple[Conversion, ...]]
