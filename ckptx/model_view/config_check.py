@@ -145,7 +145,7 @@ def match_config(view: ModelView) -> ConfigMatch:
     tensors = view.tensors
     try:
         if view.trainer_naming:
-            tensors = trainer_rules(view.trainer_naming).to_model(tensors).tensors
+            tensors = trainer_rules(view.trainer_naming).to_model(_without_archives(tensors)).tensors
         survey = _ConfigMatcher(architecture, config, rules, expected, extras)
         legacy = {name: _LEGACY.sub(_modern, name) for name in tensors if "LayerNorm." in name}
         return survey.of({legacy.get(name, name): entry for name, entry in tensors.items()})
@@ -153,6 +153,14 @@ def match_config(view: ModelView) -> ConfigMatch:
         return ConfigMatch(
             "names and shapes", (Mismatch(str(view.catalog.root), str(error), "tensors that go together"),)
         )
+
+
+def _without_archives(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors in one chunk each, which conversions take even where nobody has looked into the archives."""
+    return {
+        name: entry._replace(chunks=(Chunk(whole(entry.shape), name, 0, entry.nbytes),), replicas=())
+        for name, entry in tensors.items()
+    }
 
 
 def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any] | None:

@@ -93,6 +93,20 @@ def test_into_torchtitan_and_back_to_the_same_files(tmp_path: Path, mesh: dict[s
     assert ckptx.diff(hf, tmp_path / "again").exit == 0
 
 
+def test_what_reads_headers_alone_checks_torchtitans_names_against_the_config(tmp_path: Path) -> None:
+    published, _ = both_spellings()
+    hf, dcp = write_hf(tmp_path / "hf", published, config=CONFIG), tmp_path / "titan"
+    ckptx.convert("hf2dcp", hf, dcp, names="torchtitan")
+    report = ckptx.inspect(dcp)
+    assert report.warnings == [] and report.fit is not None
+    assert report.fit["checked"] == "names and shapes" and report.fit["misfits"] == []
+    assert ckptx.diff(hf, dcp).warnings == []
+    text = (dcp / "config.json").read_text()
+    (dcp / "config.json").write_text(text.replace('"head_dim": 6', '"head_dim": 8'))
+    fit = ckptx.inspect(dcp).fit
+    assert fit is not None and any("q_proj" in row["name"] for row in fit["misfits"])
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_run_of_torchtitan_becomes_hf(tmp_path: Path, earlier: bool) -> None:
     published, titan = both_spellings(earlier)
