@@ -8,7 +8,7 @@ import click
 
 from ckptx.cli.command import CommandCall, SectionedGroup, define
 from ckptx.cli.output import Output
-from ckptx.options.commands import COMMANDS
+from ckptx.options.commands import COMMANDS, Command
 
 
 class _Convert(SectionedGroup):
@@ -26,7 +26,11 @@ class _Convert(SectionedGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             rows = [(name, COMMANDS[f"convert {name}"]) for name in self.commands]
-            formatter.write_dl([(name, f"{each.summary} (alias: {', '.join(each.aliases)})") for name, each in rows])
+            formatter.write_dl([(name, f"{each.summary}{_aliases(each)}") for name, each in rows])
+
+
+def _aliases(made: Command) -> str:
+    return f" (alias: {', '.join(made.aliases)})" if made.aliases else ""
 
 
 @click.group(
