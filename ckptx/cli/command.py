@@ -115,7 +115,7 @@ def _write_rows(formatter: click.HelpFormatter, rows: Sequence[tuple[str, str]])
     protected = []
     for flags, text in rows:
         text = re.sub(r"--[a-z-]+", lambda found: found[0].replace("-", _HYPHEN), text)
-        text = re.sub(r"\[default: .{,40}\]$", lambda found: found[0].replace(" ", _SPACE), text)
+        text = re.sub(r"\[default: .{,28}\]$", lambda found: found[0].replace(" ", _SPACE), text)
         protected.append((flags, text))
     before = len(formatter.buffer)
     formatter.write_dl(protected)

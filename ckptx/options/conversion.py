@@ -43,7 +43,7 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
         Option(
             "Naming scheme: disk (as on the Hub), model (transformers module names) or torchtitan.",
             CONTENT,
-            default="disk, or model for safetensors by rank",
+            default="disk; model for safetensors by rank",
         ),
     ] = None
     tied: Annotated[
