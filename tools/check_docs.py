@@ -1,22 +1,25 @@
-"""Runs what README.md, CONTRIBUTING.md and docs/ say, each page in a temporary directory of its own.
+"""Run the commands and programs in README.md, CONTRIBUTING.md and docs/, each page in a temporary directory.
 
-    python tools/check_docs.py [--list] [page ...]
+    python tools/check_docs.py [--list] [--write] [page ...]
 
-What the fence of a block says decides what becomes of it:
+The language of a fence decides how its block is checked:
 
-    sh          run as it is written; every command of it has to end with 0
-    console     a session: what stands behind `$ ` is run, and has to print what stands below, but for numbers that a
-                machine decides, such as seconds
-    python      run as a program, and held against mypy
+    sh          run as written; every command must exit with 0
+    console     a session: each line that begins with `$ ` is run, and must print the lines below it, except for
+                numbers that depend on the machine, such as seconds
+    python      run as a program, and checked by mypy
     text, json  not run
 
-A block that cannot run here has `<!-- not run: REASON -->` on the line above it; those are listed with their reason.
+A block that cannot run here has `<!-- not run: REASON -->` on the line above it; the summary lists these blocks with
+their reasons. `--write` replaces the output in a `console` block by what its commands print now.
 
-The blocks of a page run in order and find these beside them:
+The blocks of a page run in order and find these checkpoints in their directory:
 
-    model       the checkpoint of `make demo`
-    MODEL       a small one of the same class
-    step-1000   what a trainer might leave of MODEL: a DCP in float32 with optimizer state and no config
+    model                         the checkpoint of `make demo`
+    MODEL                         a small one of the same class
+    step-1000                     a DCP of MODEL in float32, with optimizer state and without a config
+    outputs/checkpoint/step-1000  the same as torchtitan writes it, under torchtitan's names
+    state-1000                    the same as accelerate writes it with FSDP and SHARDED_STATE_DICT
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -53,7 +59,15 @@ _NUMBER = re.compile(r"[\w.]+\.weight(?= at )|\d[\d.]*(e-?\d+)?")
 
 
 class Block(NamedTuple):
-    """A fenced block: its page, the line of its fence, its language, its text, and why it is not run if so."""
+    """A fenced block of a page.
+
+    Attributes:
+        page: Path of the page in the repository.
+        line: Line of its fence.
+        language: Language after the fence.
+        text: Lines between the fences.
+        reason: Why it is not run, empty if it is.
+    """
 
     page: str
     line: int
@@ -63,7 +77,7 @@ class Block(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether it is one that the checker runs."""
+        """Tell if the checker runs it."""
         return self.language in RUN and not self.reason
 
     def __str__(self) -> str:
@@ -71,7 +85,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str, text: str) -> Iterator[Block]:
-    """Every fenced block of a page, without the indentation of its fence."""
+    """Yield every fenced block of a page, without the indentation of its fence."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -90,7 +104,7 @@ def blocks_of(page: str, text: str) -> Iterator[Block]:
 
 
 def steps_of(session: str) -> list[tuple[str, str]]:
-    """The commands of a session, each with what it prints."""
+    """Return the commands of a session, each with what it prints."""
     found: list[tuple[str, str]] = []
     for line in session.splitlines():
         if line.startswith("$ "):
@@ -102,7 +116,7 @@ def steps_of(session: str) -> list[tuple[str, str]]:
 
 
 def without_numbers(printed: str) -> str:
-    """What a command prints, the same on every machine."""
+    """Return what a command prints without what depends on the machine."""
     lines = []
     for line in printed.strip("\n").splitlines():
         for pattern, instead in _MACHINE:
@@ -112,18 +126,34 @@ def without_numbers(printed: str) -> str:
 
 
 def run(block: Block, directory: Path) -> str:
-    """Runs a block in a directory; what is wrong, empty if nothing."""
+    """Run a block in a directory; return what is wrong with it, empty if nothing is."""
     if block.language == "sh":
         return _fault(["bash", "-euo", "pipefail", "-c", block.text], directory)
     if block.language == "python":
         return _fault([sys.executable, "-c", block.text], directory)
-    for command, expected in steps_of(block.text):
+    return run_session(block.text, directory)[0]
+
+
+def run_session(session: str, directory: Path) -> tuple[str, str]:
+    """Run the commands of a session.
+
+    Returns:
+        What is wrong with the session, empty if nothing is; and the session with what its commands print now. Output
+        that differs only in numbers that depend on the machine stays as written.
+    """
+    faults, steps = [], []
+    for command, expected in steps_of(session):
         done = _started(["bash", "-euo", "pipefail", "-c", command], directory)
+        printed = done.stdout.strip("\n")
         if done.returncode:
-            return f"{command}\nended with {done.returncode}\n{done.stdout}"
-        if without_numbers(done.stdout) != without_numbers(expected):
-            return f"{command}\nprinted\n{done.stdout}\nthe page says\n{expected}"
-    return ""
+            return f"{command}\nended with {done.returncode}\n{done.stdout}", session
+        if without_numbers(printed) != without_numbers(expected):
+            faults.append(f"{command}\nprinted\n{done.stdout}\nthe page says\n{expected}")
+        else:
+            printed = expected
+        steps.append(f"$ {command}\n" + (f"{printed}\n" if printed else ""))
+    blank = "\n" if "\n\n$ " in session else ""
+    return "\n".join(faults), blank.join(steps)
 
 
 def _fault(command: list[str], directory: Path) -> str:
@@ -145,12 +175,14 @@ def _started(command: list[str], directory: Path) -> subprocess.CompletedProcess
 
 
 def write_checkpoints(directory: Path) -> None:
-    """What pages find beside them, see above."""
+    """Write the checkpoints that pages find in their directory."""
     sys.path.insert(0, str(Path(__file__).parent))
     import demo_checkpoint
     import torch
     import torch.distributed.checkpoint as dcp
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    import ckptx
 
     demo_checkpoint.main(directory / "model")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 256}
@@ -159,18 +191,60 @@ def write_checkpoints(directory: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(directory / "MODEL")
     state = {name: value.float() for name, value in model.state_dict().items()}
     trained = {name: value.float() for name, value in model.named_parameters()}  # a tied one once
-    moments = {
-        name: {"exp_avg": torch.rand_like(value), "exp_avg_sq": torch.rand_like(value), "step": torch.tensor(1000.0)}
-        for name, value in trained.items()
+    counter = {"train_state": {"step": torch.tensor(1000)}}
+    _save_dcp({"model": state, "optimizer": optimizer_of(trained), **counter}, directory / "step-1000")
+    _save_dcp({"model": state}, directory / "state-1000" / "pytorch_model_fsdp_0")
+    _save_dcp({"optimizer": optimizer_of(trained)}, directory / "state-1000" / "optimizer_0")
+
+    with tempfile.TemporaryDirectory() as work:
+        renamed = Path(work, "renamed")
+        report = ckptx.convert("to-dcp", directory / "MODEL", renamed, names="torchtitan", tied="drop", dtype="fp32")
+        entries = ckptx.open_checkpoint(renamed).tensors
+        titan = {name: torch.empty(entry.shape) for name, entry in entries.items()}
+        assert report.tensors == len(titan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.load(titan, checkpoint_id=renamed, no_dist=True)
+    step = {**titan, "optimizer": optimizer_of(titan), **counter}
+    _save_dcp(step, directory / "outputs" / "checkpoint" / "step-1000")
+
+
+def optimizer_of(parameters: dict[str, Tensor]) -> dict[str, object]:
+    """Return the state of Adam after 1,000 steps, by parameter name."""
+    import torch
+
+    return {
+        "state": {
+            name: {"exp_avg": torch.rand_like(each), "exp_avg_sq": torch.rand_like(each), "step": torch.tensor(1000.0)}
+            for name, each in parameters.items()
+        }
     }
-    step = {"model": state, "optimizer": {"state": moments}, "train_state": {"step": torch.tensor(1000)}}
+
+
+def _save_dcp(state: dict[str, object], path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        dcp.save(step, checkpoint_id=directory / "step-1000", no_dist=True)
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def run_and_write(block: Block, directory: Path) -> str:
+    """Run a session, put its output into its page, and return what is wrong, empty if nothing is."""
+    fault, session = run_session(block.text, directory)
+    if session == block.text:
+        return fault
+    path = ROOT / block.page
+    text = path.read_text(encoding="utf-8")
+    if text.count(block.text) != 1:
+        return f"{fault}\ncannot write it: the same text is in the page {text.count(block.text)} times"
+    path.write_text(text.replace(block.text, session), encoding="utf-8")
+    print(f"{block} has new output")
+    return ""
 
 
 def types_fault(blocks: list[Block], directory: Path) -> str:
-    """What mypy says of Python blocks."""
+    """Return what mypy reports for Python blocks."""
     for number, block in enumerate(blocks):
         where = block.page.replace("/", "_").removesuffix(".md")
         (directory / f"{where}_{block.line}_{number}.py").write_text(block.text, encoding="utf-8")
@@ -181,10 +255,11 @@ def types_fault(blocks: list[Block], directory: Path) -> str:
 
 
 def main() -> int:
-    """Runs the blocks of the pages; 1 when one does not do what its page says."""
+    """Run the blocks of the pages; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", default=PAGES, help=f"of {', '.join(PAGES)} (default: all)")
-    parser.add_argument("--list", action="store_true", help="say what would be run and what not; run nothing")
+    parser.add_argument("pages", nargs="*", default=PAGES, help=f"{', '.join(PAGES)} [default: all]")
+    parser.add_argument("--list", action="store_true", help="list the blocks; run nothing")
+    parser.add_argument("--write", action="store_true", help="put what sessions print now into the pages")
     options = parser.parse_args()
 
     blocks = [block for page in options.pages for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))]
@@ -200,7 +275,10 @@ def main() -> int:
             if not options.list:
                 if not directory.exists():
                     shutil.copytree(given, directory, copy_function=os.link)
-                fault = run(block, directory)
+                if options.write and block.language == "console":
+                    fault = run_and_write(block, directory)
+                else:
+                    fault = run(block, directory)
             faults += bool(fault)
             took = "" if options.list else f"{time.perf_counter() - started:6.1f} s  {'FAULT' if fault else 'ok   '}  "
             print(f"{took}{block} {block.language}{chr(10) if fault else ''}{fault}", flush=True)
