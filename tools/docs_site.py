@@ -47,7 +47,7 @@ _FENCE = re.compile(r" *(`{3,}|~{3,})")
 _LINK = re.compile(r"(\]\(\s*)([^)\s]+)(\s*\))")
 _ITEM = re.compile(r"( *)([*+-]|\d+[.)])( +)(?=\S)")
 _CODE = re.compile(r"`[^`]+`")
-_COMMENT = re.compile(r" *<!-- not run: .* -->")
+_COMMENT = re.compile(r" *<!-- .* -->")
 _INDENT = 4  # of Python-Markdown
 _COUNTED = ("h1", "h2", "h3", "h4", "li", "pre", "table", "tr", "a", "img", "strong", "code")
 

@@ -102,7 +102,7 @@ def _usage_message(error: click.UsageError) -> str:
 
 
 def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -> None:
-    """Run the command line and exit with the code that docs/running.md promises.
+    """Run the command line and exit with the code that docs/troubleshooting.md promises.
 
     Args:
         work: Function to run in place of the command line; returns the exit code.
