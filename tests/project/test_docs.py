@@ -18,6 +18,7 @@ from ckptx.cli.main import cli, commands
 from ckptx.errors import CkptxError, Defect
 from ckptx.formats.unsupported import FOREIGN_KINDS
 from ckptx.report.robustness_words import CAUSES
+from ckptx.robustness_suite.faults import FAULTS
 from tests.support.tool import tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,6 +253,12 @@ def test_the_corrections_of_the_recipe_can_be_read() -> None:
 def test_every_oracle_is_explained() -> None:
     cells = {row[0] for row in rows_of(text_of("docs/ci.md")) if len(row) == 3}
     assert {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)} == CAUSES.keys()
+
+
+def test_every_fault_has_its_check() -> None:
+    cells = [row for row in rows_of(text_of("docs/robustness.md")) if len(row) == 2]
+    listed = {fault: check.strip("`") for faults, check in cells for fault in re.findall(r"`(\w+)`", faults)}
+    assert listed == {name: fault.oracle for name, fault in FAULTS.items()}
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
