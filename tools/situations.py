@@ -14,12 +14,12 @@ sys.path.insert(0, str(CHECKOUT))
 from tests.situations import load_all  # noqa: E402 (run from a checkout)
 from tests.situations.box import SITUATIONS, Runner, play  # noqa: E402 (run from a checkout)
 
-_HEAD = """# Hostile situations, and how each ends
+_HEAD = """# Malformed input and expected errors
 
-Made by `python tools/situations.py`; the tests in `tests/situations` hold every row. In all of them the command ends in
-time and with a code of the interface, an error is one line, nothing outside DST is created, changed or removed, a run
-that failed leaves nothing at DST or beside it, nothing from the input reaches the terminal but printable text, and what
-a successful run wrote is equal to its source as `ckptx verify` sees it.
+This page is written by `python tools/situations.py`, and the tests in `tests/situations` check every row. In each
+situation the command ends in time with a documented exit code, an error is one line, nothing outside DST is created,
+changed or removed, a failed run leaves nothing at DST or next to it, only printable text from the input reaches the
+terminal, and `ckptx verify` finds the output of a successful run equal to its source. Messages are shortened.
 
 """
 
@@ -41,10 +41,10 @@ def main() -> int:
             rows.append(f"| {each.area} | {_cell(each.name)} | {outcome.exit} | {_cell(outcome.line, root)} |")
     runner.close()
     counts = Counter(each.area for each in SITUATIONS)
-    table = ["| area | tried | right |", "|---|---|---|"]
+    table = ["| area | situations | as expected |", "|---|---|---|"]
     table += [f"| {area} | {count} | {right[area]} |" for area, count in counts.items()]
-    table += [f"| together | {len(SITUATIONS)} | {sum(right.values())} |"]
-    rows = ["| area | situation | exit | it says |", "|---|---|---|---|", *rows]
+    table += [f"| total | {len(SITUATIONS)} | {sum(right.values())} |"]
+    rows = ["| area | situation | exit code | output |", "|---|---|---|---|", *rows]
     (CHECKOUT / "docs" / "situations.md").write_text(_HEAD + "\n".join(table) + "\n\n" + "\n".join(rows) + "\n")
     return int(wrong > 0)
 
