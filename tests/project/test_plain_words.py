@@ -91,6 +91,7 @@ DIALECT = (
     Word("rooms?|floors?", "package, layer", "The rooms and floors of the code."),
     Word("wants? it|a want", "needed value", "That place is a want."),
     Word("by itself", "separately, automatically", "The other stores it by itself."),
+    Word("for no step", "without training a step", "It resumes for no step."),
     Word("at hand", "current", "The layer at hand."),
     Word("whoever|whomever", "any process that", "Whoever was killed where."),
     Word("therefrom|thereof|whereof|herein", "(plain English)", "The parts thereof."),
