@@ -41,6 +41,7 @@ _CSS = """\
 .md-typeset h1 { color: inherit; }
 .md-typeset pre > code { font-size: 0.62rem; }
 .md-typeset td code { word-break: normal; overflow-wrap: anywhere; }
+@media (min-width: 60em) { .md-typeset :is(p, li) > code { white-space: nowrap; } }
 """
 
 _FENCE = re.compile(r" *(`{3,}|~{3,})")
