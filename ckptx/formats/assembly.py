@@ -1,6 +1,6 @@
-"""Put tensors together out of blocks that several files hold, where nothing but the files says which blocks there are.
+"""Assemble tensors from blocks in several files, for formats without an index that lists the blocks.
 
-A block that more than one file holds is a chunk of its tensor where it comes first, and a replica elsewhere.
+A block that is in more than one file is a chunk of its tensor in the first of them, and a replica in the others.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ckptx.untrusted.numbers import SharedHash, UniqueTuples, identity, salted
 
 
 class Regions:
-    """Keeps one object for equal regions, as those of a checkpoint repeat; the functions below compare the objects."""
+    """Keeps one object per distinct region: checkpoints repeat them, and the functions below compare identities."""
 
     def __init__(self) -> None:
         self._known: UniqueTuples[Region] = UniqueTuples()
 
     def get(self, region: Region) -> Region | None:
-        """Return the region that is kept for an equal one, or None."""
+        """Return the stored region that equals this one, or None."""
         return self._known.get(region)
 
     def keep(self, region: Region, name: str, where: str) -> Region:
-        """Keep a region that `get` did not find.
+        """Store a region for which `get` returned None.
 
         Args:
-            region: The region; its numbers are known to be counts.
+            region: The region; its offsets and sizes were checked to be non-negative integers.
             name: The tensor, for error messages.
             where: The file, for error messages.
 
         Raises:
-            InputError: Numbers were chosen so that many regions share a hash.
+            InputError: Too many regions share a hash, which happens only if the file was made so.
         """
         try:
             return self._known.keep(region)
@@ -42,13 +42,13 @@ class Regions:
 
 
 class CoverageCheck:
-    """Proves that chunks tile their tensor; tensors that are sharded equally are looked at once."""
+    """Checks that chunks tile their tensor; each distinct sharding is checked only once."""
 
     def __init__(self) -> None:
         self._covered: set[tuple[bytes, Shape]] = set()
 
     def fault(self, shape: Shape, chunks: Iterable[Chunk]) -> CoverageFault | None:
-        """Return the first reason why chunks do not tile a shape; their regions are those of one `Regions`."""
+        """Return the first reason why chunks do not tile a shape, or None; their regions come from one `Regions`."""
         regions = [chunk.region for chunk in chunks]
         key = identity(regions), shape
         if key in self._covered:
@@ -60,7 +60,7 @@ class CoverageCheck:
 
 
 def split_replicas(blocks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Return the first block of each region, and the others; the regions are those of one `Regions`."""
+    """Return the first block of each region, and the remaining ones; the regions come from one `Regions`."""
     first: dict[tuple[int, Region], Chunk] = {}
     replicas = []
     for block in blocks:
@@ -70,7 +70,7 @@ def split_replicas(blocks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Ch
 
 
 def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]]:
-    """Iterate over replicas, each with its tensor and the chunk that holds the same elements; readers compare both."""
+    """Iterate over replicas, each with its tensor and the chunk of the same region; readers compare both."""
     for entry in catalog.tensors.values():
         if entry.replicas:
             held = {salted(chunk.region): chunk for chunk in entry.chunks}

@@ -1,4 +1,4 @@
-"""What formats with files of their own for each rank have in common: tensors by stage, and equal cuts kept once."""
+"""Group sharded tensors by pipeline stage, for formats in which each rank has files of its own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.layout.parallel_dims import ParallelDims
 
-# A tensor, its pipeline stage, and what each rank of the stage holds of it.
+# A tensor, its pipeline stage, and its block on each rank of the stage.
 ShardedTensor = tuple[TensorEntry, int, tuple[Block, ...]]
 
 
 def by_stage(tensors: Iterable[ShardedTensor], dims: ParallelDims) -> list[list[tuple[TensorEntry, tuple[Block, ...]]]]:
-    """Tensors and their blocks by stage, in the order given.
+    """Group tensors and their blocks by stage, in the order given.
 
-    Equal blocks become one object, so that what follows from them is computed once for all tensors cut alike.
+    Equal blocks become one object, so that values derived from them are computed once per distinct sharding.
     """
     stages: list[list[tuple[TensorEntry, tuple[Block, ...]]]] = [[] for _ in range(dims.pp)]
     kept: dict[tuple[Block, ...], tuple[Block, ...]] = {}

@@ -1,8 +1,8 @@
-"""Links in a checkpoint that lead out of it.
+"""Find symbolic links in a checkpoint that point outside it.
 
-They are followed, as every loader does: link farms keep their weights elsewhere, and so does the Hub's cache. But a
-link in a directory from a stranger can name a text of the user's own, and what is carried into an output may be handed
-on. So what came through one is named.
+Links are followed, as by every loader: link farms and the Hub cache keep their weights elsewhere. But a link in an
+untrusted directory can point to a private file of the user, and files carried into an output may be published. So these
+files are reported.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ckptx.storage.interface import Location, Source
 
 
 def leading_out(source: Source, names: Iterable[str]) -> list[tuple[str, Location]]:
-    """The files of a checkpoint that lie outside of it, each with where it lies.
+    """Return the files of a checkpoint that resolve to a location outside it, each with that location.
 
     Args:
         source: Directory of the checkpoint.
-        names: Of files in it; a directory on the way may be the link.
+        names: Names of files in it; a parent directory may be the link.
 
     Returns:
-        In the order of `names`. The `blobs` of the Hub cache that a snapshot belongs to are no other place.
+        (name, resolved location), in the order of `names`. The `blobs` of a snapshot in the Hub cache count as inside.
     """
     home = source.spellings()[-1]
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
@@ -34,7 +34,7 @@ def leading_out(source: Source, names: Iterable[str]) -> list[tuple[str, Locatio
 
 
 def _above(location: Location) -> Iterator[Location]:
-    """Return the directories that a location lies in."""
+    """Iterate over the parent directories of a location."""
     while location.parent != location:
         location = location.parent
         yield location

@@ -1,4 +1,4 @@
-"""A checkpoint that was found and not opened yet."""
+"""A checkpoint that was located but not opened yet."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ckptx.storage.interface import Location, Source
 
 
 class LocatedCheckpoint(NamedTuple):
-    """A checkpoint found: its directory, its kind, and what names its weights there.
+    """Directory, format and weight files of a checkpoint that was located but not opened yet.
 
     Attributes:
         source: The directory.
-        kind: Name of its `Form`, as `Catalog.format`.
-        weights: Weight files or an index, by name; for "dcp" and "sharded" the directories with the parts.
+        kind: Name of its `Form`, see `Catalog.format`.
+        weights: Names of the weight files or of an index; for "dcp" and "sharded" the directories with the parts.
     """
 
     source: Source
@@ -24,16 +24,16 @@ class LocatedCheckpoint(NamedTuple):
 
     @property
     def root(self) -> Location:
-        """The location of the directory."""
+        """Location of the directory."""
         return self.source.location
 
 
 Detect = Callable[[Source, ShapesIn], "LocatedCheckpoint | None"]
-"""Finds a checkpoint of one format in a directory.
+"""Function that finds a checkpoint of one format in a directory.
 
-The names in `source.listing()` decide; only where two formats share them is a header read. The second argument opens
-what lies beside, for a directory that may be one part of several.
+The names in `source.listing()` decide; a header is read only if two formats share them. The second argument opens
+sibling files and directories, to detect that one is just a part of a checkpoint.
 
-Returns None for a directory that holds no checkpoint of the format, and raises InputError or UnsupportedError for one
-that holds several, or a part.
+Returns None for a directory without a checkpoint of the format, and raises InputError or UnsupportedError for one with
+several checkpoints, or with a part of one.
 """

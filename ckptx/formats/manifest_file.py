@@ -1,7 +1,7 @@
-"""Read the manifest beside a checkpoint, or say in one line why it is ignored.
+"""Read the manifest of a checkpoint, or report in one line why it is ignored.
 
-No loader needs a manifest, so a damaged one never stands in the way of complete tensor files; and it is never passed
-over silently, because it would have given the original files back.
+No loader needs a manifest, so a damaged one does not prevent reading complete tensor files; and it is never ignored
+silently, because it would have allowed restoring the original files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def manifest_in(source: Source, notes: list[str]) -> Manifest | None:
 
     Args:
         source: The directory.
-        notes: Receives one line if there is a manifest that cannot be read, or that is none.
+        notes: Receives one line if the manifest cannot be read or is invalid.
 
     Returns:
-        None if there is none, or if it is ignored.
+        None if there is no manifest, or if it is ignored.
     """
     if not source.listing().has(MANIFEST):
         return None
@@ -39,7 +39,7 @@ def manifest_in(source: Source, notes: list[str]) -> Manifest | None:
 
 
 def note_no_file(source: Source, notes: list[str]) -> None:
-    """Add the note of `manifest_in` for a manifest that is no regular file of a plausible size, without reading it."""
+    """Add the note of `manifest_in` for a manifest that is too large or not a regular file, without reading it."""
     if not source.listing().has(MANIFEST):
         return
     try:
@@ -49,4 +49,4 @@ def note_no_file(source: Source, notes: list[str]) -> None:
 
 
 def _note(error: CkptxError) -> str:
-    return f"{error}; ignored, the tensor files are read without it"
+    return f"{error}; manifest ignored"

@@ -1,12 +1,12 @@
-"""Refuse what is one rank's part of a checkpoint, or one file of several, where nothing records how they go together.
+"""Refuse files and directories that are one rank's part of a checkpoint without a record of how the parts combine.
 
-Half a model converts without an error, so a part is neither offered nor taken. Names tell which files or directories
-may be parts (`rank_names`), the headers of their tensors whether they are:
+Half a model would convert without an error, so a part is never opened as a checkpoint. Names determine which files or
+directories may be parts (`rank_names`), tensor names and shapes in their headers whether they are:
 
-* a word for a rank before numbers that count from 0: they are;
-* a number alone, from 0 on, and tensors in common: they are;
-* no tensor in common, but layers of one model: they are parts, or files of one checkpoint without an index;
-* every size that config.json gives is there, and tensors in common: each is a whole model, whatever it is called.
+* a word for a rank before numbers that count from 0: parts;
+* a number without such a word, counting from 0, and tensors in common: parts;
+* no tensor in common, but layers of one model: parts, or files of one checkpoint without its index;
+* tensors in common, and every size in config.json is present: each is a whole model, regardless of its name.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _NEXT_STEP = (
 
 
 def without_part_files(source: Source, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
-    """Return the weight files of a directory that are checkpoints by themselves.
+    """Return the weight files of a directory that are complete checkpoints.
 
     Raises:
-        UnsupportedError: None is: they are parts of one checkpoint.
+        UnsupportedError: All of them are parts of one checkpoint.
     """
     families = _families(source, names, shapes_in, directories=False)
     parts = {name for family in families for name in family.names}
@@ -54,15 +54,15 @@ def without_part_files(source: Source, names: Sequence[str], shapes_in: ShapesIn
 
 
 def without_part_directories(source: Source, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
-    """Return those of several directories below a source that are checkpoints by themselves.
+    """Return the subdirectories of a source that are complete checkpoints.
 
     Args:
         source: A directory.
-        names: The directories, relative to it.
-        shapes_in: Opens one of them, or another.
+        names: Paths of the candidates, relative to it.
+        shapes_in: Opens a directory and returns the shapes of its tensors.
 
     Raises:
-        UnsupportedError: None is: they are parts of one checkpoint.
+        UnsupportedError: All of them are parts of one checkpoint.
     """
     siblings: dict[tuple[str, str], set[str]] = {}
     for path in names:
@@ -85,15 +85,15 @@ def _joined(*parts: str) -> str:
 
 
 def refuse_parts_below(source: Source, depth: int, shapes_in: ShapesIn) -> None:
-    """Refuse weight files that ranks wrote in a directory, or at most `depth` below.
+    """Refuse weight files written per rank in a directory, or in subdirectories down to `depth` levels.
 
     Raises:
-        UnsupportedError: There are some.
+        UnsupportedError: There are such files.
     """
     try:
         listing = source.listing()
     except InputError:
-        return  # nothing is known of a directory that cannot be listed
+        return  # the directory cannot be listed
     names = [name for name in listing if name.endswith(WEIGHTS)]
     families = _families(source, names, shapes_in, directories=False)
     if families:
@@ -110,15 +110,15 @@ def refuse_part_file(
 
     Args:
         source: The directory of the file.
-        name: Its name.
+        name: Name of the file.
         shapes: The shapes of its tensors.
-        shapes_in: Opens the files beside it.
-        metadata: Metadata of its header; a world size in it counts.
+        shapes_in: Opens other files in the directory.
+        metadata: Metadata of its header, which may contain a world size.
 
     Raises:
         UnsupportedError: It is a part.
     """
-    for file in source.spellings(name):  # a link may have a name that says nothing
+    for file in source.spellings(name):  # the name of a link may not contain the rank
         beside = source.at(file.parent)
         _refuse(
             beside,
@@ -137,7 +137,7 @@ def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapesIn, m
     Args:
         source: The directory of a checkpoint.
         shapes: The shapes of its tensors.
-        shapes_in: Opens the directories beside it.
+        shapes_in: Opens its sibling directories.
         metadata: See `refuse_part_file`.
 
     Raises:
@@ -150,7 +150,7 @@ def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapesIn, m
 def _refuse_part_at(
     source: Source, absolute: Location, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]
 ) -> None:
-    """Refuse a directory by its own name, and by the names above it that are those of ranks."""
+    """Refuse a directory because of its own name or of parent directories named after ranks."""
     directory, below, above = absolute, "", 0
     while directory.name and (not above or (is_rank_alone(directory.name) and above < _ABOVE)):
         if may_be_part(directory.name):
@@ -168,16 +168,16 @@ def _refuse_part_at(
         directory, below, above = directory.parent, _joined(directory.name, below), above + 1
 
 
-_ABOVE = 3  # directories for tp, pp and dp inside of each other
+_ABOVE = 3  # nested directories for tp, pp and dp
 
 
 def _below(below: str, shapes_in: ShapesIn) -> ShapesIn:
-    """Return what opens a path below each of several directories."""
+    """Return a function that opens the subdirectory `below` of a directory."""
     return lambda location: shapes_in(location / below if below else location)
 
 
 def _knowing(known: Location, shapes: Shapes, shapes_in: ShapesIn) -> ShapesIn:
-    """Return what opens every path but one, whose shapes are known."""
+    """Return a function like `shapes_in` that returns known shapes for one path without opening it."""
     return lambda path: shapes if path == known else shapes_in(path)
 
 
@@ -196,34 +196,34 @@ def _refuse(
         if _are_parts(where, family, name, shapes_in, directories):
             others = [each for each in family.names if each != name]
             raise UnsupportedError(
-                f"{subject}: was written by rank, without a record of how its tensors are sharded, and is a "
-                f"part of one checkpoint with {_listed(others)}; {_NEXT_STEP}"
+                f"{subject}: is one rank's part of a checkpoint, together with {_listed(others)}, and nothing records "
+                f"how its tensors are sharded; {_NEXT_STEP}"
             )
         return
     world_size = world_size_in(name) or _world_size(metadata)
     path = where.location / name
     if has_rank(name) and world_size > 1 and not _is_whole(shapes_in(path), read_config(where.at(path), where)):
         raise UnsupportedError(
-            f"{subject}: was written by rank, without a record of how its tensors are sharded, and is one of "
-            f"{world_size} parts, of which the others are not there; {_NEXT_STEP}"
+            f"{subject}: is one rank's part of a checkpoint, the other {world_size - 1} of {world_size} parts are "
+            f"missing, and nothing records how its tensors are sharded; {_NEXT_STEP}"
         )
 
 
 def _parts_error(where: Location, family: Family) -> UnsupportedError:
-    """Return the refusal for a directory that holds a family."""
+    """Return the error for a directory that contains a family of parts."""
     if family.kind == "index of":
         return UnsupportedError(
-            f"{where}: {_listed(family.names)} are files of one checkpoint, and the index that lists their tensors is "
-            "missing; copy or download it (model.safetensors.index.json), too"
+            f"{where}: {_listed(family.names)} are files of one checkpoint, but the index that lists their tensors is "
+            "missing; copy or download model.safetensors.index.json, too"
         )
     return UnsupportedError(
-        f"{where}: {_listed(family.names)} were written by rank, without a record of how their tensors are sharded; "
-        f"{_NEXT_STEP}"
+        f"{where}: {_listed(family.names)} are parts of one checkpoint, one per rank, and nothing records how their "
+        f"tensors are sharded; {_NEXT_STEP}"
     )
 
 
 def _families(where: Source, names: Sequence[str], shapes_in: ShapesIn, *, directories: bool) -> list[Family]:
-    """Return the families among names in one directory whose members are parts of one checkpoint."""
+    """Return the families among the names in one directory whose members are parts of one checkpoint."""
     found: list[Family] = []
     seen: set[str] = set()
     for name in names:
@@ -237,7 +237,7 @@ def _families(where: Source, names: Sequence[str], shapes_in: ShapesIn, *, direc
 
 
 def read_config(*directories: Source) -> dict[str, Any] | None:
-    """Return the first config.json that can be read; what is wrong with another is reported where it is used."""
+    """Return the first config.json that can be parsed, or None; faults are reported where the config is used."""
     for directory in directories:
         try:
             text = directory.read_small("config.json", CONFIG_BYTES).decode("utf-8")
@@ -279,9 +279,10 @@ def _some_others(family: Family, name: str) -> list[str]:
 
 
 def _split_by_name(where: Source, family: Family, name: str, shapes_in: ShapesIn) -> bool:
-    """Return True if a member has layers of the same model as another, and no tensor in common with it.
+    """Return True if a member has layers of the same model as another, but no tensor in common with it.
 
-    Every layer may have a tensor in such a part, and all sizes of the config: two whole models have names in common.
+    Such a part may pass the check for a whole model: it can have a tensor of every layer and all sizes in the config.
+    Two whole models have names in common.
     """
     shapes = shapes_in(where.location / name)
     if shapes is None:
@@ -299,7 +300,7 @@ def _modules(names: Iterable[str]) -> set[str]:
 
 
 def _has_weights(source: Source) -> bool:
-    """Return True if a file of weights lies in the directory or in one below it; links are not followed there."""
+    """Return True if the directory or a subdirectory contains a weight file; links to directories are not followed."""
     try:
         return _lists_weights(source.listing(), _DEPTH)
     except InputError:
@@ -329,8 +330,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _world_size(metadata: Mapping[str, Any]) -> int:
-    """Return the largest world size that metadata of a file or a config gives, else 1."""
-    mapping = metadata.get("mapping")  # of the config.json of TensorRT-LLM
+    """Return the largest world size in the metadata of a file or config, else 1."""
+    mapping = metadata.get("mapping")  # in the config.json of TensorRT-LLM
     held = [metadata, mapping if isinstance(mapping, Mapping) else {}]
     values = [str(block.get(key)) for block in held for key in _WORLD_SIZE_KEYS]
     return max((int(value) for value in values if re.fullmatch(r"\d{1,6}", value, re.ASCII)), default=1)
@@ -340,7 +341,7 @@ _STACK = re.compile(r"(.*?\.)(\d+)\.")
 
 
 def _is_whole(shapes: Shapes | None, config: Mapping[str, Any] | None) -> bool:
-    """Return True if tensors have all the sizes that a config gives: rows, columns, layers and experts."""
+    """Return True if tensors have all sizes of a config: vocabulary, widths, heads, layers and experts."""
     if shapes is None or config is None:
         return False
     nested = config.get("text_config")
@@ -373,7 +374,7 @@ def _layers_in(names: Iterable[str]) -> int:
 
 
 def _has_heads(wide: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
-    """Return True if the output projection of the attention reads every head."""
+    """Return True if the attention output projection has the width of all heads."""
     heads = _size(values, "num_attention_heads", "n_head", "num_heads")
     if not heads or "kv_lora_rank" in values:
         return True
@@ -382,7 +383,7 @@ def _has_heads(wide: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
 
 
 def _has_feed_forward(shapes: Shapes, wide: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
-    """Return True if every expert is there, or both ways through the feed-forward layer at their full width."""
+    """Return True if all experts are present, or the up and down projections of the MLP at full width."""
     experts = _size(values, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if experts:
         found = {match[1] for name in shapes if (match := re.search(r"\.experts\.(\d+)\.", name))}

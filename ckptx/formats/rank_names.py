@@ -1,12 +1,12 @@
-"""Tell names that ranks gave to their parts of one checkpoint from names of steps, versions and sizes.
+"""Distinguish names of one rank's part of a checkpoint from names with a step, version or size.
 
     model_0.safetensors, model_1.safetensors        one checkpoint of two ranks
     tp_rank_00/, tp_rank_01/                        the same, in directories
-    model-00001-of-00002.safetensors                a file of two
-    step-100/, step-200/; v1/, v2/; model-7b/       checkpoints that stand by themselves
+    model-00001-of-00002.safetensors                one of two files
+    step-100/, step-200/; v1/, v2/; model-7b/       independent checkpoints
 
 A name is split into its numbers, each with the word before it. Names are a family if they differ only in numbers that
-may be those of ranks. What the files hold decides where a name alone does not; see `rank_files`.
+may be ranks. If the names do not decide, the contents of the files do; see `rank_files`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ENDING = re.compile(r"\.(safetensors|bin|pt|pth)$")
 _OF = re.compile(r"[-_.]?of[-_.]?(\d+)", re.IGNORECASE)
 _WORLD_SIZE = re.compile(r"(?:world_?size|n_?ranks|num_?ranks)[-_.=]?(\d+)", re.IGNORECASE)
 
-# Words whose number is that of a rank; ranks count from 0, and a LoRA of rank 8 or a layout of tp4 does not.
+# Words before a rank; ranks count from 0, unlike the numbers of a LoRA of rank 8 or of a layout tp4.
 _RANK = frozenset({"rank", "ranks", "tp", "pp", "dp", "mp", "shard"})
-# Words whose number tells checkpoints apart that stand by themselves.
+# Words before a number that distinguishes independent checkpoints.
 _OTHER = frozenset({
     "attempt", "b", "ba", "batch", "best", "checkpoint", "checkpoints", "ckpt", "config", "date", "ema", "ep", "epoch",
     "epochs", "eval", "exp", "experiment", "fold", "gs", "it", "iter", "iteration", "iterations", "iters", "job",
@@ -31,7 +31,7 @@ _OTHER = frozenset({
     "size", "step", "steps", "t", "test", "time", "tokens", "trial", "update", "updates", "v", "variant", "ver",
     "version",
 })  # fmt: skip
-# Directories are called anything; with one of these words before a number from 0 on, they are looked into.
+# Directories may have any name; those with one of these words before a number may be parts.
 _OF_DIRECTORIES = frozenset({
     "chunk", "consolidated", "device", "gpu", "host", "model", "node", "params", "part", "partition", "piece",
     "proc", "process", "slice", "split", "stage", "state", "weights", "worker",
@@ -41,7 +41,7 @@ _Kind = Literal["rank", "index of", "plain", "other"]
 
 
 class _Number(NamedTuple):
-    """A number in a name: its kind, its value, the word before it, and the M of "N of M"."""
+    """A number in a name: its kind, its value, the word before it, and the M of "N of M" (None without)."""
 
     kind: _Kind
     value: int
@@ -50,13 +50,13 @@ class _Number(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Names in one directory that differ only in numbers which may be those of ranks.
+    """Names in one directory that differ only in numbers which may be ranks.
 
     Attributes:
-        names: All of them, in the order of their numbers.
-        kind: "rank" if a word says so, "index of" for "1 of 2", "plain" for a number alone.
+        names: All names, in the order of their numbers.
+        kind: "rank" for a number after a word for a rank, "index of" for "1 of 2", "plain" for other numbers.
         first: The smallest number.
-        is_gapless: No number between the smallest and the largest is missing.
+        is_gapless: True if no number between the smallest and the largest is missing.
     """
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Family(NamedTuple):
 
 
 def world_size_in(name: str) -> int | None:
-    """Return the number of ranks that a name gives ("world_size_8_rank_0", "rank-0-of-2"), or None."""
+    """Return the world size in a name ("world_size_8_rank_0", "rank-0-of-2"), or None."""
     found = _WORLD_SIZE.search(name)
     if found is not None:
         return int(found[1])
@@ -74,23 +74,23 @@ def world_size_in(name: str) -> int | None:
 
 
 def is_file_of_many(name: str) -> int | None:
-    """Return M for the name of a file of M > 1 ("model-00001-of-00002.safetensors"), or None."""
+    """Return M > 1 for the name of file N of M ("model-00001-of-00002.safetensors"), or None."""
     totals = [number.total or 0 for number in _numbers_of(_ENDING.sub("", name)) if number.kind == "index of"]
     return max(totals, default=0) if max(totals, default=0) > 1 else None
 
 
 def has_rank(name: str) -> bool:
-    """Return True if a word of the name says that the number behind it is that of a rank."""
+    """Return True if the name contains a word for a rank with a number."""
     return any(number.kind == "rank" for number in _numbers_of(_ENDING.sub("", name)))
 
 
 def may_be_part(name: str) -> bool:
-    """Return True for the name of a directory that has a number which may be that of a rank."""
+    """Return True if the name of a directory contains a number that may be a rank."""
     return bool(_places(_parsed(name)[0], directories=True))
 
 
 def is_rank_alone(name: str) -> bool:
-    """Return True for a directory whose whole name is the numbers of a rank: "rank_0", "tp_rank_00_pp_rank_1"."""
+    """Return True if the name of a directory consists of ranks only: "rank_0", "tp_rank_00_pp_rank_1"."""
     return re.fullmatch(r"((tp|pp|dp|mp|cp|ep|shard|rank)[-_]?(rank)?[-_]?\d+[-_.]?)+", name, re.IGNORECASE) is not None
 
 
@@ -99,11 +99,11 @@ def family_of(name: str, names: Iterable[str], *, directories: bool) -> Family |
 
     Args:
         name: The name of a file or directory.
-        names: Names of all files, or of all directories, beside it.
-        directories: True for directories: fewer words are taken for those of ranks.
+        names: Names of all files, or of all directories, in the same directory.
+        directories: True for names of directories, in which a plain number counts only after certain words.
 
     Returns:
-        None if the name has no number of a rank, or no other one differs only in it.
+        None if the name contains no possible rank, or no other name differs only in it.
     """
     own, template = _parsed(name)
     may_differ = _places(own, directories)
@@ -134,7 +134,7 @@ def _parsed(name: str) -> tuple[list[_Number], str]:
 
 
 def _places(numbers: list[_Number], directories: bool) -> list[int]:
-    """Return which numbers may differ in a family, those that decide its kind first."""
+    """Return the positions of numbers that may differ in a family; the first one determines its kind."""
     of = [at for at, number in enumerate(numbers) if number.kind == "index of"]
     ranks = [at for at, number in enumerate(numbers) if number.kind == "rank"]
     if ranks:

@@ -1,7 +1,7 @@
-"""Which checkpoint a path means, and opening it.
+"""Locate and open the checkpoint at a path.
 
-A path may be a directory, a weight file, an index, or a parent with one checkpoint below it. The readers of other
-formats than HF safetensors are imported for a checkpoint that has them.
+A path may be a directory, a weight file, an index, or a parent directory of one checkpoint. Readers of formats other
+than HF safetensors are imported on demand.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from ckptx.storage.staged import is_being_written
 from ckptx.untrusted.limits import NAME_LENGTH, TENSORS
 from ckptx.untrusted.remote_name import refuse_remote
 
-# In the order in which they are asked: a `.metadata` counts before any weights beside it, shards by name before files
-# that are shards by their header alone, and HF weights before the files of ranks that they were merged from.
+# In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
+# only by their header, and HF weights before the rank files from which they were merged.
 DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf.weights_in, fsdp.detect)
 
 _METADATA = ".metadata"
-# Refused before anything below the directory is looked for: what lies there is not what was passed.
+# Names that make a directory unsupported even if its subdirectories contain checkpoints.
 _ITSELF = re.compile(r"__\d+\.metadata|adapter_config\.json|adapter_model\..+")
-_LEVELS = 2  # of directories below the one that was passed in which a checkpoint is looked for
+_LEVELS = 2  # levels of subdirectories that are searched for a checkpoint
 
 
 def open_checkpoint(place: str | Path | Source) -> Catalog:
-    """Opens the checkpoint that a place means; reads headers only.
+    """Open the checkpoint at a path or source; reads headers only.
 
     Args:
-        place: A path on a local disk, or a source of any storage.
+        place: A local path, or a source of any storage.
 
     Raises:
-        InputError: There is none, several, or it is corrupt or incomplete.
-        UnsupportedError: It is of a kind ckptx does not read, or a URL.
+        InputError: There is no checkpoint, or more than one, or it is corrupt or incomplete.
+        UnsupportedError: Its format is not supported, or the path is a URL.
     """
     if isinstance(place, str | Path):
         refuse_remote(place)
@@ -78,7 +78,7 @@ def open_checkpoint(place: str | Path | Source) -> Catalog:
     before = source.identities(name for name in (*located.weights, "config.json", MANIFEST) if listing.has(name))
     located, catalog = _catalog_of(located)
     if not catalog.tensors:
-        raise InputError(f"{located.root}: holds no tensors")
+        raise InputError(f"{located.root}: contains no tensors; pass another checkpoint")
     _refuse_absurd(catalog)
     _refuse_part(located, catalog)
     note_no_file(source, catalog.notes)
@@ -89,7 +89,7 @@ def open_checkpoint(place: str | Path | Source) -> Catalog:
 
 
 def _catalog_of(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalog]:
-    """Open what was found, without the files beside it; headers may say that it is of another kind than it seemed."""
+    """Open the weights of a located checkpoint; headers may correct its format from HF to sharded safetensors."""
     source = located.source
     if located.kind == "dcp":
         catalog = _open_parts(located)
@@ -114,7 +114,7 @@ def _catalog_of(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalog]
 
 
 def _shapes_in(source: Source, location: Location) -> Shapes | None:
-    """The shapes of a file or directory that may be a part of a checkpoint, or None where it cannot be opened."""
+    """Return the shapes of the tensors in a file or directory, or None if it cannot be opened."""
     try:
         return {name: entry.shape for name, entry in _catalog_of(locate(source.at(location)))[1].tensors.items()}
     except (CkptxError, OSError):
@@ -122,10 +122,10 @@ def _shapes_in(source: Source, location: Location) -> Shapes | None:
 
 
 def _refuse_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
-    """Refuses one rank's part of a checkpoint: a file with others beside it, or a directory.
+    """Refuse a file or directory that is one rank's part of a checkpoint.
 
     Raises:
-        UnsupportedError: It is one.
+        UnsupportedError: It is a part.
     """
     source, shapes_in = located.source, partial(_shapes_in, located.source)
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
@@ -136,7 +136,7 @@ def _refuse_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
 
 
 def _metadata_of(catalog: Catalog, weights: str) -> dict[str, Any]:
-    """The metadata in the header of a safetensors file."""
+    """Return the metadata in the header of a safetensors file, or an empty dict."""
     text = catalog.verbatim.get(weights, "")
     try:
         found = json.loads(text).get("__metadata__") if text and not weights.endswith(".json") else None
@@ -146,12 +146,16 @@ def _metadata_of(catalog: Catalog, weights: str) -> dict[str, Any]:
 
 
 def _refuse_absurd(catalog: Catalog) -> None:
-    """Refuses names that nobody gave, and more of them than any model has."""
+    """Refuse overlong names, and more tensors than any model has."""
     longest = max(map(len, (*catalog.tensors, *catalog.objects)))
     if longest > NAME_LENGTH:
-        raise InputError(f"{catalog.root}: a name of {longest:,} characters, allowed at most {NAME_LENGTH:,}")
+        raise InputError(
+            f"{catalog.root}: has a name of {longest:,} characters, the limit is {NAME_LENGTH:,}; shorten it"
+        )
     if len(catalog.tensors) > TENSORS:
-        raise InputError(f"{catalog.root}: {len(catalog.tensors):,} tensors, allowed at most {TENSORS:,}")
+        raise InputError(
+            f"{catalog.root}: has {len(catalog.tensors):,} tensors, the limit is {TENSORS:,}; split the checkpoint"
+        )
 
 
 def _add_surroundings(catalog: Catalog, located: LocatedCheckpoint) -> None:
@@ -159,7 +163,7 @@ def _add_surroundings(catalog: Catalog, located: LocatedCheckpoint) -> None:
     beside = find_hf_metadata(catalog)
     catalog.config = None if beside is None else config_in(beside)
     if catalog.config is not None:
-        return  # what travels with the weights lies there, too
+        return  # the sidecars are in that directory, too
     catalog.config = config_in(source)
     used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
     is_megatron = located.kind == "dcp" and is_torch_dist(source)
@@ -180,7 +184,7 @@ def _add_surroundings(catalog: Catalog, located: LocatedCheckpoint) -> None:
 
 
 def _has_own_directory(located: LocatedCheckpoint) -> bool:
-    """False for a weight file with a name of its own: what else lies in its directory may be anything."""
+    """Return False for a weight file with a custom name, whose directory may contain unrelated files."""
     weights = located.weights[0]
     return not FORMS[located.kind].is_published or weights in hf.USUAL_NAMES or weights.endswith(".index.json")
 
@@ -192,9 +196,9 @@ def _open_shards(source: Source) -> Catalog:
 
 
 def _open_parts(located: LocatedCheckpoint) -> Catalog:
-    """Opens a DCP of one part or two; names and files of both end in one catalog.
+    """Open a DCP of one part or two; the catalog combines the names and files of both.
 
-    The model may lie in sharded safetensors beside the DCP of its optimizer.
+    The model may be in sharded safetensors next to the DCP of its optimizer.
     """
     from ckptx.formats.dcp.reader import open_dcp
 
@@ -212,7 +216,9 @@ def _open_parts(located: LocatedCheckpoint) -> Catalog:
         for on_disk, entry in catalog.tensors.items():
             name = _optimizer_name(on_disk) if is_second else on_disk
             if name in merged.tensors:
-                raise InputError(f'{located.root}: tensor "{name}" is in two parts ({", ".join(located.weights)})')
+                raise InputError(
+                    f'{located.root}: tensor "{name}" is in both {" and ".join(located.weights)}; pass one of them'
+                )
             merged.tensors[name] = below.moved(entry)._replace(name=name)
             names[name] = on_disk
         for on_disk, pickled in catalog.objects.items():
@@ -229,7 +235,7 @@ def _open_parts(located: LocatedCheckpoint) -> Catalog:
 
 
 class _Relocation:
-    """Moves tensors into a directory below the root of their catalog; those that are cut alike stay alike."""
+    """Moves tensors to a subdirectory of the catalog; objects shared by equally sharded tensors stay shared."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -237,7 +243,7 @@ class _Relocation:
         self._ids = ObjectIds()
 
     def moved(self, entry: TensorEntry) -> TensorEntry:
-        """The tensor with its files below the directory."""
+        """Return the tensor with its files in the directory."""
         chunks = entry.chunks
         if type(chunks) is StoredChunks:
             return entry._replace(chunks=chunks.in_files(self._below(chunks.files)))
@@ -256,21 +262,21 @@ class _Relocation:
 
 
 def _optimizer_name(name: str) -> str:
-    """The name of a tensor of the second part: the directory may be all that says `optimizer`."""
+    """Return the name of a tensor of the second part, with the prefix `optimizer.` unless it is recognizable."""
     return name if is_optimizer(name) or is_trainer_state(name) else f"optimizer.{name}"
 
 
 def locate(source: Source) -> LocatedCheckpoint:
-    """Finds the checkpoint at a location, which may be a file, without opening it.
+    """Find the checkpoint at a location, which may be a file, without opening it.
 
     Raises:
-        InputError: Nothing, or more than one candidate; they are listed.
-        UnsupportedError: A kind that is recognised but not read.
+        InputError: There is no checkpoint, or more than one; the message lists them.
+        UnsupportedError: The format is recognized but not supported.
     """
     path = source.location
     kind = source.kind()
     if kind is EntryKind.DANGLING:
-        source.at(path.parent).size(path.name)  # raises, and says where the link leads
+        source.at(path.parent).size(path.name)  # raises an error with the target of the link
     if kind is None or kind is EntryKind.DANGLING:
         raise InputError(f"{path}: no such file or directory")
     if kind is EntryKind.FILE:
@@ -287,13 +293,13 @@ def locate(source: Source) -> LocatedCheckpoint:
         left = without_part_directories(source, list(below), shapes_in)
         listed = ", ".join(str(path / name) for name in left[:8])
         more = f" and {len(left) - 8} more" if len(left) > 8 else ""
-        raise InputError(f"{path}: holds {len(below)} checkpoints, needed one; pass one of: {listed}{more}")
+        raise InputError(f"{path}: contains {len(below)} checkpoints; choose one: {listed}{more}")
     refuse_below(source, _LEVELS)
     if refusals:
         raise refusals[0]
     refuse_parts_below(source, _LEVELS, shapes_in)
-    found = "no .metadata, *.safetensors or pytorch_model*.bin in it" if len(source.listing()) else "it is empty"
-    raise InputError(f"{path}: no checkpoint found, {found}")
+    found = "has no .metadata, *.safetensors or pytorch_model*.bin" if len(source.listing()) else "is empty"
+    raise InputError(f"{path}: no checkpoint found, the directory {found}; pass the directory of a checkpoint")
 
 
 def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
@@ -310,7 +316,7 @@ def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
         return LocatedCheckpoint(source, "dcp", (".",))
     if name.endswith((".bin", ".bin.index.json", ".pt", ".pth")):
         return LocatedCheckpoint(source, "bin", (name,))
-    raise InputError(f"{source.location / name}: is no weight file or index; pass the directory of the checkpoint")
+    raise InputError(f"{source.location / name}: not a weight file or index; pass the directory of the checkpoint")
 
 
 def _locate_directory(source: Source) -> LocatedCheckpoint | None:
@@ -327,7 +333,7 @@ def _locate_directory(source: Source) -> LocatedCheckpoint | None:
 def _candidates(
     source: Source, lead: str, depth: int, refusals: list[UnsupportedError]
 ) -> Iterator[tuple[str, LocatedCheckpoint]]:
-    """Checkpoints in the directories below, by name; a checkpoint is not searched for others."""
+    """Iterate over checkpoints in subdirectories, with their paths; a checkpoint is not searched for others."""
     for name in source.listing().directories():
         if name.startswith("."):
             continue
@@ -337,7 +343,7 @@ def _candidates(
         except (InputError, UnsupportedError) as error:
             if isinstance(error, UnsupportedError):
                 refusals.append(error)
-            continue  # a broken neighbour is no candidate; passed by name it says why
+            continue  # a broken directory is no candidate; its error is reported if it is passed itself
         if located is not None:
             yield lead + name, located
         elif depth > 1:

@@ -1,9 +1,10 @@
-"""DCP_SHARDING_INFO: what the header of a safetensors file says of the larger tensors that its own are parts of.
+"""DCP_SHARDING_INFO: the record in a safetensors header of where its tensors begin in larger, sharded ones.
 
     __metadata__      DCP_SHARDING_INFO: {NAME: {"saved_offsets": [...]}} as JSON text, DCP_VERSION: "1.0"
 
-Torch's reader honours it in every `*.safetensors` of a directory, whatever the file is called, so the header decides
-here too. Torch's writer records it for whole tensors as well, all offsets 0: by itself it does not make a file a shard.
+Torch's reader honors it in every `*.safetensors` of a directory, regardless of the file name, so the header decides
+here too. Torch's writer records it for whole tensors as well, with all offsets 0, so its presence alone does not make a
+file a shard.
 Source: `torch/distributed/checkpoint/hf_storage.py`.
 """
 
@@ -25,7 +26,7 @@ VERSION = "1.0"
 
 
 def sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | None:
-    """Offsets by tensor, or None for a file that records none and so holds whole tensors.
+    """Return the record by tensor name, or None for a file without one, which has whole tensors.
 
     Raises:
         InputError: The text is not a JSON object.
@@ -33,7 +34,9 @@ def sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | N
     """
     version = metadata.get(VERSION_KEY, VERSION)
     if version.partition(".")[0] != VERSION.partition(".")[0]:
-        raise UnsupportedError(f"{where}: {VERSION_KEY} is {version}, this ckptx reads {VERSION}; use a newer ckptx")
+        raise UnsupportedError(
+            f"{where}: {VERSION_KEY} is {version}, but this ckptx supports {VERSION}; use a newer ckptx"
+        )
     text = metadata.get(SHARDING_INFO)
     if not text:
         return None
@@ -42,15 +45,17 @@ def sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | N
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: {SHARDING_INFO} is not JSON ({error}); the file is corrupt") from error
     if not isinstance(info, dict):
-        raise InputError(f"{where}: {SHARDING_INFO} is a {type(info).__name__}, needed a JSON object; save it again")
+        raise InputError(
+            f"{where}: {SHARDING_INFO} must be a JSON object, found a {type(info).__name__}; save it again"
+        )
     return info
 
 
 def offsets_of(row: Any, name: str, shape: Shape, where: str) -> Shape:
-    """The offsets that `row` of the info gives the tensor `name`; their number and size are not looked at yet.
+    """Return the offsets in the record `row` of a tensor; `check_offsets` checks their number and range.
 
     Raises:
-        InputError: It gives none, or something else.
+        InputError: There are none, or they are not a list of integers.
     """
     offsets = row.get(OFFSETS) if isinstance(row, dict) else None
     if isinstance(offsets, list) and all(type(begin) is int for begin in offsets):
@@ -58,42 +63,45 @@ def offsets_of(row: Any, name: str, shape: Shape, where: str) -> Shape:
     if offsets is not None:
         raise _wrong_offsets(offsets, name, shape, where)
     raise InputError(
-        f'{where}: tensor "{name}" has no {OFFSETS} in {SHARDING_INFO}; where it belongs is unknown, save it again'
+        f'{where}: tensor "{name}" has no {OFFSETS} in {SHARDING_INFO}, so its position is unknown; save it again'
     )
 
 
 def check_offsets(offsets: Shape, name: str, shape: Shape, where: str) -> None:
-    """There must be one for each dim, and none may be negative or beyond any file.
+    """Check that there is one offset per dim, and that all are at least 0 and below 2**63.
 
     Raises:
-        InputError: They are not.
+        InputError: They are invalid.
     """
     if len(offsets) != len(shape) or any(not 0 <= begin < 1 << 63 for begin in offsets):
         raise _wrong_offsets(list(offsets), name, shape, where)
 
 
 def refuse_unheld(info: Mapping[str, Any], where: str) -> None:
-    """Refuses what the info still lists when every tensor of the file has taken its row.
+    """Refuse entries of the record that remain after removing those of all tensors in the file.
 
     Raises:
-        InputError: There is such a name; the info is that of another file.
+        InputError: There is one, so the record is that of another file.
     """
     if info:
-        raise InputError(f'{where}: {SHARDING_INFO} lists tensor "{next(iter(info))}", which the file does not hold')
+        raise InputError(
+            f'{where}: {SHARDING_INFO} lists tensor "{next(iter(info))}", which the file does not contain; save it '
+            "again"
+        )
 
 
 def _wrong_offsets(offsets: object, name: str, shape: Shape, where: str) -> InputError:
     return InputError(
-        f'{where}: tensor "{name}" of shape {list(shape)} has {OFFSETS} {offsets!s:.80}, needed a count for each dim; '
-        "the file is corrupt"
+        f'{where}: {OFFSETS} of tensor "{name}" of shape {list(shape)} must be one integer per dim, found '
+        f"{offsets!s:.80}; the file is corrupt"
     )
 
 
 def holds_parts(header: Header, where: str) -> bool:
-    """True when a tensor of the file begins inside a larger one; the first part of a tensor looks like a whole one.
+    """Return True if a tensor of the file has offsets other than 0; the first shard of a tensor looks like a whole one.
 
     Raises:
-        InputError: The info is damaged, or does not speak of the very tensors of the file.
+        InputError: The record is damaged, or lists other tensors than the file.
         UnsupportedError: A newer version of the format.
     """
     info = sharding_info(header.metadata, where)
@@ -109,9 +117,9 @@ def holds_parts(header: Header, where: str) -> bool:
 
 
 def that_record_offsets(source: Source, names: Iterable[str]) -> list[str]:
-    """Those of the safetensors files `names` whose headers speak of offsets; nothing is parsed.
+    """Return the safetensors files among `names` whose headers record offsets, without parsing them.
 
-    A file too damaged to tell records none: whoever opens it says what is wrong with it.
+    A damaged file counts as one without offsets; the error is raised when it is opened.
 
     Raises:
         InputError: A file cannot be read.

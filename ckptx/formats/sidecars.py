@@ -1,4 +1,4 @@
-"""The files that travel with the weights, byte for byte: config, tokenizer, chat template, processors, remote code."""
+"""Find the files that are copied along with the weights: config, tokenizer, chat template, processors, custom code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptx.untrusted.limits import CONFIG_BYTES
 MANIFEST = "ckptx.json"
 _OWN = frozenset({MANIFEST, ".metadata"})
 
-# Weights in whatever format: those of the checkpoint are converted, the others stay behind and are named.
+# Weights in any format: those of the checkpoint are converted, others are not carried and reported.
 _WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite",
     ".distcp", ".npz", ".pkl", ".nemo", ".mlmodel", ".engine",
@@ -28,9 +28,9 @@ _INDEXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json", ".ms
 _MAX_DEPTH = 3
 
 
-# What of a directory below the checkpoint travels: remote code, templates, configs; not the logs of a trainer.
+# Files that are carried from subdirectories: custom code, templates, configs; not the logs of a trainer.
 _TEXTS = (".json", ".jinja", ".py", ".txt", ".model", ".tiktoken", ".md")
-# What belongs to one weight file in a directory that may hold anything.
+# Files that belong to a weight file even if its directory may contain unrelated files.
 _KNOWN = re.compile(
     r"(config|generation_config|(pre)?processor_config|image_processor_config|video_preprocessor_config|vocab|merges|"
     r"special_tokens_map|added_tokens|chat_template|sentencepiece\.bpe|spiece|modeling_\w+|configuration_\w+|"
@@ -38,28 +38,28 @@ _KNOWN = re.compile(
 )
 
 
-# What repositories of models hold beside that.
+# Other files that are usual in model repositories.
 _ABOUT = re.compile(
     r"README(\.\w+)?|LICEN[CS]E([-_.]\w+)*|NOTICE(\.\w+)?|USE_POLICY(\.\w+)?|\.gitattributes|modules\.json|"
     r"(config_sentence_transformers|sentence_bert_config|quantize_config|quantization_config|hf_quant_config|"
     r"adapter_config|params|recipe|video_processor|fqn_to_file_index_mapping)\.(json|yaml)|tekken\.json|"
     r"[\w.-]+\.tiktoken|(vocab|merges|sentencepiece|spiece|tokenizer)[\w.-]*\.(txt|model|json|vocab|bpe)"
 )
-# How weights are quantised, beside what config.json says of it: read by vLLM and GPTQ's tools.
+# Quantization settings outside config.json, for vLLM and GPTQ tools.
 QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quantize_config.json", "quantization_config.json"})
 
 
 def is_known_sidecar(base: str) -> bool:
-    """True for the name of a file that belongs to a model by its name alone."""
+    """Return True if a file name is usual in model repositories."""
     return _KNOWN.fullmatch(base) is not None or _ABOUT.fullmatch(base) is not None
 
 
 class SidecarFiles(NamedTuple):
-    """The files beside the weights.
+    """The files next to the weights of a checkpoint.
 
     Attributes:
-        carried: Files that travel with the weights.
-        left: Names of files that are left behind.
+        carried: Files that are copied along with the weights.
+        dropped: Names of files that are not copied, sorted.
         identities: Identity of each file in `carried`.
     """
 
@@ -69,17 +69,17 @@ class SidecarFiles(NamedTuple):
 
 
 def look_around(source: Source, used: frozenset[str]) -> SidecarFiles:
-    """Lists the sidecars of a checkpoint.
+    """List the sidecars of a checkpoint.
 
-    A directory that holds weights of its own (`onnx/`, `original/`) is left behind, unless `modules.json` says that the
-    model is built from it, as sentence-transformers does. So is a file whose name has no place in an output.
+    A directory with other weights (`onnx/`, `original/`) is dropped, unless `modules.json` of sentence-transformers
+    lists it as a part of the model. Files whose names are not allowed in an output are dropped, too.
 
     Args:
         source: The directory of the checkpoint.
         used: Names of the weight files that are part of the checkpoint.
 
     Raises:
-        InputError: A link leads nowhere: a cache or a copy that is incomplete would lose its tokenizer in silence.
+        InputError: A link is broken: an incomplete cache or copy would silently lose its tokenizer.
     """
     modules = _modules(source)
     homes = {_parent(name) for name in used}
@@ -103,14 +103,14 @@ def look_around(source: Source, used: frozenset[str]) -> SidecarFiles:
 
 
 def beside_one_file(source: Source) -> SidecarFiles:
-    """The sidecars of one weight file with a name of its own, in a directory that may hold anything."""
+    """List the sidecars of one weight file with a custom name, in a directory that may contain unrelated files."""
     listing = source.listing()
     names = [name for name in listing if _KNOWN.fullmatch(name) and listing.is_file(name)]
     return _surroundings(source, names, ())
 
 
 def _surroundings(source: Source, names: list[str], left: tuple[str, ...]) -> SidecarFiles:
-    """Carry those of the names that a manifest may hold, too."""
+    """Return the sidecars for names that are allowed in a manifest."""
     names = [name for name in sorted(names) if name_fault(name) is None]
     identities = source.identities(names)
     carried = (Sidecar(name, identities[name].nbytes if name in identities else source.size(name)) for name in names)
@@ -118,12 +118,12 @@ def _surroundings(source: Source, names: list[str], left: tuple[str, ...]) -> Si
 
 
 def _walk(source: Source, listing: Listing, depth: int, below: str = ".") -> Iterator[tuple[str, list[str]]]:
-    """Directories and the files in them, as names relative to the source."""
+    """Iterate over directories and the files in them, as paths relative to the source."""
     lead = "" if below == "." else f"{below}/"
     names = [name for name in listing if name not in _OWN]
     for name in names:
         if listing.kind(name) is EntryKind.DANGLING:
-            source.size(lead + name)  # raises, and says where the link leads
+            source.size(lead + name)  # raises an error with the target of the link
             raise changed(source.location / (lead + name))
     yield below, [lead + name for name in names if listing.is_file(name)]
     if depth < _MAX_DEPTH:

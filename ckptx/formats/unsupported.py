@@ -1,7 +1,7 @@
-"""Checkpoints that ckptx recognises by the names of their files and does not read, each with what to do instead.
+"""Recognize unsupported checkpoint formats by file name, each with a way to convert it to a supported one.
 
-Only names are looked at. Weights that ckptx reads win over what lies beside them: the table answers when nothing else
-did, and says which files next to real weights are another framework's weights and stay behind.
+Only names are examined. Supported weights in the same directory take precedence: the table is used if nothing else was
+found, and to identify weights of other frameworks among the files next to supported weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SHOWN = 2
 
 
 class UnsupportedKind(NamedTuple):
-    """A kind of checkpoint that is known by name.
+    """An unsupported format that is recognized by name.
 
     Attributes:
-        names: What its files or directories are called, as a regular expression over whole names.
-        what: What it is, as the subject of "is not read".
-        next_step: How its weights come into a form that is.
-        whole_alone: True when one such file without others of its kind may be a whole state dict. Given as SRC, a lone
-            one is opened as any `.pt` file.
+        names: Regular expression for the whole name of its files or directories.
+        what: Description, the subject of "is not supported".
+        next_step: Way to convert its weights to a supported format.
+        whole_alone: True if the only file of this kind in a directory may be a whole state dict; passed as SRC, it is
+            opened like any `.pt` file.
     """
 
     names: str
@@ -35,7 +35,7 @@ class UnsupportedKind(NamedTuple):
     whole_alone: bool = False
 
 
-# In the order in which they are asked: what a framework alone writes comes before suffixes that many use.
+# In the order of precedence: names of one framework before suffixes that many frameworks use.
 FOREIGN_KINDS = (
     UnsupportedKind(
         r"__\d+\.metadata",
@@ -54,21 +54,21 @@ FOREIGN_KINDS = (
         r"|(expert|layer_\d+_expert)_\d+(_expert_\d+)?_mp_rank_\d+_(model|optim)_states\.pt"
         r"|latest_universal|global_step\d+_universal",
         "a DeepSpeed checkpoint",
-        "run the zero_to_fp32.py beside it with --safe_serialization and pass the directory it writes",
+        "run the zero_to_fp32.py next to it with --safe_serialization and pass the directory it writes",
     ),
     UnsupportedKind(
         r"exp_avg_sq\.pt|exp_avg\.pt|fp32\.pt",
         "a parameter of a DeepSpeed universal checkpoint",
-        "run zero_to_fp32.py on the checkpoint it was made of, with --safe_serialization, and pass what that writes",
+        "run zero_to_fp32.py with --safe_serialization on the checkpoint it was made from and pass its output",
     ),
     UnsupportedKind(
         STATE_FILES,
-        "the optimizer or trainer state of FSDP ranks, as verl writes it,",
+        "the optimizer or trainer state of FSDP ranks (verl)",
         "pass the directory that has the model_world_size_* files",
     ),
     UnsupportedKind(
         r"model_optim_rng\.pt|model_rng\.pt|distrib_optim\.pt|mp_rank_\d\d(_\d\d\d)*",
-        "a Megatron checkpoint of the legacy format, one directory for each rank,",
+        "a Megatron checkpoint in the legacy format, with one directory per rank,",
         "save it with --ckpt-format torch_dist and pass the iter_* directory",
     ),
     UnsupportedKind(
@@ -79,17 +79,17 @@ FOREIGN_KINDS = (
     UnsupportedKind(
         r".*\.nemo",
         "a NeMo archive",
-        "unpack it with `tar -xf` and pass the directory in it that holds .metadata, or export it to safetensors",
+        "unpack it with `tar -xf` and pass the directory with .metadata, or export it to safetensors",
     ),
     UnsupportedKind(
         r"model(-pp-\d+-tp-\d+|-rank-\d+)-part-\d+\.safetensors",
         "a sharded_state of vLLM or SGLang, fused and padded for one engine,",
-        "start from the checkpoint it was made of",
+        "start from the checkpoint it was made from",
     ),
     UnsupportedKind(
         r"tp\d+_sharded_checkpoint\.safetensors|rank\d+\.safetensors|model\d+-mp\d+\.safetensors",
-        "a checkpoint cut for the ranks of one engine, without a record of how,",
-        "start from the checkpoint it was made of",
+        "a checkpoint sharded for the ranks of one engine, without sharding metadata,",
+        "start from the checkpoint it was made from",
     ),
     UnsupportedKind(
         r"(.+[-_.])?rank_?\d+\.(bin|pt|pth|ckpt)",
@@ -98,46 +98,46 @@ FOREIGN_KINDS = (
     ),
     UnsupportedKind(
         r"checkpoint_\d+\.pt",
-        "a checkpoint of torch.distributed.checkpoint._experimental, one file for each rank,",
-        "save it with torch.distributed.checkpoint.save; saved by one rank alone, pass the file",
+        "a checkpoint of torch.distributed.checkpoint._experimental, one file per rank,",
+        "save it with torch.distributed.checkpoint.save; if a single rank saved it, pass the file",
         whole_alone=True,
     ),
     UnsupportedKind(
         r"consolidated\.\d\d\.pth",
-        "a checkpoint in Meta's own layout, one file for each tensor parallel rank,",
-        "convert it with the convert_*_weights_to_hf script of transformers; of one rank alone, pass the file",
+        "a checkpoint in Meta's own layout, one file per tensor parallel rank,",
+        "convert it with the convert_*_weights_to_hf script of transformers; if there is a single rank, pass the file",
         whole_alone=True,
     ),
     UnsupportedKind(
         r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_METADATA|_sharding|checkpoint_metadata\.orbax.*",
         "a JAX checkpoint of orbax",
-        "restore it there and save the parameters as safetensors",
+        "restore it with orbax and save the parameters as safetensors",
     ),
     UnsupportedKind(
         r".*\.ckpt\.(index|meta|data-\d+-of-\d+)|.*\.data-\d+-of-\d+|saved_model\.pb",
         "a TensorFlow checkpoint",
-        "load it with from_tf in a transformers 4 and call save_pretrained, then pass what that writes",
+        "load it with from_tf in transformers 4, call save_pretrained, and pass its output",
     ),
     UnsupportedKind(
         r".*\.(h5|hdf5|keras)|.*\.h5\.index\.json",
         "a Keras or TensorFlow file (HDF5)",
-        "load it with from_tf in a transformers 4 and call save_pretrained, then pass what that writes",
+        "load it with from_tf in transformers 4, call save_pretrained, and pass its output",
     ),
     UnsupportedKind(
         r".*\.msgpack|.*\.msgpack\.index\.json",
         "a Flax file (msgpack)",
-        "load it with from_flax in a transformers 4 and call save_pretrained, then pass what that writes",
+        "load it with from_flax in transformers 4, call save_pretrained, and pass its output",
     ),
     UnsupportedKind(r".*\.(onnx|onnx_data|ort)", "ONNX", "start from the checkpoint it was exported from"),
-    UnsupportedKind(r".*\.(gguf|ggml|ggjt)", "GGUF", "start from the safetensors it was made of"),
+    UnsupportedKind(r".*\.(gguf|ggml|ggjt)", "GGUF", "start from the safetensors it was made from"),
     UnsupportedKind(
         r".*\.(tflite|mlmodel|mlpackage|engine|plan|pt2|pte|ot)|openvino_model\.(xml|bin)",
         "a model compiled for one engine",
-        "start from the checkpoint it was made of",
+        "start from the checkpoint it was made from",
     ),
     UnsupportedKind(r".*\.npz", "a NumPy archive", "save its arrays as safetensors"),
     UnsupportedKind(
-        r".*\.(pkl|pickle)", "a plain pickle", "load it where it is trusted and save its tensors as safetensors"
+        r".*\.(pkl|pickle)", "a plain pickle", "if you trust it, load it and save its tensors as safetensors"
     ),
     UnsupportedKind(
         r".*\.ckpt",
@@ -149,26 +149,26 @@ FOREIGN_KINDS = (
 
 @cache
 def _compiled() -> list[tuple[re.Pattern[str], UnsupportedKind]]:
-    """Return the pattern of each kind; most checkpoints have no file that is asked about."""
+    """Return the compiled pattern of each kind, lazily because most checkpoints need none."""
     return [(re.compile(kind.names), kind) for kind in FOREIGN_KINDS]
 
 
 def kind_of_name(name: str) -> UnsupportedKind | None:
-    """The kind that a file or directory of this name belongs to, or None."""
+    """Return the unsupported format of a file or directory name, or None."""
     return next((kind for pattern, kind in _compiled() if pattern.fullmatch(name)), None)
 
 
 def is_unsupported_weights(name: str) -> bool:
-    """True for weights, or their index, of a kind that is not read: beside weights that are, they stay behind."""
+    """Return True if a name is that of weights, or their index, in an unsupported format."""
     is_config = name.endswith(".json") and not name.endswith(".index.json")
     return not is_config and kind_of_name(name) is not None
 
 
 def kind_among(names: Collection[str]) -> tuple[UnsupportedKind, list[str]] | None:
-    """The kind that the names in one directory belong to, and which of them say so.
+    """Return the unsupported format of the names in a directory, and the names that match it.
 
     Returns:
-        None when no name is known.
+        None if no name matches.
     """
     for pattern, kind in _compiled():
         found = sorted(name for name in names if pattern.fullmatch(name))
@@ -178,26 +178,26 @@ def kind_among(names: Collection[str]) -> tuple[UnsupportedKind, list[str]] | No
 
 
 def refuse_file(source: Source, name: str) -> None:
-    """Refuses a file that is known by its name to be no checkpoint ckptx reads.
+    """Refuse a file whose name is that of an unsupported format.
 
-    A file that may be whole by itself is let through when no other of its kind lies beside it.
+    A file that may be a whole state dict is accepted if it is the only one of its kind in the directory.
 
     Raises:
-        UnsupportedError: It is of a foreign kind.
+        UnsupportedError: The format is unsupported.
     """
     kind = kind_of_name(name)
     if kind is None:
         return
     if kind.whole_alone and [each for each in source.listing() if kind_of_name(each) is kind] == [name]:
         return
-    raise UnsupportedError(f"{source.location / name}: {kind.what} is not read; {kind.next_step}")
+    raise UnsupportedError(f"{source.location / name}: {kind.what} is not supported; {kind.next_step}")
 
 
 def refuse_directory(path: Location, names: Collection[str]) -> None:
-    """Refuses a directory in which a name is known, and says which.
+    """Refuse a directory with a name of an unsupported format; the error lists the names.
 
     Raises:
-        UnsupportedError: It is of a foreign kind.
+        UnsupportedError: The format is unsupported.
     """
     known = kind_among(names)
     if known is None:
@@ -205,15 +205,15 @@ def refuse_directory(path: Location, names: Collection[str]) -> None:
     kind, found = known
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise UnsupportedError(
-        f"{path}: {kind.what} is not read (found {', '.join(found[:_SHOWN])}{more}); {kind.next_step}"
+        f"{path}: {kind.what} is not supported (found {', '.join(found[:_SHOWN])}{more}); {kind.next_step}"
     )
 
 
 def refuse_below(source: Source, depth: int) -> None:
-    """Refuses a directory when it, or one at most `depth` below, is of a foreign kind; the nearest one is named.
+    """Refuse a directory if it or a subdirectory down to `depth` levels has an unsupported format, nearest first.
 
     Raises:
-        UnsupportedError: One of them is.
+        UnsupportedError: A directory has one.
     """
     level = [source.location]
     for _ in range(depth + 1):
@@ -222,7 +222,7 @@ def refuse_below(source: Source, depth: int) -> None:
             try:
                 listing = source.at(directory).listing()
             except InputError:
-                continue  # what cannot be listed tells nothing
+                continue  # the directory cannot be listed
             refuse_directory(directory, listing.names)
             below += [directory / name for name in listing.directories() if not name.startswith(".")]
         level = below

@@ -91,7 +91,7 @@ def dcp(name: str, exit: int, said: str, **settings: Any) -> Callable[[Callable[
 # Files of an HF directory
 
 
-@hf("a shard cut short", 3, rf'{SHARD}: tensor ".*" ends at byte \d+, file has \d+; the file is truncated')
+@hf("a shard cut short", 3, rf'{SHARD}: tensor ".*" ends at byte \d+, but the file has \d+; the file is truncated')
 def _(root: Path) -> None:
     with (root / SHARD).open("r+b") as file:
         file.truncate((root / SHARD).stat().st_size - 1)
@@ -109,7 +109,7 @@ def _(root: Path) -> None:
     (root / SHARD).write_bytes(data.replace(b'"shape"', b'"shapf"', 1))
 
 
-@hf("an overlong header", 3, rf"{SHARD}: header length 18446744073709551615")
+@hf("an overlong header", 3, rf"{SHARD}: header length is 18446744073709551615")
 def _(root: Path) -> None:
     (root / SHARD).write_bytes(b"\xff" * 8 + (root / SHARD).read_bytes()[8:])
 
@@ -132,7 +132,7 @@ def _(root: Path) -> None:
     (root / SHARD).symlink_to("../blobs/abc")
 
 
-@hf("an index that lists a tensor no shard has", 3, r'says tensor "extra" is in .*, but no file it names has it')
+@hf("an index that lists a tensor no shard has", 3, r'lists tensor "extra" in .*, but no file contains it')
 def _(root: Path) -> None:
     index = json.loads((root / INDEX).read_text())
     write_index(root, index["weight_map"] | {"extra": SHARD})
@@ -145,7 +145,7 @@ def _(root: Path) -> None:
     write_index(root, index["weight_map"])
 
 
-@hf("an index that says another shard", 3, rf'says tensor "{W}" is in model-00001.*, but it is in {SHARD}')
+@hf("an index that says another shard", 3, rf'lists tensor "{W}" in model-00001.*, but it is in {SHARD}')
 def _(root: Path) -> None:
     index = json.loads((root / INDEX).read_text())
     write_index(root, index["weight_map"] | {W: "model-00001-of-00002.safetensors"})
@@ -168,7 +168,7 @@ def _(root: Path) -> None:
     (root / INDEX).write_text('{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}')
 
 
-@hf("a tensor in two shards", 3, rf'tensor "{W}" is in .* and in .*; which one counts is unknown')
+@hf("a tensor in two shards", 3, rf'tensor "{W}" is in both .* and .*; remove one of the files')
 def _(root: Path) -> None:
     first = "model-00001-of-00002.safetensors"
     (root / first).write_bytes(framed(header({W: value("F32", 1)}), value("F32", 1)[2]))
@@ -194,7 +194,7 @@ def _(root: Path) -> None:
     (root / "config.json").unlink()
 
 
-@hf("both a single file and an index", 3, "loaders disagree on which counts")
+@hf("both a single file and an index", 3, "loaders disagree on which to use")
 def _(root: Path) -> None:
     write_safetensors(root / SINGLE, llama())
 
@@ -222,7 +222,7 @@ def _(root: Path) -> None:
 # Directories
 
 
-@hf("an empty directory", 3, "no checkpoint found, it is empty")
+@hf("an empty directory", 3, "no checkpoint found, the directory is empty")
 def _(root: Path) -> Path:
     (root.parent / "empty").mkdir()
     return root.parent / "empty"
@@ -239,21 +239,21 @@ def _(root: Path) -> Path:
     return root.parent / ".x.ckptx-partial" / "tree"
 
 
-@hf("several checkpoints below", 3, r"holds 2 checkpoints, needed one; pass one of: .*a, .*b")
+@hf("several checkpoints below", 3, r"contains 2 checkpoints; choose one: .*a, .*b")
 def _(root: Path) -> Path:
     for name in "ab":
         write_hf(root / "runs" / name, llama())
     return root / "runs"
 
 
-@hf("an adapter", 4, r"an adapter \(LoRA or similar\) is not read .*; merge it into its base first")
+@hf("an adapter", 4, r"an adapter \(LoRA or similar\) is not supported .*; merge it into its base first")
 def _(root: Path) -> Path:
     write_safetensors(root.parent / "lora" / "adapter_model.safetensors", {"w": value("F32", 1)})
     (root.parent / "lora" / "adapter_config.json").write_text("{}")
     return root.parent / "lora"
 
 
-@hf("a lost shard", 3, r"no shard covers \[0:1\]; there is no shard-00001-model-00001-of-00001.safetensors, copy")
+@hf("a lost shard", 3, r"no shard covers \[0:1\]; missing shard-00001-model-00001-of-00001.safetensors, copy")
 def _(root: Path) -> Path:
     metadata = {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [1]}}', "DCP_VERSION": "1.0", "format": "pt"}
     file = root.parent / "sharded" / "shard-00002-model-00001-of-00001.safetensors"
@@ -295,7 +295,7 @@ def _(root: Path) -> Path:
     return bin_directory(root, pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2) + pickle.dumps(1001, protocol=2))
 
 
-@hf("a .bin that is a bare tensor", 4, r"pytorch_model\.bin: holds a tensor, needed a dict of tensors by name")
+@hf("a .bin that is a bare tensor", 4, r"pytorch_model\.bin: expected a dict of named tensors, found a tensor")
 def _(root: Path) -> Path:
     return bin_directory(root, archive(value("F32", 4)))
 
@@ -321,7 +321,11 @@ def _(root: Path) -> None:
     (root / ".metadata").write_bytes((root / ".metadata").read_bytes()[:-20])
 
 
-@dcp("a .metadata that holds something else", 3, r"\.metadata: holds a dict")
+@dcp(
+    "a .metadata that holds something else",
+    3,
+    r"\.metadata: expected the metadata of a torch DCP, found a pickled dict",
+)
 def _(root: Path) -> None:
     write_dcp(root, NORM)
     (root / ".metadata").write_bytes(pickle.dumps({"a": 1}, protocol=4))
@@ -383,7 +387,11 @@ def _(root: Path) -> None:
     (root / "__1_0.distcp").unlink()
 
 
-@dcp("a .distcp cut short", 3, r"__0_0\.distcp: has \d+ bytes, \.metadata points up to byte \d+; the file is truncated")
+@dcp(
+    "a .distcp cut short",
+    3,
+    r"__0_0\.distcp: has \d+ bytes, but \.metadata refers to bytes up to \d+; the file is truncated",
+)
 def _(root: Path) -> None:
     write_dcp(root, NORM)
     with (root / "__0_0.distcp").open("r+b") as file:
@@ -434,7 +442,7 @@ def pickle_of(tensor: Value) -> bytes:
         return file.read("archive/data.pkl")
 
 
-@payload_case("a payload that is compressed", 4, "is compressed; only stored members are converted")
+@payload_case("a payload that is compressed", 4, "is compressed, which is not supported")
 def _(tensor: Value) -> bytes:
     return zipped(pickle_of(tensor), tensor[2], zipfile.ZIP_DEFLATED)
 
@@ -449,12 +457,12 @@ for _flag in ("conj", "neg"):
         return zipped(pickled[:at] + view + pickled[at:], tensor[2])
 
 
-@payload_case("a payload of another dtype", 3, r"payload is float64 \[4, 1\], \.metadata says float32 \[4, 2\]")
+@payload_case("a payload of another dtype", 3, r"payload is float64 \[4, 1\], but \.metadata lists float32 \[4, 2\]")
 def _(tensor: Value) -> bytes:
     return archive(("F64", (4, 1), tensor[2]))
 
 
-@payload_case("a payload of another shape", 3, r"payload is float32 \[2, 4\], \.metadata says float32 \[4, 2\]")
+@payload_case("a payload of another shape", 3, r"payload is float32 \[2, 4\], but \.metadata lists float32 \[4, 2\]")
 def _(tensor: Value) -> bytes:
     return archive(("F32", (2, 4), tensor[2]))
 
@@ -559,7 +567,7 @@ def test_a_class_that_has_no_place_in_metadata_is_not_executed(tmp_path: Path, d
         text = {b"e": f"open({str(proof)!r}, 'w')"}.get(command[10:11], f"touch {proof}").encode()
         call = command + b"X" + len(text).to_bytes(4, "little") + text + b"\x85R."
         (tmp_path / "in" / ".metadata").write_bytes(b"\x80\x02" + call)
-        with pytest.raises(CkptxError, match="has no place in a checkpoint; nothing in it was executed") as refusal:
+        with pytest.raises(CkptxError, match="is not allowed in a checkpoint; nothing was executed") as refusal:
             ckptx.convert("dcp2hf", tmp_path / "in", dst)
         assert refusal.value.exit_code == 3
         assert not proof.exists()
@@ -570,7 +578,7 @@ def test_a_class_that_has_no_place_in_a_payload_is_not_executed(tmp_path: Path, 
     text = f"touch {proof}".encode()
     payload = zipped(b"\x80\x02cos\nsystem\nX" + len(text).to_bytes(4, "little") + text + b"\x85R.", NORM[W][2])
     write_dcp(tmp_path / "in", NORM, payloads={W: payload})
-    with pytest.raises(CkptxError, match="nothing in it was executed"):
+    with pytest.raises(CkptxError, match="nothing was executed"):
         ckptx.convert("dcp2hf", tmp_path / "in", dst, base="none")
     assert not proof.exists()
 
@@ -615,5 +623,5 @@ def test_a_damaged_manifest_is_named_and_ignored(tmp_path: Path, dst: Path) -> N
     (tmp_path / "dcp" / "ckptx.json").write_text("{}")
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", dst)
     (said,) = (each for each in report.warnings if "ckptx.json" in each)
-    assert "ckptx.json: is not a manifest of ckptx" in said and said.endswith("the tensor files are read without it")
+    assert "ckptx.json: is not a manifest of ckptx" in said and said.endswith("; manifest ignored")
     assert ckptx.verify(tmp_path / "dcp", dst).exit == 0

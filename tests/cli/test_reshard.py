@@ -257,7 +257,7 @@ _EMBEDDING = 'tensor "model.embed_tokens.weight" of shape [16, 8]'
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (lose_a_middle_shard, f"{_EMBEDDING}: no shard covers [4:8, 0:8]; there is no {shard(1)}"),
     (lose_the_last_stage, 'does not fit its config: "model.layers.1": found nothing'),
-    (duplicate_a_shard, f"duplicated shard: {shard(1)} and {shard(8)} both hold"),
+    (duplicate_a_shard, f"duplicated shard: {shard(1)} and {shard(8)} both contain"),
     (change_a_replica, f'tensor "model.layers.0.input_layernorm.weight": {shard(1)} holds other bytes'),
     (shift_an_offset, f"{_EMBEDDING}: {shard(0)} and {shard(1)} both cover"),
     (truncate_a_shard, shard(2)),

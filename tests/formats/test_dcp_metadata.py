@@ -157,7 +157,7 @@ def test_more_names_than_one_byte_can_number(tmp_path: Path, count: int) -> None
 
 
 def test_planner_data_beyond_plain_values_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="planner_data holds a complex"):
+    with pytest.raises(UnsupportedError, match="planner_data contains a complex"):
         emit_metadata(DcpMetadata({}, (), {}, {"x": 1j}))
 
 
@@ -201,12 +201,12 @@ class Foreign:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({"a": 1}, "holds a dict, needed the metadata of a torch DCP"),
-        (stock.BytesStorageMetadata(), "needed the metadata of a torch DCP"),
+        ({"a": 1}, "expected the metadata of a torch DCP, found a pickled dict"),
+        (stock.BytesStorageMetadata(), "expected the metadata of a torch DCP"),
         (stock_metadata(storage_data=None), "damaged metadata"),
         (
             stock_metadata(state_dict_metadata={1: stock.BytesStorageMetadata()}),
-            "a name is a int, not a text",
+            "a name is a int, not a string",
         ),
         (stock_metadata(state_dict_metadata={"\ud800": stock.BytesStorageMetadata()}), "damaged metadata"),
         (
@@ -226,7 +226,7 @@ class Foreign:
             stock_metadata(storage_data={stock.MetadataIndex("w", [-1]): _StorageInfo("f", 1, 1)}),
             "a size is not a tuple of counts",
         ),
-        (stock_metadata(planner_data=Foreign()), "Foreign, which has no place in a checkpoint"),
+        (stock_metadata(planner_data=Foreign()), "Foreign, which is not allowed in a checkpoint"),
     ],
 )
 def test_damaged_metadata_is_refused(value: object, reason: str) -> None:

@@ -105,29 +105,29 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a copied file": (
         files(lambda root: shutil.copy(root / name_of(0), root / name_of(1))),
-        "saved by rank 0, but the file name says rank 1",
+        "saved by rank 0, but the file name is that of rank 1",
     ),
     "a copied file of a torch that records no rank": (
         changed(saved_by=None, coordinate=(0,), local=WHOLE[:3]),
-        "no rank holds",
+        "no rank has",
     ),
     "another world size in the config": (
         files(lambda root: (root / "fsdp_config.json").write_text(json.dumps({"world_size": 4}))),
-        "says world_size 4, but the files are those of 2 ranks",
+        "world_size is 4, but there are files of 2 ranks",
     ),
     "files of two world sizes": (
         files(lambda root: shutil.copy(root / name_of(0), root / name_of(0, 1))),
         "contains FSDP files of 2 world sizes; choose one by passing a file of it: model_world_size_1_rank_0.pt, model",
     ),
     "a truncated file": (files(lambda root: truncate(root / name_of(1))), "rank_1.pt: "),
-    "an empty file": (files(lambda root: (root / name_of(1)).write_bytes(b"")), "rank_1.pt: no torch archive"),
+    "an empty file": (files(lambda root: (root / name_of(1)).write_bytes(b"")), "rank_1.pt: not a torch archive"),
     "another name": (changed(name="v"), 'tensor "v": model_world_size_2_rank_0.pt has no such tensor'),
     "a name less": (
         lambda root: write(root, [usual(0), usual(1)]) and Archive().write(root / name_of(1), {}),
-        'has no tensor "w", which model_world_size_2_rank_0.pt has',
+        'tensor "w" is missing, but model_world_size_2_rank_0.pt contains it',
     ),
     "another shape": (changed(shape=(5, 4), local=np.zeros((2, 4))), "different saves"),
-    "a local shape of other rows": (changed(local=WHOLE[3:4]), r"local shape \[1, 3\], but its sharding"),
+    "a local shape of other rows": (changed(local=WHOLE[3:4]), r"local shape is \[1, 3\], but the sharding"),
     "a coordinate outside of the mesh": (changed(coordinate=(2,)), "no coordinate in a mesh"),
     "a coordinate of more dims": (changed(coordinate=(1, 0)), "no coordinate in a mesh"),
     "no coordinate": (changed(coordinate=None), "no coordinate in a mesh"),
@@ -145,20 +145,20 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
         "local shape",
     ),
     "rows that overlap": (
-        lambda root: write(root, [usual(0), Case(SHAPE, WHOLE, (1,), (0,), (shard(0),), 1)]), "parts that overlap"
+        lambda root: write(root, [usual(0), Case(SHAPE, WHOLE, (1,), (0,), (shard(0),), 1)]), "shards of several ranks"
     ),
 }  # fmt: skip
 UNSUPPORTED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "partial sums": (changed(placements=(placement("Partial", reduce_op="sum"),)), "Partial placement, whose values"),
+    "partial sums": (changed(placements=(placement("Partial", reduce_op="sum"),)), "Partial placement, so its values"),
     "a split factor that fits no mesh": (
-        changed(placements=(placement("_StridedShard", dim=0, split_factor=3),)), "_StridedShard of split factor 3"
+        changed(placements=(placement("_StridedShard", dim=0, split_factor=3),)), "split factor 3 of a _StridedShard"
     ),
-    "a value that is no tensor": (changed(also={"lr": 0.1}), "a value of type float, required a tensor"),
-    "a nested dict": (changed(also={"model": {"w": 1}}), "a value of type dict, required a tensor"),
-    "a key that is no string": (changed(also={3: 1}), "a key of type int"),
+    "a value that is no tensor": (changed(also={"lr": 0.1}), "expected a tensor, found a value of type float"),
+    "a nested dict": (changed(also={"model": {"w": 1}}), "expected a tensor, found a value of type dict"),
+    "a key that is no string": (changed(also={3: 1}), "expected tensor names as keys, found a key of type int"),
     "no dict": (
         lambda root: write(root, [usual(0), usual(1)]) and Archive().write(root / name_of(1), [1]),
-        "holds a value of type list, required a dict",
+        "expected a dict of named tensors, found a value of type list",
     ),
     "a flat parameter": (changed(name="layers.0._flat_param"), "LOCAL_STATE_DICT"),
 }  # fmt: skip
@@ -191,7 +191,7 @@ def test_nothing_that_a_pickle_names_is_run(place: str, tmp_path: Path, monkeypa
         "argument": {"shape": (5, SYSTEM)},
     }[place]
     changed(**trap)(tmp_path)
-    with pytest.raises(InputError, match=r"names posix.mkdir, which has no place .*nothing in it was executed"):
+    with pytest.raises(InputError, match=r"refers to posix.mkdir, which is not allowed .*nothing was executed"):
         open_checkpoint(tmp_path)
     assert not Path("was-executed").exists()
 

@@ -57,7 +57,7 @@ def offline(source: str, cache: Path) -> str:
 
 def test_offline_looks_into_the_cache_alone(tmp_path: Path) -> None:
     said = offline("org/name", tmp_path)
-    assert said.startswith("org/name: no such path, and not in the Hub cache while offline")
+    assert said.startswith("org/name: no such path, and not in the Hub cache (offline)")
     assert "\n" not in said
     snapshot = tmp_path / "models--org--name" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)

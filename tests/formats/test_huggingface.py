@@ -50,7 +50,7 @@ def test_an_index_that_agrees(two: MemoryPath) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "said"),
     [
-        pytest.param(ALL | {"w": "b.safetensors"}, '"w" is in b.safetensors, but no file it names has it', id="lost"),
+        pytest.param(ALL | {"w": "b.safetensors"}, '"w" in b.safetensors, but no file contains it', id="lost"),
         pytest.param(ALL | {"z": "a.safetensors", "x": "b.safetensors"}, "but it is in", id="in another file"),
         pytest.param({"x": "a.safetensors", "z": "b.safetensors"}, 'does not list tensor "y"', id="not listed"),
         pytest.param(ALL | {"w": "c.safetensors"}, "c.safetensors: no such file", id="missing shard"),
@@ -68,7 +68,7 @@ def test_an_index_that_does_not_agree(two: MemoryPath, weight_map: dict[str, str
 def test_a_tensor_in_two_files(two: MemoryPath) -> None:
     write_safetensors(two / "b.safetensors", {"z": value("F32", 2), "x": value("F32", 2)})
     write_index(two, ALL)
-    with pytest.raises(InputError, match=r'"x" is in a\.safetensors and in b\.safetensors; which one counts'):
+    with pytest.raises(InputError, match=r'"x" is in both a\.safetensors and b\.safetensors; remove one'):
         open_huggingface(two, INDEX)
 
 
@@ -97,7 +97,7 @@ def test_a_spoiled_index(text: str, said: str) -> None:
         (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"),
         (b"\xff\xfe", "not UTF-8"),
         (b'{"a": 1, "a": 2}', 'key "a" appears twice'),
-        (b"[1]", "holds a list, needed a JSON object"),
+        (b"[1]", "expected a JSON object, found a list"),
         (b"{'a': 1}", "not JSON"),
     ],
 )

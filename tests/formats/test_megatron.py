@@ -212,7 +212,7 @@ REFUSED = [
 @pytest.mark.parametrize("where", ["item", "plan", "beside"])
 @pytest.mark.parametrize(("module", "name"), REFUSED)
 def test_no_class_outside_the_list_is_admitted(where: str, module: str, name: str, call: bool) -> None:
-    with pytest.raises(InputError, match="has no place in a checkpoint; nothing in it was executed"):
+    with pytest.raises(InputError, match="is not allowed in a checkpoint; nothing was executed"):
         parse_metadata(planted(where, module, name, call), "x")
 
 
@@ -267,7 +267,7 @@ def test_getattr_is_for_members_of_enumerations_alone(module: bytes, taken: byte
     member = MEMBER % module
     head, tail = whole[:at], whole[at + len(admitted) :]
     parse_metadata(head + member + tail, "x")
-    with pytest.raises(InputError, match=r"builtins\.getattr, which has no place in a checkpoint; nothing in it was"):
+    with pytest.raises(InputError, match=r"builtins\.getattr, which is not allowed in a checkpoint; nothing was"):
         parse_metadata(head + member.replace(taken, instead, 1) + tail, "x")
 
 

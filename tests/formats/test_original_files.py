@@ -108,7 +108,7 @@ def test_names_that_are_not_given_back_are_not_remembered(place: MemoryPath, nam
     write_index(place, dict(zip(tensors, names, strict=True)))
     notes: list[str] = []
     assert remember(open_huggingface(place, INDEX), notes) is None
-    assert "not remembered" in notes[0]
+    assert "not recorded" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_names_that_are_not_given_back_are_not_remembered(place: MemoryPath, nam
         (lambda rows: rows.update(a=rows["b"], b=rows["a"]), 'tensor "a" is F32 [3] at bytes'),
         (lambda rows: rows["a"].update(dtype="I32"), 'tensor "a" is I32'),
         (lambda rows: rows["a"].update(shape=[2, 1]), 'tensor "a" is F32 [2, 1]'),
-        (lambda rows: rows.update(c=rows.pop("a")), 'tensor "a" is not in it'),
-        (lambda rows: rows["a"].update(data_offsets=[0, 4]), 'tensor "a" spans 4 bytes'),
+        (lambda rows: rows.update(c=rows.pop("a")), 'tensor "a" is missing'),
+        (lambda rows: rows["a"].update(data_offsets=[0, 4]), 'tensor "a" has 4 bytes'),
         (lambda rows: rows["a"].update(shape=[1 << 70]), 'tensor "a"'),
-        (lambda rows: rows["a"].update(dtype="F7"), "no dtype"),
+        (lambda rows: rows["a"].update(dtype="F7"), "not a dtype"),
         (lambda rows: rows.pop("b"), "tensors end at byte"),
-        (lambda rows: rows.update(c={"dtype": "F32", "shape": [0], "data_offsets": [20, 20]}), "holds 3 tensors"),
+        (lambda rows: rows.update(c={"dtype": "F32", "shape": [0], "data_offsets": [20, 20]}), "lists 3 tensors"),
         (lambda rows: rows.update(__metadata__={"a": 1}), "__metadata__"),
         (lambda rows: rows.update(__metadata__=7), "__metadata__"),
     ],
@@ -141,7 +141,9 @@ def test_a_header_that_says_something_else_is_refused(
 
     restored()
     spoil(rows)
-    with pytest.raises(InputError, match=r"^x/ckptx\.json: origin\.files\[0\]\.header: .*remove it") as error:
+    with pytest.raises(
+        InputError, match=r"^x/ckptx\.json: origin\.files\[0\]\.header: .*remove the manifest, which no loader needs"
+    ) as error:
         restored()
     assert said in str(error.value)
 
@@ -171,5 +173,7 @@ def test_an_index_that_says_something_else_is_refused(
 
     restored()
     spoil(index["weight_map"])
-    with pytest.raises(InputError, match=r"^x/ckptx\.json: origin\.index\.text: .*remove it"):
+    with pytest.raises(
+        InputError, match=r"^x/ckptx\.json: origin\.index\.text: .*remove the manifest, which no loader needs"
+    ):
         restored()

@@ -112,7 +112,7 @@ def test_numbers_whose_hashes_collide_are_refused() -> None:
     assert max(seconds([b"\x80\x02}(" + colliding + b"u.", b"\x80\x02}(" + tuples + b"u."])) < 10
     with pytest.raises(InputError, match="damaged pickle"):
         load(b"\x80\x02}(" + colliding + b"u.", {}, "x")
-    with pytest.raises(InputError, match="a tuple as a key"):
+    with pytest.raises(InputError, match="a tuple as a dict key"):
         load(b"\x80\x02}(" + tuples + b"u.", {}, "x")
 
 
@@ -141,12 +141,12 @@ def test_numbers_that_lie_in_the_way_cost_what_others_do(size: int) -> None:
             load(data, {}, "x")
         taken.append(time.process_time() - began)
     assert taken[1] < 20 * taken[0] + 0.5
-    with pytest.raises(InputError, match=rf"the key {size} twice"):
+    with pytest.raises(InputError, match=rf"duplicate dict key {size}\)"):
         load(data, {}, "x")
 
 
 def test_only_a_small_dict_has_large_numbers() -> None:
-    with pytest.raises(InputError, match="more than 1000 keys, and large numbers among them"):
+    with pytest.raises(InputError, match="more than 1000 keys and large numbers among them"):
         load(pickled_keys(range(1 << 61, (1 << 61) + 1100)), {}, "x")
 
 

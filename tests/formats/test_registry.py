@@ -112,7 +112,7 @@ def test_shards_below_an_hf_checkpoint_stay_behind(place: MemoryPath) -> None:
 def test_parts_with_a_name_in_common_are_refused(place: MemoryPath) -> None:
     write_dcp(place / "model", {"optimizer.w": TENSORS["w"]})
     write_dcp(place / "optim", {"w": TENSORS["w"]})
-    with pytest.raises(InputError, match=r'"optimizer\.w" is in two parts'):
+    with pytest.raises(InputError, match=r'"optimizer\.w" is in both model and optim'):
         open_checkpoint(place)
 
 
@@ -126,7 +126,7 @@ def test_the_one_checkpoint_below(place: MemoryPath) -> None:
 def test_several_candidates_are_listed(place: MemoryPath) -> None:
     for step in range(1, 11):
         write_dcp(place / f"step-{step}", TENSORS)
-    with pytest.raises(InputError, match=r"holds 10 checkpoints, needed one; pass one of: .*step-1, .* and 2 more$"):
+    with pytest.raises(InputError, match=r"contains 10 checkpoints; choose one: .*step-1, .* and 2 more$"):
         open_checkpoint(place)
 
 
@@ -164,10 +164,10 @@ def refused(path: MemoryPath, kind: type[CkptxError], said: str) -> None:
 
 def test_nothing_there(place: MemoryPath) -> None:
     refused(place / "gone", InputError, "gone: no such file or directory")
-    refused(place, InputError, "no checkpoint found, it is empty")
+    refused(place, InputError, "no checkpoint found, the directory is empty")
     (place / "README.md").write_text("")
     refused(place, InputError, r"no \.metadata, \*\.safetensors or")
-    refused(place / "README.md", InputError, "is no weight file or index")
+    refused(place / "README.md", InputError, "not a weight file or index")
 
 
 def test_a_link_to_nothing(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_link_to_nothing(tmp_path: Path) -> None:
 
 def test_kinds_that_are_known_and_not_read(place: MemoryPath) -> None:
     for name, said in {
-        "model.gguf": "GGUF is not read",
+        "model.gguf": "GGUF is not supported",
         "adapter_model.safetensors": "an adapter",
     }.items():
         (place / name).write_bytes(b"")
@@ -187,7 +187,7 @@ def test_kinds_that_are_known_and_not_read(place: MemoryPath) -> None:
 def test_other_safetensors_beside_shards(place: MemoryPath) -> None:
     write_hf(place, llama(), shards=2)
     write_shard(place, 1, {"w": (TENSORS["w"], (0, 0))})
-    refused(place, InputError, "holds model-00001-of-00002.safetensors, .* beside shard-")
+    refused(place, InputError, "contains model-00001-of-00002.safetensors, .* next to shard-")
     assert open_checkpoint(place / INDEX).format == "huggingface"
 
 
@@ -206,7 +206,7 @@ def test_a_save_that_never_finished(place: MemoryPath) -> None:
 def test_both_a_single_file_and_an_index(place: MemoryPath) -> None:
     write_hf(place, llama(), shards=2)
     write_safetensors(place / SINGLE, llama())
-    refused(place, InputError, "has both model.safetensors and model.safetensors.index.json")
+    refused(place, InputError, "has both model.safetensors and model.safetensors.index.json, which does not list it")
     assert open_checkpoint(place / SINGLE).format == "huggingface"
 
 
@@ -226,9 +226,9 @@ def test_an_unfinished_output(place: MemoryPath) -> None:
 
 def test_a_checkpoint_without_tensors(place: MemoryPath) -> None:
     write_safetensors(place / SINGLE, {})
-    refused(place, InputError, "holds no tensors")
+    refused(place, InputError, "contains no tensors")
     write_dcp(place / "dcp", {}, objects=["step"])
-    refused(place / "dcp", InputError, "holds no tensors")
+    refused(place / "dcp", InputError, "contains no tensors")
 
 
 def listed_by(place: MemoryPath, opened: MemoryPath) -> list[str]:

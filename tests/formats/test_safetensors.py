@@ -66,8 +66,10 @@ def test_names_in_any_script() -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        pytest.param(b"", "0 bytes, needed at least 10", id="empty"),
-        pytest.param(b"\x02\0\0\0\0\0\0\0{", "9 bytes, needed at least 10", id="shorter than the shortest"),
+        pytest.param(b"", "has 0 bytes, a safetensors file has at least 10", id="empty"),
+        pytest.param(
+            b"\x02\0\0\0\0\0\0\0{", "has 9 bytes, a safetensors file has at least 10", id="shorter than the shortest"
+        ),
         pytest.param(safetensors_bytes(TENSORS)[:40], "header ends at byte .*truncated", id="cut inside the header"),
         pytest.param(safetensors_bytes(TENSORS)[:-1], '"b.weight" ends at byte .*truncated', id="one byte short"),
         pytest.param(safetensors_bytes(TENSORS) + b"\0", "tensors end at byte", id="one byte too many"),
@@ -96,10 +98,10 @@ def test_names_in_any_script() -> None:
         pytest.param(spoiled(shape=[2.0, 3]), 'tensor "a" has shape', id="a dim with a point"),
         pytest.param(spoiled(shape=[True, 6]), 'tensor "a" has shape', id="a dim that is true"),
         pytest.param(spoiled(shape=["2", 3]), 'tensor "a" has shape', id="a dim that is text"),
-        pytest.param(spoiled(shape=6), "needed a list", id="a number for a shape"),
-        pytest.param(spoiled(shape=[2, 4]), "spans 12 bytes, its shape .* need 16", id="too many elements"),
+        pytest.param(spoiled(shape=6), "has shape 6, not a list", id="a number for a shape"),
+        pytest.param(spoiled(shape=[2, 4]), "has 12 bytes, but shape .* require 16", id="too many elements"),
         pytest.param(spoiled(shape=[2**40, 2**40]), "elements; the file is corrupt", id="elements beyond counting"),
-        pytest.param(spoiled(dtype="F32"), "spans 12 bytes, its shape .* need 24", id="another dtype"),
+        pytest.param(spoiled(dtype="F32"), "has 12 bytes, but shape .* require 24", id="another dtype"),
         pytest.param(spoiled(data_offsets=[12, 0]), "data_offsets", id="ends before it begins"),
         pytest.param(spoiled(data_offsets=[-12, 0]), "data_offsets", id="begins before the data"),
         pytest.param(spoiled(data_offsets=[0.0, 12.0]), "data_offsets", id="offsets with points"),
@@ -119,7 +121,7 @@ def test_a_spoiled_file_is_refused(data: bytes, said: str) -> None:
 def test_a_hole_before_a_tensor() -> None:
     rows = header({"a": value("F32", 1), "b": value("F32", 1)})
     rows["b"]["data_offsets"] = [8, 12]
-    with pytest.raises(InputError, match=r'tensor "b" begins at byte \d+, needed \d+; it leaves a hole'):
+    with pytest.raises(InputError, match=r'tensor "b" begins at byte \d+, expected \d+; it leaves a hole'):
         parse(framed(rows, bytes(12)))
 
 

@@ -131,7 +131,7 @@ def test_names_of_shards(name: str, is_one: bool) -> None:
 
 def test_an_index_beside_shards_is_noted(place: MemoryPath) -> None:
     (three_ranks(place) / INDEX).write_text("{}")
-    assert open_sharded(place).notes == [f"{INDEX} ignored: shards have no index, it describes other files"]
+    assert open_sharded(place).notes == [f"{INDEX} ignored: sharded safetensors have no index"]
 
 
 def refused(root: MemoryPath, said: str, kind: type[Exception] = InputError, **arguments: Any) -> None:
@@ -143,14 +143,14 @@ def refused(root: MemoryPath, said: str, kind: type[Exception] = InputError, **a
 @pytest.mark.parametrize(("lost", "region"), [(1, r"\[0:2, 0:4\]"), (2, r"\[2:4, 0:4\]")])
 def test_a_lost_shard_is_named(place: MemoryPath, lost: int, region: str) -> None:
     (three_ranks(place) / shard_name(lost, 1, 1)).unlink()
-    refused(place, rf'tensor "w" of shape \[6, 4\]: no shard covers {region}; there is no {shard_name(lost, 1, 1)},')
+    refused(place, rf'tensor "w" of shape \[6, 4\]: no shard covers {region}; missing {shard_name(lost, 1, 1)},')
 
 
 def test_a_lost_second_file_of_a_rank_is_named(place: MemoryPath) -> None:
     for rank, number, begin in ((1, 1, 0), (2, 1, 2), (2, 2, 4)):
         write_shard(place, rank, {"w": rows(W, begin, begin + 2)}, number=number, count=2)
     (place / shard_name(2, 1, 2)).unlink()
-    refused(place, rf"covers \[2:4, 0:4\]; there is no {shard_name(1, 2, 2)}, {shard_name(2, 1, 2)}, copy")
+    refused(place, rf"covers \[2:4, 0:4\]; missing {shard_name(1, 2, 2)}, {shard_name(2, 1, 2)}, copy")
 
 
 def test_a_lost_block_where_no_file_is_missing(place: MemoryPath) -> None:
@@ -163,7 +163,7 @@ def test_a_lost_last_shard_shows_where_the_shape_is_known(place: MemoryPath) -> 
     (three_ranks(place) / shard_name(3, 1, 1)).unlink()
     assert open_sharded(place).tensors["w"].shape == (4, 4)
     assert open_sharded(place, {"w": (4, 4), "absent": (1,)}).tensors["w"].shape == (4, 4)
-    refused(place, r'tensor "w" add up to \[4, 4\], needed \[6, 4\]', expected_shapes={"w": (6, 4)})
+    refused(place, r'tensor "w" add up to \[4, 4\], expected \[6, 4\]', expected_shapes={"w": (6, 4)})
 
 
 @pytest.mark.parametrize("copy", [4, 7])
@@ -171,7 +171,7 @@ def test_a_duplicated_shard_is_named(place: MemoryPath, copy: int) -> None:
     three_ranks(place)
     (place / shard_name(copy, 1, 1)).write_bytes((place / shard_name(2, 1, 1)).read_bytes())
     both = f"{shard_name(2, 1, 1)} and {shard_name(copy, 1, 1)}"
-    refused(place, rf'duplicated shard: {both} both hold \[2:4, 0:4\] of tensor "w"')
+    refused(place, rf'duplicated shard: {both} both contain \[2:4, 0:4\] of tensor "w"')
 
 
 def test_a_shard_in_the_place_of_another_is_named(place: MemoryPath) -> None:
@@ -207,8 +207,8 @@ def test_a_whole_tensor_over_blocks_of_it_is_refused(place: MemoryPath) -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (("F16", (2, 4), W[2][:16]), r"is F16 with 2 dims, BF16 with 2 in shard-00001"),
-        (("BF16", (8,), W[2][:16]), r"is BF16 with 1 dims, BF16 with 2 in shard-00001"),
+        (("F16", (2, 4), W[2][:16]), r"is F16 with 2 dims, but BF16 with 2 in shard-00001"),
+        (("BF16", (8,), W[2][:16]), r"is BF16 with 1 dims, but BF16 with 2 in shard-00001"),
     ],
 )
 def test_shards_that_disagree_are_refused(place: MemoryPath, other: Any, said: str) -> None:
@@ -223,19 +223,22 @@ def test_shards_that_disagree_are_refused(place: MemoryPath, other: Any, said: s
         ({}, 'tensor "w" has no saved_offsets'),
         ({"w": [2, 0]}, 'tensor "w" has no saved_offsets'),
         ({"w": {}}, 'tensor "w" has no saved_offsets'),
-        ({"w": {"saved_offsets": [2]}}, r'tensor "w" of shape \[2, 4\] has saved_offsets \[2\], needed a count'),
-        ({"w": {"saved_offsets": [2, 0, 0]}}, r".* has saved_offsets \[2, 0, 0\], needed"),
-        ({"w": {"saved_offsets": [-2, 0]}}, r".* has saved_offsets \[-2, 0\], needed"),
-        ({"w": {"saved_offsets": [1 << 63, 0]}}, r".* has saved_offsets \[9223372036854775808, 0\], needed"),
-        ({"w": {"saved_offsets": ["2", 0]}}, r".* has saved_offsets \['2', 0\], needed"),
-        ({"w": {"saved_offsets": [2.0, 0]}}, r".* has saved_offsets \[2.0, 0\], needed"),
-        ({"w": {"saved_offsets": [True, 0]}}, r".* has saved_offsets \[True, 0\], needed"),
-        ({"w": {"saved_offsets": 2}}, r".* has saved_offsets 2, needed"),
+        (
+            {"w": {"saved_offsets": [2]}},
+            r'saved_offsets of tensor "w" of shape \[2, 4\] must be one integer per dim, found \[2\]',
+        ),
+        ({"w": {"saved_offsets": [2, 0, 0]}}, r".*must be one integer per dim, found \[2, 0, 0\];"),
+        ({"w": {"saved_offsets": [-2, 0]}}, r".*must be one integer per dim, found \[-2, 0\];"),
+        ({"w": {"saved_offsets": [1 << 63, 0]}}, r".*must be one integer per dim, found \[9223372036854775808, 0\];"),
+        ({"w": {"saved_offsets": ["2", 0]}}, r".*must be one integer per dim, found \['2', 0\];"),
+        ({"w": {"saved_offsets": [2.0, 0]}}, r".*must be one integer per dim, found \[2.0, 0\];"),
+        ({"w": {"saved_offsets": [True, 0]}}, r".*must be one integer per dim, found \[True, 0\];"),
+        ({"w": {"saved_offsets": 2}}, r".*must be one integer per dim, found 2;"),
         (
             {"w": {"saved_offsets": [2, 0]}, "x": {"saved_offsets": [0]}},
-            'DCP_SHARDING_INFO lists tensor "x", which the file does not hold',
+            'DCP_SHARDING_INFO lists tensor "x", which the file does not contain',
         ),
-        ("[1]", "DCP_SHARDING_INFO is a list"),
+        ("[1]", "DCP_SHARDING_INFO must be a JSON object, found a list"),
         ("{", "DCP_SHARDING_INFO is not JSON"),
     ],
 )
@@ -247,13 +250,13 @@ def test_a_damaged_header_is_named(place: MemoryPath, info: Any, said: str) -> N
 
 def test_another_version_is_refused(place: MemoryPath) -> None:
     write_shard(place, 1, {}, metadata={"DCP_VERSION": "2.0"})
-    refused(place, r"DCP_VERSION is 2\.0, this ckptx reads 1\.0", UnsupportedError)
+    refused(place, r"DCP_VERSION is 2\.0, but this ckptx supports 1\.0", UnsupportedError)
 
 
 @pytest.mark.parametrize("name", [SINGLE, "model-00001-of-00001.safetensors", "adapter_model.safetensors"])
 def test_other_safetensors_beside_shards_are_refused(place: MemoryPath, name: str) -> None:
     write_safetensors(three_ranks(place) / name, {"w": W})
-    refused(place, f"holds {name} beside shard-")
+    refused(place, f"contains {name} next to shard-")
 
 
 def test_other_safetensors_below_are_none_of_our_business(place: MemoryPath) -> None:
@@ -284,9 +287,9 @@ def grow(root: MemoryPath) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lose, f"{shard_name(3, 1, 1)}: no such file, ckptx.json lists it"),
-        (double, f"{shard_name(4, 1, 1)}: ckptx.json does not list it"),
-        (grow, rf"{shard_name(3, 1, 1)}: has \d+ bytes, ckptx.json says"),
+        (lose, f"{shard_name(3, 1, 1)}: no such file, but ckptx.json lists it"),
+        (double, f"{shard_name(4, 1, 1)}: ckptx.json does not list this file"),
+        (grow, rf"{shard_name(3, 1, 1)}: has \d+ bytes, but ckptx.json lists"),
     ],
 )
 def test_a_manifest_knows_every_shard(place: MemoryPath, damage: Callable[[MemoryPath], None], said: str) -> None:
@@ -301,7 +304,7 @@ def test_a_manifest_knows_shapes(place: MemoryPath) -> None:
     root = three_ranks(place)
     write_shard(root, 3, {"w": rows(W, 4, 6), "norm": (NORM, (0,))}, info=json.loads(info_of(root, 1)))
     write_manifest(root)
-    refused(root, r'tensor "w" add up to \[4, 4\], needed \[6, 4\]')
+    refused(root, r'tensor "w" add up to \[4, 4\], expected \[6, 4\]')
 
 
 def info_of(root: MemoryPath, shard: int) -> str:

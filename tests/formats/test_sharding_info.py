@@ -210,12 +210,12 @@ def halves_with(tmp_path: Path, first: Any = None, second: Any = None) -> Path:
 GOOD = [info_of(blocks) for blocks in on_ranks(2, 1)]
 DAMAGED: dict[str, tuple[Any, type[CkptxError], str]] = {
     "no JSON": ("{", InputError, "is not JSON"),
-    "a list": ("[1]", InputError, "is a list"),
+    "a list": ("[1]", InputError, "must be a JSON object, found a list"),
     "a name the file lacks": ({**GOOD[1], "x": {"saved_offsets": [0]}}, InputError, 'lists tensor "x", which the file'),
     "a name it leaves out": ({k: v for k, v in GOOD[1].items() if k != "v"}, InputError, 'tensor "v" has no saved_off'),
-    "too few dims": ({**GOOD[1], "w": {"saved_offsets": [3]}}, InputError, "needed a count for each dim"),
-    "negative": ({**GOOD[1], "w": {"saved_offsets": [-3, 0]}}, InputError, "needed a count for each dim"),
-    "no number": ({**GOOD[1], "w": {"saved_offsets": ["3", 0]}}, InputError, "needed a count for each dim"),
+    "too few dims": ({**GOOD[1], "w": {"saved_offsets": [3]}}, InputError, "must be one integer per dim"),
+    "negative": ({**GOOD[1], "w": {"saved_offsets": [-3, 0]}}, InputError, "must be one integer per dim"),
+    "no number": ({**GOOD[1], "w": {"saved_offsets": ["3", 0]}}, InputError, "must be one integer per dim"),
     "a gap": ({**GOOD[1], "w": {"saved_offsets": [4, 0]}}, InputError, "no shard covers"),
     "an overlap": ({**GOOD[1], "w": {"saved_offsets": [2, 0]}}, InputError, "both cover"),
 }  # fmt: skip
@@ -244,7 +244,7 @@ def test_a_newer_version_is_refused_under_any_name(tmp_path: Path) -> None:
 
 def test_files_that_record_nothing_are_not_mixed_with_shards(tmp_path: Path) -> None:
     write_safetensors(halves_with(tmp_path) / "plain.safetensors", {"x": TENSORS["norm"]})
-    with pytest.raises(InputError, match=r"holds plain\.safetensors beside model-00001.*by its DCP_SHARDING_INFO"):
+    with pytest.raises(InputError, match=r"contains plain\.safetensors next to model-00001.*by its DCP_SHARDING_INFO"):
         open_checkpoint(tmp_path)
     assert open_checkpoint(tmp_path / "plain.safetensors").format == "huggingface"
 

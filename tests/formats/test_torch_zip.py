@@ -324,19 +324,19 @@ def damaged_checksum(tensor: torch.Tensor) -> bytes:
 
 
 DAMAGED: list[tuple[str, Callable[[torch.Tensor], bytes]]] = [
-    ("no torch archive", lambda t: b""),
-    ("no torch archive", lambda t: b"not an archive"),
+    ("not a torch archive", lambda t: b""),
+    ("not a torch archive", lambda t: b"not an archive"),
     ("git lfs pull", lambda t: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-    ("cut off", lambda t: saved(t)[:-30]),
+    ("it is truncated", lambda t: saved(t)[:-30]),
     ("no data.pkl", without("data.pkl")),
     ("its storage '0' is missing", without("data/0")),
     ("unknown byte order", replaced("byteorder", b"middle")),
-    ("storage of 60 bytes, needed 64", replaced("data/0", bytes(60))),
-    ("storage of 64 bytes, needed 256", other_pickle(torch.zeros(64))),
-    ("holds a dict, needed one tensor", lambda t: saved({"w": t})),
-    ("holds a NoneType, needed one tensor", lambda t: saved(None)),
-    ("checksum of member 'archive/data.pkl' differs", damaged_checksum),
-    ("names posix.system", replaced("data.pkl", b"\x80\x02cposix\nsystem\nX\2\0\0\0id\x85R.")),
+    ("storage has 60 bytes, expected 64", replaced("data/0", bytes(60))),
+    ("storage has 64 bytes, expected 256", other_pickle(torch.zeros(64))),
+    ("expected a tensor, found a dict", lambda t: saved({"w": t})),
+    ("expected a tensor, found a NoneType", lambda t: saved(None)),
+    ("wrong checksum of member 'archive/data.pkl'", damaged_checksum),
+    ("refers to posix.system", replaced("data.pkl", b"\x80\x02cposix\nsystem\nX\2\0\0\0id\x85R.")),
 ]
 
 
@@ -350,7 +350,7 @@ def test_a_view_beyond_its_storage_is_refused() -> None:
     pickled = zipfile.ZipFile(io.BytesIO(saved(torch.zeros(4, 4)))).read("archive/data.pkl")
     wider = pickled.replace(b"K\4K\4\x86", b"K\4K\5\x86")
     assert wider != pickled
-    with pytest.raises(InputError, match="needs bytes 0 to 68 of its storage, which has 64"):
+    with pytest.raises(InputError, match="refers to bytes 0 to 68 of its storage, which has 64"):
         locate(replaced("data.pkl", wider)(torch.zeros(4, 4)))
 
 

@@ -452,7 +452,7 @@ def doubled(times: int) -> dict[str, Any]:
         (b"\x80\x04" + b"]" * 3_000_000 + b".", "containers"),
         (b"\x80\x04\x97.", "a buffer that is not in the file"),
         (b"\x80\x04", "ends before"),
-        (b"", "no torch archive"),
+        (b"", "not a torch archive"),
         (b"PK\3\4" + b"\0" * 40, "damaged torch archive"),
     ],
 )

@@ -13,8 +13,8 @@ from tests.support.writers import LLAMA, llama, manifest, value, write_dcp, writ
 
 AREA = "sources"
 URL = r"is a URL.*(copy to or from a local directory|write the)"
-RANKS = r"written by rank, without a record of how"
-IGNORED = r"ckptx\.json.*ignored, the tensor files are read without it"
+RANKS = r"nothing records how (its|their) tensors are sharded"
+IGNORED = r"ckptx\.json.*; manifest ignored"
 
 
 def part(rank: int, ranks: int = 2) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _(box: Box) -> Any:
     AREA,
     "the manifest says that a file is smaller than its tensors",
     0,
-    r"contradicts itself.*; ignored, the tensor files are read",
+    r"contradicts itself.*; manifest ignored",
 )
 def _(box: Box) -> Any:
     source = _of_ckptx(box)
@@ -225,7 +225,7 @@ def _(box: Box) -> Any:
     return ("convert", "hf2dcp", "hf", box.dst)
 
 
-@situation(AREA, "one rank of eight is left, and its name says so", 4, r"one of 8 parts, of which the others")
+@situation(AREA, "one rank of eight is left, and its name says so", 4, r"the other 7 of 8 parts are missing")
 def _(box: Box) -> Any:
     write_safetensors(box.root / "in" / "model_world_size_8_rank_0.safetensors", part(0, 8))
     return ("convert", "hf2dcp", "in", box.dst)

@@ -1,4 +1,4 @@
-"""Find a DCP: `.metadata` in a directory, or in two that trainers write side by side."""
+"""Find a DCP: `.metadata` in a directory, or in the separate model and optimizer directories of some trainers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptx.storage.interface import Source
 
 _METADATA = ".metadata"
 
-# Directories that trainers write side by side and that are one checkpoint: model first, optimizer second.
+# Sibling directories that together are one checkpoint: model first, optimizer second.
 _PARTS = (
     ("model", "optim"), ("model", "optimizer"), ("pytorch_model_fsdp_0", "optimizer_0"), ("weights", "optimizer"),
 )  # fmt: skip
 
 
 def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
-    """Find a DCP in one part or two; the model may lie in sharded safetensors beside the DCP of its optimizer."""
+    """Find a DCP in one directory or two; next to an optimizer DCP the model may be in sharded safetensors."""
     listing = source.listing()
     if listing.has(_METADATA):
         return LocatedCheckpoint(source, "dcp", (".",))
@@ -38,8 +38,8 @@ def refuse_interrupted(source: Source) -> None:
     """
     if any(name.endswith(".distcp") for name in source.listing()):
         raise InputError(
-            f"{source.location}: has .distcp files but no .metadata; the save was interrupted or still runs, use "
-            "another one"
+            f"{source.location}: has .distcp files but no .metadata; the save was interrupted or is still running, "
+            "use another checkpoint"
         )
 
 

@@ -1,6 +1,6 @@
-"""Laying tensors out in `.distcp` files: which file, at which byte, before a byte moves.
+"""Plan `.distcp` files: assign each tensor a file and a byte offset before any data is written.
 
-`allocate` keeps tensors whole; `allocate_cut` gives every rank of a mesh files of its own.
+`allocate` keeps tensors whole; `allocate_cut` shards them and gives every rank of a mesh its own files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptx.formats.torch_archive.archive import archive_length
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.interface import Location
 
-# Two writers on one file wait for each other, so files are what workers share out. Their number depends on the
+# Two writers on one file wait for each other, so work is divided by file. The number of files depends on the
 # checkpoint alone, so that the output does not depend on the machine.
 _BYTES_PER_FILE = 256 << 20
 _MAX_FILES = 64
@@ -30,17 +30,17 @@ _BYTES_FOR_ONE_WRITER = 64 << 20
 
 
 class DcpLayout(NamedTuple):
-    """An allocated catalog, and the names of files that are written together."""
+    """An allocated catalog, and the groups of file names that are written together."""
 
     catalog: Catalog
     groups: tuple[tuple[str, ...], ...]
 
 
 def torch_shape(dtype: DType, shape: Shape, name: str) -> Shape:
-    """`shape` as torch counts it.
+    """Return a shape in torch elements, which hold two elements of a packed dtype each.
 
     Raises:
-        UnsupportedError: torch lacks the dtype, or cannot pair up the elements of the last dim.
+        UnsupportedError: torch lacks the dtype, or the last dim of a packed dtype has an odd size.
     """
     if dtype.torch is None:
         raise UnsupportedError(f'tensor "{name}" has dtype {dtype}, which torch lacks; a DCP cannot hold it')
@@ -54,17 +54,17 @@ def torch_shape(dtype: DType, shape: Shape, name: str) -> Shape:
 
 
 def file_count(nbytes: int) -> int:
-    """How many `.distcp` files a checkpoint of `nbytes` gets."""
+    """Return the default number of `.distcp` files for a checkpoint of `nbytes`."""
     return max(1, min(_MAX_FILES, -(-nbytes // _BYTES_PER_FILE)))
 
 
 def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) -> Catalog:
-    """Lays whole tensors out in order, balanced over files by bytes; a tensor is never split.
+    """Assign whole tensors to files in order, balanced by bytes; a tensor is never split.
 
     Args:
-        root: The directory to be.
-        tensors: Names, dtypes and shapes in the order in which the source holds them; their chunks are not looked at.
-        files: Number of files, or None to let the size decide. There are never more files than tensors.
+        root: Output directory.
+        tensors: Names, dtypes and shapes in the order of the source; their chunks are ignored.
+        files: Number of files; None chooses it by size. There are never more files than tensors.
 
     Raises:
         UnsupportedError: torch cannot hold a tensor.
@@ -90,9 +90,9 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
 
 
 def deal(lengths: Sequence[int], count: int) -> Iterator[int]:
-    """Deals consecutive lengths out to `count` hands of about equal sums; gives the hand of each.
+    """Split consecutive lengths into `count` groups of about equal sums; yield the group index of each length.
 
-    A length goes where its middle falls; every hand gets at least one, so there must be `count` lengths or more.
+    A length joins the group in which its middle falls; no group is empty, so there must be at least `count` lengths.
     """
     total = sum(lengths)
     done = index = 0
@@ -109,11 +109,11 @@ def deal(lengths: Sequence[int], count: int) -> Iterator[int]:
 
 
 def parts_per_rank(stages: Sequence[int], ranks: int) -> int:
-    """How many files each rank gets.
+    """Return the number of files per rank.
 
     Args:
         stages: Bytes of each pipeline stage.
-        ranks: Ranks in a stage.
+        ranks: Number of ranks per stage.
     """
     parts = max(1, min(_MAX_FILES, -(-max(stages) // (ranks * _BYTES_PER_FILE))))
     alone = parts == 1 and sum(1 for nbytes in stages if nbytes) == 1
@@ -127,17 +127,18 @@ def allocate_cut(
     objects: Iterable[BytesEntry] = (),
     files_per_rank: int | None = None,
 ) -> DcpLayout:
-    """Lays cut tensors out in files `__{rank}_{part}.distcp`.
+    """Assign sharded tensors to files `__{rank}_{part}.distcp`.
 
-    The tensors of a stage are dealt out to parts in order, alike for all its ranks: the files of one part of one stage
-    are a group, which one writer fills while another fills the next. A rank that holds nothing of a part gets no file.
+    The tensors of a stage are split into parts in order, in the same way for all its ranks: the files of one part of
+    one stage are a group, which one writer fills while another fills the next. A rank without data in a part gets no
+    file for it.
 
     Args:
-        root: The directory to be.
+        root: Output directory.
         tensors: Names, dtypes and shapes, with stage and blocks. No block is a replica: a DCP stores elements once.
         dims: The mesh.
         objects: Pickled objects; they follow the tensors of rank 0.
-        files_per_rank: Number of parts, or None to let the size decide.
+        files_per_rank: Number of parts; None chooses it by size.
 
     Raises:
         UnsupportedError: torch cannot hold a tensor, or a block of it.
@@ -174,12 +175,12 @@ def _parts_of(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
 
 
 class _SharedSharding(NamedTuple):
-    """What tensors that are cut alike have in common in the files that they are appended to.
+    """Sizes that equally sharded tensors share in the files to which they are appended.
 
     Attributes:
-        lengths: As in `ShardedChunks`.
-        places: For each block its rank_in_stage, and the bytes that its tensor has in that file before it.
-        sums: Bytes of the tensor for each rank_in_stage that has some.
+        lengths: Archive length of each block in bytes, see `ShardedChunks`.
+        places: For each block its rank_in_stage, and the bytes of the same tensor before it in the file of that rank.
+        sums: (rank_in_stage, bytes of the tensor), for each rank that has some.
     """
 
     lengths: tuple[int, ...]
@@ -188,7 +189,7 @@ class _SharedSharding(NamedTuple):
 
 
 def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
-    """Appends tensors to one file per rank_in_stage; gives the bytes of each file that got some."""
+    """Append tensors to one file per rank_in_stage; return the bytes of each file that received some."""
     known: dict[tuple[int, DType], _SharedSharding] = {}
     files_of: dict[int, tuple[str, ...]] = {}
     filled: dict[int, int] = {}
@@ -197,7 +198,7 @@ def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, 
         alike = known.get((id(blocks), dtype))
         if alike is None:
             alike = known[id(blocks), dtype] = _alike(entry, blocks)
-            # Another object for each dtype: whoever numbers cuts by these objects goes on counting as it always did.
+            # A separate object for each dtype, because shardings are numbered by the identity of these objects.
             files_of[id(blocks)] = tuple([names[block.rank_in_stage] for block in blocks])
             for rank, _ in alike.sums:
                 filled.setdefault(rank, 0)
@@ -228,16 +229,16 @@ def metadata_bytes(
     planner_data: Mapping[str, Any] | None = None,
     twins: Mapping[str, str] | None = None,
 ) -> bytes:
-    """`.metadata` of an allocated catalog.
+    """Return the bytes of `.metadata` for an allocated catalog.
 
     Args:
-        catalog: Tensors, whole or cut, and objects.
-        aliases: Names that point at the bytes of the tensor they name.
-        planner_data: That of the source, carried over; None describes a flat state dict.
-        twins: Stored name -> name in `planner_data` beside which it belongs, for copies; aliases are looked after.
+        catalog: Whole or sharded tensors, and objects.
+        aliases: Tied name -> name of the stored tensor whose bytes it shares.
+        planner_data: `planner_data` of the source, extended by new names; None describes a flat state dict.
+        twins: Name of a stored copy -> name in `planner_data` whose parent it shares; aliases are added automatically.
 
     Raises:
-        UnsupportedError: torch cannot hold a tensor, or `planner_data` is no nest of plain values.
+        UnsupportedError: torch cannot hold a tensor, or `planner_data` contains more than plain values.
     """
     described: dict[str, TensorMetadata] = {}
     known: dict[object, TensorMetadata] = {}
@@ -282,7 +283,7 @@ def _storage(
 
 
 def extended(planner_data: Mapping[str, Any], names: Iterable[str], twins: Mapping[str, str]) -> dict[str, Any]:
-    """`planner_data` with a path for each name: beside the path of its twin where the names allow it, else on top.
+    """Return `planner_data` with a path for each name: a sibling of its twin if the names allow it, else top level.
 
     Example:
         {"model.embed.weight": ("model", "embed.weight")} with the name "model.head.weight", a twin of the first, gets

@@ -1,9 +1,9 @@
-"""What lies beside the tensors in a `torch_dist` checkpoint of Megatron: a DCP with two files of its own.
+"""Recognize a Megatron `torch_dist` checkpoint: a DCP with two additional files.
 
-    metadata.json   which format the files have: {"sharded_backend": "torch_dist", ...}
-    common.pt       a pickle of what is the same on every rank: arguments, iteration, state of the optimizer
+    metadata.json   the format of the checkpoint: {"sharded_backend": "torch_dist", ...}
+    common.pt       a pickle of the state that is equal on every rank: arguments, iteration, optimizer state
 
-Its tensors are read as those of any DCP, under Megatron's own names. `common.pt` is carried as bytes and never parsed.
+Its tensors are read like those of any DCP, under Megatron's own names. `common.pt` is copied and never parsed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _BACKEND = "torch_dist"
 
 
 def is_torch_dist(source: Source) -> bool:
-    """True for the directory of a `torch_dist` checkpoint, by what its `metadata.json` says."""
+    """Return True if `metadata.json` identifies the directory as a `torch_dist` checkpoint."""
     if not source.listing().is_file(BACKEND_FILE):
         return False
     try:
         return json_in(source, BACKEND_FILE).get("sharded_backend") == _BACKEND
     except InputError:
-        return False  # another program's file of this name, which decides nothing
+        return False  # a file of the same name from another program
 
 
 def torch_dist_sidecars(source: Source) -> tuple[Sidecar, ...]:
-    """The files of a `torch_dist` checkpoint that belong to its tensors even without a config."""
+    """Return the files of a `torch_dist` checkpoint that are carried with its tensors even without a config."""
     return tuple(
         Sidecar(name, source.size(name)) for name in (COMMON_FILE, BACKEND_FILE) if source.listing().is_file(name)
     )
 
 
 def without_backend(source: Source, sidecars: Iterable[Sidecar]) -> list[str]:
-    """The sidecars that go along into another format: `metadata.json` would call that `torch_dist`."""
+    """Return the sidecars for an output in another format, which `metadata.json` would misdescribe as `torch_dist`."""
     left = {BACKEND_FILE} if is_torch_dist(source) else set()
     return [sidecar.name for sidecar in sidecars if sidecar.name not in left]

@@ -1,4 +1,4 @@
-"""The `.metadata` file of a torch DCP: a pickle that says which chunks exist and where each lies.
+"""The `.metadata` file of a torch DCP: a pickle that lists the chunks and the location of each.
 
     Metadata
       state_dict_metadata   fqn -> TensorStorageMetadata(properties, size, chunks[(offsets, sizes)])
@@ -7,8 +7,8 @@
       planner_data          fqn -> path in the nested state dict: {"a.b": ("a", "b")}
       all_local_plans       Megatron only: the SavePlan of each rank, with a WriteItem for each chunk
 
-It is read with stand-ins for these classes. Plans say what a rank meant to write, not what lies in the files: their
-stand-ins keep nothing.
+It is read with stand-ins for these classes. The stand-ins for plans keep nothing: a plan records what a rank intended
+to write, not what the files contain.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 
 class TensorMetadata(NamedTuple):
-    """A tensor as DCP describes it. `dtype` is the torch name, sizes are in torch elements."""
+    """A tensor in `.metadata`; `dtype` is the torch name, sizes are in torch elements."""
 
     dtype: str
     size: Shape
@@ -54,7 +54,7 @@ class TensorMetadata(NamedTuple):
 
 
 class StorageInfo(NamedTuple):
-    """Where one chunk or object lies. `transforms` names what its bytes went through (compression), if anything."""
+    """Location of a chunk or object; `transforms` names the stream transforms (compression) of its bytes, or None."""
 
     path: str
     offset: int
@@ -64,14 +64,14 @@ class StorageInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """A `.metadata` in plain values.
+    """The contents of `.metadata` as plain values.
 
     Attributes:
-        tensors: By FQN.
+        tensors: Tensors by FQN.
         objects: FQNs of pickled objects.
-        storage: By (FQN, chunk offsets); objects have None for offsets. Entries may name the same bytes.
-        planner_data: Path of each FQN in the nested state dict, or whatever another planner left.
-        version: Version of the DCP format, None before torch 2.5.
+        storage: Locations by (FQN, chunk offsets); None instead of offsets for objects. Entries may share bytes.
+        planner_data: Path of each FQN in the nested state dict; custom planners may store other values.
+        version: Version of the DCP format; None before torch 2.5.
     """
 
     tensors: Mapping[str, TensorMetadata]
@@ -82,7 +82,7 @@ class DcpMetadata:
 
 
 class ChunkLocations(NamedTuple):
-    """Where the chunks of one tensor lie, in their order. Tensors that are cut alike may share all but `offsets`."""
+    """Locations of the chunks of one tensor, in order. Equally sharded tensors may share all but `offsets`."""
 
     files: Sequence[str]
     offsets: Sequence[int]
@@ -90,13 +90,13 @@ class ChunkLocations(NamedTuple):
 
 
 class LocatedMetadata(NamedTuple):
-    """A `DcpMetadata` in which everything has its place, and nothing else has one.
+    """A `DcpMetadata` with a location for every chunk and object, and no locations for anything else.
 
     Attributes:
-        tensors: By FQN.
-        places: By FQN, of the chunks of a tensor.
-        objects: By FQN, of a pickled object.
-        planner_data: As in `DcpMetadata`.
+        tensors: Tensors by FQN.
+        places: Locations of the chunks of each tensor, by FQN.
+        objects: Location of each pickled object, by FQN.
+        planner_data: See `DcpMetadata`.
     """
 
     tensors: Mapping[str, TensorMetadata]
@@ -105,7 +105,7 @@ class LocatedMetadata(NamedTuple):
     planner_data: Any
 
 
-# Stand-ins keep the pickled fields in their `__dict__`, also those of writers that add their own.
+# Stand-ins keep the pickled fields in their `__dict__`, including fields that other writers add.
 _Metadata = ReadOnlyClass("_Metadata", (), {})
 _TensorStorage = ReadOnlyClass("_TensorStorage", (), {})
 _BytesStorage = ReadOnlyClass("_BytesStorage", (), {})
@@ -119,14 +119,14 @@ class _Properties(metaclass=ReadOnlyClass):
     dtype: object
 
     def __setstate__(self, state: object) -> None:
-        """Keeps the dtype of (dtype, layout, requires_grad, memory_format, pin_memory)."""
+        """Keep the dtype of (dtype, layout, requires_grad, memory_format, pin_memory)."""
         if not isinstance(state, tuple) or len(state) != 5:
             raise InputError("tensor properties are not five values")
         self.dtype = state[0]
 
 
 class _InertPlan(metaclass=ReadOnlyClass):
-    """Stands in for a plan and whatever it is made of; keeps nothing of it."""
+    """Stand-in for a plan and its parts, which keeps none of their fields."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ class _InertPlan(metaclass=ReadOnlyClass):
 
 
 def _drop(*_: object) -> None:
-    """Stands in for constructors of values that ckptx has no use for (absolute paths, memory formats)."""
+    """Stand in for constructors of values that ckptx does not use (absolute paths, memory formats)."""
 
 
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
@@ -168,14 +168,14 @@ _ALLOWED: Globals = {
 
 
 def parse_metadata(data: bytes, where: str) -> DcpMetadata:
-    """Reads a `.metadata` of any torch from 2.0 on. Nothing in it is executed.
+    """Parse the `.metadata` of torch 2.0 or newer without executing any of it.
 
     Args:
         data: The bytes of the file.
         where: Subject of error messages.
 
     Raises:
-        InputError: It is damaged, or names classes that have no place in it.
+        InputError: It is damaged, or refers to a class that is not allowed in it.
     """
     with without_garbage_collection():
         return _parse(load(data, _ALLOWED, where), where, len(data))
@@ -183,7 +183,9 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
 
 def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
     if not isinstance(root, _Metadata):
-        raise InputError(f"{where}: holds a {type(root).__name__}, needed the metadata of a torch DCP; copy it again")
+        raise InputError(
+            f"{where}: expected the metadata of a torch DCP, found a pickled {type(root).__name__}; copy it again"
+        )
     fields = vars(root)
     shapes, texts = ShapeCache(), _Strings()
     try:
@@ -198,10 +200,10 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
 
 @dataclass(slots=True)
 class ShapeCache:
-    """Checked shapes and regions, each kept once: a checkpoint repeats a few of them many thousand times.
+    """Cache of checked shapes and regions, because a checkpoint repeats a few of them many thousand times.
 
-    A pickle refers back to a tuple that was one object in memory, so that most are known by their `id`: the values of
-    the pickle outlive this, as do those that are kept.
+    A pickle refers back to a tuple that was one object in memory, so most lookups are by `id`. Ids stay valid because
+    the unpickled values and the stored ones outlive the cache.
     """
 
     _met: dict[int, Shape] = field(default_factory=dict)
@@ -210,15 +212,15 @@ class ShapeCache:
     _faults: dict[int, str | None] = field(default_factory=dict)
 
     def shape(self, value: Any) -> Shape:
-        """The one kept that is equal to `value`."""
+        """Return the stored shape that equals `value`; the caller keeps `value` alive."""
         known = self._met.get(id(value))
         if known is None:
             known = self._met[id(value)] = self.keep(value)
         return known
 
     def keep(self, value: Any) -> Shape:
-        """As `shape`, of a value that may be gone before this is."""
-        # Before it is hashed: what is no flat tuple of numbers could take for ever.
+        """Return the stored shape that equals `value`, which may be freed afterwards."""
+        # Checked before hashing, because hashing a deeply nested tuple could take forever.
         if type(value) is not tuple or len(value) > DIMS or not _NUMBERS.issuperset(map(type, value)):
             raise ValueError("a size is not a tuple of counts")
         known = self._seen.get(value)
@@ -229,7 +231,7 @@ class ShapeCache:
         return known
 
     def region(self, offsets: Any, sizes: Any) -> Region:
-        """The one kept that begins and extends so."""
+        """Return the stored region with these offsets and sizes."""
         known = self._regions.get((id(offsets), id(sizes)))
         if known is None:
             begin, extent = self.shape(offsets), self.shape(sizes)
@@ -240,7 +242,7 @@ class ShapeCache:
         return known
 
     def fault(self, shape: Shape) -> str | None:
-        """The `shape_fault` of one of those kept."""
+        """Return the `shape_fault` of a stored shape, or None."""
         if id(shape) not in self._faults:
             self._faults[id(shape)] = shape_fault(shape)
         return self._faults[id(shape)]
@@ -248,22 +250,22 @@ class ShapeCache:
 
 @dataclass(slots=True)
 class _Strings:
-    """Texts that can be written as UTF-8. Each is tried once: one of megabytes may be referred to many times."""
+    """Checks that strings can be encoded as UTF-8, each once: a pickle may refer to one of megabytes many times."""
 
     _tried: set[str] = field(default_factory=set)
 
     def check(self, value: Any) -> None:
         if type(value) is not str:
-            raise TypeError(f"a name is a {type(value).__name__}, not a text")
+            raise TypeError(f"a name is a {type(value).__name__}, not a string")
         if not value.isascii() and value not in self._tried:
-            value.encode()  # refuses half surrogates, which could not be printed or written
+            value.encode()  # raises for lone surrogates, which cannot be printed or written
             self._tried.add(value)
 
 
 def _parse_state(
     state: Any, shapes: ShapeCache, texts: _Strings, most: int
 ) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
-    """Tensors and objects; `most` chunks are looked at: tensors may share a list of them that is written once."""
+    """Parse tensors and objects with at most `most` chunks: tensors may share one pickled list of chunks."""
     tensors: dict[str, TensorMetadata] = {}
     objects: list[str] = []
     if len(state) > TENSORS:
@@ -322,15 +324,15 @@ def _names_of(transforms: Any) -> tuple[str, ...]:
 
 
 def _planner_data(value: Any, texts: _Strings, most: int) -> Any:
-    """What the planner of the writer left, looked at level by level before anything else walks through it.
+    """Check `planner_data` level by level before any code recurses into it, and return it.
 
     Args:
-        value: Carried into an output where it is a dict; a nest that holds itself would be written out without end.
-        texts: Those in it are checked.
-        most: Values allowed.
+        value: `planner_data` of the writer. A dict is carried into an output, so it must not contain itself.
+        texts: Checks the strings in it.
+        most: Maximum number of values.
 
     Raises:
-        ValueError: It is deeper than `JSON_DEPTH` levels, or written out it would hold more values.
+        ValueError: It is deeper than `JSON_DEPTH` levels, or has more than `most` values when written out.
     """
     level = [value]
     for _ in range(JSON_DEPTH):

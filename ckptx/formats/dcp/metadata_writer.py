@@ -1,8 +1,8 @@
-"""Writing the `.metadata` of a torch DCP, opcode by opcode, because a pickler would have to import torch.
+"""Write the `.metadata` of a torch DCP opcode by opcode, because a pickler would have to import torch.
 
-Only classes and fields of torch 2.4 are named, and nothing tells on which machine or when it was written. What repeats
-is put into the memo of the pickle, so that millions of chunks take some 60 bytes each and come out as fast as they are
-asked for.
+Only classes and fields of torch 2.4 are used, and nothing records when or on which machine it was written. Repeated
+values are put into the memo of the pickle, so that millions of chunks take some 60 bytes each and are generated as fast
+as they are consumed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptx.formats.torch_archive.archive import pickled_int
 
 
 class StorageLine(NamedTuple):
-    """One line of `storage_data`: the chunk at `offsets` of `fqn`, number `hint` of its chunks; an object has None."""
+    """One entry of `storage_data`: the chunk at `offsets` of `fqn`, with index `hint`; both are None for an object."""
 
     fqn: str
     hint: int | None
@@ -28,9 +28,9 @@ class StorageLine(NamedTuple):
 
 
 class StoredSharding(NamedTuple):
-    """The lines of a cut tensor. Tensors that are cut alike share all but `fqn` and `offsets`, as the same objects.
+    """The entries of a sharded tensor. Equally sharded tensors share the objects of all fields but `fqn` and `offsets`.
 
-    `chunks` are in torch elements; `files`, `offsets` and `lengths` say where the bytes of each lie.
+    `chunks` are in torch elements; `files`, `offsets` and `lengths` locate the bytes of each chunk.
     """
 
     fqn: str
@@ -41,10 +41,10 @@ class StoredSharding(NamedTuple):
 
 
 def emit_metadata(metadata: DcpMetadata) -> bytes:
-    """The `.metadata` file for `metadata`, readable by torch >= 2.4.
+    """Return the bytes of a `.metadata` file, readable by torch >= 2.4.
 
     Raises:
-        UnsupportedError: `planner_data` holds more than plain values.
+        UnsupportedError: `planner_data` contains more than plain values.
     """
     return emit(metadata.tensors, metadata.objects, _stored(metadata), metadata.planner_data)
 
@@ -66,28 +66,28 @@ def emit(
     storage: Iterable[StorageLine | StoredSharding],
     planner_data: object = None,
 ) -> bytes:
-    """The `.metadata` file, from storage lines that are asked for one by one.
+    """Return the bytes of a `.metadata` file; storage entries are consumed one by one.
 
     Args:
-        tensors: By FQN.
+        tensors: Tensors by FQN.
         objects: FQNs of pickled objects.
-        storage: A line for each chunk and object, or all those of a cut tensor together.
-        planner_data: None becomes the flat state dict {fqn: (fqn,)}: torch's conversion to `torch.save` needs it.
+        storage: An entry for each chunk and object, or one `StoredSharding` for all chunks of a sharded tensor.
+        planner_data: None becomes the flat state dict {fqn: (fqn,)}, which torch's conversion to `torch.save` needs.
 
     Raises:
-        UnsupportedError: `planner_data` holds more than plain values.
+        UnsupportedError: `planner_data` contains more than plain values.
     """
     objects = list(objects)
     out, file = Emitter(), BytesIO()
     write = file.write
     write(out.head())
-    bodies: dict[int, bytes] = {}  # by `id`: tensors that are alike are one object
+    bodies: dict[int, bytes] = {}  # by `id`: equal tensors are one object
     for fqn, tensor in tensors.items():
         write(out.text(fqn))
         body = bodies.get(id(tensor))
         if body is None:
             write(out.tensor(tensor))
-            bodies[id(tensor)] = out.tensor(tensor)  # shorter the second time: what it shares is in the memo
+            bodies[id(tensor)] = out.tensor(tensor)  # shorter the second time: repeated values are in the memo
         else:
             write(body)
     for fqn in objects:
@@ -126,14 +126,14 @@ def _emit_storage(storage: Iterable[StorageLine | StoredSharding], out: Emitter)
         codes: list[bytes] = []
         before, code = -1, b""
         for (begin, end), at in zip(known, offsets, strict=True):
-            if at != before:  # blocks of one length begin at the same place in the file of every rank
+            if at != before:  # blocks of one length begin at the same offset in the file of every rank
                 before, code = at, pickled_int(at)
             codes += (name, begin, code, end)
         yield b"".join(codes)
 
 
 class _Lines:
-    """What stands around the offset in a line of `storage_data`, the name left out."""
+    """Opcodes before and after the offset in an entry of `storage_data`, without the name."""
 
     def __init__(self, out: Emitter) -> None:
         self._out = out
@@ -151,7 +151,7 @@ class _Lines:
         return begin, end + b"ub"
 
     def of_cut(self, cut: StoredSharding) -> Iterator[tuple[bytes, bytes, int]]:
-        """For each line what stands before and after its offset, and the offset."""
+        """Yield for each entry the opcodes before and after its offset, and the offset."""
         places = zip(cut.chunks, cut.files, cut.offsets, cut.lengths, strict=True)
         for number, (region, file, at, length) in enumerate(places):
             yield *self.around(number, region.offsets, StorageInfo(file, at, length)), at
@@ -186,15 +186,15 @@ OBJECT = "BytesStorageMetadata"
 
 
 def reference(number: int) -> bytes:
-    """Opcode and argument that get a value from the memo."""
+    """Return the opcode and argument that get a value from the memo."""
     return b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
 
 
 class Emitter:
-    """Opcodes of values. What repeats is memoized when first written, so use results in the order they come.
+    """Emits opcodes for values and memoizes repeated ones, so results must be written in the order of the calls.
 
     Attributes:
-        memo: How a value is referred to: of texts, shapes, (module, name) of globals, ("properties", dtype).
+        memo: Opcodes that refer to a value, by string, shape, (module, name) of a global, or ("properties", dtype).
     """
 
     __slots__ = ("memo",)
@@ -219,13 +219,13 @@ class Emitter:
         return self.memo.get(key) or self._remember(key, self.text(module) + self.text(name) + b"\x93")
 
     def head(self) -> bytes:
-        """What comes before the first tensor. Names that repeat are put into the memo: pushed, and dropped again."""
+        """Return the opcodes before the first tensor. They push repeated names and pop them again to fill the memo."""
         names = [self.glob(module, name) for module, name in _CLASSES] + [self.text(name) for name in _FIELDS]
         begin = self.new(METADATA_MODULE, "Metadata") + self.text("state_dict_metadata") + b"}("
         return b"\x80\x04" + b"".join([name + b"0" for name in names]) + begin
 
     def new(self, module: str, name: str) -> bytes:
-        """Opens an instance and its fields; `ub` closes both."""
+        """Return the opcodes that open an instance and its fields; `ub` closes both."""
         return self.glob(module, name) + b")\x81}("
 
     def size(self, shape: Shape) -> bytes:
@@ -252,7 +252,7 @@ class Emitter:
         return code + b"eub"
 
     def plain(self, value: object) -> bytes:
-        """Any nest of dicts, lists, tuples, texts, numbers and None."""
+        """Return the opcodes of nested dicts, lists, tuples, strings, numbers and None."""
         if type(value) is str:
             return self.text(value)
         if isinstance(value, tuple):
@@ -270,7 +270,8 @@ class Emitter:
         if isinstance(value, Mapping):
             return b"}(" + b"".join([self.plain(k) + self.plain(v) for k, v in value.items()]) + b"u"
         raise UnsupportedError(
-            f"planner_data holds a {type(value).__name__}, needed plain values; save with torch's default planner"
+            f"planner_data contains a {type(value).__name__}, but only plain values can be written; save with torch's "
+            "default planner"
         )
 
 

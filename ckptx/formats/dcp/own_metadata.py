@@ -10,10 +10,10 @@ CPU seconds for 46,177 tensors with the shapes of DeepSeek-V3's experts, median 
 
 Every command that opens such a DCP saves the difference, which is why the module is worth its length.
 
-What metadata_writer.py emits is regular: fields in one order, every object opened and closed by the same bytes, what
-repeats as a reference to the memo. So the bytes are compared with that form, tensor by tensor, and what fills its gaps
-is read. Nothing else is accepted: whatever differs, be it of another writer, damaged, or something that has to be
-refused, gives no result here, and metadata.py decides.
+The output of metadata_writer.py is regular: fields have one order, every object is opened and closed by the same bytes,
+and repeated values are references to the memo. So the bytes are compared with that form, tensor by tensor, and only the
+values in between are parsed. Anything else, whether from another writer, damaged or invalid, gives no result here and
+is left to metadata.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TUPLES = b")\x85\x86\x87"  # of none to three values
 
 
 def parse_own(data: bytes) -> LocatedMetadata | None:
-    """What a `.metadata` says that has the form of ckptx; None for any other, and for one that may not be read."""
+    """Parse a `.metadata` in the form that ckptx writes; return None for any other form, and for invalid contents."""
     if not data.startswith(_HEAD):
         return None
     try:
@@ -55,10 +55,10 @@ def parse_own(data: bytes) -> LocatedMetadata | None:
 
 
 class _UnexpectedForm(Exception):
-    """The bytes are not what ckptx would have written."""
+    """The bytes do not have the form that ckptx writes."""
 
 
-# What stands between the values, as `Emitter` writes it once all these names are in its memo.
+# The bytes between the values, as `Emitter` writes them once all these names are in its memo.
 _WRITER = Emitter()
 _HEAD = _WRITER.head()
 _PROPERTIES = _WRITER.new(METADATA_MODULE, "TensorStorageMetadata") + _WRITER.text("properties")
@@ -79,7 +79,7 @@ _CLASS = object()  # stands for any class in the memo
 _OBJECT = _WRITER.text(METADATA_MODULE) + b"\x8c%c%b\x94\x93\x94" % (len(OBJECT), OBJECT.encode())
 _KNOWN = {code: key if isinstance(key, str) else _CLASS for key, code in _WRITER.memo.items()}
 
-# A tensor of which all is in the memo; bounded, because the engine keeps a record per repetition.
+# A tensor whose values are all in the memo; bounded, because the regex engine keeps a record per repetition.
 _BODY = re.compile(
     rb"%b(?:h.|j....)%b(?:h.|j....)%b(?:%b(?:h.|j....)%b(?:h.|j....)ub){0,4096}eub"
     % tuple(map(re.escape, (_PROPERTIES, _SIZE, _CHUNKS, _CHUNK, _SIZES))),
@@ -88,17 +88,17 @@ _BODY = re.compile(
 
 
 class _RepeatedLines(NamedTuple):
-    """What repeats in the lines of tensors that are cut alike.
+    """The bytes that repeat in the storage entries of equally sharded tensors.
 
     Attributes:
-        files: As in `Places`.
-        lengths: Likewise.
-        longest: The longest of them.
-        around: For each line what stands between name and offset, and what behind the offset.
-        form: All lines, where references to names and offsets take four bytes each, as most do: for each line what
-            stands before the name, the name, what stands before the offset, and the offset; then the end of the last.
-        before: What stands before each name, and at the end.
-        behind: What stands between each name and its offset.
+        files: File of each chunk, see `ChunkLocations`.
+        lengths: Length of each chunk in bytes.
+        longest: Largest of `lengths`.
+        around: For each entry the bytes between name and offset, and the bytes after the offset.
+        form: All entries if references to names and offsets take four bytes each, as most do: for each entry the bytes
+            before the name, the name, the bytes before the offset, and the offset; then the end of the last entry.
+        before: Bytes before each name, and at the end.
+        behind: Bytes between each name and its offset.
     """
 
     files: tuple[str, ...]
@@ -129,7 +129,7 @@ class _RepeatedLines(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One line of `storage_data` from behind its name on; `begin` and `end` as in `_RepeatedLines.around`."""
+    """One entry of `storage_data` after its name; `begin` and `end` are the pair in `_RepeatedLines.around`."""
 
     at: Shape | None
     file: str
@@ -140,13 +140,13 @@ class _Line(NamedTuple):
 
 
 class _OwnMetadataReader:
-    """Goes through the bytes once; `_at` is the position, `_memo` says what references mean."""
+    """Parses the bytes in one pass; `_at` is the position, `_memo` maps references to values."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, len(_HEAD)
         self._memo: dict[bytes, object] = dict(_KNOWN)
         self._shapes = ShapeCache()
-        self._names: dict[str, bytes] = {}  # of tensors and objects, with what refers to each
+        self._names: dict[str, bytes] = {}  # of tensors and objects, with the reference to each
 
     def read(self) -> LocatedMetadata:
         tensors, objects = self._read_state()
@@ -162,7 +162,7 @@ class _OwnMetadataReader:
     # ------------------------------------------------------------------------------------------------------- parts
 
     def _read_state(self) -> tuple[dict[str, TensorMetadata], list[str]]:
-        """Tensors, and names of the objects that follow them."""
+        """Read the tensors, and the names of the objects that follow them."""
         tensors: dict[str, TensorMetadata] = {}
         bodies: dict[bytes, TensorMetadata] = {}
         data, match = self._data, _BODY.match
@@ -182,7 +182,7 @@ class _OwnMetadataReader:
         return tensors, []
 
     def _objects(self, name: str) -> list[str]:
-        """The names of pickled objects, of which nothing else is said, from behind the first of them on."""
+        """Read the names of pickled objects, which have no other fields; `name`, the first of them, was read before."""
         names = [name]
         self._expect(_OBJECT)
         self._memoize(OBJECT)
@@ -213,9 +213,9 @@ class _OwnMetadataReader:
         return found
 
     def _read_places(self, tensors: dict[str, TensorMetadata], names: list[bytes]) -> dict[str, ChunkLocations]:
-        """Where all chunks lie: a line for each, in the order of the tensors and of the chunks of each."""
+        """Read the locations of all chunks: one entry each, in the order of the tensors and of their chunks."""
         places: dict[str, ChunkLocations] = {}
-        known: dict[int, _RepeatedLines | None] = {}  # by `id`: those that are alike are one object
+        known: dict[int, _RepeatedLines | None] = {}  # by `id`: equal tensors are one object
         for (fqn, tensor), name in zip(tensors.items(), names, strict=False):  # objects follow
             alike = known.get(id(tensor))
             offsets = None if alike is None else self._offsets(name, alike)
@@ -226,14 +226,14 @@ class _OwnMetadataReader:
         return places
 
     def _read_place(self, name: bytes) -> StorageInfo:
-        """Where an object lies."""
+        """Read the location of an object."""
         line = self._line(name)
         if line.at is not None:
             raise _UnexpectedForm
         return StorageInfo(line.file, line.offset, line.length)
 
     def _lines(self, name: bytes, tensor: TensorMetadata) -> tuple[_RepeatedLines | None, ChunkLocations]:
-        """The lines of a tensor; nothing is like those that put something into the memo."""
+        """Read the entries of a tensor; the first result is None if they add to the memo, so that no others match."""
         known = len(self._memo)
         lines = [self._line(name) for _ in tensor.chunks]
         if any(line.at is not region.offsets for line, region in zip(lines, tensor.chunks, strict=True)):
@@ -247,7 +247,7 @@ class _OwnMetadataReader:
         return alike, ChunkLocations(alike.files, offsets, alike.lengths)
 
     def _offsets(self, name: bytes, alike: _RepeatedLines) -> Sequence[int] | None:
-        """What `_lines` reads where nothing else differs from those of another tensor; None where it does."""
+        """Read the offsets of entries that otherwise equal those of another tensor; None if they differ in more."""
         data, at, form = self._data, self._at, alike.form
         if len(data) - at >= form.size:
             values = form.unpack_from(data, at)
@@ -272,7 +272,7 @@ class _OwnMetadataReader:
             if not data.startswith(head, at):
                 return None
             at += len(head)
-            if data[at] == _FOUR_BYTES and data[at + 4] < 0x80:  # most are such
+            if data[at] == _FOUR_BYTES and data[at + 4] < 0x80:  # the usual case
                 offsets.append(int.from_bytes(data[at + 1 : at + 5], "little"))
                 at += 5
             else:
@@ -285,7 +285,7 @@ class _OwnMetadataReader:
         return offsets
 
     def _line(self, name: bytes) -> _Line:
-        """One line of `storage_data`, about a chunk or an object."""
+        """Read one entry of `storage_data`, of a chunk or an object."""
         self._expect(_LINE + name)
         start, at = self._at, None
         self._expect(_HINT)
@@ -327,7 +327,7 @@ class _OwnMetadataReader:
         return TensorMetadata(dtype, size, tuple(chunks))
 
     def _dtype(self) -> str:
-        """The dtype in the properties of a tensor."""
+        """Read the dtype in the properties of a tensor."""
         if not self._data.startswith(_DTYPE, self._at):
             value = self._known()
             if type(value) is not Symbol:
@@ -354,7 +354,7 @@ class _OwnMetadataReader:
         self._memo[reference(len(self._memo))] = value
 
     def _known(self) -> object:
-        """What a reference means."""
+        """Read a reference and return its value."""
         at = self._at
         end = at + (2 if self._data[at] == _GET else 5)
         value = self._memo.get(self._data[at:end])
@@ -364,10 +364,10 @@ class _OwnMetadataReader:
         return value
 
     def _name(self) -> str:
-        """The name of a tensor or object, which is met for the first time."""
+        """Read the name of a tensor or object, which must be new."""
         data, at, code = self._data, self._at, reference(len(self._memo))
         begin, end = at + 2, at + 2 + data[at + 1]
-        if data[at] == _TEXT and data[end] == _MEMOIZE:  # as most are
+        if data[at] == _TEXT and data[end] == _MEMOIZE:  # the usual case
             self._memo[code] = text = data[begin:end].decode()
             self._at = end + 1
         else:
@@ -402,7 +402,7 @@ class _OwnMetadataReader:
         return number
 
     def _number_at(self, at: int) -> tuple[int, int]:
-        """A number that is not negative, and where it ends."""
+        """Read a non-negative number at a position; return it and its end."""
         data = self._data
         code = data[at]
         begin = at + 1

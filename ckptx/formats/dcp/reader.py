@@ -1,7 +1,7 @@
-"""Opens a torch DCP directory: `.metadata` and the `.distcp` files it points into.
+"""Open a torch DCP directory: `.metadata` and the `.distcp` files it refers to.
 
-Opening parses `.metadata` alone and proves that its chunks tile every tensor and lie inside their files. Which bytes of
-an archive are the elements is looked up in a second step, by those who want to read them.
+Opening parses only `.metadata` and checks that its chunks tile every tensor and lie inside their files. `open_payloads`
+then locates the elements in each archive, for callers that read them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def open_dcp(source: Source) -> Catalog:
-    """The catalog of the DCP in a directory. Its chunks are whole archives; `open_payloads` looks into them.
+    """Return the catalog of the DCP in a directory. Its chunks are whole archives; `open_payloads` parses those.
 
     Raises:
         InputError: `.metadata` or a file is missing, damaged or too short, or the chunks do not tile a tensor.
-        UnsupportedError: A dtype that ckptx does not know, or files that went through a transform.
+        UnsupportedError: A dtype that ckptx does not know, or files saved with stream transforms.
     """
     with without_garbage_collection():
         root = source.location
@@ -67,7 +67,7 @@ def open_dcp(source: Source) -> Catalog:
     if isinstance(metadata.planner_data, dict):
         catalog.planner_data = metadata.planner_data
     elif metadata.planner_data is not None:
-        catalog.notes.append(f"planner_data of type {type(metadata.planner_data).__name__} ignored: needed a dict")
+        catalog.notes.append(f"planner_data of type {type(metadata.planner_data).__name__} ignored: expected a dict")
     return catalog
 
 
@@ -82,7 +82,7 @@ def _read_metadata(source: Source) -> bytes:
         refuse_directory(source.location, [name for name in names if name.startswith("__") and name.endswith(METADATA)])
         if any(name.endswith(".distcp") for name in names):
             raise InputError(
-                f"{path}: no such file beside .distcp files; the save was interrupted, use an earlier checkpoint"
+                f"{path}: no such file next to .distcp files; the save was interrupted, use an earlier checkpoint"
             ) from None
         raise
     if data.startswith(_LFS_POINTER):
@@ -91,26 +91,26 @@ def _read_metadata(source: Source) -> bytes:
 
 
 def _with_places(metadata: DcpMetadata, root: Location) -> LocatedMetadata:
-    """The same, with the places of chunks beside the chunks."""
+    """Combine chunks and objects with their locations."""
     storage = metadata.storage
     places = {name: _places(name, tensor, storage, root) for name, tensor in metadata.tensors.items()}
     objects = {}
     for name in metadata.objects:
         place = storage.get((name, None))
         if place is None:
-            raise InputError(f'{root / METADATA}: object "{name}" has no place in any file; save it again')
+            raise InputError(f'{root / METADATA}: object "{name}" has no entry in storage_data; save it again')
         objects[name] = place
     if len(storage) > len(objects) + sum(len(tensor.chunks) for tensor in metadata.tensors.values()):
         name, offsets = _unclaimed(metadata)
         raise InputError(
-            f'{root / METADATA}: bytes are stored for "{name}" at {offsets}, which no tensor has a chunk for; '
-            "the checkpoint is damaged"
+            f'{root / METADATA}: storage_data has an entry for "{name}" at {offsets}, but no tensor has that chunk; '
+            "the checkpoint is damaged, save it again"
         )
     return LocatedMetadata(metadata.tensors, places, objects, metadata.planner_data)
 
 
 def _unclaimed(metadata: DcpMetadata) -> Key:
-    """The first entry of the storage that nothing refers to."""
+    """Return the key of the first storage entry that belongs to no chunk and no object."""
     claimed: set[Key] = {(name, None) for name in metadata.objects}
     for name, tensor in metadata.tensors.items():
         claimed.update((name, region.offsets) for region in tensor.chunks)
@@ -123,13 +123,13 @@ def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo
         place = storage.get((name, region.offsets))
         if place is None:
             raise InputError(
-                f'{root / METADATA}: chunk {region} of tensor "{name}" has no place in any file; '
+                f'{root / METADATA}: chunk {region} of tensor "{name}" has no entry in storage_data; '
                 "the checkpoint is incomplete, save it again"
             )
         if place.transforms:
             raise UnsupportedError(
-                f'{root / place.path}: tensor "{name}" went through {", ".join(place.transforms)} when saved; '
-                "save it without stream transforms"
+                f'{root / place.path}: tensor "{name}" was saved with stream transforms '
+                f"({', '.join(place.transforms)}), which are not supported; save it without them"
             )
         found.append(place)
     return ChunkLocations(
@@ -138,7 +138,7 @@ def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo
 
 
 class _TensorSharding(NamedTuple):
-    """What tensors that are cut alike have in common; `regions` were found to cover `shape`."""
+    """The sharding of one or more tensors; `regions` were checked to tile `shape`."""
 
     dtype: DType
     shape: Shape
@@ -146,18 +146,18 @@ class _TensorSharding(NamedTuple):
 
 
 class _SharedMetadata:
-    """Looks once at what many tensors share: their metadata, or at least the regions in it."""
+    """Checks metadata, or at least the regions in it, only once for all tensors that share it."""
 
     def __init__(self, root: Location) -> None:
         self._where = str(root / METADATA)
-        self._known: dict[int, _TensorSharding] = {}  # by `id` of what describes a tensor, which lives longer
+        self._known: dict[int, _TensorSharding] = {}  # by `id` of the `TensorMetadata`, which outlives this object
         self._proved: dict[tuple[DType, bytes], _TensorSharding] = {}
 
     def of(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
-        """That of a tensor.
+        """Return the sharding of a tensor.
 
         Raises:
-            InputError, UnsupportedError: As `open_dcp`.
+            InputError, UnsupportedError: See `open_dcp`.
         """
         known = self._known.get(id(tensor))
         if known is None:
@@ -184,7 +184,7 @@ class _SharedMetadata:
 
 
 def _tensor(name: str, cut: _TensorSharding, places: ChunkLocations, in_order: dict[int, bool]) -> TensorEntry:
-    """The entry of a tensor; `in_order` knows, by `id`, which lists of files are ascending."""
+    """Return the entry of a tensor; `in_order` caches, by `id`, whether a list of files is ascending."""
     files = places.files
     if id(files) not in in_order:
         in_order[id(files)] = all(file < following for file, following in pairwise(files))
@@ -193,12 +193,12 @@ def _tensor(name: str, cut: _TensorSharding, places: ChunkLocations, in_order: d
 
 
 def _widen(dtype: DType, sizes: Shape) -> Shape:
-    """Torch elements to elements: the last dim of a packed dtype counts packs."""
+    """Convert torch elements to elements: the last dim of a packed dtype counts packs."""
     return sizes if dtype.pack == 1 or not sizes else (*sizes[:-1], sizes[-1] * dtype.pack)
 
 
 def _narrow(dtype: DType, shape: Shape) -> Shape:
-    """Elements to torch elements."""
+    """Convert elements to torch elements."""
     return shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack)
 
 
@@ -212,8 +212,8 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
         return
     if fault.kind == "tangle":
         raise UnsupportedError(
-            f"{where} of shape {list(shape)}: its {len(regions)} chunks are cut across each other too often to be "
-            "checked; save it cut along a mesh"
+            f"{where} of shape {list(shape)}: its {len(regions)} chunks are split at too many positions to be checked; "
+            "save it sharded along a device mesh"
         )
     found = {
         "gap": "no chunk covers",
@@ -226,7 +226,7 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
 
 
 def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
-    """The files that are named, each long enough for what is said to lie in it."""
+    """Return the identities of the files in `.metadata`, checked to be as long as their last chunk requires."""
     source, needed = catalog.source, _ends(catalog)
     paths = {name: inside(catalog.root, name) for name in sorted(needed)}
     found = source.identities(paths)
@@ -239,14 +239,14 @@ def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
             raise changed(path)
         if size < needed[name]:
             raise InputError(
-                f"{path}: has {size} bytes, .metadata points up to byte {needed[name]}; "
+                f"{path}: has {size} bytes, but .metadata refers to bytes up to {needed[name]}; "
                 "the file is truncated, copy or download it again"
             )
     return found
 
 
 def _ends(catalog: Catalog) -> dict[str, int]:
-    """Name of each file that is named -> where the last of what is said to lie in it ends."""
+    """Return for each file in `.metadata` the end of its last chunk or object, in bytes."""
     alike: dict[tuple[int, int], tuple[StoredChunks, list[Sequence[int]]]] = {}  # by `id` of files and lengths
     for entry in catalog.tensors.values():
         chunks = entry.chunks
@@ -266,15 +266,15 @@ def _ends(catalog: Catalog) -> dict[str, int]:
 
 
 def open_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False) -> Catalog:
-    """The same catalog with every chunk located: offset and strides of its elements, and the record to check.
+    """Locate the elements of every chunk: their offset and strides in the file, and the zip record to check.
 
     Args:
-        catalog: As `open_dcp` gives it.
-        files: Its files; open as long as the result is used.
-        lazy: Look into an archive that is as long as torch 2.13 writes it only when somebody asks for its chunk.
+        catalog: A catalog that `open_dcp` returned.
+        files: Its files; they must stay open while the result is used.
+        lazy: Parse archives of the length that torch 2.13 writes only when their chunk is accessed.
 
     Raises:
-        InputError: An archive is damaged, or holds another dtype or shape than `.metadata` says.
+        InputError: An archive is damaged, or has another dtype or shape than `.metadata` lists.
         UnsupportedError: A conjugate or negative view, compressed or safetensors payloads.
     """
     tensors = {}
@@ -296,14 +296,14 @@ def open_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False) -
 
 
 class _ExpectedLengths:
-    """Lengths of archives by the dtype and the sizes of what is in them."""
+    """Caches the archive lengths that torch 2.13 writes for blocks of each dtype and shape."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[DType, Shape], int] = {}
         self._fits: dict[tuple[DType, int, int], bool] = {}  # by `id` of regions and lengths
 
     def fit(self, dtype: DType, archives: StoredChunks) -> bool:
-        """True when `archives` have the lengths that torch 2.13 gives to blocks of `dtype`."""
+        """Return True if the archives have the lengths that torch 2.13 writes for blocks of `dtype`."""
         key = dtype, id(archives.regions), id(archives.lengths)
         fit = self._fits.get(key)
         if fit is None:
@@ -325,7 +325,7 @@ def _locate_all(entry: TensorEntry, files: SourceFiles, archives: Iterable[Chunk
 
 
 class _ReadAhead:
-    """Reads a little more than asked: behind the end of one archive lies the head of the next."""
+    """Reads a little more than requested, because the head of the next archive follows the end of each."""
 
     _NBYTES = 2560
 
@@ -355,9 +355,9 @@ def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAhead) -> Chunk:
     found = locate_payload(partial(files.read, file), offset, length, where, dtype, shape)
     if found.dtype is not dtype or found.shape != shape:
         raise InputError(
-            f"{where}: payload is {found.dtype.torch} {list(found.shape)}, .metadata says {dtype.torch} {list(shape)}; "
-            "the checkpoint is damaged"
+            f"{where}: payload is {found.dtype.torch} {list(found.shape)}, but .metadata lists {dtype.torch} "
+            f"{list(shape)}; the checkpoint is damaged, save it again"
         )
     if found.strides is not None and dtype.pack > 1:
-        raise UnsupportedError(f"{where}: {dtype.torch} that is not row-major; save it with .contiguous()")
+        raise UnsupportedError(f"{where}: {dtype.torch} is not row-major; save it with .contiguous()")
     return Chunk(region, file, found.data_offset, found.nbytes, found.strides, found.record)

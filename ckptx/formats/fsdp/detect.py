@@ -13,7 +13,7 @@ def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     """Find `model_world_size_W_rank_R.pt`.
 
     Raises:
-        InputError: Files of several world sizes lie there.
+        InputError: The directory contains files of several world sizes.
     """
     found = _rank_files(source)
     sizes = sorted({each.world_size for each in found})
@@ -27,7 +27,7 @@ def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
 
 
 def located_by_file(source: Source, name: str) -> LocatedCheckpoint | None:
-    """Find the files that belong together with one of them, which was passed; None if the name is no such file."""
+    """Find all rank files of the same save as a given one; None if the name is not that of a rank file."""
     one = rank_file(name)
     if one is None:
         return None

@@ -1,4 +1,4 @@
-"""Names of per-rank FSDP files, as verl's FSDP checkpoint manager gives them.
+"""Names of per-rank FSDP files, as written by verl's FSDP checkpoint manager.
 
     model_world_size_8_rank_0.pt         the state dict of rank 0 of 8
     optim_world_size_8_rank_0.pt         its optimizer, keyed by parameter index
@@ -26,12 +26,12 @@ class RankFile(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name itself."""
+        """The file name."""
         return f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
 
 
 def rank_file(name: str) -> RankFile | None:
-    """Return the numbers in a file name; None for any other name, and for numbers that cannot be."""
+    """Return the numbers in a file name; None for any other name, and if the rank is not below the world size."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

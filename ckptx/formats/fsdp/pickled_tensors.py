@@ -4,8 +4,8 @@
     ShardedTensor             the offsets of its local shards (FSDP1 without a device mesh)
     Tensor                    the whole tensor: a buffer, or any tensor of a single rank
 
-Their classes are stood in for by `Instance`, which keeps what the pickle says and runs nothing. The layouts are those
-of torch 2.2 to 2.13, which changed what a pickled mesh holds twice.
+`Instance` stands in for their classes, keeps the pickled fields and runs nothing. The layouts are those of torch 2.2 to
+2.13; the fields of a pickled mesh changed twice in between.
 Source: `torch/distributed/tensor/`, `device_mesh.py`, `_shard/sharded_tensor/api.py`.
 """
 
@@ -34,29 +34,29 @@ _MESH_DIMS = 8
 
 
 class Instance(metaclass=ReadOnlyClass):
-    """Stand-in for an object of a class of torch.distributed: its arguments and its state, as the pickle gives them."""
+    """Stand-in for an object of a class of torch.distributed, with its pickled arguments and state."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[object, ...]
     state: object
 
     def __new__(cls, *arguments: object) -> Instance:
-        """Keep the arguments; nothing is called."""
+        """Keep the arguments without calling anything."""
         made = super().__new__(cls)
         made.arguments, made.state = arguments, None
         return made
 
     def __setstate__(self, state: object) -> None:
-        """Keep the state; nothing is looked at."""
+        """Keep the state without interpreting it."""
         self.state = state
 
     def field(self, name: str) -> object:
-        """Return an attribute that the state sets, or None."""
+        """Return an attribute from the state, or None."""
         return _field(self.state, name)
 
 
 def _field(state: object, name: str) -> object:
-    """Return an attribute out of a pickled state: a dict, or a tuple of one of `__dict__` and one of `__slots__`."""
+    """Return an attribute from a pickled state: a dict, or a tuple of the dicts for `__dict__` and `__slots__`."""
     for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
         if isinstance(part, dict) and name in part:
             return part[name]
@@ -75,7 +75,7 @@ _WRAPPER_SUBCLASS = Call(lambda *_: UnsupportedObject("tensor of a subclass"))
 
 
 class _Distributed(NamedTuple):
-    """A DTensor or ShardedTensor: its class, what it is rebuilt from, and its state."""
+    """A DTensor or ShardedTensor: its class, the arguments to rebuild it, and its state."""
 
     kind: ReadOnlyClass
     arguments: tuple[object, ...]
@@ -124,7 +124,7 @@ _NAMES: Globals = {
     **_named(_OTHER, "EnumerableShardingSpec", f"{_SHARDS}.sharding_spec.api"),
     **_named(_OTHER, "ChunkShardingSpec", f"{_SHARDS}.sharding_spec.chunk_sharding_spec"),
     **_named(_OTHER, "_remote_device", "torch.distributed.remote_device"),
-    # Of ShardedTensor, for the class of its process group: whatever is asked for, it is a class that keeps its state.
+    # ShardedTensor refers to the class of its process group with getattr; any attribute becomes a stand-in class.
     **_named(Call(lambda *_: _OTHER), "getattr", "builtins", "__builtin__"),
 }
 
@@ -133,7 +133,7 @@ def load_state_dict(data: bytes, where: str) -> Any:
     """Return the pickled state dict of one rank, with stand-ins for tensors; `parts_of` reads them.
 
     Raises:
-        InputError: The pickle is damaged, or names something that has no place in a state dict.
+        InputError: The pickle is damaged, or refers to a class or function that is not allowed in a state dict.
     """
     return load_torch(data, where, _NAMES)
 
@@ -143,7 +143,7 @@ class Parts(NamedTuple):
 
     Attributes:
         shape: Shape of the whole tensor, in elements.
-        local: The local tensors, each with the region of the whole that it holds; none if the rank holds nothing.
+        local: The local tensors, each with its region of the whole tensor; empty if the rank has no elements.
     """
 
     shape: Shape
@@ -154,21 +154,21 @@ def parts_of(value: object, rank: int, where: str) -> Parts:
     """Return the shards of a tensor on one rank.
 
     Args:
-        value: A value of the state dict that `load_state_dict` returned.
+        value: Value in the state dict that `load_state_dict` returned.
         rank: Global rank that wrote the file.
         where: Subject of error messages.
 
     Raises:
-        InputError: The parts of a DTensor or ShardedTensor contradict each other, or it was saved by another rank.
-        UnsupportedError: It is no tensor, or one that is not converted.
+        InputError: The fields of a DTensor or ShardedTensor contradict each other, or another rank saved it.
+        UnsupportedError: It is not a tensor, or of a kind that is not converted.
     """
     if isinstance(value, _Distributed):
         found = _dtensor(value, rank, where) if value.kind is _DTENSOR else _sharded_tensor(value, where)
         for local, region in found.local:
             if local.shape != region.sizes:
                 raise InputError(
-                    f"{where}: local shape {list(local.shape)}, but its sharding gives rank {rank} "
-                    f"{list(region.sizes)} of {list(found.shape)}; the file is damaged"
+                    f"{where}: local shape is {list(local.shape)}, but the sharding gives rank {rank} "
+                    f"{list(region.sizes)} of {list(found.shape)}; the file is damaged, copy it again"
                 )
         return found
     tensor = _tensor(value, where)
@@ -179,7 +179,9 @@ def _tensor(value: object, where: str) -> TensorRef:
     if isinstance(value, UnsupportedObject):
         raise UnsupportedError(f"{where}: {value.kind}, which is not converted; save it as a plain dense tensor")
     if not isinstance(value, TensorRef):
-        raise UnsupportedError(f"{where}: a value of type {type(value).__name__}, required a tensor")
+        raise UnsupportedError(
+            f"{where}: expected a tensor, found a value of type {type(value).__name__}; save model.state_dict()"
+        )
     return value
 
 
@@ -194,7 +196,7 @@ def _shape(value: object, where: str) -> Shape:
 
 
 def _damaged(where: str, what: str) -> InputError:
-    return InputError(f"{where}: {what} in its pickled sharding; the file is damaged")
+    return InputError(f"{where}: {what} in its pickled sharding; the file is damaged, copy it again")
 
 
 # ---------------------------------------------------------------------------------------------------------- DTensor
@@ -223,8 +225,8 @@ def _dtensor(value: _Distributed, rank: int, where: str) -> Parts:
 def _mesh_sizes(mesh: Instance, where: str) -> Shape:
     """Return the size of each mesh dim.
 
-    Torch 2.10 and 2.11 have a layout with `shape`, 2.13 a layout with an axis for each dim, older ones a tensor of
-    ranks.
+    Torch 2.10 and 2.11 pickle a layout with `shape`, 2.13 a layout with an axis for each dim, older versions a tensor
+    of ranks.
     """
     tensor, layout = mesh.field("mesh"), mesh.field("_layout")
     sizes: object = tensor.shape if isinstance(tensor, TensorRef) else None
@@ -243,7 +245,7 @@ def _size_of_axis(sizes: object) -> int:
 
 
 def _check_rank(mesh: Instance, sizes: Shape, coordinate: Shape, rank: int, where: str) -> None:
-    """Check that the mesh is the one that the rank in the file name sees: files may have been renamed or copied."""
+    """Check that the rank in the file name saved the mesh, because files may have been renamed or copied."""
     saved_by, ranks = mesh.field("_rank"), mesh.field("_flatten_mesh_list")
     if saved_by is None and isinstance(ranks, tuple) and len(ranks) == prod(sizes):
         index = 0
@@ -252,20 +254,22 @@ def _check_rank(mesh: Instance, sizes: Shape, coordinate: Shape, rank: int, wher
         saved_by = ranks[index]
     if type(saved_by) is int and saved_by != rank:
         raise InputError(
-            f"{where}: saved by rank {saved_by}, but the file name says rank {rank}; the file was renamed or copied, "
-            "restore its name"
+            f"{where}: saved by rank {saved_by}, but the file name is that of rank {rank}; the file was renamed or "
+            "copied, restore its name"
         )
 
 
 def _region(shape: Shape, sizes: Shape, coordinate: Shape, placements: object, where: str) -> Region:
-    """Return the region that placements give to a coordinate: each shards what the ones before it left."""
+    """Return the region at a mesh coordinate: each placement shards the result of the previous ones."""
     if not isinstance(placements, tuple) or len(placements) != len(sizes):
         raise _damaged(where, f"no placement for each of {len(sizes)} mesh dims")
     offsets, lengths = [0] * len(shape), list(shape)
     by_dim: dict[int, list[tuple[int, object]]] = {}
     for mesh_dim, placement in enumerate(placements):
         if type(placement) is _PARTIAL:
-            raise UnsupportedError(f"{where}: a Partial placement, whose values are not yet reduced; redistribute it")
+            raise UnsupportedError(
+                f"{where}: has a Partial placement, so its values are not reduced yet; redistribute it before saving"
+            )
         if type(placement) is _REPLICATE:
             continue
         dim = placement.field("dim") if type(placement) in (_SHARD, _STRIDED) else None
@@ -281,9 +285,10 @@ def _region(shape: Shape, sizes: Shape, coordinate: Shape, placements: object, w
 
 
 def _in_order(shards: list[tuple[int, object]], sizes: Shape, where: str) -> list[int]:
-    """Return the mesh dims that shard one tensor dim in the order in which they do.
+    """Return the mesh dims that shard one tensor dim, in the order in which they shard it.
 
-    A strided shard comes after the mesh dims behind it, as FSDP on top of TP; its split factor is their product.
+    A strided shard is applied after the mesh dims to its right, as with FSDP on top of TP; its split factor is the
+    product of their sizes.
     """
     order: list[int] = []
     for mesh_dim, split_factor in reversed(shards):
@@ -292,8 +297,8 @@ def _in_order(shards: list[tuple[int, object]], sizes: Shape, where: str) -> lis
             continue
         if split_factor != prod(sizes[other] for other in order):
             raise UnsupportedError(
-                f"{where}: a _StridedShard of split factor {split_factor!s:.20}, required that of the mesh dims behind "
-                "it; save it as a DCP"
+                f"{where}: the split factor {split_factor!s:.20} of a _StridedShard is not the product of the mesh "
+                "dims to its right; save it as a DCP"
             )
         order.append(mesh_dim)
     return order

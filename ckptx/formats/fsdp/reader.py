@@ -1,8 +1,8 @@
 """Open the FSDP files of all ranks as one checkpoint.
 
-Every file holds every name. A DTensor or ShardedTensor says which region of the whole its rank holds, a plain tensor is
-the whole; regions that several ranks hold are replicas, which are compared when the tensor is read. Only the directory
-and the pickle of each file are read here.
+Every file contains every name. A DTensor or ShardedTensor records the region of its rank, a plain tensor is the whole;
+regions on several ranks are replicas, which are compared when the tensor is read. Only the zip directory and the pickle
+of each file are read here.
 
 verl's optimizer files are not converted: they are keyed by parameter index, and no file maps an index to a name.
 """
@@ -39,11 +39,11 @@ def open_fsdp(source: Source, names: Sequence[str]) -> Catalog:
 
     Args:
         source: The directory.
-        names: The files of one world size, as `RankFile.name` gives them.
+        names: File names of one world size, see `RankFile.name`.
 
     Raises:
-        InputError: A rank has no file, a file is damaged or of another save, or the ranks do not hold the whole tensor.
-        UnsupportedError: A file holds more than dense tensors by name, or FSDP1's flat parameters, which have no names.
+        InputError: A rank has no file, a file is damaged or of another save, or the ranks do not cover a tensor.
+        UnsupportedError: A file contains more than named dense tensors, or FSDP1's flat parameters without names.
     """
     files = [found for name in names if (found := rank_file(name)) is not None]
     _check_ranks(source, files)
@@ -64,11 +64,13 @@ def _check_ranks(source: Source, files: Sequence[RankFile]) -> None:
     """Check that every rank of the world size has a file.
 
     Raises:
-        InputError: One has none, or `fsdp_config.json` says another world size.
+        InputError: A file is missing, or `fsdp_config.json` has another world size.
     """
     world_size = files[0].world_size
     if world_size > RANKS:
-        raise InputError(f"{source.location}: FSDP files of {world_size:,} ranks, allowed at most {RANKS:,}")
+        raise InputError(
+            f"{source.location}: FSDP files of {world_size:,} ranks, the limit is {RANKS:,}; check the file names"
+        )
     ranks = {file.rank for file in files}
     missing = [RankFile(world_size, rank).name for rank in islice(_absent(ranks, world_size), 4)]
     if missing:
@@ -84,8 +86,8 @@ def _check_ranks(source: Source, files: Sequence[RankFile]) -> None:
     recorded = config.get("world_size") if isinstance(config, dict) else None
     if type(recorded) is int and recorded != world_size:
         raise InputError(
-            f"{where}: says world_size {recorded}, but the files are those of {world_size} ranks; they are of another "
-            f"save, remove those that are not of the last one"
+            f"{where}: world_size is {recorded}, but there are files of {world_size} ranks; some files are of another "
+            "save, remove those"
         )
 
 
@@ -94,7 +96,7 @@ def _absent(ranks: set[int], world_size: int) -> Iterator[int]:
 
 
 def _notes(source: Source, files: Sequence[RankFile]) -> Iterator[str]:
-    """Yield what the user should know about files beside the model."""
+    """Yield notes about optimizer and trainer state files, which are not converted."""
     state = [name for name in source.listing() if re.fullmatch(STATE_FILES, name)]
     optimizer = [name for name in state if name.startswith("optim")]
     if optimizer:
@@ -107,11 +109,12 @@ def _notes(source: Source, files: Sequence[RankFile]) -> Iterator[str]:
 
 
 class _StateDicts:
-    """The state dicts of the ranks, as far as they were read.
+    """Merges the state dicts of the ranks that were read.
 
     Attributes:
         blocks: The shards of each tensor, in the order of ranks.
-        known: Data type and shape of each tensor, by the file of the first rank.
+        known: Dtype and shape of each tensor in the file of the lowest rank; the dtype is None if no rank read so far
+            has elements of it.
     """
 
     def __init__(self) -> None:
@@ -124,17 +127,21 @@ class _StateDicts:
         """Add the state dict of one rank.
 
         Raises:
-            InputError, UnsupportedError: As `open_fsdp`.
+            InputError, UnsupportedError: See `open_fsdp`.
         """
         where = f"{files.root / file.name}"
         archive = open_archive(partial(files.read, file.name), 0, files.size(file.name), where, load_state_dict)
         if not isinstance(archive.tree, dict):
-            raise UnsupportedError(f"{where}: holds {kind_of_value(archive.tree)}, required a dict of tensors by name")
+            raise UnsupportedError(
+                f"{where}: expected a dict of named tensors, found {kind_of_value(archive.tree)}; save "
+                "model.state_dict()"
+            )
         _refuse_flat(archive.tree, where)
         for name, value in archive.tree.items():
             if type(name) is not str or not is_text(name):
                 raise UnsupportedError(
-                    f"{where}: a key of type {type(name).__name__}, required tensors by name; save model.state_dict()"
+                    f"{where}: expected tensor names as keys, found a key of type {type(name).__name__}; save "
+                    "model.state_dict()"
                 )
             subject = f'{where}: tensor "{name}"'
             parts = parts_of(value, file.rank, subject)
@@ -143,7 +150,9 @@ class _StateDicts:
             for local, region in parts.local:
                 payload = place_tensor(local, archive.records, subject)
                 if payload.dtype.pack > 1:
-                    raise UnsupportedError(f"{subject}: {payload.dtype.torch}, which is not read from FSDP files")
+                    raise UnsupportedError(
+                        f"{subject}: dtype {payload.dtype.torch} is not supported in FSDP files; save it as a DCP"
+                    )
                 dtype = payload.dtype
                 at = payload.data_offset, payload.nbytes, payload.strides, payload.record
                 blocks.append(Chunk(self._region(region, name, where), file.name, *at))
@@ -153,7 +162,8 @@ class _StateDicts:
         elif len(archive.tree) != len(self.known):
             lost = next(name for name in self.known if name not in archive.tree)
             raise InputError(
-                f'{where}: has no tensor "{lost}", which {self._first} has; the files are of different saves'
+                f'{where}: tensor "{lost}" is missing, but {self._first} contains it; the files are of different '
+                "saves, pass those of one"
             )
 
     def _region(self, region: Region, name: str, where: str) -> Region:
@@ -163,12 +173,14 @@ class _StateDicts:
     def _check_equal(self, name: str, dtype: DType | None, parts: Parts, where: str) -> None:
         """Check dtype and shape of a tensor against those in the files of lower ranks."""
         if self._first and name not in self.known:
-            raise InputError(f"{where}: {self._first} has no such tensor; the files are of different saves")
+            raise InputError(
+                f"{where}: {self._first} has no such tensor; the files are of different saves, pass those of one"
+            )
         known, shape = self.known.get(name, (None, parts.shape))
         if shape != parts.shape or (known is not None and dtype is not None and known is not dtype):
             raise InputError(
                 f"{where}: {dtype or known} {list(parts.shape)}, but {known} {list(shape)} in {self._first}; the files "
-                "are of different saves"
+                "are of different saves, pass those of one"
             )
         self.known[name] = known if known is not None else dtype, shape
 
@@ -176,7 +188,7 @@ class _StateDicts:
         """Return the tensors in the order in which they lie in the files.
 
         Raises:
-            InputError: The ranks together do not hold a tensor exactly once.
+            InputError: The shards of all ranks do not tile a tensor.
         """
         coverage = CoverageCheck()
         entries: dict[str, TensorEntry] = {}
@@ -186,7 +198,7 @@ class _StateDicts:
             chunks, replicas = split_replicas(block for block in blocks if block.region.numel or 0 in shape)
             fault = coverage.fault(shape, chunks)
             if fault is not None or dtype is None or not chunks:
-                what = "no rank holds it" if fault is None else _FAULTS[fault.kind].format(fault.region)
+                what = "no rank has elements of it" if fault is None else _FAULTS[fault.kind].format(fault.region)
                 raise InputError(f"{subject}: {what}; the files are damaged or of different saves")
             if 0 in shape:
                 chunks, replicas = (chunks[0]._replace(region=whole(shape)),), ()
@@ -195,10 +207,10 @@ class _StateDicts:
 
 
 _FAULTS = {
-    "gap": "no rank holds {}",
-    "overlap": "several ranks hold parts that overlap at {}",
-    "outside": "a rank holds {}, which lies outside",
-    "tangle": "its shards are cut across each other too often to be checked, at {}",
+    "gap": "no rank has {}",
+    "overlap": "shards of several ranks overlap at {}",
+    "outside": "the shard {} of a rank is out of bounds",
+    "tangle": "its shards are split at too many positions to be checked, at {}",
 }
 
 
@@ -211,6 +223,6 @@ def _refuse_flat(tree: dict[Any, Any], where: str) -> None:
     for name in tree:
         if type(name) is str and name.rpartition(".")[2] in _FLAT:
             raise UnsupportedError(
-                f'{where}: "{name[:80]}" is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which does not say what '
-                "parameters are in it; save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"
+                f'{where}: "{name[:80]}" is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which does not record the '
+                "parameters in it; save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"
             )

@@ -1,1 +1,1 @@
-"""Checkpoints as Hugging Face publishes them: safetensors or `pytorch_model.bin`, an index, a config."""
+"""Checkpoints in Hugging Face format: safetensors or `pytorch_model.bin`, an index, a config."""

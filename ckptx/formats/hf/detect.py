@@ -1,7 +1,6 @@
 """Find HF weights: safetensors or `pytorch_model.bin`, in the order in which transformers prefers them.
 
-A safetensors file of any name may hold shards of tensors: its header decides, and is read where the name leaves it
-open.
+A safetensors file of any name may contain shards of tensors; the header decides, and is read if the name does not tell.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ def weights_in(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
 
     Args:
         source: The directory.
-        shapes_in: Opens a file beside others, to tell one rank's part from a whole model.
+        shapes_in: Opens a file next to others, to distinguish one rank's part from a whole model.
 
     Raises:
-        InputError: There are several.
-        UnsupportedError: They are parts of one checkpoint that ranks wrote.
+        InputError: There are several checkpoints in the directory.
+        UnsupportedError: The files are parts of one checkpoint, written per rank.
     """
     listing = source.listing()
     single, index = listing.has(SINGLE), listing.has(INDEX)
     if single and index and SINGLE not in source.read_small(INDEX, INDEX_BYTES).decode("utf-8", "replace"):
         raise InputError(
-            f"{source.location}: has both {SINGLE} and {INDEX}, and loaders disagree on which counts; pass the one you "
-            "mean as SRC"
+            f"{source.location}: has both {SINGLE} and {INDEX}, which does not list it, and loaders disagree on which "
+            "to use; pass one of them as SRC"
         )
     if index:
         return LocatedCheckpoint(source, "huggingface", (INDEX,))
@@ -57,16 +56,16 @@ def weights_in(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     if len(found) > 1:
         found = without_part_files(source, found, shapes_in)
         raise InputError(
-            f"{source.location}: no model.safetensors or index, but {', '.join(found[:8])}; pass one as SRC"
+            f"{source.location}: no model.safetensors or index, but {', '.join(found[:8])}; pass one of them as SRC"
         )
     return LocatedCheckpoint(source, "huggingface", (found[0],))
 
 
 def located_by_header(source: Source, weights: str) -> LocatedCheckpoint:
-    """Return what one weight file or index stands for: itself, or all shards of its directory if its header says so.
+    """Locate the checkpoint of one weight file or index: the file alone, or all shards in its directory.
 
-    A file that records offsets is still one of whole tensors where its name or an index says so, unless other files
-    that record some lie beside it without being in the index.
+    A file that records offsets may still contain whole tensors: it is taken alone if an index lists it or its name is
+    model.safetensors, unless other files in the directory record offsets, too.
     """
     by_itself = LocatedCheckpoint(source, "huggingface", (weights,))
     if weights.endswith(".json") or not that_record_offsets(source, [weights]):

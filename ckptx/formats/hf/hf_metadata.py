@@ -1,10 +1,10 @@
-"""`.hf_metadata/` and `huggingface/`: what NeMo Automodel and verl leave beside their shards for an HF checkpoint.
+"""`.hf_metadata/` and `huggingface/`: HF files that NeMo Automodel and verl write next to their shards.
 
-    config.json, tokenizer, custom code            as they lie in the HF checkpoint to be
+    config.json, tokenizer, custom code            to be copied into an HF checkpoint
     fqn_to_file_index_mapping.json                 {NAME: number of its file in the original checkpoint, from 1 on}
-    fqn_to_dtype_mapping.json                      {NAME: its dtype there, as safetensors calls it}; not always there
+    fqn_to_dtype_mapping.json                      {NAME: its safetensors dtype there}; optional
 
-The two mappings are Automodel's.
+Only Automodel writes the two mappings.
 Source: `nemo_automodel/components/checkpoint/addons.py`, `verl/utils/checkpoint/fsdp_checkpoint_manager.py`.
 """
 
@@ -21,7 +21,7 @@ from ckptx.formats.hf.reader import json_in
 from ckptx.formats.sidecars import look_around
 from ckptx.storage.interface import Source, local_path
 
-# By format of the checkpoint; verl's directory may hold weights, too, which are not looked at.
+# By format of the checkpoint; weights in verl's directory are ignored.
 DIRECTORIES = {"dcp": ".hf_metadata", "sharded": ".hf_metadata", "fsdp": "huggingface"}
 _CONFIG = "config.json"
 FILES = "fqn_to_file_index_mapping.json"
@@ -29,14 +29,14 @@ DTYPES = "fqn_to_dtype_mapping.json"
 
 
 class HfMetadata(NamedTuple):
-    """The HF checkpoint that a trainer started from, without its weights.
+    """The files of the HF checkpoint that a trainer started from, without its weights.
 
     Attributes:
         source: The directory.
         config: `config.json`, or None.
-        sidecars: What travels with the weights, by name in the directory.
-        files: Tensor name -> number of its file; empty when nothing says so.
-        dtypes: Tensor name -> dtype it had; empty when nothing says so.
+        sidecars: Files to carry into an output, by name in the directory.
+        files: Tensor name -> number of its file, from 1; empty if not recorded.
+        dtypes: Tensor name -> original dtype; empty if not recorded.
     """
 
     source: Source
@@ -47,7 +47,7 @@ class HfMetadata(NamedTuple):
 
 
 def find_hf_metadata(catalog: Catalog) -> Source | None:
-    """The directory beside the weights of a checkpoint in shards; of two parts, beside the first."""
+    """Return the HF metadata directory of a sharded checkpoint, or None; with two parts, that of the first."""
     directory = DIRECTORIES.get(catalog.format)
     if directory is None:
         return None
@@ -57,22 +57,22 @@ def find_hf_metadata(catalog: Catalog) -> Source | None:
 
 
 def source_of_config(catalog: Catalog) -> Source:
-    """Return the directory that has the config of a checkpoint, and the code of a class that brings its own."""
+    """Return the directory with the config of a checkpoint, and with its custom model code if there is any."""
     found = find_hf_metadata(catalog)
     return found if found is not None and found.listing().has(_CONFIG) else catalog.source
 
 
 def directory_of_config(catalog: Catalog) -> Path:
-    """The location of the config on a local disk, for transformers.
+    """Return the local directory of the config, for transformers.
 
     Raises:
-        UnsupportedError: The checkpoint is in another storage.
+        UnsupportedError: The checkpoint is not on a local disk.
     """
     return local_path(source_of_config(catalog).location)
 
 
 def config_in(source: Source) -> dict[str, Any] | None:
-    """The `config.json` of a directory, or None.
+    """Return the `config.json` of a directory, or None.
 
     Raises:
         InputError: It is damaged.
@@ -81,10 +81,10 @@ def config_in(source: Source) -> dict[str, Any] | None:
 
 
 def read_hf_metadata(source: Source) -> HfMetadata:
-    """All that is in the directory.
+    """Read all files of the directory.
 
     Raises:
-        InputError: A file is damaged, or says what cannot be.
+        InputError: A file is damaged or has invalid values.
         UnsupportedError: A dtype is not one safetensors defines.
     """
     carried = look_around(source, frozenset()).carried
@@ -104,8 +104,8 @@ def _files(source: Source) -> dict[str, int]:
     for name, number in files.items():
         if type(number) is not int or number < 1:
             raise InputError(
-                f'{path}: says tensor "{name}" is in file {number!r:.80}, needed a whole number from 1 on; save it '
-                "again, or pass --base"
+                f'{path}: file number of tensor "{name}" must be a positive integer, found {number!r:.80}; save it '
+                "again, or pass --base HF"
             )
     return files
 
@@ -119,7 +119,7 @@ def _dtypes(source: Source) -> dict[str, DType]:
         if dtype is None or not dtype.in_safetensors:
             kind = UnsupportedError if isinstance(stored, str) else InputError
             raise kind(
-                f'{path}: says tensor "{name}" has dtype {stored!r:.80}, no dtype of safetensors 0.8; pass --base HF'
+                f'{path}: dtype {stored!r:.80} of tensor "{name}" is not a dtype of safetensors 0.8; pass --base HF'
             )
         dtypes[name] = dtype
     return dtypes

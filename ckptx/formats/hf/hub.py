@@ -1,4 +1,4 @@
-"""Hub ids: `org/name` becomes the directory of a snapshot, once; after that everything is local."""
+"""Resolve Hub ids: `org/name` becomes the local directory of a snapshot; everything after that is local."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATTERNS = (
 )
 # Environment variables that name the cache for huggingface_hub.
 _CACHES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME")
-CONFIG_FILES = ("config.json", "*.py")  # what a model is built from without its weights
+CONFIG_FILES = ("config.json", "*.py")  # enough to build a model without its weights
 
 
 def resolve(
@@ -37,27 +37,27 @@ def resolve(
     cache_dir: str | Path | None = None,
     patterns: Sequence[str] = _PATTERNS,
 ) -> Path:
-    """The local path that `source` means: a path that exists, else a snapshot of the Hub id.
+    """Return the local path of a source: the path itself if it exists, else a snapshot of the Hub id.
 
-    `HF_HUB_OFFLINE=1` opens no socket: only the cache is looked at.
+    With `HF_HUB_OFFLINE=1` no socket is opened and only the cache is searched.
 
     Args:
         source: A path or a Hub id.
-        revision: Of the Hub id.
-        token: For the Hub.
-        cache_dir: Of the Hub; its own default when left out.
-        patterns: Which files of the Hub id are needed.
+        revision: Branch, tag or commit on the Hub; None for the default branch.
+        token: Access token for the Hub; None for the one of `hf auth login`.
+        cache_dir: Cache directory of the Hub; None for the default of huggingface_hub.
+        patterns: Glob patterns of the files to download.
 
     Raises:
-        InputError: It is neither a path nor a Hub id that can be had.
-        UnsupportedError: It, or the cache, is a URL.
+        InputError: It is neither an existing path nor a Hub id that can be downloaded.
+        UnsupportedError: The source or the cache directory is a URL.
         EnvironmentProblem: huggingface_hub is missing.
     """
     refuse_remote(source, cache_dir)
     if not source:  # an unset variable of a shell, not the current directory
         raise InputError('"": no such file or directory')
     path = Path(source)
-    if os.path.lexists(path):  # of a name that is too long, or in a directory that is closed, a `Path` would raise
+    if os.path.lexists(path):  # `Path.exists` raises for a name that is too long and in an unreadable directory
         return path
     if not _HUB_ID.fullmatch(source):
         raise InputError(f"{source}: no such file or directory")
@@ -65,7 +65,7 @@ def resolve(
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
-        raise EnvironmentProblem(f"{source}: a Hub id needs huggingface_hub; pip install huggingface-hub") from error
+        raise EnvironmentProblem(f"{source}: a Hub id requires huggingface_hub; pip install huggingface-hub") from error
     refuse_remote(*(os.environ.get(name) for name in _CACHES))
     try:
         kept = snapshot_download(
@@ -73,10 +73,10 @@ def resolve(
         )
     except LocalEntryNotFoundError as error:
         raise InputError(
-            f"{source}: no such path, and not in the Hub cache while offline; download it first (hf download {source})"
+            f"{source}: no such path, and not in the Hub cache (offline); download it first (hf download {source})"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(
-            f"{source}: no such path, and the Hub refused it: {(str(error).splitlines() or ['no reason'])[0]}"
+            f"{source}: no such path, and not available on the Hub: {(str(error).splitlines() or ['no reason'])[0]}"
         ) from error
     return Path(kept)

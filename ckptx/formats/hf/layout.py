@@ -1,4 +1,4 @@
-"""Laying tensors out in safetensors shards: fresh ones by size, or the very files a manifest remembers."""
+"""Plan the safetensors files of an output: new shards by size or by file number, with an index."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class HuggingFaceLayout(NamedTuple):
 def allocate(
     root: Location, tensors: Iterable[TensorEntry], max_shard_size: int, files: Mapping[str, int] | None = None
 ) -> HuggingFaceLayout:
-    """Fills shards in natural order of names; inside a shard wide dtypes come first, so that each tensor is aligned.
+    """Fill shards in natural order of names; in each shard wide dtypes come first, so that each tensor is aligned.
 
     Args:
-        root: The directory to be.
+        root: Output directory.
         tensors: Names, dtypes and shapes.
-        max_shard_size: Bytes of tensors in a shard; a larger tensor gets a shard of its own.
-        files: Which tensors lie together, by a number for each; those it lacks go to the last. Goes before the size.
+        max_shard_size: Maximum bytes of tensors in a shard; a larger tensor gets a shard of its own.
+        files: Tensor name -> shard number, takes precedence over the size; tensors without a number go to the last
+            shard. None splits by size.
 
     Raises:
         UnsupportedError: safetensors cannot hold a dtype.
@@ -69,7 +70,7 @@ def _by_size(entries: Iterable[TensorEntry], most: int) -> list[list[TensorEntry
 
 
 def _by_number(entries: Iterable[TensorEntry], files: Mapping[str, int]) -> list[list[TensorEntry]]:
-    """A number that no tensor has leaves no gap in the names."""
+    """Group tensors by shard number; unused numbers leave no gap in the file names."""
     last = max(files.values())
     shards: dict[int, list[TensorEntry]] = {}
     for entry in entries:
@@ -78,7 +79,7 @@ def _by_number(entries: Iterable[TensorEntry], files: Mapping[str, int]) -> list
 
 
 def with_index(layout: HuggingFaceLayout) -> HuggingFaceLayout:
-    """The same with an index, which a single file does without."""
+    """Return the layout with an index, even for a single file."""
     return layout if layout.index_text is not None else layout._replace(index_text=_index_of(layout.catalog))
 
 
@@ -90,7 +91,7 @@ def _index_of(catalog: Catalog) -> str:
 
 
 def header_of(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
-    """The text of the header of a file that holds these tensors one after the other, without padding."""
+    """Return the text of the header of a file with these tensors in order, without padding."""
     rows, at = [], 0
     for entry in shard:
         name, dtype, shape, _, _ = entry
@@ -101,7 +102,7 @@ def header_of(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
 
 
 def place_file(catalog: Catalog, file: str, shard: list[TensorEntry], text: str) -> bytes:
-    """Enters a file with these tensors into `catalog`, and gives its first bytes: the header `text`, framed."""
+    """Add a file with these tensors to `catalog`, and return its first bytes: the framed header `text`."""
     prologue = frame_header(text)
     at = len(prologue)
     for entry in shard:
@@ -114,5 +115,5 @@ def place_file(catalog: Catalog, file: str, shard: list[TensorEntry], text: str)
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """Sorts `layers.10` after `layers.2`."""
+    """Return a sort key that puts `layers.10` after `layers.2`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

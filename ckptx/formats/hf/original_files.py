@@ -1,8 +1,8 @@
-"""The very files of an HF checkpoint: what to remember of them, and laying tensors out in them again.
+"""Record the files of an HF checkpoint, and restore them byte for byte later.
 
-What was remembered comes back through a file that anybody may have written. So a header or an index that was kept as
-text must say, tensor by tensor, what is planned for its file: then it can change how the bytes look, and not which
-tensor is which.
+The record is stored in a manifest, which anybody may have edited. So a header or an index that was stored as text must
+list exactly the tensors that are planned for its file: then it can change formatting, but not assign tensors to
+different bytes.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ckptx.untrusted.file_name import weights_fault
 from ckptx.untrusted.limits import JSON_DEPTH
 
 _Place = tuple[DType, Shape, int, int]
-_NEXT = "remove it, no loader needs it, and the files are laid out anew"
+_NEXT = "remove the manifest, which no loader needs, to write new files instead"
 
 
 def remember(source: Catalog, notes: list[str]) -> OriginalFiles | None:
-    """What it takes to write the files of `source` again, byte for byte.
+    """Return a record from which `restore` can write the files of `source` byte for byte.
 
     Args:
         source: An HF checkpoint.
-        notes: Gets a line when the files have names that cannot be given back.
+        notes: Receives a line if the files have names that cannot be restored.
 
     Returns:
-        None when they have such names.
+        None if they have such names.
     """
     index = next((name for name in source.verbatim if name not in source.files), None)
     fault = weights_fault(list(source.files), index)
     if fault is not None:
-        notes.append(f"the names of the files are not remembered: {fault}")
+        notes.append(f"original file names not recorded: {fault}")
         return None
     numbers = {name: number for number, name in enumerate(source.files)}
     return OriginalFiles(
@@ -59,7 +59,7 @@ def _remember_file(source: Catalog, name: str) -> OriginalFile:
     tensors = [entry for entry in source.tensors.values() if entry.chunks[0].file == name]
     try:
         usual = padded(header_of(tensors, metadata)) == text
-    except UnicodeEncodeError:  # half a surrogate pair, escaped: it can be kept as it is alone
+    except UnicodeEncodeError:  # a lone surrogate, escaped in the header: only the text itself can represent it
         usual = False
     return OriginalFile(name, metadata, None) if usual else OriginalFile(name, None, text)
 
@@ -73,7 +73,7 @@ def _remember_index(source: Catalog, name: str) -> OriginalIndex:
 
 
 def _value_of(text: str, key: str, default: object = None) -> Any:
-    """What a JSON object has under a key. It was parsed before: where the key is the first, the rest is left alone."""
+    """Return the value of a key in a valid JSON object; if the key is the first one, the rest is not parsed."""
     first = re.match(rf'\s*{{\s*"{key}"\s*:\s*', text)
     if first is None:
         return json.loads(text).get(key, default)
@@ -82,7 +82,7 @@ def _value_of(text: str, key: str, default: object = None) -> Any:
 
 
 def _is_shallow(value: Any) -> bool:
-    """True when lists and objects are nested in `value` less deep than they may be once it is part of a manifest."""
+    """Return True if the value is nested less deeply than half the limit for a manifest, which will contain it."""
     level = [value]
     for _ in range(JSON_DEPTH // 2):
         level = [
@@ -99,16 +99,16 @@ def _is_shallow(value: Any) -> bool:
 def restore(
     root: Location, original: OriginalFiles, tensors: Mapping[str, TensorEntry], where: str
 ) -> HuggingFaceLayout:
-    """Lays tensors out in the files that `remember` saw.
+    """Plan the files that `remember` recorded.
 
     Args:
-        root: The directory to be.
-        original: What to write again.
-        tensors: By original name; all that `original` names.
-        where: The manifest it was read from, with which errors begin.
+        root: Output directory.
+        original: The record.
+        tensors: All tensors of the record, by original name.
+        where: Manifest that contains the record, the subject of error messages.
 
     Raises:
-        InputError: A header or the index says something else than what its files will hold.
+        InputError: A stored header or index contradicts the planned files.
     """
     catalog, prologues = Catalog(root, "huggingface", {}), {}
     shards: list[list[TensorEntry]] = [[] for _ in original.files]
@@ -137,7 +137,7 @@ def _check_header(text: str, catalog: Catalog, shard: list[TensorEntry], file: s
         raise _refused(error, where) from error
     said = {tensor.name: tensor[1:] for tensor in header.tensors}
     if len(said) != len(shard):
-        raise InputError(f"{where}: holds {len(said)} tensors, needed {len(shard)}; {_NEXT}")
+        raise InputError(f"{where}: lists {len(said)} tensors, but the file has {len(shard)}; {_NEXT}")
     for entry in shard:
         chunk = catalog.tensors[entry.name].chunks[0]
         planned = (entry.dtype, entry.shape, chunk.offset, chunk.offset + chunk.nbytes)
@@ -147,9 +147,9 @@ def _check_header(text: str, catalog: Catalog, shard: list[TensorEntry], file: s
 
 def _said(found: _Place | None, planned: _Place) -> str:
     if found is None:
-        return "is not in it"
+        return "is missing"
     said = [f"{dtype} {list(shape)} at bytes {begin} to {end}" for dtype, shape, begin, end in (found, planned)]
-    return f"is {said[0]}, needed {said[1]}"
+    return f"is {said[0]}, expected {said[1]}"
 
 
 def _check_index(index: OriginalIndex, catalog: Catalog, where: str) -> None:
@@ -161,6 +161,6 @@ def _check_index(index: OriginalIndex, catalog: Catalog, where: str) -> None:
 
 
 def _refused(error: CkptxError, where: str) -> InputError:
-    """What was found, with the next step that helps here."""
+    """Return the error with the next step that applies to a manifest."""
     said = str(error).rpartition(";")[0] or str(error)
     return InputError(f"{said if said.startswith(where) else f'{where}: {said}'}; {_NEXT}")

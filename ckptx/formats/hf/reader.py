@@ -1,6 +1,6 @@
-"""HF directories: `model.safetensors`, or an index and its shards, and the files that travel with them.
+"""Open HF directories: `model.safetensors`, or an index and its shards.
 
-Which files belong to the checkpoint is decided by the index, never by a glob: stock loaders that glob let a stray
+The index decides which files belong to the checkpoint, never a glob: stock loaders that glob let a stray
 `consolidated.safetensors` override the real weights.
 """
 
@@ -28,14 +28,14 @@ SINGLE = "model.safetensors"
 
 
 def open_huggingface(source: Source, weights: str) -> Catalog | None:
-    """Opens the safetensors of a directory.
+    """Open the safetensors of a directory.
 
     Args:
         source: The directory.
-        weights: The index or the one safetensors file in it.
+        weights: Name of the index or of the single safetensors file.
 
     Returns:
-        The catalog, or None when the headers say that the files hold parts of tensors, whatever they are called.
+        The catalog, or None if the headers record that the files contain shards of tensors.
 
     Raises:
         InputError: A file is missing or corrupt, or index and headers disagree; the message names file and tensor.
@@ -59,7 +59,7 @@ def open_huggingface(source: Source, weights: str) -> Catalog | None:
 
 
 def _open_files(source: Source, names: list[str]) -> Catalog | None:
-    """The catalog of whole tensors in `names`, or None when they are not whole."""
+    """Return the catalog of the files, or None if they contain shards instead of whole tensors."""
     root = source.location
     catalog = Catalog(root, "huggingface", {}, storage=source)
     owner: dict[str, str] = {}
@@ -80,8 +80,7 @@ def _open_files(source: Source, names: list[str]) -> Catalog | None:
                     if {name, owner[tensor]} <= recording:
                         return None
                     raise InputError(
-                        f'{root}: tensor "{tensor}" is in {owner[tensor]} and in {name}; '
-                        "which one counts is unknown, remove one"
+                        f'{root}: tensor "{tensor}" is in both {owner[tensor]} and {name}; remove one of the files'
                     )
                 owner[tensor] = name
                 region = regions.get(shape)
@@ -93,7 +92,7 @@ def _open_files(source: Source, names: list[str]) -> Catalog | None:
 
 
 def _is_continued(source: Source, files: SourceFiles, names: set[str]) -> bool:
-    """True when another file of the directory holds parts: the tensors of these files may be the first parts only."""
+    """Return True if another file of the directory contains shards: then these may be just the first shards."""
     others = {name for name in source.listing() if name.endswith(".safetensors")} - names
     return any(
         holds_parts(read_header(files, name), str(source.location / name))
@@ -102,12 +101,12 @@ def _is_continued(source: Source, files: SourceFiles, names: set[str]) -> bool:
 
 
 def read_header(files: SourceFiles, name: str) -> Header:
-    """The header of the safetensors file `name`."""
+    """Read the header of a safetensors file."""
     return parse_header(lambda at, n: files.read(name, at, n), files.size(name), str(files.root / name))
 
 
 def read_text(source: Source, name: str, limit: int) -> str:
-    """The text of a small file, newlines untouched.
+    """Read a small UTF-8 file without newline conversion.
 
     Raises:
         InputError: It is missing, unreadable, larger than `limit` bytes, not UTF-8, or a git-lfs pointer.
@@ -116,14 +115,14 @@ def read_text(source: Source, name: str, limit: int) -> str:
     try:
         text = source.read_small(name, limit).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 at byte {error.start}; the file is corrupt") from error
+        raise InputError(f"{path}: not UTF-8 at byte {error.start}; the file is corrupt, copy it again") from error
     if text.startswith("version https://git-lfs"):
         raise InputError(f"{path}: a git-lfs pointer, not the file itself; run `git lfs pull` or download it again")
     return text
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a local disk; see `json_in`."""
+    """Return the JSON object in a local file; see `json_in`."""
     return json_in(LocalSource(path.parent), path.name)
 
 
@@ -136,34 +135,36 @@ def json_in(source: Source, name: str) -> dict[str, Any]:
     path = source.location / name
     value = parse_json(read_text(source, name, CONFIG_BYTES), path)
     if not isinstance(value, dict):
-        raise InputError(f"{path}: holds a {type(value).__name__}, needed a JSON object")
+        raise InputError(f"{path}: expected a JSON object, found a {type(value).__name__}; correct or remove the file")
     return value
 
 
 def parse_index(text: str, path: Location) -> dict[str, str]:
-    """The weight map (tensor name -> file name) of an index."""
+    """Return the weight map (tensor name -> file name) of an index."""
     index = parse_json(text, path, "index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise InputError(f"{path}: has no weight_map of tensor to file; the index is corrupt")
+        raise InputError(f"{path}: has no weight_map of tensor to file; the index is corrupt, download it again")
     if not weight_map:
-        raise InputError(f"{path}: weight_map is empty; the checkpoint holds no tensors")
+        raise InputError(f"{path}: weight_map is empty, the checkpoint has no tensors; download it again")
     for file in dict.fromkeys(weight_map.values()):
         inside(path.parent, file)
     return weight_map
 
 
 def check_index(weight_map: dict[str, str], catalog: Catalog, path: Location) -> None:
-    """Index and files must agree both ways.
+    """Check that index and files list the same tensors.
 
     Raises:
-        InputError: A tensor is only in one of them, or in another file than the index says.
+        InputError: A tensor is only in one of them, or in another file than the index lists.
     """
     for name, file in weight_map.items():
         entry = catalog.tensors.get(name)
         if entry is None or entry.chunks[0].file != file:
-            found = "no file it names has it" if entry is None else f"it is in {entry.chunks[0].file}"
-            raise InputError(f'{path}: says tensor "{name}" is in {file}, but {found}; the checkpoint is incomplete')
+            found = "no file contains it" if entry is None else f"it is in {entry.chunks[0].file}"
+            raise InputError(
+                f'{path}: lists tensor "{name}" in {file}, but {found}; the checkpoint is incomplete, download it again'
+            )
     for name, entry in catalog.tensors.items():
         if name not in weight_map:
             raise InputError(
@@ -179,11 +180,11 @@ def stray_notes(names: Iterable[str], used: set[str], suffixes: tuple[str, ...])
 
 
 def refuse_adapters(names: Iterable[str], root: Location) -> None:
-    """LoRA and other adapters change what the base weights mean; converting them alone would drop them.
+    """Refuse LoRA and other adapters, because the base weights alone are another model.
 
     Args:
         names: Names of tensors, or their patterns.
-        root: How errors name the checkpoint.
+        root: The checkpoint, for error messages.
 
     Raises:
         UnsupportedError: A tensor name belongs to an adapter.
@@ -200,10 +201,10 @@ _ADAPTER_PARTS = frozenset({"base_layer", "modules_to_save", "ia3_l", "prompt_em
 
 
 def index_text(weight_map: dict[str, str], metadata: dict[str, Any]) -> str:
-    """An index as transformers writes it: sorted, two spaces, a newline at the end."""
+    """Return an index in the format of transformers: sorted, indented by two spaces, with a final newline."""
     if not weight_map:
         return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    # Python's encoder is in C as long as it is not asked to indent, and the many rows need no more than a separator.
+    # Python's JSON encoder runs in C only without indentation, so a separator with spaces indents the many rows.
     around = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")
     rows = json.dumps(weight_map, separators=(",\n    ", ": "), sort_keys=True)[1:-1]
     return f'{{\n  "metadata": {around},\n  "weight_map": {{\n    {rows}\n  }}\n}}\n'

@@ -3,8 +3,8 @@
     u64 n | {"__metadata__": {str: str}, NAME: {"dtype", "shape", "data_offsets": [begin, end)}, ...} | bytes
 
 `data_offsets` count from the end of the header; together they cover the bytes exactly, without hole or overlap.
-Source: the format section of the safetensors README. Headers are parsed here and not by the library because its
-errors name no tensor, and because a header must be given back byte for byte on the way home.
+Source: the format section of the safetensors README. Headers are parsed here and not by the library because the errors
+of the library name no tensor, and because restoring a checkpoint needs the exact bytes of its headers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.untrusted.json_text import half_surrogate, has_half_surrogate
 from ckptx.untrusted.limits import ELEMENT_BITS, TENSORS, shape_fault
 
-# The library refuses longer headers, so nobody could load a file that has one.
+# The library refuses longer headers, so no loader could open such a file.
 MAX_HEADER = 100_000_000
 
 _METADATA = "__metadata__"
@@ -34,7 +34,7 @@ Read = Callable[[int, int], bytes]
 
 
 class HeaderTensor(NamedTuple):
-    """One tensor of a header; `begin` and `end` are absolute positions in the file."""
+    """One tensor of a header; `begin` and `end` are absolute byte positions in the file."""
 
     name: str
     dtype: DType
@@ -44,7 +44,7 @@ class HeaderTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A parsed header: tensors in the order of their bytes, and the text they came from."""
+    """A parsed header: tensors in the order of their bytes, the metadata, and the original text."""
 
     tensors: list[HeaderTensor]
     metadata: dict[str, str]
@@ -52,12 +52,12 @@ class Header(NamedTuple):
 
 
 def parse_header(read: Read, size: int, where: str) -> Header:
-    """Parses and checks the header of one file.
+    """Parse and check the header of one file.
 
     Args:
-        read: `read(offset, nbytes)` gives exactly that many bytes.
+        read: Returns exactly `nbytes` bytes at `offset`, called as `read(offset, nbytes)`.
         size: Size of the file in bytes.
-        where: How errors name the file.
+        where: The file, for error messages.
 
     Raises:
         InputError: The file is truncated, a git-lfs pointer, or its header breaks a rule of the format.
@@ -69,21 +69,24 @@ def parse_header(read: Read, size: int, where: str) -> Header:
     if start.startswith(b"PK\3\4"):
         raise InputError(f"{where}: a zip archive, as torch.save writes, not a safetensors file; rename it to .bin")
     if size < 10:
-        raise InputError(f"{where}: {size} bytes, needed at least 10; not a safetensors file, or truncated")
+        raise InputError(
+            f"{where}: has {size} bytes, a safetensors file has at least 10; the file is truncated, download it again"
+        )
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER:
         raise InputError(
-            f"{where}: header length {length}, allowed at most {MAX_HEADER}; not a safetensors file, or corrupt"
+            f"{where}: header length is {length}, the limit is {MAX_HEADER}; the file is corrupt or not safetensors"
         )
     if 8 + length > size:
         raise InputError(
-            f"{where}: header ends at byte {8 + length}, file has {size}; the file is truncated, download it again"
+            f"{where}: header ends at byte {8 + length}, but the file has {size}; the file is truncated, download it "
+            "again"
         )
     raw = read(8, length)
     try:
         text = raw.decode("utf-8")
         if text.count('"dtype"') > TENSORS:
-            raise InputError(f"{where}: header of more than {TENSORS:,} tensors, allowed at most that; split the file")
+            raise InputError(f"{where}: header lists more than {TENSORS:,} tensors, the limit; split the file")
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: header is not JSON ({error}); the file is corrupt") from error
@@ -101,9 +104,9 @@ def parse_header(read: Read, size: int, where: str) -> Header:
 
 
 def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
-    """JSON keeps the last of two equal keys in silence, and another parser may keep the first."""
+    """Refuse duplicate keys: Python's JSON parser keeps the last one, but another parser may keep the first."""
     if text.count('"__metadata__"') < 2 and all(text.count(f'"{key}"') == count for key in _TENSOR_KEYS):
-        return  # as many dtypes, shapes and offsets as tensors: nothing was swallowed
+        return  # as many dtypes, shapes and offsets as tensors: no duplicate was dropped
 
     def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = dict(pairs)
@@ -116,7 +119,7 @@ def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
 
 
 class _Kind(NamedTuple):
-    """What thousands of tensors of a header have in common; `nbytes` is what each of them takes."""
+    """Dtype and shape shared by many tensors of a header; `nbytes` is the size of each."""
 
     dtype: DType
     shape: Shape
@@ -132,7 +135,7 @@ def _parse_tensor(
         raise InputError(
             f'{where}: tensor "{name}" lacks one of dtype, shape, data_offsets; the file is corrupt'
         ) from error
-    key = f"{dtype_name!r}{shape!r}"  # a text tells 1 from 1.0 and from true
+    key = f"{dtype_name!r}{shape!r}"  # as a string, because 1, 1.0 and true are equal as keys
     kind = kinds.get(key)
     if kind is None:
         kind = kinds[key] = _parse_kind(name, dtype_name, shape, where)
@@ -140,12 +143,12 @@ def _parse_tensor(
         raise InputError(f'{where}: tensor "{name}" has data_offsets {_brief([begin, end])}; the file is corrupt')
     if end - begin != kind.nbytes:
         raise InputError(
-            f'{where}: tensor "{name}" spans {end - begin} bytes, its shape {shape} and dtype {kind.dtype} need '
+            f'{where}: tensor "{name}" has {end - begin} bytes, but shape {shape} and dtype {kind.dtype} require '
             f"{kind.nbytes}; the file is corrupt"
         )
     if data_start + end > size:
         raise InputError(
-            f'{where}: tensor "{name}" ends at byte {data_start + end}, file has {size}; '
+            f'{where}: tensor "{name}" ends at byte {data_start + end}, but the file has {size}; '
             "the file is truncated, download it again"
         )
     return HeaderTensor(name, kind.dtype, kind.shape, data_start + begin, data_start + end)
@@ -155,11 +158,11 @@ def _parse_kind(name: str, dtype_name: Any, shape: Any, where: str) -> _Kind:
     dtype = BY_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None or not dtype.in_safetensors:
         raise UnsupportedError(
-            f'{where}: tensor "{name}" has dtype {_brief(dtype_name)}, which is no dtype of safetensors 0.8; '
-            "a newer ckptx may know it"
+            f'{where}: tensor "{name}" has dtype {_brief(dtype_name)}, which is not a dtype of safetensors 0.8; '
+            "try a newer ckptx"
         )
     if not isinstance(shape, list):
-        raise InputError(f'{where}: tensor "{name}" has shape {_brief(shape)}, needed a list; the file is corrupt')
+        raise InputError(f'{where}: tensor "{name}" has shape {_brief(shape)}, not a list; the file is corrupt')
     for dim in shape:
         if type(dim) is not int or dim < 0:
             raise InputError(f'{where}: tensor "{name}" has shape {_brief(shape)}; the file is corrupt')
@@ -172,7 +175,7 @@ def _parse_kind(name: str, dtype_name: Any, shape: Any, where: str) -> _Kind:
 
 
 def _brief(value: object) -> str:
-    """The beginning of a value that a header holds in the place of another."""
+    """Return the first 80 characters of an invalid value, as JSON."""
     return f"{json.dumps(value):.80}"
 
 
@@ -182,12 +185,12 @@ def _check_cover(tensors: list[HeaderTensor], data_start: int, size: int, where:
         if tensor.begin != position:
             fault = "overlaps the tensor before it" if tensor.begin < position else "leaves a hole before it"
             raise InputError(
-                f'{where}: tensor "{tensor.name}" begins at byte {tensor.begin}, needed {position}; it {fault}, '
+                f'{where}: tensor "{tensor.name}" begins at byte {tensor.begin}, expected {position}; it {fault}, '
                 "the file is corrupt"
             )
         position = tensor.end
     if position != size:
-        raise InputError(f"{where}: tensors end at byte {position}, file has {size}; the file is corrupt")
+        raise InputError(f"{where}: tensors end at byte {position}, but the file has {size}; the file is corrupt")
 
 
 def _check_metadata(metadata: Any, where: str) -> dict[str, str]:
@@ -199,22 +202,22 @@ def _check_metadata(metadata: Any, where: str) -> dict[str, str]:
 
 
 def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata: Mapping[str, str]) -> str:
-    """The JSON text of a header as the library writes it, without padding.
+    """Return the JSON text of a header in the format of the library, without padding.
 
     Args:
         tensors: (name, dtype, shape, begin, end) in the order of their bytes, offsets from the end of the header.
-        metadata: `__metadata__`; left out when empty.
+        metadata: `__metadata__`; omitted if empty.
 
     Raises:
-        UnsupportedError: A tensor has the name that the format keeps for metadata.
+        UnsupportedError: A tensor has the name that the format reserves for metadata.
     """
     tensors = list(tensors)
     if any(name == _METADATA for name, *_ in tensors):
-        raise UnsupportedError(f'tensor "{_METADATA}": safetensors keeps this name for itself; give it another one')
+        raise UnsupportedError(f'tensor "{_METADATA}": safetensors reserves this name; rename the tensor')
     parts = []
     if metadata:
         parts.append('"__metadata__":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")))
-    kinds: dict[tuple[DType, Shape], str] = {}  # thousands of tensors are of a few kinds
+    kinds: dict[tuple[DType, Shape], str] = {}  # thousands of tensors share a few dtypes and shapes
     for name, dtype, shape, begin, end in tensors:
         kind = kinds.get((dtype, shape))
         if kind is None:
@@ -224,11 +227,11 @@ def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata:
 
 
 def padded(text: str) -> str:
-    """`text` padded with spaces so that the tensor bytes after it begin at a multiple of 8."""
+    """Pad the header text with spaces so that the tensor bytes after it begin at a multiple of 8."""
     return text + " " * (-len(text.encode("utf-8")) % 8)
 
 
 def frame_header(text: str) -> bytes:
-    """The first bytes of a file: length and header."""
+    """Return the first bytes of a file: length and header."""
     raw = text.encode("utf-8")
     return len(raw).to_bytes(8, "little") + raw

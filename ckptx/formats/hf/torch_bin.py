@@ -1,7 +1,7 @@
-"""Opens `pytorch_model.bin` and its sharded form: dicts of tensors written by `torch.save`.
+"""Open `pytorch_model.bin` and its sharded form: dicts of tensors written by `torch.save`.
 
 The tensors of one file may share storages (tied weights) or be any strided view of one. A name that shares bytes with
-another is an entry of its own with the same byte range; nothing is read but the directory and the pickle of each file.
+another has a separate entry with the same byte range. Only the zip directory and the pickle of each file are read.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ckptx.untrusted.limits import INDEX_BYTES
 
 
 def open_bin(source: Source, names: Sequence[str]) -> Catalog:
-    """The catalog of the `.bin` files of a directory.
+    """Return the catalog of the `.bin` files of a directory.
 
     Args:
         source: The directory.
-        names: The files, or one index (`.json`) that names them and is checked against them.
+        names: The files, or one index (`.json`) that lists them and is checked against them.
 
     Raises:
-        InputError: A file is missing or damaged, two files hold one name, or the index and the files disagree.
-        UnsupportedError: A file from before torch 1.6, or one that holds more than dense tensors by name.
+        InputError: A file is missing or damaged, two files contain one name, or the index and the files disagree.
+        UnsupportedError: A file from before torch 1.6, or one that contains more than named dense tensors.
     """
     index = names[0] if len(names) == 1 and names[0].endswith(".json") else None
     if index is None:
@@ -52,8 +52,8 @@ def _open_files(source: Source, names: Sequence[str]) -> Catalog:
             for entry in _open_file(files, name):
                 if entry.name in entries:
                     raise InputError(
-                        f'{source.location / name}: tensor "{entry.name}" is in '
-                        f"{entries[entry.name].chunks[0].file} too; which one counts is unknown, remove one"
+                        f'{source.location / name}: tensor "{entry.name}" is also in '
+                        f"{entries[entry.name].chunks[0].file}; remove one of the files"
                     )
                 entries[entry.name] = entry
     in_order = sorted(entries.values(), key=lambda entry: entry.chunks[0][1:3])
@@ -65,20 +65,23 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
     where = f"{files.root / name}"
     archive = open_archive(partial(files.read, name), 0, files.size(name), where)
     if not isinstance(archive.tree, dict):
-        raise UnsupportedError(f"{where}: holds {kind_of_value(archive.tree)}, needed a dict of tensors by name")
+        raise UnsupportedError(
+            f"{where}: expected a dict of named tensors, found {kind_of_value(archive.tree)}; save the plain "
+            "state_dict()"
+        )
     entries = []
     for key, value in archive.tree.items():
         if not isinstance(value, TensorRef | UnsupportedObject) or type(key) is not str or not is_text(key):
             raise UnsupportedError(
-                f"{where}: {str(key)[:80]!r} is {kind_of_value(value)}, needed tensors by name; save the plain "
-                "state_dict()"
+                f"{where}: expected only named tensors, found {kind_of_value(value)} at {str(key)[:80]!r}; save the "
+                "plain state_dict()"
             )
         payload = place_tensor(value, archive.records, f'{where}: tensor "{key}"')
         dtype, shape = payload.dtype, payload.shape
         if dtype.pack > 1:
             if payload.strides is not None or not shape:
                 raise UnsupportedError(
-                    f'{where}: tensor "{key}": {dtype.torch} that is not row-major; save it with .contiguous()'
+                    f'{where}: tensor "{key}": {dtype.torch} is not row-major; save it with .contiguous()'
                 )
             shape = (*shape[:-1], shape[-1] * dtype.pack)
         chunk = Chunk(whole(shape), name, payload.data_offset, payload.nbytes, payload.strides, payload.record)
@@ -87,7 +90,7 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
 
 
 def is_text(key: str) -> bool:
-    """Return True for a name that can be written as UTF-8."""
+    """Return True if a name can be encoded as UTF-8."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -96,7 +99,7 @@ def is_text(key: str) -> bool:
 
 
 def kind_of_value(value: object) -> str:
-    """Return what a value in a state dict is, for error messages."""
+    """Describe the type of a value in a state dict, for error messages."""
     if isinstance(value, TensorRef):
         return "a tensor"
     if isinstance(value, UnsupportedObject):

@@ -1,1 +1,1 @@
-"""Safetensors in which each rank has its part of every tensor, as torch's writer cuts them."""
+"""Sharded safetensors: files of the shards of each rank, in the format of torch's HuggingFaceStorageWriter."""

@@ -1,4 +1,4 @@
-"""Find sharded safetensors by the names that stock writers give them; `hf/detect.py` finds those with other names."""
+"""Find sharded safetensors by the file names of stock writers; `hf/detect.py` finds those with other names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the files of sharded safetensors are called: as torch's HuggingFaceStorageWriter calls them."""
+"""File names of sharded safetensors, in the scheme of torch's HuggingFaceStorageWriter."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ _NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 def shard_name(shard: int, number: int, count: int) -> str:
-    """The name of file `number` of `count` of a rank; all count from 1, `shard` is the rank plus one."""
+    """Return the name of file `number` of `count` of a rank; numbers count from 1, `shard` is the rank plus one."""
     return f"shard-{shard:05d}-model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def is_shard(name: str) -> bool:
-    """True for the name of a file as `shard_name` gives it."""
+    """Return True if a file name has the form of `shard_name`."""
     return _NAME.fullmatch(name) is not None
 
 
 def shard_numbers(name: str) -> tuple[int, int, int]:
-    """The numbers that `shard_name` made the name of."""
+    """Return the arguments with which `shard_name` returns this name."""
     match = _NAME.fullmatch(name)
     assert match is not None
     shard, number, count = match.groups()

@@ -1,9 +1,9 @@
-"""Laying cut tensors out in sharded safetensors: `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`, one set for each rank.
+"""Plan sharded safetensors: `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`, one set of files per rank.
 
-A file is a plain safetensors file of what its rank holds; its `__metadata__` says where in the tensors that lies, as
-torch's `HuggingFaceStorageWriter(save_distributed=True)` does. A file holds a name once, so the second rectangle of a
-tensor on a rank goes to the second file of that rank. A rank that holds nothing has no file: torch's consolidation
-refuses files without tensors, and torch's writer leaves them out too.
+A file is a plain safetensors file with the shards of its rank; its `__metadata__` records their offsets in the whole
+tensors, in the format of torch's `HuggingFaceStorageWriter(save_distributed=True)`. A file can contain a name only
+once, so the second block of a tensor on a rank goes to the second file of that rank. A rank without elements has no
+file: torch's consolidation refuses files without tensors, and torch's writer omits them too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptx.storage.interface import Location
 
 
 class ShardedLayout(NamedTuple):
-    """An allocated catalog, the header bytes of each file, and the names of files that are written together."""
+    """An allocated catalog, the header bytes of each file, and the groups of file names that are written together."""
 
     catalog: Catalog
     prologues: dict[str, bytes]
@@ -35,11 +35,11 @@ class ShardedLayout(NamedTuple):
 
 
 def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDims) -> ShardedLayout:
-    """Lays cut tensors out: wide dtypes first, so that each block is aligned, otherwise in the order given.
+    """Assign sharded tensors to files: wide dtypes first, so that each block is aligned, otherwise in the order given.
 
     Args:
-        root: The directory to be.
-        tensors: Names, dtypes and shapes, with stage and blocks. A rank may hold several rectangles of a tensor.
+        root: Output directory.
+        tensors: Names, dtypes and shapes, with stage and blocks. A rank may have several blocks of a tensor.
         dims: The mesh.
 
     Raises:
@@ -65,7 +65,7 @@ def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDim
 
 
 def _places(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
-    """Rank in its stage and number of the file of each block: the i-th block on a rank goes to file i."""
+    """Return (rank in stage, file number) for each block: block i of a rank goes to file i of the rank."""
     seen: dict[int, int] = {}
     places = []
     for block in blocks:
@@ -75,7 +75,7 @@ def _places(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
 
 
 class _File:
-    """The header of one file while it grows."""
+    """The header of one file while tensors are appended."""
 
     __slots__ = ("nbytes", "offsets", "rows")
 
@@ -126,7 +126,7 @@ class _Stage:
         self.placed.append((entry, ShardedChunks(blocks, *cut[:2], offsets)))
 
     def finish(self) -> Iterable[tuple[str, bytes, int]]:
-        """Name, header and bytes of tensors of each file."""
+        """Yield name, header and bytes of tensors of each file."""
         for name, file in self._files.items():
             yield name, file.prologue(), file.nbytes
 
@@ -138,6 +138,6 @@ def _block_nbytes(entry: TensorEntry, block: Block) -> int:
     if numel * entry.dtype.bits % 8:
         raise UnsupportedError(
             f'tensor "{entry.name}" has dtype {entry.dtype}; block {block.region} does not fill whole bytes, '
-            "cut it along another dim"
+            "shard it along another dim"
         )
     return entry.dtype.nbytes(numel)

@@ -1,12 +1,12 @@
-"""Opens a DCP of sharded safetensors: plain safetensors files, each with what one rank held.
+"""Open sharded safetensors: plain safetensors files, each with the shards of one rank.
 
     shard-RRRRR-model-IIIII-of-NNNNN.safetensors     file I of N of rank R - 1
     __metadata__                                     DCP_SHARDING_INFO: {NAME: {"saved_offsets": [...]}} as JSON text
 
-Those are the names that stock writers give; a file of another name is a shard by the same header. There is no index: a
-tensor is as large as its farthest block says. So a lost shard is a gap where it can be seen, and nothing at all when it
-was the last; then only a manifest or the caller, who may know shapes, can tell. Stock readers take every safetensors
-file of the directory and hand out uninitialised memory for a gap; here both are refused.
+Stock writers use these names; a file of another name is a shard by the same header. There is no index: the farthest
+block determines the size of a tensor. So a missing shard leaves a gap, unless it was the last one: then only a manifest
+or a caller that knows the shapes can detect it. Stock readers use every safetensors file in the directory, and return
+uninitialized memory for a gap; here both are refused.
 Source: `torch/distributed/checkpoint/hf_storage.py`.
 """
 
@@ -43,17 +43,18 @@ from ckptx.untrusted.numbers import salted
 
 
 def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
-    """The catalog of the shards in a directory.
+    """Return the catalog of the shards in a directory.
 
-    Tensors are in the order of ranks and of their bytes. A rectangle that several files hold is a chunk where it comes
-    first, and a replica elsewhere.
+    Tensors are in the order of ranks and of their bytes. A region in several files is a chunk in the first of them and
+    a replica in the others.
 
     Args:
         source: The directory.
-        expected_shapes: Shapes that are known from elsewhere; a lost last shard shows in no other way.
+        expected_shapes: Known shapes of whole tensors, which reveal a missing last shard; None if unknown.
 
     Raises:
-        InputError: A shard is lost, doubled, damaged or of another checkpoint, or other safetensors files lie beside.
+        InputError: A shard is missing, duplicated, damaged or of another checkpoint, or there are other safetensors
+            files in the directory.
         UnsupportedError: A newer version of the format.
     """
     root, names = source.location, _shards_in(source)
@@ -74,7 +75,7 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
         assembly.refuse_doubled_shards()
     check_shapes(catalog, {**(recorded or {}), **(expected_shapes or {})})
     if source.listing().has(INDEX):
-        catalog.notes.append(f"{INDEX} ignored: shards have no index, it describes other files")
+        catalog.notes.append(f"{INDEX} ignored: sharded safetensors have no index")
     return catalog
 
 
@@ -84,20 +85,20 @@ def _shards_in(source: Source) -> list[str]:
     strays = sorted(set(others).difference(that_record_offsets(source, others)))
     if strays:
         raise InputError(
-            f"{source.location}: holds {', '.join(strays[:3])} beside {_kind(names, strays)}, and loaders would read "
-            "both; move one kind to another directory, or pass the file or index you mean as SRC"
+            f"{source.location}: contains {', '.join(strays[:3])} next to {_kind(names, strays)}, and loaders would "
+            "read both; move one kind to another directory, or pass a file or index as SRC"
         )
     return sorted(names, key=natural_key)
 
 
 def _kind(names: Iterable[str], strays: Iterable[str]) -> str:
-    """How an error calls the shards among `names`."""
+    """Describe the shards among the names, for error messages."""
     shards = sorted(set(names).difference(strays))
     return "shard-* files" if any(map(is_shard, shards)) else f"{shards[0]}, a shard by its {SHARDING_INFO}"
 
 
 def _recorded_shapes(source: Source, names: Iterable[str], notes: list[str]) -> dict[str, Shape] | None:
-    """Shapes by the manifest of ckptx, or None when there is none; it lists every file, and all must be there."""
+    """Return the shapes in the manifest of ckptx, whose files must all be present; None without a manifest."""
     manifest, root = manifest_in(source, notes), source.location
     if manifest is None or manifest.format != "sharded":
         return None
@@ -105,29 +106,29 @@ def _recorded_shapes(source: Source, names: Iterable[str], notes: list[str]) -> 
     present = set(names)
     for name in sorted(listed.keys() - present):
         raise InputError(
-            f"{root / name}: no such file, {MANIFEST} lists it; the checkpoint is incomplete, copy it again"
+            f"{root / name}: no such file, but {MANIFEST} lists it; the checkpoint is incomplete, copy it again"
         )
     for name in sorted(present - listed.keys()):
         raise InputError(
-            f"{root / name}: {MANIFEST} does not list it; remove the file if it is left over, or {MANIFEST} if another "
-            "tool saved here since"
+            f"{root / name}: {MANIFEST} does not list this file; remove it if it is stale, or {MANIFEST} if another "
+            "tool has saved here since"
         )
     for name, nbytes in listed.items():
         found = source.size(name)
         if found != nbytes:
             raise InputError(
-                f"{root / name}: has {found} bytes, {MANIFEST} says {nbytes}; copy it again, or remove {MANIFEST} if "
-                "another tool saved here since"
+                f"{root / name}: has {found} bytes, but {MANIFEST} lists {nbytes}; copy it again, or remove {MANIFEST} "
+                "if another tool has saved here since"
             )
     return {name: row.shape for name, row in manifest.tensors.items()}
 
 
 class _Pieces:
-    """What the headers say, by tensor.
+    """The shards of each tensor, collected from the headers.
 
     Attributes:
-        chunks: In the order of files.
-        dtypes: And the file that said so first.
+        chunks: Chunks by tensor name, in the order of files.
+        dtypes: (dtype, file that has it first), by tensor name.
     """
 
     def __init__(self, root: Location) -> None:
@@ -148,8 +149,8 @@ class _Pieces:
             dims = len(chunks[0].region.sizes) if chunks else len(shape)
             if known is not dtype or dims != len(shape):
                 raise InputError(
-                    f'{where}: tensor "{name}" is {dtype} with {len(shape)} dims, {known} with {dims} in {first}; '
-                    "the shards are of different checkpoints"
+                    f'{where}: tensor "{name}" is {dtype} with {len(shape)} dims, but {known} with {dims} in {first}; '
+                    "the shards are of different checkpoints, remove those of one"
                 )
             chunks.append(chunk)
         refuse_unheld(info or {}, where)
@@ -164,7 +165,7 @@ class _Pieces:
 
 
 class _Assembly:
-    """Puts the pieces of tensors together, and remembers which files only repeat what others hold."""
+    """Assembles tensors from their shards, and finds files that only duplicate others."""
 
     def __init__(self, root: Location, names: list[str]) -> None:
         self._root, self._names = root, names
@@ -173,7 +174,7 @@ class _Assembly:
         self._doubled: dict[tuple[str, str], tuple[str, Region]] = {}
 
     def entry(self, name: str, dtype: DType, pieces: list[Chunk]) -> TensorEntry:
-        """The tensor that `pieces` make up.
+        """Return the tensor that consists of the shards `pieces`.
 
         Raises:
             InputError: They leave a gap, or overlap without being equal.
@@ -185,7 +186,7 @@ class _Assembly:
         shape = self._whole(
             name, tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in pieces) for dim in dims)
         )
-        # Ranks that got no rows say so all at the same place.
+        # Ranks without elements have empty shards, all with the same offsets.
         filled = [chunk for chunk in pieces if chunk.region.numel] or [Chunk(whole(shape), *pieces[0][1:])]
         chunks, replicas = split_replicas(filled)
         if len(chunks) > 1 or chunks[0].region.sizes != shape:
@@ -198,7 +199,9 @@ class _Assembly:
     def _whole(self, name: str, shape: Shape) -> Shape:
         fault = shape_fault(shape)
         if fault is not None:
-            raise InputError(f'{self._root}: the shards of tensor "{name}" add up to {fault}; they are damaged')
+            raise InputError(
+                f'{self._root}: the shards of tensor "{name}" add up to {fault}; they are damaged, copy them again'
+            )
         return shape
 
     def _check_coverage(self, name: str, shape: Shape, chunks: tuple[Chunk, ...]) -> None:
@@ -210,16 +213,17 @@ class _Assembly:
             raise InputError(f"{where}: no shard covers {fault.region}; {self._lost()}")
         if fault.kind == "tangle":
             raise UnsupportedError(
-                f"{where}: its {len(chunks)} rectangles are cut across each other too often to be checked; save it cut "
-                "along a mesh"
+                f"{where}: its {len(chunks)} shards are split at too many positions to be checked; save it sharded "
+                "along a device mesh"
             )
         files = sorted({chunk.file for chunk in chunks if chunk.region.intersect(fault.region)}, key=natural_key)
         raise InputError(
-            f"{where}: {' and '.join(files[:2])} both cover {fault.region}; one of them is of another checkpoint"
+            f"{where}: {' and '.join(files[:2])} both cover {fault.region}; one of them is of another checkpoint, "
+            "remove it"
         )
 
     def _lost(self) -> str:
-        """Which files are missing, as far as their numbers tell."""
+        """Describe the files that are missing according to the numbers in file names."""
         if not all(map(is_shard, self._names)):
             return "a shard is missing or damaged, copy the checkpoint again"
         present = {shard_numbers(name) for name in self._names}
@@ -230,12 +234,12 @@ class _Assembly:
             for shard in range(1, max(counts) + 1)
             for number in range(1, counts.get(shard, usual) + 1)
         )
-        # The first few alone: the numbers in a name have as many digits as a name has room for.
+        # Only the first few, because the numbers in a name may be astronomically large.
         lost = [shard_name(*numbers) for numbers in islice((each for each in wanted if each not in present), 4)]
         if not lost:
             return "a shard is missing or damaged, copy the checkpoint again"
         more = " and more" if len(lost) > 3 else ""
-        return f"there is no {', '.join(lost[:3])}{more}, copy the checkpoint again"
+        return f"missing {', '.join(lost[:3])}{more}, copy the checkpoint again"
 
     def _count(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
         holders = {salted(chunk.region): chunk.file for chunk in chunks}
@@ -246,9 +250,9 @@ class _Assembly:
         self._own.update(file for region, file in holders.items() if region not in shared)
 
     def refuse_doubled_shards(self) -> None:
-        """Refuses a file that holds blocks of tensors, and none that no other file holds.
+        """Refuse a file of shards that are all in other files, too.
 
-        Ranks that repeat a small tensor still hold blocks of their own; a copy under another number does not.
+        Ranks that replicate a small tensor still have shards of their own; a copy under another number does not.
 
         Raises:
             InputError: There is such a file.
@@ -256,21 +260,21 @@ class _Assembly:
         for (first, second), (name, region) in self._doubled.items():
             if not self._own[first] or not self._own[second]:
                 raise InputError(
-                    f'{self._root}: duplicated shard: {first} and {second} both hold {region} of tensor "{name}" and '
-                    "nothing of their own; remove the one that is a copy"
+                    f'{self._root}: duplicated shard: {first} and {second} both contain {region} of tensor "{name}", '
+                    "and one of them has no other data; remove the copy"
                 )
 
 
 def check_shapes(catalog: Catalog, expected: Mapping[str, Shape]) -> None:
-    """Holds the shapes that the shards add up to against shapes known from elsewhere.
+    """Check the shapes that the shards add up to against known shapes.
 
     Raises:
-        InputError: A tensor has another shape; the last shards are missing.
+        InputError: A tensor has another shape, as when the last shards are missing.
     """
     for name, shape in expected.items():
         entry = catalog.tensors.get(name)
         if entry is not None and entry.shape != shape:
             raise InputError(
-                f'{catalog.root}: the shards of tensor "{name}" add up to {list(entry.shape)}, needed {list(shape)}; '
-                "the last shards are missing, or the shape is that of another model"
+                f'{catalog.root}: the shards of tensor "{name}" add up to {list(entry.shape)}, expected '
+                f"{list(shape)}; the last shards are missing, or the expected shape is that of another model"
             )

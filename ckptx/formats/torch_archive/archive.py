@@ -1,14 +1,14 @@
-"""The archive that `torch.save` writes: a zip whose members are stored, not deflated.
+"""Read and write `torch.save` archives: zip files whose members are stored, not deflated.
 
     data.pkl  .format_version  .storage_alignment  byteorder  data/0  version  .data/serialization_id  | directory | end
 
-all below `archive/`. `data.pkl` describes a tensor as a strided view of the storage `data/0`, whose bytes are raw and
+all under `archive/`. `data.pkl` describes a tensor as a strided view of the storage `data/0`, whose bytes are raw and
 little-endian. Every member starts at a multiple of 64 bytes from the start of the archive. CRC and size of a member
 follow its bytes (a data descriptor), so an archive is written front to back, and its length depends on dtype and shape
 only. From 4 GiB on, sizes and offsets move to zip64 fields.
 
-Writing gives the bytes of torch 2.13. Reading takes any zip-based `torch.save` (torch 1.6 on): first by comparing with
-what would be written for the expected dtype and shape, and where that fails by following the zip directory.
+Writing produces the bytes of torch 2.13. Reading supports any zip-based `torch.save` (since torch 1.6): first by
+comparing with the bytes that would be written for the expected dtype and shape, else by following the zip directory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ID_LENGTH = 40
 
 
 class _Frame(NamedTuple):
-    """All bytes of an archive but the payload. The tail has holes where the checksum of the payload enters."""
+    """All bytes of an archive but the payload. The tail has holes for values that depend on the payload's checksum."""
 
     head: bytes
     tail: tuple[bytes, bytes, bytes, bytes, bytes, bytes]
@@ -63,23 +63,23 @@ class _Frame(NamedTuple):
 
 
 def archive_head(dtype: DType, shape: Shape) -> bytes:
-    """The archive of a row-major tensor up to its first element. `shape` counts torch elements (F4: pairs)."""
+    """Return the archive of a row-major tensor up to its first element. `shape` counts torch elements (F4: pairs)."""
     return _frame(dtype, shape).head
 
 
 def archive_length(dtype: DType, shape: Shape) -> int:
-    """Length in bytes of the whole archive."""
+    """Return the length in bytes of the whole archive. `shape` counts torch elements."""
     return _frame(dtype, shape).length
 
 
 def archive_tail(dtype: DType, shape: Shape, crc: int) -> bytes:
-    """The archive after its last element. `crc` is the CRC-32 of the elements; 0 for a tensor without any."""
+    """Return the archive after its last element. `crc` is the CRC-32 of the elements; 0 for an empty tensor."""
     return _tail(_frame(dtype, shape), crc)
 
 
 @lru_cache(maxsize=4096)
 def archive_frame(dtype: DType, shape: Shape) -> Frame:
-    """What is around the elements of a row-major tensor. `shape` counts elements, also where torch counts pairs."""
+    """Return the bytes around the elements of a row-major tensor. `shape` counts elements, not pairs, for F4 too."""
     frame = _frame(dtype, shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack))
     around_crc = (frame.tail[0], frame.tail[1][: frame.descriptor - 8]) if frame.nbytes else (b"", b"")
     return Frame(frame.head, partial(_tail, frame), frame.length - len(frame.head) - frame.nbytes, around_crc)
@@ -147,7 +147,7 @@ def _mix(seed: int, crc: int) -> int:
 
 
 def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
-    """`data.pkl` of a row-major tensor: pickle protocol 2, every object memoized in the order it is written."""
+    """Return `data.pkl` of a row-major tensor: pickle protocol 2, every object memoized in the order it is written."""
     numel = prod(shape)
     legacy = dtype.storage is not None
     kind = f"torch\n{dtype.storage}" if legacy else "torch.storage\nUntypedStorage"
@@ -182,7 +182,7 @@ def _pickled_tuple(numbers: Shape) -> bytes:
 
 
 def pickled_int(number: int) -> bytes:
-    """The opcode and argument of an int, as pickle protocol 2 and later write it."""
+    """Return the opcode and argument of an int, as in pickle protocol 2 and later."""
     if 0 <= number < 1 << 8:
         return b"K%c" % number
     if 0 <= number < 1 << 16:
@@ -202,7 +202,7 @@ def _local_header(name: bytes, size: int, offset: int) -> bytes:
 
 
 def _zip64_extra(size: int, stored: int, offset: int) -> bytes:
-    """The zip64 field of a header, empty when 32 bits suffice. `stored` is 0 in a local header: not known yet."""
+    """Return the zip64 field of a header, empty if 32 bits suffice. `stored` is 0 in a local header: not known yet."""
     fields = (*((size, stored) if size >= ZIP32 else ()), *((offset,) if offset >= ZIP32 else ()))
     return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
 
@@ -232,15 +232,15 @@ def _end(count: int, size: int, offset: int) -> bytes:
 
 
 class Payload(NamedTuple):
-    """Where the elements of an archived tensor lie.
+    """Location of the elements of an archived tensor.
 
     Attributes:
-        dtype: Element type by the archive's own account.
-        shape: In torch elements.
-        strides: In torch elements, or None when the elements are row-major.
-        data_offset: First element, absolute in the file.
+        dtype: Dtype recorded in the archive.
+        shape: Shape in torch elements.
+        strides: Strides in torch elements; None if the elements are row-major.
+        data_offset: Absolute position of the first element in the file, in bytes.
         nbytes: Bytes from there to the end of the last element.
-        record: The checksummed record the elements belong to.
+        record: The checksummed record that contains the elements.
     """
 
     dtype: DType
@@ -261,19 +261,19 @@ class Archive(NamedTuple):
 def locate_payload(
     read: Read, offset: int, length: int, where: str, dtype: DType | None = None, shape: Shape = ()
 ) -> Payload:
-    """Finds the elements of the tensor archived at `offset`.
+    """Locate the elements of the tensor archived at `offset`.
 
     Args:
         read: Reads (offset, nbytes) of the file.
         offset: First byte of the archive.
         length: Bytes of the archive.
         where: Subject of error messages.
-        dtype: Expected dtype. An archive as torch 2.13 and ckptx write it is then found with two reads.
+        dtype: Expected dtype, for which an archive of torch 2.13 or ckptx takes only two reads; None if unknown.
         shape: Expected shape, in torch elements.
 
     Raises:
-        InputError: The archive is damaged or holds no tensor.
-        UnsupportedError: It is understood, but of a kind that is not converted.
+        InputError: The archive is damaged or contains no tensor.
+        UnsupportedError: The archive is valid, but of a kind that is not converted.
     """
     if dtype is not None:
         found = _locate_expected(read, offset, length, dtype, shape)
@@ -282,7 +282,7 @@ def locate_payload(
     archive = open_archive(read, offset, length, where)
     if isinstance(archive.tree, TensorRef | UnsupportedObject):
         return place_tensor(archive.tree, archive.records, where)
-    raise InputError(f"{where}: holds a {type(archive.tree).__name__}, needed one tensor; the checkpoint is damaged")
+    raise InputError(f"{where}: expected a tensor, found a {type(archive.tree).__name__}; the checkpoint is damaged")
 
 
 def _locate_expected(read: Read, offset: int, length: int, dtype: DType, shape: Shape) -> Payload | None:
@@ -295,17 +295,17 @@ def _locate_expected(read: Read, offset: int, length: int, dtype: DType, shape: 
     after = read(data + frame.nbytes, frame.descriptor)
     if after[:4] != frame.tail[0] or not frame.tail[1].startswith(after[8:]):
         return None
-    # Over bytes, a CRC of 0 is what torch writes when told not to compute one.
+    # For a non-empty record, torch writes a CRC of 0 if it is configured not to compute one.
     crc = int.from_bytes(after[4:8], "little") or None
     return Payload(dtype, shape, None, data, frame.nbytes, Record(data, frame.nbytes, crc))
 
 
 def place_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Record], where: str) -> Payload:
-    """Where the elements of `tensor` lie in `records`.
+    """Locate the elements of a tensor in the records of its archive.
 
     Raises:
-        InputError: Its storage is missing, or has not the length it should.
-        UnsupportedError: A conjugate or negative view, or no dense tensor at all.
+        InputError: Its storage is missing or has the wrong length.
+        UnsupportedError: A conjugate or negative view, or not a dense tensor.
     """
     if isinstance(tensor, UnsupportedObject):
         raise UnsupportedError(f"{where}: {tensor.kind}, which is not converted; save it as a plain dense tensor")
@@ -319,7 +319,7 @@ def place_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Recor
         raise InputError(f"{where}: its storage {tensor.storage.key[:40]!r} is missing; the file is damaged")
     if record.nbytes != tensor.storage.nbytes:
         raise InputError(
-            f"{where}: storage of {record.nbytes} bytes, needed {tensor.storage.nbytes}; the file is damaged"
+            f"{where}: its storage has {record.nbytes} bytes, expected {tensor.storage.nbytes}; the file is damaged"
         )
     itemsize = tensor.dtype.itemsize
     steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True)]
@@ -327,7 +327,7 @@ def place_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Recor
     first = tensor.offset * itemsize if span else 0
     if first + span > record.nbytes:
         raise InputError(
-            f"{where}: needs bytes {first} to {first + span} of its storage, which has {record.nbytes}; "
+            f"{where}: refers to bytes {first} to {first + span} of its storage, which has {record.nbytes}; "
             "the file is damaged"
         )
     strides = None if is_row_major(tensor.shape, tensor.strides) else tensor.strides
@@ -335,7 +335,7 @@ def place_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Recor
 
 
 def is_row_major(shape: Shape, strides: Shape) -> bool:
-    """True when the elements lie in order without gaps; the stride of a dim of size 1 does not matter."""
+    """Return True if the elements are in order without gaps; strides of dims of size 1 do not matter."""
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != step:
@@ -347,14 +347,14 @@ def is_row_major(shape: Shape, strides: Shape) -> bool:
 def open_archive(
     read: Read, offset: int, length: int, where: str, load_tree: Callable[[bytes, str], Any] = load_torch
 ) -> Archive:
-    """Opens any archive of `torch.save`: its pickled tree with stand-ins, and where its storages lie.
+    """Open any archive of `torch.save`: its pickled tree with stand-ins, and the location of its storages.
 
     Args:
         read: Reads (offset, nbytes) of the file.
         offset: First byte of the archive.
         length: Bytes of the archive.
         where: Subject of error messages.
-        load_tree: Reads the pickle; by default the names in it must be those that a checkpoint is converted from.
+        load_tree: Parses the pickle; the default allows only the names that occur in a convertible checkpoint.
 
     Raises:
         InputError: The archive is damaged.
@@ -373,7 +373,9 @@ def open_archive(
         raise UnsupportedError(f"{where}: TorchScript archive, which is not converted; save its state_dict()")
     order = content(window, members, f"{prefix}byteorder", where, 64) or b"little"
     if order == b"big":
-        raise UnsupportedError(f"{where}: written big-endian, which is not converted")
+        raise UnsupportedError(
+            f"{where}: big-endian archive, which is not converted; save it on a little-endian machine"
+        )
     if order != b"little":
         raise damaged(where, "unknown byte order")
     pickled = content(window, members, f"{prefix}data.pkl", where, PICKLE_BYTES)
@@ -390,7 +392,7 @@ def open_archive(
 
 
 def _refuse_overlaps(records: dict[str, Record], where: str) -> None:
-    """Storages that lie over each other: a small archive would become an output of any size."""
+    """Refuse overlapping storages, with which a small archive could become an output of any size."""
     end, before = 0, ""
     for record, key in sorted((record[:2], key) for key, record in records.items()):
         if record[0] < end and record[1]:
@@ -406,5 +408,7 @@ def _refuse_foreign(first: bytes, where: str) -> None:
     if first.startswith(b"\x80\x02\x8a\x0a") or first[257:262] == b"ustar":
         raise UnsupportedError(f"{where}: written by torch before 1.6 (no zip); load and save it again with torch")
     if first[8:9] == b"{" and int.from_bytes(first[:8], "little") < 1 << 32:
-        raise UnsupportedError(f"{where}: a safetensors payload, needed a torch_save payload")
-    raise InputError(f"{where}: no torch archive (begins with {first[:8].hex(' ') or 'nothing'}); copy it again")
+        raise UnsupportedError(
+            f"{where}: has a safetensors payload, which is not supported; save it with SerializationFormat.TORCH_SAVE"
+        )
+    raise InputError(f"{where}: not a torch archive (begins with {first[:8].hex(' ') or 'nothing'}); copy it again")

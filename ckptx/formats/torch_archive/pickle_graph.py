@@ -1,14 +1,14 @@
-"""Reads any pickle as a graph of its values; nothing that it names is imported, called or hashed.
+"""Parse any pickle as a graph of its values, without importing, calling or hashing anything in it.
 
-`unpickle` lets CPython's unpickler run with stand-ins, which is fast and enough for a conversion. To compare the state
-of any trainer takes more: each way to build an object has to be kept, at every protocol from 0 to 5. So this module
-interprets the opcodes itself. Each opcode makes at most one object whose size is in proportion to the bytes it was read
-from, and a dict or a set is a list of its items, so that the work is linear in the size of the pickle.
+`unpickle` runs CPython's unpickler with stand-ins, which is fast and sufficient for a conversion. Comparing the state
+of an arbitrary trainer takes more: every way to build an object must be preserved, at every protocol from 0 to 5. So
+this module interprets the opcodes itself. Each opcode creates at most one object of a size proportional to the bytes it
+was read from, and a dict or a set is a list of its items, so that the work is linear in the size of the pickle.
 
     None, bool, int, float, str, bytes, bytearray, list, tuple     the Python value
     Mapping, PickledSet                                            a dict; a set or frozenset
     Name                                                           a class or function, by its module and name
-    Made                                                           the result of a call, and what was done to it then
+    CallResult                                                     the result of a call, and later changes to it
     External                                                       a persistent id: a storage of a torch archive
 
 `pickletools` of the standard library documents the opcodes.
@@ -41,12 +41,12 @@ _LAST = 5
 
 
 class Graph(NamedTuple):
-    """A pickle that was read.
+    """A parsed pickle.
 
     Attributes:
         value: The pickled value.
-        end: First byte behind the pickle.
-        dropped: Calls whose results the pickle drops, and which set the state of no object in it.
+        end: Position of the first byte after the pickle.
+        dropped: Calls whose results the pickle drops, except those that set the state of an object in it.
     """
 
     value: Any
@@ -55,15 +55,15 @@ class Graph(NamedTuple):
 
 
 def read_graph(data: bytes, where: str, begin: int = 0) -> Graph:
-    """Reads the pickle that begins at a byte of `data`.
+    """Parse the pickle at a position in `data`.
 
     Args:
-        data: The pickle; more may follow.
+        data: The pickle; other bytes may follow it.
         where: Subject of error messages.
         begin: Its first byte.
 
     Raises:
-        InputError: It is damaged or truncated, or refers to buffers that are not in it. Nothing was executed.
+        InputError: It is damaged or truncated, or refers to out-of-band buffers. Nothing was executed.
     """
     machine = Machine(data, begin)
     try:
@@ -75,9 +75,9 @@ def read_graph(data: bytes, where: str, begin: int = 0) -> Graph:
             f"{where}: pickle ends before its end mark at byte {len(data)}; it is truncated, copy it again"
         ) from None
     except (Damaged, IndexError, KeyError, ValueError, TypeError, AttributeError, struct.error) as error:
-        reason = str(error) if isinstance(error, Damaged) else "its opcodes make no sense"
+        reason = str(error) if isinstance(error, Damaged) else "invalid opcodes"
         raise InputError(
-            f"{where}: damaged pickle ({reason} at byte {machine.at}); nothing in it was executed"
+            f"{where}: damaged pickle ({reason} at byte {machine.at}); nothing was executed"
         ) from None
 
 
@@ -103,7 +103,7 @@ def _signed(count: int) -> Callable[[Machine], None]:
 
 
 def _counted(count: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
-    """An opcode with a length and as many bytes."""
+    """Return the operation of an opcode with a length and as many bytes."""
     return lambda machine: machine.stack.append(make(machine.take(machine.number(count))))
 
 
@@ -172,7 +172,7 @@ def _extend(target: Any, values: list[Any]) -> None:
     elif isinstance(target, (CallResult, PickledSet)):
         target.items.extend(values)
     else:
-        raise Damaged("items of a value that takes none")
+        raise Damaged("items for a value that is not a list or set")
 
 
 def _set_items(target: Any, pairs: list[tuple[Any, Any]]) -> None:
@@ -181,7 +181,7 @@ def _set_items(target: Any, pairs: list[tuple[Any, Any]]) -> None:
     elif isinstance(target, CallResult):
         target.pairs.extend(pairs)
     else:
-        raise Damaged("keys of a value that takes none")
+        raise Damaged("keys for a value that is not a dict")
 
 
 def _set_item(machine: Machine) -> None:
@@ -216,7 +216,7 @@ def _memoize(machine: Machine) -> None:
 
 
 def _pop(machine: Machine) -> None:
-    """Drops a value. A pickler drops the result of the function that sets a state, the sixth part of a reduction."""
+    """Drop a value. A pickler drops the result of a state setter, the sixth item of a reduction."""
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
         return
@@ -234,7 +234,7 @@ def _pop_to_mark(machine: Machine) -> None:
 
 
 def _frame(machine: Machine) -> None:
-    """Skips the length of a frame, which changes nothing."""
+    """Skip the length of a frame, which has no effect."""
     machine.take(8)
 
 
@@ -245,7 +245,7 @@ def _global(machine: Machine) -> None:
 def _stack_global(machine: Machine) -> None:
     name, module = machine.pop(), machine.pop()
     if type(name) is not str or type(module) is not str:
-        raise Damaged("a name that is no string")
+        raise Damaged("a name that is not a string")
     machine.stack.append(_named(machine, module, name))
 
 
@@ -262,7 +262,7 @@ def _extension(count: int) -> Callable[[Machine], None]:
 
 def _arguments(value: Any) -> tuple[Any, ...]:
     if type(value) is not tuple:
-        raise Damaged("arguments that are no tuple")
+        raise Damaged("arguments that are not a tuple")
     return value
 
 
@@ -295,7 +295,7 @@ def _build(machine: Machine) -> None:
     state = machine.pop()
     target = machine.top()
     if not isinstance(target, CallResult):
-        raise Damaged("a state of a value that has none")
+        raise Damaged("a state for a value that is not an object")
     target.states.append(state)
 
 

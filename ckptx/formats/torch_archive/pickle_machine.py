@@ -1,4 +1,4 @@
-"""The stack machine that pickles are programs of, and the values that it builds."""
+"""The stack machine that executes pickle opcodes, and the values that it builds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 STOP = ord(".")
 _FEW_CONTAINERS = 1 << 20
-_BYTES_PER_CONTAINER = 2  # an empty list and its entry in the memo are the shortest that a writer makes
+_BYTES_PER_CONTAINER = 2  # the shortest container of a real writer: an empty list and its memo opcode
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class Name:
     """A class or function.
 
     Attributes:
-        module: Name of the module in Python 3, also if the pickle has that of Python 2.
-        name: May have dots.
+        module: Name of the module in Python 3; names of Python 2 are translated.
+        name: Qualified name in the module, possibly with dots.
     """
 
     module: str
@@ -41,7 +41,7 @@ class PickledSet:
 
     Attributes:
         kind: "set" or "frozenset".
-        items: May have the same one twice.
+        items: The items; duplicates are possible.
     """
 
     __slots__ = ("items", "kind")
@@ -60,17 +60,17 @@ class External:
 
 
 class CallResult:
-    """The result of a call that a pickle asks for.
+    """The result of a call in a pickle, which is not executed.
 
     Attributes:
         how: "call"; "new" for `cls.__new__(cls, ...)`; "code" for an entry of copyreg's extension registry.
-        function: The class or function, or any value that is called.
-        arguments: By position.
-        keywords: A Mapping, or None.
-        items: Values that were appended later, as to a list, or added, as to a set.
-        pairs: Items that were set later, as in a dict.
-        states: Each state that was set later.
-        setters: Each function that was called later to set a state, with its other arguments.
+        function: The class, function or other value that is called.
+        arguments: Positional arguments.
+        keywords: A Mapping of keyword arguments, or None.
+        items: Values that were appended or added to the result.
+        pairs: Key-value pairs that were set on the result.
+        states: States that were set on the result.
+        setters: Calls that set the state of the result: the function and its remaining arguments.
     """
 
     __slots__ = ("arguments", "function", "how", "items", "keywords", "pairs", "setters", "states")
@@ -84,16 +84,16 @@ class CallResult:
 
     @property
     def is_untouched(self) -> bool:
-        """True when nothing was done to it after the call."""
+        """True if the result was not changed after the call."""
         return not (self.items or self.pairs or self.states or self.setters)
 
 
 class Damaged(Exception):
-    """The reason why a pickle cannot be read."""
+    """A pickle is invalid; the message is the reason."""
 
 
 class Truncated(Exception):
-    """A pickle ends before its opcode for the end."""
+    """A pickle ends before its STOP opcode."""
 
 
 class Machine:
@@ -109,10 +109,10 @@ class Machine:
         self._containers, self._most = 0, max(_FEW_CONTAINERS, (len(data) - begin) // _BYTES_PER_CONTAINER)
 
     def run(self, operations: Sequence[Callable[[Machine], None] | None]) -> None:
-        """Interprets opcodes up to the one for the end.
+        """Interpret opcodes up to STOP.
 
         Args:
-            operations: Operation of each opcode, by its number; None for one that does not exist.
+            operations: Operation of each opcode, by its number; None for an invalid opcode.
         """
         data, size = self.data, len(self.data)
         while self.at < size:
@@ -129,7 +129,7 @@ class Machine:
     # ---------------------------------------------------------------------------------------------- bytes and stack
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Consume and return the next `count` bytes."""
         found = self.data[self.at : self.at + count]
         if len(found) < count:
             raise Truncated
@@ -137,11 +137,11 @@ class Machine:
         return found
 
     def number(self, count: int) -> int:
-        """The next bytes as an unsigned number."""
+        """Consume the next `count` bytes as an unsigned integer."""
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> bytes:
-        """The next bytes up to the end of a line."""
+        """Consume the next line, and return it without its newline."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise Truncated
@@ -150,19 +150,19 @@ class Machine:
         return found
 
     def pop(self) -> Any:
-        """The value on top of the stack, which must be above the last mark."""
+        """Pop the top of the stack, which must be above the last mark."""
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
             raise Damaged("a value is missing")
         return self.stack.pop()
 
     def top(self) -> Any:
-        """The value on top of the stack, which stays there."""
+        """Return the top of the stack without popping it."""
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
             raise Damaged("a value is missing")
         return self.stack[-1]
 
     def pop_to_mark(self) -> list[Any]:
-        """The values above the last mark, which is removed."""
+        """Pop the last mark and the values above it, and return the values."""
         if not self.marks:
             raise Damaged("a mark is missing")
         begin = self.marks.pop()
@@ -171,7 +171,7 @@ class Machine:
         return found
 
     def contain(self, value: Any) -> None:
-        """Pushes an empty container, which takes many times the byte that it was read from."""
+        """Push an empty container; their number is limited, because each takes many times its one byte of input."""
         self._containers += 1
         if self._containers > self._most:
             raise Damaged(f"{self._containers:,} containers in {len(self.data):,} bytes")

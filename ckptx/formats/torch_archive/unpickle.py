@@ -1,21 +1,21 @@
-"""Reads the pickles inside torch checkpoints without running anything they name.
+"""Load the pickles in torch checkpoints without running any code that they refer to.
 
-A pickle is a program. Four walls keep this one harmless:
+A pickle is a program. Four checks keep it harmless:
 
-1. Opcodes. A scan before loading lets through the opcodes torch's writers use, and checks every length and memo index
+1. Opcodes. A scan before loading allows only the opcodes of torch's writers, and checks every length and memo index
    against the size of the data: CPython's unpickler would allocate 64 GiB for one damaged memo index. Numbers have at
-   most 64 bits, and empty containers, which take a byte here and seventy in memory, are counted.
-2. Names. A global is looked up in a table; what is not in the table is refused by name. The table never holds the real
+   most 64 bits, and the number of empty containers, which take one byte here and seventy in memory, is limited.
+2. Names. A global is looked up in a table; any other name is refused with an error. The table never contains the real
    class, only a stand-in that records its arguments.
-3. Stand-ins. They cannot be changed from inside the pickle (`BUILD` could otherwise set attributes on a class), so one
-   file cannot influence how the next one is read.
-4. Keys. No tuple is ever hashed, compared or printed: one that holds itself twice, seventy times over, takes 300 bytes
-   and would take years; one nested 100,000 deep overflows the C stack; and numbers can be chosen so that the hashes of
-   all tuples of them are equal. So every dict is a `Dict`, which refuses such keys. Texts have hashes that nobody can
-   foresee. Of numbers of 64 bits at most a handful share one, but they can be chosen to lie where a dict looks for
-   another. So only a small dict may have numbers beyond 2**20, or one twice.
+3. Stand-ins. They are immutable (`BUILD` could otherwise set attributes on a class), so one file cannot influence how
+   the next one is read.
+4. Keys. No tuple is ever hashed, compared or printed: one with 70 levels that each contain the previous level twice
+   takes 300 bytes and would take years; one nested 100,000 deep overflows the C stack; and numbers can be chosen so
+   that the hashes of all tuples of them are equal. So every dict is a `Dict`, which refuses such keys. Hashes of
+   strings are unpredictable. At most a handful of 64-bit numbers share a hash, but they can be chosen to collide in the
+   table of a dict. So only a small dict may have numbers beyond 2**20, or a repeated one.
 
-Whatever goes wrong comes out as a `CkptxError`, after work in proportion to the size of the data.
+Any failure is raised as a `CkptxError`, after work proportional to the size of the data.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Globals = Mapping[tuple[str, str], object]
 
 _NO_ARGUMENT = re.escape(b"(N)]taesubR0\x81\x85\x86\x87\x88\x89\x90\x93\x94Q")
 _WITH_ARGUMENT = rb"[Khq\x80].|M..|[Jj]....|[G\x95]........"
-# Everything between two strings in one match; bounded, because the engine keeps a record per repetition.
+# Everything between two strings in one match; bounded, because the regex engine keeps a record per repetition.
 _RUN = re.compile(rb"[%b]*(?:(?:%b)[%b]*){0,4096}" % (_NO_ARGUMENT, _WITH_ARGUMENT, _NO_ARGUMENT), re.DOTALL)
 
-# What makes a dict, a set, or a frozen set of what is on the stack, and what stands in for it.
+# Opcodes that create a dict, a set or a frozenset -> the opcodes that replace them.
 _OURS = {0x7D: 0x97, 0x8F: 0x97, 0x91: ord("t")}
 _LENGTH_1 = frozenset(b"\x8cC")  # SHORT_BINUNICODE, SHORT_BINBYTES
 _LENGTH_4 = frozenset(b"XB")  # BINUNICODE, BINBYTES
@@ -52,25 +52,25 @@ _DENSE = 1 << 20  # the parameters of an optimizer are numbered from 0 on
 _BYTES_PER_CONTAINER = 4
 _LONGEST_DTYPE = 40
 
-# A dtype this version of ckptx does not know is still a dtype: it is refused later, with the name of its tensor.
+# A dtype that ckptx does not know is allowed here and refused later, in an error that names its tensor.
 _DTYPE_LIKE = re.compile(r"(?:bfloat|complex|float|bits|q?u?int|bool)\w*")
 
 
 class ReadOnlyClass(type):
-    """Metaclass of stand-in classes: a pickle that holds the class cannot set attributes on it."""
+    """Metaclass of stand-in classes, on which a pickle cannot set attributes."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise pickle.UnpicklingError(f"attempt to change {cls.__name__}.{name}")
 
 
 class Symbol(str):
-    """An inert value known only by its dotted name: `torch.bfloat16`, `torch.strided`."""
+    """A value represented only by its dotted name: `torch.bfloat16`, `torch.strided`."""
 
     __slots__ = ()
 
 
 class Call:
-    """Stands in for a function: calls ours with the pickled arguments, and cannot be changed."""
+    """Immutable stand-in for a function that calls a function of ckptx with the pickled arguments."""
 
     __slots__ = ("_function",)
     _function: Callable[..., object]
@@ -86,19 +86,19 @@ class Call:
 
 
 class EnumClass(Call):
-    """Stands in for an enumeration: a function of the value of a member, or of its name."""
+    """Stand-in for an enum: a function of the value or name of a member."""
 
     __slots__ = ()
 
 
 def _member(owner: object, name: object) -> object:
     if not (isinstance(owner, EnumClass) and isinstance(name, str)):
-        raise InputError("names builtins.getattr, which has no place in a checkpoint; nothing in it was executed")
+        raise InputError("refers to builtins.getattr, which is not allowed in a checkpoint; nothing was executed")
     return owner(name)
 
 
-# Python 3.11.0 to 3.11.3 pickles a member of an enumeration as `getattr` of its class and name; all others as a call of
-# the class with its value.
+# Python 3.11.0 to 3.11.3 pickles an enum member as `getattr` of its class and name; other versions as a call of the
+# class with its value.
 MEMBER_BY_NAME: Globals = {
     ("builtins", "getattr"): Call(_member),
     ("__builtin__", "getattr"): Call(_member),
@@ -106,7 +106,7 @@ MEMBER_BY_NAME: Globals = {
 
 
 class Dict(dict[Any, Any], metaclass=ReadOnlyClass):
-    """Stands in for dicts and sets, ordered or not; attributes such as `_metadata` of a state dict are dropped."""
+    """Stand-in for dicts and sets, ordered or not; attributes such as `_metadata` of a state dict are dropped."""
 
     __slots__ = ()
 
@@ -117,29 +117,29 @@ class Dict(dict[Any, Any], metaclass=ReadOnlyClass):
 
     def _check_key(self, key: object) -> None:
         if isinstance(key, tuple):
-            raise pickle.UnpicklingError("a tuple as a key, which torch never writes")
+            raise pickle.UnpicklingError("a tuple as a dict key, which torch never writes")
         if isinstance(key, int | float) and len(self) >= _FEW_KEYS:
             if not -_DENSE <= key <= _DENSE:
-                raise pickle.UnpicklingError(f"more than {_FEW_KEYS} keys, and large numbers among them")
+                raise pickle.UnpicklingError(f"a dict with more than {_FEW_KEYS} keys and large numbers among them")
             if key in self:
-                raise pickle.UnpicklingError(f"the key {key} twice")
+                raise pickle.UnpicklingError(f"duplicate dict key {key}")
 
     def add(self, item: object) -> None:
-        """Of a set: what the opcode that fills one calls."""
+        """Add an item, for the opcode that fills a set."""
         self[item] = None
 
     def __setstate__(self, state: object) -> None:
         pass
 
 
-type.__setattr__(Dict, "__name__", "dict")  # what errors say was found
+type.__setattr__(Dict, "__name__", "dict")  # for error messages
 
 
 def _ordered(pairs: object = ()) -> Dict:
-    """Stands in for `collections.OrderedDict`, which may be called with its items."""
+    """Stand in for `collections.OrderedDict`, which may be called with its items."""
     made = Dict()
     if not isinstance(pairs, tuple | list):
-        raise pickle.UnpicklingError("an ordered dict of something else than pairs")
+        raise pickle.UnpicklingError("an OrderedDict of items that are not pairs")
     for pair in pairs:
         key, value = pair
         made[key] = value
@@ -155,16 +155,16 @@ def load(
     where: str,
     persistent: Callable[[object], object] | None = None,
 ) -> Any:
-    """The object tree of a pickle, with stand-ins for what it names.
+    """Return the object tree of a pickle, with stand-ins for classes and functions.
 
     Args:
         data: The whole pickle; bytes after its end are ignored, as torch does.
-        allowed: Stand-in of each (module, name) that may occur. Torch dtypes always may, as `Symbol`.
+        allowed: Stand-in of each (module, name) that may occur. Torch dtypes are always allowed, as `Symbol`.
         where: Subject of error messages.
-        persistent: Turns a persistent id (a storage of a torch archive) into a stand-in.
+        persistent: Returns the stand-in for a persistent id (a storage of a torch archive); None if none may occur.
 
     Raises:
-        InputError: The pickle is damaged, or names something that is not allowed. Nothing was executed.
+        InputError: The pickle is damaged, or refers to something that is not allowed. Nothing was executed.
     """
     checked = _scan(data, where)
     try:
@@ -173,12 +173,12 @@ def load(
     except CkptxError as error:
         raise type(error)(f"{where}: {error}") from None
     except Exception as error:  # A damaged pickle can raise any class.
-        raise InputError(f"{where}: damaged pickle ({_brief(error)}); nothing in it was executed") from None
+        raise InputError(f"{where}: damaged pickle ({_brief(error)}); nothing was executed") from None
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Collections set off by hundreds of thousands of new objects cost five times what creating them does."""
+    """Disable the garbage collector, because collections cost five times as much as creating very many objects."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -189,14 +189,13 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 class _Peekable(io.BytesIO):
-    """Lets the unpickler read ahead: from a file without `peek` it asks for each opcode by itself.
+    """BytesIO with `peek`, which lets the unpickler read ahead instead of reading each opcode separately.
 
-    `io.BufferedReader` has one, too, but makes room for as many bytes as are asked for before it looks whether there
-    are any.
+    `io.BufferedReader` has `peek`, too, but allocates the requested number of bytes before checking that they exist.
     """
 
     def peek(self, size: int) -> bytes:
-        """The next bytes, left where they are."""
+        """Return the next bytes without consuming them."""
         position = self.tell()
         data = self.read(size)
         self.seek(position)
@@ -218,28 +217,26 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and len(name) <= _LONGEST_DTYPE and _DTYPE_LIKE.fullmatch(name):
             return Symbol(f"torch.{name}")
         raise InputError(
-            f"names {module[:80]}.{name[:80]}, which has no place in a checkpoint; nothing in it was executed"
+            f"refers to {module[:80]}.{name[:80]}, which is not allowed in a checkpoint; nothing was executed"
         )
 
     def persistent_load(self, pid: object) -> Any:
         if self._persistent is None:
-            raise InputError("refers to an object outside the pickle, which has no place here")
+            raise InputError("refers to an object outside the pickle, which is not allowed here; copy it again")
         return self._persistent(pid)
 
 
 def _scan(data: bytes, where: str) -> bytearray:
-    """Refuses opcodes that torch never writes, lengths or memo indices beyond the data, and too many containers.
+    """Refuse opcodes that torch never writes, lengths or memo indices beyond the data, and too many containers.
 
     Returns:
-        The data with every dict and set begun by `Dict`: the opcode for "the next of these buffers" stands in for the
-        ones that make them empty. A frozen set is a tuple.
+        The data with opcodes replaced so that dicts and sets are created as `Dict`: the opcode for "next out-of-band
+        buffer" replaces those for an empty dict or set. A frozenset becomes a tuple.
     """
     size = len(data)
     empty = sum(map(data.count, (b"}", b"]", b"\x8f")))
     if empty > _FEW_CONTAINERS and empty > size // _BYTES_PER_CONTAINER:
-        raise InputError(
-            f"{where}: damaged pickle ({empty:,} containers in {size:,} bytes); nothing in it was executed"
-        )
+        raise InputError(f"{where}: damaged pickle ({empty:,} containers in {size:,} bytes); nothing was executed")
     match = _RUN.match
     checked = bytearray(data)
     position = 0
@@ -268,9 +265,7 @@ def _scan(data: bytes, where: str) -> bytearray:
             elif code == _STOP:
                 return checked
             elif after == position:
-                raise InputError(
-                    f"{where}: damaged pickle (opcode 0x{code:02x} at byte {after}); nothing in it was executed"
-                )
+                raise InputError(f"{where}: damaged pickle (opcode 0x{code:02x} at byte {after}); nothing was executed")
             else:
                 position = after
     except (IndexError, ValueError):
@@ -285,7 +280,7 @@ def _brief(error: Exception) -> str:
 
 
 class StorageRef(NamedTuple):
-    """A storage of a torch archive: record `data/<key>`. `numel` counts elements, or bytes when `dtype` is None."""
+    """A storage of a torch archive: record `data/<key>`. `numel` counts elements, or bytes if `dtype` is None."""
 
     key: str
     dtype: DType | None
@@ -293,12 +288,12 @@ class StorageRef(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes the storage has by its own account."""
+        """Size of the storage in bytes, according to the pickle."""
         return self.numel * (self.dtype.itemsize if self.dtype else 1)
 
 
 class TensorRef(NamedTuple):
-    """A tensor of a torch archive: a strided view of a storage, in torch elements. `flags` as conj and neg."""
+    """A tensor of a torch archive: a strided view of a storage, in torch elements, with flags such as conj and neg."""
 
     storage: StorageRef
     dtype: DType
@@ -309,7 +304,7 @@ class TensorRef(NamedTuple):
 
 
 class UnsupportedObject(NamedTuple):
-    """Something that torch can hold and ckptx does not convert; `kind` says what it is."""
+    """A torch object that ckptx does not convert; `kind` describes it."""
 
     kind: str
 
@@ -320,17 +315,17 @@ def load_torch(data: bytes, where: str, allowed: Globals | None = None) -> Any:
     Args:
         data: The pickle.
         where: Subject of error messages.
-        allowed: Stand-in of each name that may occur; None for `TORCH_NAMES`.
+        allowed: Stand-in of each name that may occur; None means `TORCH_NAMES`.
 
     Raises:
-        InputError: See `load`; also tensors whose shape, strides or storage make no sense.
+        InputError: See `load`; also tensors with an invalid shape, strides or storage.
     """
     return load(data, TORCH_NAMES if allowed is None else allowed, where, _storage)
 
 
 def _layout(name: object) -> Symbol:
-    if not isinstance(name, str):  # anything else would be printed, however deep it is nested
-        raise InputError("names a layout by something else than a text")
+    if not isinstance(name, str):  # any other value would be printed, at any depth of nesting
+        raise InputError("has a tensor layout that is not a string; the file is damaged")
     return Symbol(name[:40])
 
 
@@ -339,10 +334,10 @@ LAYOUT = Call(_layout)
 
 def _storage(pid: object) -> StorageRef | UnsupportedObject:
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
-        raise InputError("refers to an object outside the pickle that is no storage")
+        raise InputError("refers to an object outside the pickle that is not a storage; the file is damaged")
     _, kind, key, _, numel = pid
     if not (isinstance(kind, Symbol) and isinstance(key, str) and _is_count(numel)):
-        raise InputError("describes a storage with values of the wrong type")
+        raise InputError("describes a storage with values of the wrong type; the file is damaged")
     name = kind.rpartition(".")[2]
     if name == "UntypedStorage":
         return StorageRef(key, None, numel)
@@ -365,14 +360,14 @@ def _rebuild(
     if isinstance(storage, UnsupportedObject):
         return storage
     if not isinstance(storage, StorageRef) or dtype is None:
-        raise InputError("describes a tensor without a storage or dtype")
+        raise InputError("describes a tensor without a storage or dtype; the file is damaged")
     if not (_is_count(offset) and is_shape(shape) and is_shape(strides)):
-        raise InputError("describes a tensor with values of the wrong type")
+        raise InputError("describes a tensor with values of the wrong type; the file is damaged")
     assert isinstance(offset, int)
     if len(shape) != len(strides):
-        raise InputError(f"describes a tensor with {len(shape)} dims and {len(strides)} strides")
+        raise InputError(f"describes a tensor with {len(shape)} dims and {len(strides)} strides; the file is damaged")
     if (fault := shape_fault(shape)) is not None:
-        raise InputError(f"describes a tensor with {fault}")
+        raise InputError(f"describes a tensor with {fault}; the file is damaged")
     names = tuple(str(name)[:40] for name, is_set in flags.items() if is_set)[:4] if isinstance(flags, dict) else ()
     return TensorRef(storage, dtype, offset, shape, strides, names)
 
@@ -401,7 +396,7 @@ def _rebuild_v3(
     flags: object = None,
 ) -> TensorRef | UnsupportedObject:
     if not isinstance(dtype, Symbol):
-        raise InputError("describes a tensor without a dtype")
+        raise InputError("describes a tensor without a dtype; the file is damaged")
     known = BY_TORCH.get(dtype.removeprefix("torch."))
     return (
         _rebuild(storage, offset, shape, strides, known, flags)
@@ -415,7 +410,7 @@ def _parameter(data: object, grad: object, hooks: object, state: object = None) 
 
 
 def rebuild_from_type(function: object, kind: object, arguments: object, state: object) -> object:
-    """A tensor with Python attributes, or of a subclass; the attributes of a plain one are dropped."""
+    """Rebuild a tensor with Python attributes, which are dropped; tensors of a subclass are not converted."""
     if kind in _PLAIN_TENSORS and function in _REBUILD and isinstance(arguments, tuple):
         assert isinstance(function, Call)
         return function(*arguments)

@@ -1,7 +1,7 @@
-"""The directory of a zip file whose members are stored: which members it has, and where their bytes lie.
+"""Parse the directory of a zip file with stored members: their names, sizes and positions.
 
-Follows the zip application note of PKWARE (4.3.6 overall format, 4.5.3 zip64). Positions are relative to the first byte
-of the zip, which may lie anywhere inside a file; `window` reads them and refuses what is outside.
+The format is that of PKWARE's zip application note (4.3.6 overall format, 4.5.3 zip64). Positions are relative to the
+first byte of the zip, which may be anywhere in a file; `window` reads at a position and refuses any outside the zip.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptx.errors import InputError, UnsupportedError
 
 Read = Callable[[int, int], bytes]
 
-ZIP32 = 0xFFFFFFFF  # From this value on a size or offset needs a zip64 field.
+ZIP32 = 0xFFFFFFFF  # Sizes and offsets from this value on are in a zip64 field.
 
 LOCAL = struct.Struct("<4sHHHHHIIIHH")
 CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -23,14 +23,14 @@ END = struct.Struct("<4sHHHHIIH")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR = struct.Struct("<4sIQI")
 
-# The end record may be followed by a comment of 64 KiB. A directory larger than the limit is not one.
+# The end record may be followed by a comment of 64 KiB. Larger directories than the limit are refused.
 _END_SEARCH = 22 + 0xFFFF
 _DIRECTORY_LIMIT = 1 << 26
-_IS_DIRECTORY = 0x10  # the attribute of MS-DOS, which zip kept
+_IS_DIRECTORY = 0x10  # file attribute of MS-DOS, which zip uses
 
 
 class Member(NamedTuple):
-    """A directory entry: compression method, CRC-32 field, bytes of data, and where its local header begins."""
+    """A directory entry: compression method, CRC-32 field, bytes of data, and position of its local header."""
 
     method: int
     crc: int
@@ -39,12 +39,12 @@ class Member(NamedTuple):
 
 
 def damaged(where: str, reason: str) -> InputError:
-    """The refusal of an archive that contradicts itself."""
+    """Return the error for an inconsistent archive."""
     return InputError(f"{where}: damaged torch archive: {reason}; copy or download it again")
 
 
 def read_directory(window: Read, length: int, where: str) -> dict[str, Member]:
-    """All members by name, in the order of the zip directory.
+    """Return all members by name, in the order of the zip directory.
 
     Raises:
         InputError: There is no directory, or it is damaged.
@@ -57,7 +57,7 @@ def read_directory(window: Read, length: int, where: str) -> dict[str, Member]:
         if at >= 0:
             break
     if at < 0 or at + END.size > len(end):
-        raise damaged(where, "no end record, it is cut off")
+        raise damaged(where, "no end record, it is truncated")
     count, size, begin_directory = END.unpack_from(end, at)[4:7]
     at += begin
     if at >= LOCATOR.size:
@@ -77,7 +77,7 @@ def _members(directory: bytes, count: int, where: str) -> dict[str, Member]:
     at = 0
     for _ in range(count):
         if at + CENTRAL.size > len(directory):
-            raise damaged(where, "directory is cut off")
+            raise damaged(where, "directory is truncated")
         fields = CENTRAL.unpack_from(directory, at)
         signature, flags, method, crc, stored, nbytes = fields[0], fields[3], fields[4], *fields[7:10]
         name_length, extra_length, header = fields[10], fields[11], fields[16]
@@ -88,16 +88,16 @@ def _members(directory: bytes, count: int, where: str) -> dict[str, Member]:
         if ZIP32 in (nbytes, stored, header):
             nbytes, stored, header = _wide_fields(extra, (nbytes, stored, header), where)
         if signature != b"PK\1\2" or name in members or flags & 1 or (not method and stored != nbytes):
-            raise damaged(where, f"directory entry {name[:60]!r} makes no sense")
+            raise damaged(where, f"directory entry {name[:60]!r} is invalid")
         if nbytes and fields[15] & _IS_DIRECTORY:
-            # torch takes it for a directory, reads nothing, and loads what lay in its memory.
+            # torch treats it as a directory, reads nothing, and loads uninitialized memory.
             raise damaged(where, f"member {name[:60]!r} of {nbytes} bytes is marked as a directory")
         members[name] = Member(method, crc, nbytes, header)
     return members
 
 
 def _wide_fields(extra: bytes, fields: tuple[int, int, int], where: str) -> tuple[int, ...]:
-    """Fields that 32 bits could not hold, from the zip64 block of a directory entry."""
+    """Return the fields with those that exceed 32 bits replaced from the zip64 block of a directory entry."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -110,14 +110,16 @@ def _wide_fields(extra: bytes, fields: tuple[int, int, int], where: str) -> tupl
 
 
 def data_begin(window: Read, name: str, member: Member, where: str) -> int:
-    """First byte of a member's data, relative to the archive.
+    """Return the position of the first byte of a member's data, relative to the archive.
 
     Raises:
-        InputError: The member has no header, or its data leaves the archive.
+        InputError: The member has no header, or its data extends beyond the archive.
         UnsupportedError: It is compressed.
     """
     if member.method:
-        raise UnsupportedError(f"{where}: member {name[:60]!r} is compressed; only stored members are converted")
+        raise UnsupportedError(
+            f"{where}: member {name[:60]!r} is compressed, which is not supported; save it again with torch.save"
+        )
     fields = LOCAL.unpack(window(member.header, LOCAL.size))
     begin = member.header + LOCAL.size + int(fields[9]) + int(fields[10])
     if fields[0] != b"PK\3\4":
@@ -127,7 +129,7 @@ def data_begin(window: Read, name: str, member: Member, where: str) -> int:
 
 
 def content(window: Read, members: dict[str, Member], name: str, where: str, limit: int) -> bytes | None:
-    """The bytes of a small member, checked against its CRC-32, or None when there is no such member.
+    """Return the bytes of a small member, checked against its CRC-32, or None if there is no such member.
 
     Raises:
         InputError: They are damaged.
@@ -137,8 +139,8 @@ def content(window: Read, members: dict[str, Member], name: str, where: str, lim
         return None
     begin = data_begin(window, name, member, where)
     if member.nbytes > limit:
-        raise damaged(where, f"member {name[:60]!r} of {member.nbytes} bytes, allowed at most {limit}")
+        raise damaged(where, f"member {name[:60]!r} has {member.nbytes} bytes, the limit is {limit}")
     data = window(begin, member.nbytes)
     if member.crc and zlib.crc32(data) != member.crc:
-        raise damaged(where, f"checksum of member {name[:60]!r} differs")
+        raise damaged(where, f"wrong checksum of member {name[:60]!r}")
     return data
