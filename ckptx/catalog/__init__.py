@@ -1,1 +1,1 @@
-"""What a checkpoint holds, as data: dtypes, regions, entries, the catalog, the manifest."""
+"""The contents of a checkpoint as data: dtypes, regions, entries, the catalog, the manifest."""

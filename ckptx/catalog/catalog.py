@@ -1,4 +1,4 @@
-"""A checkpoint as data: which logical tensors exist, and where each of their blocks lies on disk."""
+"""A checkpoint as data: its logical tensors, and the location of each of their blocks on disk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ckptx.storage.local import LocalSource
 
 
 class CheckpointPart(NamedTuple):
-    """One of two directories that are a checkpoint together: what it takes to write them apart again.
+    """One of two directories that together are a checkpoint, with the data to write both again.
 
     Attributes:
-        directory: Its path below the root ("model", "optim").
-        names: Name in the catalog -> name in the part, of tensors and of objects.
-        planner_data: `planner_data` of the part.
+        directory: Path relative to the root ("model", "optim").
+        names: Name in the catalog -> name in the part, for tensors and objects.
+        planner_data: `planner_data` of the part, or None.
     """
 
     directory: str
@@ -28,26 +28,26 @@ class CheckpointPart(NamedTuple):
 
 @dataclass(slots=True)
 class Catalog:
-    """What one checkpoint holds. Opening fills it from headers; no tensor byte has been read yet.
+    """The contents of one checkpoint. Opening fills it from headers, without reading tensor data.
 
     Attributes:
-        root: The directory every file name is relative to.
+        root: The directory to which file names are relative.
         format: Name of its `Form`.
-        tensors: Logical tensors by name, in the order they lie on disk. Names that share bytes (aliases in a DCP,
-            shared storages in a `.bin`) are entries of their own with equal chunks.
-        objects: Pickled objects of a DCP, never opened.
-        files: Size in bytes of every file that holds tensor data.
-        identities: Identity of every file that was read or will be, as it was before; that of a tensor file comes from
-            the open file its header was read from.
-        sidecars: Files that travel with the weights.
+        tensors: Logical tensors by name, in the order on disk. Names that share bytes (aliases in a DCP, shared
+            storages in a `.bin`) have separate entries with equal chunks.
+        objects: Pickled objects of a DCP by name; they are never unpickled.
+        files: Size in bytes of every file with tensor data, by name.
+        identities: Identity of every file that was or will be read, taken before reading; for tensor files, that of the
+            open file from which the header was read.
+        sidecars: Files that are copied along with the weights.
         config: The parsed `config.json`, or None.
-        verbatim: Texts that only their own format understands and a way back may need: safetensors headers and
-            the index by file name.
-        planner_data: `planner_data` of a DCP in one part, carried over as it is.
+        verbatim: Format-specific texts by file name that a restoration may need: safetensors headers and the index.
+        planner_data: `planner_data` of a DCP in one part, carried over unchanged.
         parts: The directories of a DCP in two parts; empty for everything else.
-        notes: What the reader wants the user to know ("consolidated.safetensors ignored: not in the index").
+        notes: Messages of the reader for the user ("consolidated.safetensors ignored: not in the index").
         opened_from: Location that was opened; None for a catalog that was not read from a storage.
-        storage: Source that it was opened from; None for a catalog that was not. `source` reads either.
+        storage: Source from which it was opened; None for a catalog that was not read from a storage. `source` works
+            for both.
     """
 
     root: Location
@@ -72,12 +72,12 @@ class Catalog:
 
     @property
     def form(self) -> Form:
-        """What follows from the format."""
+        """Properties of the format."""
         return FORMS[self.format]
 
     @property
     def is_published(self) -> bool:
-        """True for weights as their authors publish them; a state dict of a name of its own is a trainer's."""
+        """True for weights in a published form; a state dict with a custom file name is that of a trainer."""
         is_named = self.form is not BIN or bool(self.verbatim) or set(self.files) == {"pytorch_model.bin"}
         return self.form.is_published and is_named
 

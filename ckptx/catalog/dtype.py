@@ -1,7 +1,7 @@
-"""The dtypes ckptx moves: their safetensors name, their torch name, and their width.
+"""The supported dtypes: safetensors name, torch name, and width.
 
-One table serves every format. `storage` is the legacy typed storage class that `torch.save` names for a dtype;
-dtypes born after typed storages were frozen have none and are pickled with `torch.storage.UntypedStorage`.
+One table serves every format. `storage` is the legacy typed storage class that `torch.save` records for a dtype; newer
+dtypes have none and are pickled with `torch.storage.UntypedStorage`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ class DType:
 
     Attributes:
         name: The safetensors name (`BF16`); torch dtypes that safetensors lacks carry their torch name in capitals.
-        torch: The attribute of `torch` (`bfloat16`), or None when torch has no such dtype.
+        torch: The attribute of `torch` (`bfloat16`), or None if torch has no such dtype.
         storage: The typed storage class of `torch.save` (`BFloat16Storage`), or None for an untyped storage.
-        bits: Bits per element as safetensors counts elements.
-        cast: True for the plain floats that `--dtype` may cast; quantised floats (fp8, fp4) never are.
-        in_safetensors: True when the safetensors format can hold it.
-        pack: Elements in one torch element; 2 for F4, which torch stores as pairs (`float4_e2m1fn_x2`).
+        bits: Bits per element; safetensors counts each F4 value as an element.
+        cast: True for plain floats, which `--dtype` casts; False for quantized floats (fp8, fp4) and other dtypes.
+        in_safetensors: True if the safetensors format supports it.
+        pack: Number of elements in one torch element; 2 for F4, which torch stores as pairs (`float4_e2m1fn_x2`).
     """
 
     name: str
@@ -37,7 +37,7 @@ class DType:
         return self.bits * self.pack // 8
 
     def nbytes(self, numel: int) -> int:
-        """Bytes that `numel` elements take; sub-byte elements round up to a whole byte."""
+        """Return the size of `numel` elements in bytes; sub-byte elements round up to a whole byte."""
         return (numel * self.bits + 7) // 8
 
     def __repr__(self) -> str:
@@ -77,5 +77,5 @@ BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
 BY_TORCH: dict[str, DType] = {dtype.torch: dtype for dtype in _ALL if dtype.torch is not None}
 BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in _ALL if dtype.storage is not None}
 
-# What `--dtype` accepts.
+# Values of `--dtype`.
 CAST_TARGETS: dict[str, DType] = {"bf16": BY_NAME["BF16"], "fp16": BY_NAME["F16"], "fp32": BY_NAME["F32"]}

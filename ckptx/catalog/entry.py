@@ -1,4 +1,4 @@
-"""The nouns of a catalog: where the blocks of a tensor lie on disk."""
+"""Entries of a catalog: tensors, their chunks on disk, pickled objects and sidecars."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ckptx.catalog.region import Region, Shape
 
 
 class Record(NamedTuple):
-    """A checksummed stretch of a file: one stored member of a torch archive.
+    """A checksummed range of a file: one stored member of a torch archive.
 
     Attributes:
-        offset: First byte, absolute in its file.
+        offset: Absolute position of the first byte in its file.
         nbytes: Length in bytes.
-        crc: CRC-32 of the bytes, or None when the writer recorded none (a field of 0 over bytes means that).
+        crc: CRC-32 of the bytes; None if the writer recorded none (a field of 0 for a non-empty member).
     """
 
     offset: int
@@ -29,16 +29,16 @@ class Record(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One region of one tensor, and where its elements lie.
+    """One region of a tensor, and the location of its elements.
 
     Attributes:
-        region: The part of the tensor it holds.
+        region: Region of the tensor.
         file: Path of the file, relative to the root of the catalog.
-        offset: First byte of the first element; for an archive, first byte of the archive.
-        nbytes: Bytes from `offset` on that hold it.
-        strides: Strides in elements, one per dim, or None when the elements are row-major.
-        record: The checksummed record the elements belong to, where the format has one.
-        archive: True while `offset` and `nbytes` still name a whole torch archive that nobody has looked into.
+        offset: Position of the first byte of the elements in the file; for an archive, of the archive.
+        nbytes: Length in bytes, from `offset`.
+        strides: Strides in elements, one per dim; None if the elements are row-major.
+        record: The checksummed record that contains the elements; None if the format has no checksums.
+        archive: True if `offset` and `nbytes` are those of a whole torch archive that was not parsed yet.
     """
 
     region: Region
@@ -51,12 +51,12 @@ class Chunk(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A rectangle of a tensor and the rank that holds it.
+    """A region of a tensor on one rank.
 
     Attributes:
         rank_in_stage: The rank within its pipeline stage: dp_index * tp + tp_index.
-        region: Which elements.
-        replica: True when another block holds the same elements and counts for coverage.
+        region: Region of the tensor.
+        replica: True if another block has the same elements and counts for coverage.
     """
 
     rank_in_stage: int
@@ -65,16 +65,16 @@ class Block(NamedTuple):
 
 
 class ShardedChunks(Sequence[Chunk]):
-    """The chunks of one tensor cut for a mesh, made when asked for.
+    """The chunks of one tensor sharded for a mesh, created on access.
 
-    Tensors that are cut alike share all but the offsets, so that a plan for thousands of ranks stays small.
+    Equally sharded tensors share all but the offsets, so that a plan for thousands of ranks stays small.
 
     Attributes:
-        blocks: What is cut.
-        files: Name of the file of each block.
-        lengths: Bytes of each block, its frame included.
-        offsets: Where each block begins in its file.
-        archive: As in `Chunk`.
+        blocks: The blocks of the tensor.
+        files: File name of each block.
+        lengths: Bytes of each block, including its frame.
+        offsets: Position of the first byte of each block in its file.
+        archive: True if the blocks are torch archives, see `Chunk`.
     """
 
     __slots__ = ("archive", "blocks", "files", "lengths", "offsets")
@@ -109,16 +109,16 @@ class ShardedChunks(Sequence[Chunk]):
 
 
 class StoredChunks(Sequence[Chunk]):
-    """The archives of one tensor of a DCP, made when asked for.
+    """The archives of one tensor of a DCP, as chunks that are created on access.
 
-    Tensors that are cut alike share all but the offsets. Of most tensors of a large checkpoint nobody asks for more
-    than where they begin and how many chunks they have.
+    Equally sharded tensors share all but the offsets. For most tensors of a large checkpoint only the position and the
+    number of chunks are used.
 
     Attributes:
-        regions: What each archive holds.
-        files: Name of the file of each.
-        offsets: Where each begins in its file.
-        lengths: Bytes of each.
+        regions: Region of the tensor in each archive.
+        files: File name of each archive.
+        offsets: Position of the first byte of each archive in its file.
+        lengths: Length of each archive in bytes.
     """
 
     __slots__ = ("files", "lengths", "offsets", "regions")
@@ -129,11 +129,11 @@ class StoredChunks(Sequence[Chunk]):
         self.regions, self.files, self.offsets, self.lengths = regions, files, offsets, lengths
 
     def in_files(self, files: Sequence[str]) -> StoredChunks:
-        """The same in files of other names."""
+        """Return the same chunks in other files."""
         return StoredChunks(self.regions, files, self.offsets, self.lengths)
 
     def in_order(self) -> StoredChunks:
-        """The same in the order in which they lie on disk."""
+        """Return the same chunks in the order on disk."""
         chunks = sorted(self, key=_PLACE)
         return StoredChunks(
             [chunk.region for chunk in chunks],
@@ -167,18 +167,18 @@ class StoredChunks(Sequence[Chunk]):
 
 
 _PLACE = itemgetter(1, 2)  # file and first byte of a chunk
-_archive = partial(tuple.__new__, Chunk)  # from its fields in one value, several times as fast as from seven
+_archive = partial(tuple.__new__, Chunk)  # several times as fast as `Chunk` with seven arguments
 
 
 class ArchivedChunks(Sequence[Chunk]):
-    """The chunks of one tensor whose archives are as long as they should be, but were not looked into yet.
+    """The chunks of one tensor whose archives have the expected lengths, but were not parsed yet.
 
-    Asking for a chunk looks. A reader that reads an archive anyway looks at what it has read instead, and saves itself
-    two reads for each of them.
+    Accessing a chunk parses the archives. A reader that reads whole archives checks their frames itself instead, which
+    saves two reads per archive.
 
     Attributes:
         archives: The archives.
-        frame_of: What should be around the elements of each.
+        frame_of: Returns the expected bytes around the elements of an archive, from dtype and shape.
     """
 
     __slots__ = ("_locate", "_located", "archives", "frame_of")
@@ -189,20 +189,20 @@ class ArchivedChunks(Sequence[Chunk]):
         frame_of: Callable[[DType, Shape], Frame],
         locate: Callable[[Iterable[Chunk]], tuple[Chunk, ...]],
     ) -> None:
-        """`locate` gives the chunks that the archives hold; it raises what opening them raises."""
+        """Store the archives; `locate` parses some of them and returns the chunks, or raises what parsing raises."""
         self.archives, self.frame_of = archives, frame_of
         self._locate = locate
         self._located: tuple[Chunk, ...] | None = None
 
     @property
     def located(self) -> tuple[Chunk, ...]:
-        """The chunks themselves."""
+        """The parsed chunks."""
         if self._located is None:
             self._located = self._locate(self.archives)
         return self._located
 
     def within(self, region: Region) -> tuple[Chunk, ...]:
-        """The chunks that overlap a region; no other archive is looked into, nor its file opened."""
+        """Return the chunks that overlap a region, without parsing other archives or opening their files."""
         return self._locate([each for each in self.archives if each.region.intersect(region) is not None])
 
     def __len__(self) -> int:
@@ -226,10 +226,10 @@ class ArchivedChunks(Sequence[Chunk]):
 
 
 class TensorEntry(NamedTuple):
-    """A logical tensor. `chunks` tile `shape` exactly; opening a checkpoint proves it.
+    """A logical tensor. Its `chunks` tile `shape` exactly, which is checked when a checkpoint is opened.
 
-    `shape` counts elements as safetensors does: an F4 tensor has twice the last dim that torch shows. `replicas` hold
-    the elements of some of `chunks` once more; whoever reads the tensor compares them.
+    `shape` counts elements like safetensors: the last dim of an F4 tensor is twice as large as in torch. `replicas` are
+    copies of some of `chunks`; readers compare them.
     """
 
     name: str
@@ -246,15 +246,15 @@ class TensorEntry(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, row-major and unpadded."""
-        return (prod(self.shape) * self.dtype.bits + 7) // 8  # as `DType.nbytes`; asked for several times a tensor
+        return (prod(self.shape) * self.dtype.bits + 7) // 8  # `DType.nbytes` inlined, as this is called very often
 
     def called(self, name: str) -> TensorEntry:
-        """The same tensor under this name."""
+        """Return the tensor under another name."""
         return self if self.name == name else TensorEntry(name, *self[1:])
 
     @property
     def place(self) -> tuple[str, int]:
-        """File and first byte of the first chunk, which names that share bytes have in common; no archive is opened."""
+        """File and first byte of the first chunk, equal for names that share bytes; no archive is opened."""
         chunks = self.chunks
         if type(chunks) is ArchivedChunks:
             chunks = chunks.archives
@@ -264,7 +264,7 @@ class TensorEntry(NamedTuple):
 
 
 class BytesEntry(NamedTuple):
-    """A pickled object inside a DCP (optimizer step, RNG state, ...). Never unpickled, only carried or counted."""
+    """A pickled object in a DCP (optimizer step, RNG state, ...), which is copied or counted, but never unpickled."""
 
     name: str
     file: str
@@ -273,21 +273,21 @@ class BytesEntry(NamedTuple):
 
 
 class Sidecar(NamedTuple):
-    """A file that travels with the weights byte for byte: config, tokenizer, chat template, remote code."""
+    """A file that is copied along with the weights: config, tokenizer, chat template, custom code."""
 
     name: str
     nbytes: int
 
 
 class Frame(NamedTuple):
-    """The bytes a format puts around a block of elements: nothing in safetensors, a torch archive in a DCP.
+    """The bytes of a format around a block of elements: none in safetensors, a torch archive in a DCP.
 
     Attributes:
         head: Bytes before the elements.
-        tail: Gives the bytes after them from their CRC-32; always `tail_nbytes` long.
-        tail_nbytes: Length of the tail, known before any element is read.
-        around_crc: How the tail begins: what stands before the CRC-32 of the elements, and what right behind it. Empty
-            for a block without elements.
+        tail: Returns the bytes after the elements from their CRC-32; always `tail_nbytes` long.
+        tail_nbytes: Length of the tail, which does not depend on the elements.
+        around_crc: First bytes of the tail: those before the CRC-32 of the elements, and those right after it. Both are
+            empty for a block without elements.
     """
 
     head: bytes

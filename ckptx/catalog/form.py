@@ -1,4 +1,4 @@
-"""What follows from the format of a checkpoint, so that nobody outside `formats/` has to ask which one it is."""
+"""Properties of each checkpoint format, so that code outside `formats/` need not compare format names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class Form(NamedTuple):
 
     Attributes:
         name: Name in catalogs, manifests, reports and docs/formats.md.
-        family: What `reshard` makes of it unless asked otherwise.
-        has_archives: Its tensors lie in archives of `torch.save`, which have to be looked into.
-        is_of_training: A trainer wrote it: names may have wrappers and a prefix, optimizer state and pickled objects
-            may lie beside the model.
-        is_published: It is as its authors published it: nobody has trained since its config was written.
-        can_be_restored: Its files can be remembered, and written again byte for byte.
-        has_manifest: ckptx leaves a manifest that remembers the files it came from.
-        has_model_names: Its tensors usually have the names of the model, not those of a published checkpoint.
+        family: Default output format of `reshard` for such a source.
+        has_archives: True if tensors are in `torch.save` archives, which have to be parsed.
+        is_of_training: True if a trainer wrote it: names may have wrappers and a prefix, and there may be optimizer
+            state and pickled objects.
+        is_published: True for the form in which models are published, with a config that matches the weights.
+        can_be_restored: True if its files can be recorded and written again byte for byte.
+        has_manifest: True if ckptx writes a manifest with a record of the original files.
+        has_model_names: True if tensors usually have the names of the model, not those of a published checkpoint.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`ckptx.json`: what ckptx wrote, with digests. Written last, never needed by a loader.
+"""`ckptx.json`, the manifest: a record of the files that ckptx wrote, with digests. No loader needs it.
 
     {"ckptx": 1, "tool": "0.1.0", "format": "dcp",
      "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "rank_order": "pp,dp,tp", "stages": null},
@@ -8,14 +8,14 @@
      "files": {NAME: {"bytes", "digest"}}, "sidecars": {NAME: {"bytes", "digest"}},
      "tensors": {NAME: {"dtype", "shape", "digest", "file" or "cut", "tied_to", "model"}}}
 
-It holds no time, host or absolute path: the same input and options give the same bytes. `origin` remembers how the
-safetensors files were laid out, tensors in their order there, so that they can be given back byte for byte through any
-chain of conversions. A tensor in one piece names its `file`; others, the `cut` that says which block is in which file.
-`stages` lists the layers of each pipeline stage as [path, first, stop]. `tied_to` names the tensor with the same bytes,
-`model` what the tensor is called in the model where that differs.
+It is written last, and contains no time, host or absolute path: the same input and options give the same bytes.
+`origin` records the original safetensors files, with their tensors in order, so that they can be restored byte for byte
+after any chain of conversions. A whole tensor refers to its `file`; a sharded one to a `cut`, which lists the file of
+each block. `stages` lists the layers of each pipeline stage as [path, first, stop]. `tied_to` is the name of the tensor
+with the same bytes, `model` the name of the tensor in the model if that differs.
 
-Whoever hands over a checkpoint hands over its manifest, so it is read into the values below or refused. It may decide
-how files are called and in which order tensors lie in them, never what they hold.
+A manifest comes with a checkpoint that may be untrusted, so it is parsed into the values below or refused. It can
+determine the names of files and the order of tensors in them, but never their contents.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ORIGINAL_FORMAT = "huggingface"
 
 
 class FileRecord(NamedTuple):
-    """A file as it was written."""
+    """Size and digest of a file as it was written."""
 
     nbytes: int
     digest: str
 
 
 class ShardingRecord(NamedTuple):
-    """Blocks of tensors that are cut alike: the file of each, by index, and the blocks that repeat another one."""
+    """Blocks of equally sharded tensors: file index and region of each, and the indices of blocks that are replicas."""
 
     files: tuple[int, ...]
     regions: tuple[Region, ...]
@@ -52,7 +52,7 @@ class ShardingRecord(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A tensor as it was written: in one `file`, or by a `cut`; both are indices."""
+    """A tensor as it was written: whole in one `file`, or sharded as in a `cut`; both are indices."""
 
     dtype: DType
     shape: Shape
@@ -64,7 +64,7 @@ class TensorRecord(NamedTuple):
 
 
 class LayoutRecord(NamedTuple):
-    """The mesh a checkpoint was cut for, and the layers (path, first, stop) of each pipeline stage."""
+    """The mesh of a checkpoint, and the layers (path, first, stop) of each pipeline stage (None if unknown)."""
 
     tp: int
     pp: int
@@ -73,7 +73,7 @@ class LayoutRecord(NamedTuple):
 
 
 class OriginalFile(NamedTuple):
-    """A safetensors file: the metadata of a header as the library writes it, or the text of any other header."""
+    """A safetensors file: the metadata if the header has the format of the library, else the text of the header."""
 
     name: str
     metadata: Mapping[str, str] | None
@@ -81,7 +81,7 @@ class OriginalFile(NamedTuple):
 
 
 class OriginalIndex(NamedTuple):
-    """An index: the metadata of one as transformers writes it, or the text of any other."""
+    """An index: the metadata if it has the format of transformers, else its text."""
 
     name: str
     metadata: Any
@@ -90,12 +90,12 @@ class OriginalIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OriginalFiles:
-    """What it takes to write the files of an HF checkpoint again.
+    """A record from which the files of an HF checkpoint can be written again.
 
     Attributes:
         files: Every file.
-        index: None for a single file without one.
-        tensors: Name -> index of its file, in the order in which they lie there.
+        index: The index; None for a single file without one.
+        tensors: Tensor name -> index of its file, in the order in the file.
     """
 
     files: tuple[OriginalFile, ...]
@@ -103,7 +103,7 @@ class OriginalFiles:
     tensors: Mapping[str, int]
 
     def as_json(self) -> dict[str, Any]:
-        """The `origin` of a manifest."""
+        """Return the value of `origin` in a manifest."""
         files = [
             {"name": file.name, "metadata": file.metadata}
             if file.header is None
@@ -119,17 +119,17 @@ class OriginalFiles:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A manifest that was read and found to be one.
+    """A valid manifest.
 
     Attributes:
-        where: How errors name it.
-        format: Of the checkpoint it describes: "dcp", "sharded" or "huggingface".
-        layout: How tensors were cut.
-        original: The files of the HF checkpoint at the beginning of the chain; None when it did not begin with one.
-        cuts: By index.
-        files: Files of tensors, then commit markers.
-        sidecars: Files that travel with the weights.
-        tensors: By name on disk.
+        where: Path of the manifest, for error messages.
+        format: Format of the checkpoint: "dcp", "sharded" or "huggingface".
+        layout: The mesh, and the layers of each pipeline stage.
+        original: The files of the HF checkpoint at the beginning of the chain of conversions; None if there was none.
+        cuts: Shardings, to which tensors refer by index.
+        files: Tensor files, then commit markers, by name.
+        sidecars: Other files that were copied along with the weights, by name.
+        tensors: Tensors by name on disk.
     """
 
     where: str
@@ -143,12 +143,12 @@ class Manifest:
 
     @property
     def form(self) -> Form:
-        """What follows from the format."""
+        """Properties of the format."""
         return FORMS[self.format]
 
 
 def emit_manifest(manifest: dict[str, Any]) -> bytes:
-    """The bytes of a manifest: one line for each file and tensor, so that two can be compared line by line."""
+    """Return the bytes of a manifest: one line per file and tensor, so that two can be compared line by line."""
     lines = ["{"]
     blocks = []
     for key, value in manifest.items():
@@ -164,7 +164,7 @@ def emit_manifest(manifest: dict[str, Any]) -> bytes:
 
 
 def _tensor_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Names and rows of tensors: what stands around the digest is encoded once for all that are alike."""
+    """Yield names and rows of tensors; the text around the digest is encoded once for all tensors that share it."""
     around: dict[tuple[object, ...], tuple[str, str]] = {}
     comma = ""
     for name, row in rows.items():
@@ -178,7 +178,7 @@ def _tensor_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _around_digest(row: Mapping[str, Any]) -> tuple[str, str]:
-    """What stands before and behind the hexadecimal digits of a digest, which look the same in JSON."""
+    """Return the JSON text of a row before and after the hexadecimal digits of its digest."""
     keys = list(row)
     at = keys.index("digest") + 1
     before = _compact({**{key: row[key] for key in keys[:at]}, "digest": ""}).removesuffix('"}')
@@ -186,8 +186,8 @@ def _around_digest(row: Mapping[str, Any]) -> tuple[str, str]:
     return before, f'",{behind}' if keys[at:] else '"}'
 
 
-# Rows hold no object, and a quote inside a string is escaped: `},"` is where a row ends, or a string that ends in `},`,
-# after which a colon, a comma or a bracket comes. A name that begins with one of these shares the line before it.
+# Rows contain no object, and a quote inside a string is escaped: so `},"` ends a row, or a string that ends in `},` and
+# is followed by a colon, a comma or a bracket. A name that begins with one of these shares the line before it.
 _ROW_END = re.compile(r'},"(?![:,}\]])')
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True)
 

@@ -1,4 +1,4 @@
-"""Find where a manifest contradicts itself: rows of tensors, files, ties, cuts and the layout have to agree."""
+"""Find contradictions in a manifest: tensors, files, ties, shardings and the layout must agree."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Contradiction(NamedTuple):
     """Two fields of a manifest that cannot both be true.
 
     Attributes:
-        field: The path of one of them.
-        found: The value that it has.
-        required: The value that the other one requires.
+        field: Path of one of the fields.
+        found: Value of that field.
+        required: Value that the other field requires.
     """
 
     field: str
@@ -30,7 +30,7 @@ def contradiction_in(manifest: Manifest) -> Contradiction | None:
     """Return the first contradiction, or None.
 
     Args:
-        manifest: One that was parsed, so that every field is valid by itself.
+        manifest: A parsed manifest, of which every field alone is valid.
     """
     return _in_layout(manifest) or _in_ties(manifest) or _in_cuts(manifest) or _in_files(manifest)
 
@@ -42,7 +42,7 @@ def _field(rows: str, name: str, key: str) -> str:
 def _in_layout(manifest: Manifest) -> Contradiction | None:
     stages, pp = manifest.layout.stages, manifest.layout.pp
     if stages is not None and len(stages) != pp:
-        return Contradiction("layout.stages", f"{len(stages)} stages", f"{pp}, as layout.pp says")
+        return Contradiction("layout.stages", f"{len(stages)} stages", f"{pp}, the value of layout.pp")
     for stage in stages or ():
         for path, first, stop in stage:
             if first > stop:
@@ -55,13 +55,13 @@ def _in_ties(manifest: Manifest) -> Contradiction | None:
     for name, row in rows.items():
         if row.tied_to is not None and rows[row.tied_to].digest != row.digest:
             return Contradiction(
-                f"tensors[{json.dumps(name):.200}].tied_to", row.tied_to, "a tensor of the same digest"
+                f"tensors[{json.dumps(name):.200}].tied_to", row.tied_to, "a tensor with the same digest"
             )
     return None
 
 
 def _in_cuts(manifest: Manifest) -> Contradiction | None:
-    """The blocks of a tensor have to tile its shape; replicas repeat one of them."""
+    """Check that the blocks of a tensor tile its shape, and that replicas equal one of them."""
     checked: set[tuple[int, tuple[int, Shape]]] = set()
     for name, row in manifest.tensors.items():
         if row.cut is None or (row.cut, salted(row.shape)) in checked:
@@ -83,7 +83,7 @@ def _kept(cut: ShardingRecord) -> list[Region]:
 
 
 def _in_files(manifest: Manifest) -> Contradiction | None:
-    """A file is at least as large as the tensors that it holds; tied names may share bytes and are not counted."""
+    """Check that a file is at least as large as its tensors; tied names may share bytes and are not counted."""
     names, sizes = list(manifest.files), Counter[int]()
     in_cuts: Counter[tuple[int, int]] = Counter()
     for row in manifest.tensors.values():

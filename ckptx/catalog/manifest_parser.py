@@ -1,7 +1,7 @@
-"""Reading `ckptx.json` into a `Manifest`, or saying which field of it is wrong.
+"""Parse `ckptx.json` into a `Manifest`, or report the field that is invalid.
 
-Every field is looked at, also those that nobody asks for today: a manifest that is wrong in one place is not what
-ckptx wrote, and is not believed in another.
+Every field is checked, even if it is not used: a manifest with one invalid field was not written by ckptx, so its other
+fields are not trusted either.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ckptx.untrusted.numbers import SharedHash, UniqueTuples, salted
 
 _MAX_VALUES = 1 << 24  # of any type; the largest published model with its optimizer state has a tenth
 _END = 1 << 63
-# Of the checkpoints that a manifest describes: outputs that have one, then sources that it can restore.
+# Formats that a manifest can describe: outputs that have one, then sources that it can restore.
 _FORMATS = (
     *(form.name for form in FORMS.values() if form.has_manifest),
     *(form.name for form in FORMS.values() if form.can_be_restored),
@@ -52,67 +52,67 @@ T = TypeVar("T")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file.
+    """Read the manifest in a file.
 
     Raises:
-        InputError: It is not one, or no regular file.
+        InputError: It is not a valid manifest, or not a regular file.
         UnsupportedError: A newer ckptx wrote it.
     """
     return parse_manifest(read_small(path, MANIFEST_BYTES), str(path))
 
 
-@lru_cache(maxsize=1)  # several steps of a conversion ask for the same one
+@lru_cache(maxsize=1)  # several steps of a conversion read the same manifest
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Reads a manifest.
+    """Parse a manifest.
 
     Args:
         data: The bytes of the file.
-        where: Its path, with which errors begin.
+        where: Its path, the subject of error messages.
 
     Raises:
-        InputError: It is not a manifest, or contradicts itself; the message names the field.
+        InputError: It is not a valid manifest, or contradicts itself; the message names the field.
         UnsupportedError: A newer ckptx wrote it.
     """
     found = _json(data, where)
     version = found.get("ckptx")
     if type(version) is not int or version < 1:
-        raise _not_one(where, f"ckptx: found {version!r:.60}, needed the version of the manifest")
+        raise _not_one(where, f"ckptx must be the version of the manifest, found {version!r:.60}")
     if version != SCHEMA:
         raise UnsupportedError(
-            f"{where}: manifest version {version}, this ckptx reads {SCHEMA}; use a newer ckptx, or remove the file, "
-            "which no loader needs"
+            f"{where}: manifest version is {version}, but this ckptx supports {SCHEMA}; use a newer ckptx, or remove "
+            "the file, which no loader needs"
         )
     try:
         manifest = _ManifestReader().manifest(found, where)
     except _Fault as fault:
-        raise _not_one(where, f"{fault.field}: found {fault.found}, needed {fault.needed}") from None
+        raise _not_one(where, f"{fault.field} must be {fault.needed}, found {fault.found}") from None
     contradiction = contradiction_in(manifest)
     if contradiction is not None:
         field, value, required = contradiction
         raise InputError(
-            f"{where}: contradicts itself ({field} is {value}, and has to be {required}); remove it, no loader needs it"
+            f"{where}: contradicts itself ({field} is {value}, but must be {required}); remove it, no loader needs it"
         )
     return manifest
 
 
 def _json(data: bytes, where: str) -> dict[str, Any]:
     if sum(data.count(char) for char in b"[{,") > _MAX_VALUES:
-        raise _not_one(where, f"more than the {_MAX_VALUES} values allowed")
+        raise _not_one(where, f"has more than {_MAX_VALUES} values, the limit")
     try:
         found = parse_json(data.decode("utf-8"), "the text")
     except (UnicodeDecodeError, InputError) as error:
         raise _not_one(where, f"{error!s:.120}") from error
     if not isinstance(found, dict):
-        raise _not_one(where, f"found a {type(found).__name__}, needed a JSON object")
+        raise _not_one(where, f"expected a JSON object, found a {type(found).__name__}")
     return found
 
 
 def _not_one(where: str, reason: str) -> InputError:
-    return InputError(f"{where}: is not a manifest of ckptx ({reason}); remove it if it is damaged, no loader needs it")
+    return InputError(f"{where}: not a valid manifest ({reason}); remove it if it is damaged, no loader needs it")
 
 
 class _Fault(Exception):
-    """A field that is not what it should be."""
+    """A field has an invalid value."""
 
     def __init__(self, field: str, found: Any, needed: str, said: str | None = None) -> None:
         super().__init__(field)
@@ -120,7 +120,7 @@ class _Fault(Exception):
 
 
 class _ManifestReader:
-    """Reads the fields of one manifest; what is wrong is refused by its path in the file."""
+    """Parses the fields of one manifest; errors name the path of a field in the file."""
 
     def __init__(self) -> None:
         self._shapes: UniqueTuples[Shape] = UniqueTuples()
@@ -134,7 +134,7 @@ class _ManifestReader:
         files, sidecars = (self._rows(found, key, self._file) for key in ("files", "sidecars"))
         twice = colliding_name([*files, *sidecars])
         if twice is not None:
-            self._refuse("files and sidecars", twice, "each name once")
+            self._refuse("names in files and sidecars", twice, "unique")
         cuts = tuple(
             self._cut(cut, len(files), f"cuts[{number}]")
             for number, cut in enumerate(self._list(found.get("cuts"), "cuts"))
@@ -142,7 +142,7 @@ class _ManifestReader:
         self._inside = [set() for _ in cuts]
         tensors = self._rows(found, "tensors", lambda row: self._tensor(row, cuts, len(files)))
         self._check_ties(tensors)
-        original = found.get("origin", 0)  # None says that there is none, a manifest without the key is no manifest
+        original = found.get("origin", 0)  # null means that there is none; the key itself is required
         return Manifest(
             where,
             str(format),
@@ -159,7 +159,7 @@ class _ManifestReader:
         for name in rows:
             fault = None if key == "tensors" else name_fault(name)
             if fault is not None:
-                self._refuse(key, name, f"names of files; {fault}")
+                self._refuse(f"every name in {key}", name, f"a valid file name ({fault})")
             self._text(name, key)
         parsed = {}
         for name, row in rows.items():
@@ -182,17 +182,17 @@ class _ManifestReader:
             self._refuse(".dtype", name, "a dtype")
         shape = self._shape(row.get("shape"), ".shape")
         if prod(shape) * dtype.bits >= _END:
-            self._refuse(".shape", list(shape), "one that fits into a file")
+            self._refuse(".shape", list(shape), "a shape that fits into a file")
         file, cut = row.get("file"), row.get("cut")
         if (file is None) == (cut is None):
-            self._refuse("", sorted(row), "one of file and cut")
+            self._refuse("", sorted(row), "an object with either file or cut")
         if file is not None:
             self._index(file, files, ".file")
         else:
             self._index(cut, len(cuts), ".cut")
             if salted(shape) not in self._inside[cut]:  # tensors that share a cut have one shape
                 if not all(_is_inside(region, shape) for region in cuts[cut].regions):
-                    self._refuse(".cut", cut, "blocks inside of the shape")
+                    self._refuse(".cut", cut, "the index of blocks within the shape")
                 self._inside[cut].add(salted(shape))
         return TensorRecord(
             dtype,
@@ -220,7 +220,7 @@ class _ManifestReader:
             self._list(cut.get(key), f"{at}.{key}") for key in ("files", "offsets", "sizes", "replicas")
         )
         if not len(held) == len(offsets) == len(sizes):
-            self._refuse(at, f"{len(held)}, {len(offsets)}, {len(sizes)}", "a file, offsets and sizes for each block")
+            self._refuse(at, f"{len(held)}, {len(offsets)}, {len(sizes)}", "equally many files, offsets and sizes")
         for file in held:
             self._index(file, files, f"{at}.files")
         for replica in replicas:
@@ -229,7 +229,7 @@ class _ManifestReader:
         for begin, size in zip(offsets, sizes, strict=True):
             region = Region(self._shape(begin, f"{at}.offsets"), self._shape(size, f"{at}.sizes"))
             if len(region.offsets) != len(region.sizes):
-                self._refuse(f"{at}.offsets", begin, f"{len(size)} of them")
+                self._refuse(f"{at}.offsets", begin, f"{len(size)} integers, one per dim")
             regions.append(region)
         return ShardingRecord(tuple(held), tuple(regions), tuple(replicas))
 
@@ -262,7 +262,7 @@ class _ManifestReader:
         index = None if index is None else self._original_index(index, f"{at}.index")
         fault = weights_fault([file.name for file in files], None if index is None else index.name)
         if fault is not None:
-            raise _Fault(f"{at}.files", None, "the names of an HF checkpoint", said=fault)
+            raise _Fault(f"{at}.files", None, "valid file names of an HF checkpoint", said=fault)
         at_tensors = f"{at}.tensors"
         tensors = self._object(original.get("tensors"), at_tensors)
         for name, file in tensors.items():
@@ -270,14 +270,16 @@ class _ManifestReader:
             if not _is_index(file, len(files)):
                 self._refuse_index(file, len(files), _at(at_tensors, name))
         if set(tensors.values()) != set(range(len(files))):
-            self._refuse(at_tensors, f"{len(set(tensors.values()))} files", f"tensors in each of {len(files)}")
+            self._refuse(
+                at_tensors, f"those of {len(set(tensors.values()))} files", f"the tensors of all {len(files)} files"
+            )
         return OriginalFiles(files, index, tensors)
 
     def _original_file(self, file: Any, at: str) -> OriginalFile:
         file = self._object(file, at)
         name = self._text(file.get("name"), f"{at}.name")
         if ("metadata" in file) == ("header" in file):
-            self._refuse(at, sorted(map(str, file)), "one of metadata and header")
+            self._refuse(at, sorted(map(str, file)), "an object with either metadata or header")
         if "header" in file:
             return OriginalFile(name, None, self._text(file["header"], f"{at}.header"))
         metadata = self._object(file["metadata"], f"{at}.metadata")
@@ -290,7 +292,7 @@ class _ManifestReader:
         index = self._object(index, at)
         name = self._text(index.get("name"), f"{at}.name")
         if ("metadata" in index) == ("text" in index):
-            self._refuse(at, sorted(map(str, index)), "one of metadata and text")
+            self._refuse(at, sorted(map(str, index)), "an object with either metadata or text")
         if "text" in index:
             return OriginalIndex(name, None, self._text(index["text"], f"{at}.text"))
         return OriginalIndex(name, index["metadata"], None)
@@ -307,7 +309,7 @@ class _ManifestReader:
 
     def _text(self, value: Any, at: str) -> str:
         if type(value) is not str:
-            self._refuse(at, value, "a text")
+            self._refuse(at, value, "a string")
         return value
 
     def _text_or_none(self, value: Any, at: str) -> str | None:
@@ -315,7 +317,7 @@ class _ManifestReader:
 
     def _count(self, value: Any, at: str) -> int:
         if type(value) is not int or not 0 <= value < _END:
-            self._refuse(at, value, "a number of 0 or more")
+            self._refuse(at, value, "an integer of 0 or more")
         return value
 
     def _positive(self, value: Any, at: str) -> int:
@@ -326,7 +328,7 @@ class _ManifestReader:
             self._refuse_index(value, stop, at)
 
     def _refuse_index(self, value: Any, stop: int, at: str) -> NoReturn:
-        self._refuse(at, value, f"the index of one of {stop}")
+        self._refuse(at, value, f"an index below {stop}")
 
     def _shape(self, value: Any, at: str) -> Shape:
         if not isinstance(value, list) or not _NUMBERS.issuperset(map(type, value)):
@@ -339,11 +341,11 @@ class _ManifestReader:
             self._refuse(at, value, "a list of sizes")
         fault = shape_fault(shape)
         if fault is not None:
-            raise _Fault(at, None, "one that fits into memory", said=fault)
+            raise _Fault(at, None, "a shape that fits into memory", said=fault)
         try:
             return self._shapes.keep(shape)
         except SharedHash as error:
-            raise _Fault(at, None, "sizes that somebody measured", said=str(error)) from None
+            raise _Fault(at, None, "sizes of real tensors", said=str(error)) from None
 
     def _digest(self, value: Any, at: str) -> str:
         if type(value) is not str or not _DIGEST.fullmatch(value):
@@ -355,7 +357,7 @@ class _ManifestReader:
 
 
 def _at(key: str, name: str) -> str:
-    """The path of a field in an object."""
+    """Return the path of a field in an object."""
     return f"{key}[{json.dumps(name):.200}]"
 
 

@@ -1,13 +1,13 @@
-"""Ids of objects that cannot be mistaken for those of others."""
+"""Object ids that stay unique, for keys of caches."""
 
 from __future__ import annotations
 
 
 class ObjectIds:
-    """`id` for keys of a cache: each object that it was asked about lives as long as this does.
+    """Returns `id` of objects and keeps each object alive, so that ids are valid keys of a cache.
 
-    An id belongs to an object only while that lives; the next object in the same memory has it, too. So a cache by
-    `id` that outlives its keys gives one object what it knows of another.
+    An id is unique only while its object lives; a later object in the same memory has the same id. So a cache by `id`
+    that outlives its keys could return the value for another object.
 
         ids, known = ObjectIds(), {}
         known[ids(blocks), dtype] = ...
@@ -19,7 +19,7 @@ class ObjectIds:
         self._held: dict[int, object] = {}
 
     def __call__(self, value: object) -> int:
-        """Return the id of an object, and keep the object."""
+        """Return the id of an object, and keep the object alive."""
         key = id(value)
         self._held[key] = value
         return key

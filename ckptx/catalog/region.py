@@ -1,7 +1,7 @@
-"""Rectangles of a tensor, and the proof that a set of them covers it exactly.
+"""Rectangular regions of a tensor, and an exact check that a set of them tiles it.
 
-Stock torch hands out uninitialised memory for a part of a tensor that no chunk covers, and silently takes one of two
-chunks that overlap. Here both are refused, so the proof must be exact, and cheap for a tensor cut into thousands.
+Stock torch returns uninitialized memory for a part of a tensor that no chunk covers, and silently uses one of two
+chunks that overlap. Here both are refused, so the check must be exact, and fast for a tensor of thousands of shards.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Shape = tuple[int, ...]
 
 
 class Region(NamedTuple):
-    """A rectangle: where it begins in each dim, and how long it is there. A 0-d tensor has empty tuples."""
+    """A rectangular region: offset and size in each dim. Both are empty tuples for a 0-d tensor."""
 
     offsets: Shape
     sizes: Shape
 
     @property
     def numel(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return prod(self.sizes)
 
     def intersect(self, other: Region) -> Region | None:
-        """The rectangle both share, or None when they share no element."""
+        """Return the intersection, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -41,14 +41,15 @@ class Region(NamedTuple):
 
 
 def whole(shape: Shape) -> Region:
-    """The region that is all of a tensor of `shape`."""
+    """Return the region that covers all of a shape."""
     return Region((0,) * len(shape), shape)
 
 
 class CoverageFault(NamedTuple):
-    """Why regions do not tile a shape: `kind` is "gap", "overlap", "outside" or "tangle", `region` where.
+    """The reason why regions do not tile a shape, and the region of the fault.
 
-    A tangle may be a tiling: regions end beside each other in so many places that nobody cuts a tensor so.
+    `kind` is "gap", "overlap", "outside" or "tangle". A tangle may be a tiling, but has regions with so many different
+    boundaries that checking it would take too long; no mesh produces one.
     """
 
     kind: str
@@ -56,13 +57,13 @@ class CoverageFault(NamedTuple):
 
 
 def coverage_fault(shape: Shape, regions: Sequence[Region]) -> CoverageFault | None:
-    """The first reason why `regions` do not tile `shape` exactly, or None when they do.
+    """Return the first reason why regions do not tile a shape exactly, or None if they do.
 
-    Regions without elements (an uneven shard that got no rows) neither help nor hurt. The cost is linear in the
-    number of regions, times a logarithm, for every layout a mesh produces: dim after dim is cut into slabs.
+    Regions without elements (from uneven sharding) are ignored. For every layout of a mesh, the cost is O(n log n) in
+    the number of regions: they are split into slabs, dim by dim.
 
     Example:
-        shape (4, 2) cut as [0:3, 0:2] and [3:4, 0:2] has no fault; without the second, gap [3:4, 0:2].
+        [0:3, 0:2] and [3:4, 0:2] tile shape (4, 2); without the second, there is a gap at [3:4, 0:2].
     """
     for region in regions:
         if len(region.offsets) != len(shape) or any(
@@ -79,9 +80,9 @@ def coverage_fault(shape: Shape, regions: Sequence[Region]) -> CoverageFault | N
 def _slab_fault(
     shape: Shape, regions: list[Region], dim: int, offsets: Shape, sizes: Shape, budget: list[int]
 ) -> CoverageFault | None:
-    """Checks `regions`, which all span the slab fixed by `offsets` and `sizes` in the dims before `dim`.
+    """Check regions that all span the slab given by `offsets` and `sizes` in the dims before `dim`.
 
-    `budget` holds how often a region may still be cut into slabs.
+    `budget[0]` is the number of times that regions may still be split into slabs.
     """
     rest = shape[dim:]
     if not regions:
@@ -116,7 +117,7 @@ _Slab = tuple[int, int, list[Region]]
 
 
 def _by_span(regions: list[Region], dim: int) -> list[_Slab]:
-    """Regions that begin and end together along `dim`, in order. Sorted: hashes of numbers can be made to collide."""
+    """Group regions with equal bounds along `dim`, in order; by sorting, because hashes can be made to collide."""
 
     def span(region: Region) -> tuple[int, int]:
         return region.offsets[dim], region.sizes[dim]
@@ -129,7 +130,7 @@ def _are_disjoint(groups: list[_Slab]) -> bool:
 
 
 def _cut_into_slabs(groups: list[_Slab], budget: list[int]) -> list[_Slab] | None:
-    """Elementary intervals between all cut points, each with every region that spans it; None beyond the budget."""
+    """Split at all bounds: return the intervals, each with every region that spans it; None if over budget."""
     points = [point for point, _ in groupby(sorted(p for begin, size, _ in groups for p in (begin, begin + size)))]
     spanned = [(bisect_left(points, begin), bisect_left(points, begin + size)) for begin, size, _ in groups]
     budget[0] -= sum((stop - first) * len(group[2]) for (first, stop), group in zip(spanned, groups, strict=True))

@@ -623,5 +623,5 @@ def test_a_damaged_manifest_is_named_and_ignored(tmp_path: Path, dst: Path) -> N
     (tmp_path / "dcp" / "ckptx.json").write_text("{}")
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", dst)
     (said,) = (each for each in report.warnings if "ckptx.json" in each)
-    assert "ckptx.json: is not a manifest of ckptx" in said and said.endswith("; manifest ignored")
+    assert "ckptx.json: not a valid manifest" in said and said.endswith("; manifest ignored")
     assert ckptx.verify(tmp_path / "dcp", dst).exit == 0
